@@ -1,0 +1,1 @@
+"""The Transformers backend of rlcore: policy and generation."""

@@ -1,0 +1,1 @@
+"""Losses over log-probabilities; they never see logits, ranks or packing."""

@@ -1,0 +1,1 @@
+"""Step folders that are whole or absent, and all that a resume needs."""

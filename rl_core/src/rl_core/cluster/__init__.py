@@ -1,0 +1,1 @@
+"""Processes, placement and deadlines; the only rooms that import Ray."""

@@ -1,0 +1,63 @@
+"""What can go wrong, worded once: what was found, why it cannot work, what to do. Imports nothing."""
+
+from __future__ import annotations
+
+
+class RLCoreError(Exception):
+    """An error that rlcore explains; the command prints it without a traceback.
+
+    Attributes:
+        exit_code: 2 for what the user can mend in the config or the installation, 1 for what broke at run time.
+    """
+
+    exit_code = 1
+
+
+class UserError(RLCoreError):
+    """A mistake in the input: nothing was started and nothing was lost."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """The config cannot be honoured; the text lists every place, one a line."""
+
+
+class PluginError(UserError):
+    """A component was asked for that no working plugin provides."""
+
+
+class DataError(UserError):
+    """A row, a file or a batch does not have the form that its reader states."""
+
+
+class ResourceInsufficientError(UserError):
+    """The cluster has too few nodes, CPUs or GPUs: what was asked, what there is, what to change."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is absent, torn, or of another model or config."""
+
+
+class NotSupportedError(UserError):
+    """The chosen backend does not do what was asked of it."""
+
+
+class WorkerError(RLCoreError):
+    """A worker raised: names the rank, the host, the method, and carries the original traceback."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker's process is gone: names the rank, the host and what is known of its end."""
+
+
+class DeadlineExceededError(RLCoreError):
+    """A call outlived its deadline: names who did not answer and what each was doing."""
+
+
+class WeightSyncError(RLCoreError):
+    """The generation backend's weights are not proven to be the policy's; the run must not go on."""
+
+
+class NonFiniteError(RLCoreError):
+    """A loss or gradient is NaN or infinite: names the step and the first offender."""

@@ -1,0 +1,1 @@
+"""Values with their reduction, timing, and where they are written."""

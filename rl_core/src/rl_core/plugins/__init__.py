@@ -1,0 +1,1 @@
+"""Finds what is installed and describes it; imports nothing heavier than pluggy."""

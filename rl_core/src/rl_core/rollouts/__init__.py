@@ -1,0 +1,1 @@
+"""Prompts through generation and environments to a batch."""

@@ -1,0 +1,1 @@
+"""How the policy's weights reach the generation backend, and the proof that they arrived."""

@@ -1,0 +1,1 @@
+"""Environments of rlcore and the data they are asked about."""
