@@ -1,0 +1,351 @@
+"""The sections that every config has, as frozen models with their defaults; knows no backend and imports no torch.
+
+A plugin's section extends one of these: a policy backend's config model subclasses `PolicyConfig` and adds `<backend>_cfg`,
+a generation backend's subclasses `GenerationConfig`, an environment's `EnvironmentConfig`, a dataset's `DatasetConfig`,
+an algorithm's `AlgorithmConfig`, a loss's `LossConfig`, a logger's `LoggerConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A part of the config: keyword-only, frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class AlgorithmConfig(Section):
+    """What every algorithm's section has."""
+
+    default_loss: ClassVar[str]
+    """The loss component that `loss_fn` means when it names none."""
+    needs_generation: ClassVar[bool] = False
+    """Whether `policy.generation` and `env` must be there; they are refused where not."""
+
+    max_num_steps: int = Field(default=100, ge=1)
+    """Steps to run in all, resumed ones included."""
+    max_num_epochs: int | None = Field(default=None, ge=1)
+    """Passes over the training data after which the run ends, if that comes before `max_num_steps`."""
+    seed: int = 42
+    """Seed of everything that is drawn: data order, sampling, initialisation."""
+    val_period: int = Field(default=0, ge=0)
+    """Validate after every so many steps; 0 never."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    val_batch_size: int = Field(default=256, ge=1)
+    """Rows of one validation batch."""
+    max_val_samples: int | None = Field(default=None, ge=1)
+    """Validate on the first so many records; all by default."""
+
+
+class LossConfig(Section):
+    """What every loss's section has."""
+
+    name: str | None = None
+    """The loss component or a dotted path; the algorithm's own by default."""
+
+
+class TokenizerConfig(Section):
+    """Where the tokenizer comes from."""
+
+    name: str | None = None
+    """Name, folder or GGUF file; the policy's model by default."""
+    chat_template: str | None = None
+    """A Jinja template, or the path of one; the tokenizer's own by default."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer, by dotted name."""
+
+    name: str = "torch.optim.AdamW"
+    """Any class that takes parameters and keyword arguments."""
+    kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 1e-5, "weight_decay": 0.0})
+    """Its keyword arguments."""
+
+
+class SchedulerConfig(Section):
+    """The learning-rate scheduler, by dotted name; it steps once an optimizer step."""
+
+    name: str
+    """Any class or factory that takes the optimizer and keyword arguments, or `linear`, `cosine`, `constant` with
+    `num_warmup_steps` (and `num_training_steps`)."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
+
+
+class DynamicBatchingConfig(Section):
+    """Microbatches by token budget: rows sorted by length, padded to the longest of each microbatch."""
+
+    enabled: bool = False
+    """Use it."""
+    train_mb_tokens: int = Field(default=4096, ge=1)
+    """Most padded tokens of a training microbatch."""
+    logprob_mb_tokens: int = Field(default=8192, ge=1)
+    """Most padded tokens of a scoring microbatch."""
+    sequence_length_round: int = Field(default=8, ge=1)
+    """Padded lengths are multiples of it."""
+
+
+class SequencePackingConfig(Section):
+    """Microbatches by packing: several rows in one, attention block-diagonal."""
+
+    enabled: bool = False
+    """Use it."""
+    train_mb_tokens: int = Field(default=4096, ge=1)
+    """Most tokens of a training microbatch."""
+    logprob_mb_tokens: int = Field(default=8192, ge=1)
+    """Most tokens of a scoring microbatch."""
+    algorithm: Literal[
+        "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
+    ] = "modified_first_fit_decreasing"
+    """How rows are put into microbatches."""
+    sequence_length_pad_multiple: int = Field(default=1, ge=1)
+    """Each row takes a multiple of so many tokens."""
+
+
+class GenerationConfig(Section):
+    """What every generation backend's section has (`policy.generation`)."""
+
+    backend: str
+    """The generation component, or a dotted path."""
+    model_name: str | None = None
+    """Name, folder or GGUF file; the policy's model by default."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Most tokens of one completion."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Logits are divided by it; training scores tokens at the same temperature."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the smallest set of tokens whose probability reaches it."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Sample from the so many likeliest tokens."""
+    stop_strings: list[str] | None = None
+    """Strings that end a completion; they stay in it."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end a completion, besides the end-of-sequence token; they stay in it."""
+    val_temperature: float = Field(default=0.0, ge=0.0)
+    """Temperature of validation; 0 is greedy."""
+    python: str | None = None
+    """Interpreter of another environment for the workers, such as `venvs/sampler/bin/python`."""
+    num_workers: int | None = Field(default=None, ge=1)
+    """Replicas; as many as the policy has ranks by default."""
+    refit_buffer_mib: int = Field(default=512, ge=1)
+    """Most MiB of weights on their way at one time."""
+    refit_transport: str | None = None
+    """Weight transport by name; the first that both sides speak by default."""
+
+
+class PolicyConfig(Section):
+    """What every policy backend's section has (`policy`)."""
+
+    backend: str
+    """The policy component, or a dotted path."""
+    model_name: str
+    """Name, folder or GGUF file of the model."""
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    """The tokenizer; the model's by default."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations; optimizer state and log-probabilities are float32 in any case."""
+    max_total_sequence_length: int = Field(default=1024, ge=2)
+    """Most tokens of a row, prompt and completion."""
+    train_global_batch_size: int | None = Field(default=None, ge=1)
+    """Rows of one optimizer step, over all ranks; all rows of a step by default."""
+    train_micro_batch_size: int = Field(default=8, ge=1)
+    """Rows of one forward-backward on one rank, where neither token budget nor packing is on."""
+    logprob_batch_size: int = Field(default=16, ge=1)
+    """Rows of one scoring pass on one rank, where neither token budget nor packing is on."""
+    dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
+    """Microbatches by token budget."""
+    sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
+    """Microbatches by packing."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0.0)
+    """Clip the global gradient norm to it; null leaves gradients as they are."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    scheduler: SchedulerConfig | None = None
+    """The learning-rate schedule; constant by default."""
+    generation: GenerationConfig | None = None
+    """The generation backend; needed by algorithms that sample."""
+    python: str | None = None
+    """Interpreter of another environment for the workers."""
+
+    @model_validator(mode="after")
+    def _one_way_of_batching(self) -> PolicyConfig:
+        if self.dynamic_batching.enabled and self.sequence_packing.enabled:
+            raise ValueError(
+                "dynamic_batching and sequence_packing both decide what a microbatch is: enable one of them"
+            )
+        return self
+
+
+class EnvironmentConfig(Section):
+    """What every environment's section has (`env.<task>`)."""
+
+    name: str | None = None
+    """The environment component; the task's own name by default."""
+    env_cls: str | None = None
+    """Dotted path of an environment class, in place of a component; all other keys are then its config."""
+    num_workers: int = Field(default=1, ge=1)
+    """Processes that score."""
+    max_rollout_turns: int | None = Field(default=None, ge=1)
+    """Most turns of a rollout of this task; the algorithm's own by default."""
+    step_timeout_s: float = Field(default=600.0, gt=0.0)
+    """A worker that takes longer over one call is replaced and the call made again."""
+
+
+class DatasetConfig(Section):
+    """What every dataset's section has (`data.train`, `data.validation`)."""
+
+    dataset_name: str
+    """The dataset component, or a dotted path."""
+    task_name: str | None = None
+    """Which environment answers its records, where the dataset does not say."""
+
+
+class PromptConfig(Section):
+    """How a record becomes a message."""
+
+    prompt_config: str | None = None
+    """A packaged template such as `generic/math`, or the path of one."""
+    system_prompt: str | None = None
+    """The system message; the template's own by default."""
+    examples_type: str | None = None
+    """A named list of few-shot examples of the template."""
+
+
+class DataConfig(Section):
+    """What is asked (`data`)."""
+
+    train: DatasetConfig | None = None
+    """The training data."""
+    validation: DatasetConfig | None = None
+    """The validation data."""
+    train_data_path: str | None = None
+    """Short for `train: {dataset_name: jsonl, path: ...}`."""
+    val_data_path: str | None = None
+    """Short for `validation: {dataset_name: jsonl, path: ...}`."""
+    prompt: PromptConfig | None = None
+    """How a record becomes a message."""
+    max_input_seq_length: int | None = Field(default=None, ge=1)
+    """Most tokens of a prompt; the policy's `max_total_sequence_length` less one by default."""
+    on_long_prompt: Literal["error", "drop"] = "error"
+    """What happens to a longer one; dropped ones are counted."""
+    shuffle: bool = True
+    """See the training data in another order each epoch."""
+
+    @model_validator(mode="after")
+    def _one_source_each(self) -> DataConfig:
+        if self.train is not None and self.train_data_path is not None:
+            raise ValueError("train and train_data_path both name the training data: keep one of them")
+        if self.validation is not None and self.val_data_path is not None:
+            raise ValueError("validation and val_data_path both name the validation data: keep one of them")
+        return self
+
+
+class DeadlineConfig(Section):
+    """How long the driver waits before it says who did not answer, in seconds."""
+
+    start_s: float = Field(default=600.0, gt=0.0)
+    """Starting workers and loading models."""
+    generate_s: float = Field(default=1800.0, gt=0.0)
+    """One generation call."""
+    train_s: float = Field(default=1800.0, gt=0.0)
+    """One training or scoring call."""
+    refit_s: float = Field(default=600.0, gt=0.0)
+    """One refit."""
+    checkpoint_s: float = Field(default=1800.0, gt=0.0)
+    """Saving or loading a checkpoint."""
+    environment_s: float = Field(default=1800.0, gt=0.0)
+    """One environment turn of the whole batch."""
+
+
+class ClusterConfig(Section):
+    """Where it runs (`cluster`)."""
+
+    backend: Literal["ray", "in_process"] = "ray"
+    """`in_process` runs one worker of each kind in the driver, without Ray: for debuggers and fast tests."""
+    num_nodes: int = Field(default=1, ge=1)
+    """Nodes."""
+    workers_per_node: int = Field(default=1, ge=1)
+    """Policy ranks on each node; with GPUs, one GPU each."""
+    use_gpus: bool | None = None
+    """GPUs where there are any by default."""
+    cpus_per_worker: int | None = Field(default=None, ge=1)
+    """CPUs (and threads) of one rank; the node's, shared evenly, by default."""
+    deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
+    """How long to wait before saying who did not answer."""
+
+
+class CheckpointingConfig(Section):
+    """What is kept on disk (`checkpointing`)."""
+
+    enabled: bool = True
+    """Write checkpoints."""
+    checkpoint_dir: str | None = None
+    """Where; `checkpoints/` in the run folder by default."""
+    save_period: int = Field(default=10, ge=1)
+    """After every so many steps, and after the last."""
+    metric_name: str | None = None
+    """The metric that ranks checkpoints, such as `validation/accuracy`."""
+    higher_is_better: bool = True
+    """How it ranks them."""
+    keep_top_k: int | None = Field(default=None, ge=1)
+    """Keep the so many best by that metric; needs `metric_name`."""
+    keep_latest_k: int = Field(default=2, ge=1)
+    """Keep the so many newest, whatever their metric."""
+    save_optimizer: bool = True
+    """Keep what training goes on from; without it a checkpoint is weights alone and cannot be resumed."""
+
+    @model_validator(mode="after")
+    def _ranking_needs_a_metric(self) -> CheckpointingConfig:
+        if self.keep_top_k is not None and self.metric_name is None:
+            raise ValueError(
+                "keep_top_k ranks checkpoints by metric_name: set it, for example validation/accuracy"
+            )
+        return self
+
+
+class LoggerConfig(Section):
+    """What every logger's section has (`logger.<name>`)."""
+
+    enabled: bool = True
+    """Use it."""
+
+
+class LoggingConfig(Section):
+    """Where metrics and rollouts go (`logger`); metrics.jsonl and the console are always written."""
+
+    log_dir: str = "runs"
+    """Parent of run folders."""
+    run_name: str | None = None
+    """Name of the run folder; the config file's by default."""
+    num_rollouts_logged: int | None = Field(default=None, ge=0)
+    """Rollouts written to rollouts.jsonl each step; all by default."""
+    loggers: dict[str, LoggerConfig] = Field(default_factory=dict)
+    """Further loggers, by component name."""
+
+
+class RunConfig(Section):
+    """A whole run, as the sections' own models."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    algorithm_name: str
+    """The component whose section the file has."""
+    algorithm: AlgorithmConfig
+    loss_fn: LossConfig
+    policy: PolicyConfig
+    data: DataConfig
+    env: dict[str, EnvironmentConfig] = Field(default_factory=dict)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
+    logger: LoggingConfig = Field(default_factory=LoggingConfig)

@@ -1,0 +1,61 @@
+"""What a loss is: log-probabilities and a batch in, one scalar and its metrics out; it never sees logits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from rl_core.data.batched_data_dict import BatchedDataDict
+
+Reduction = Literal["sum", "min", "max"]
+
+
+class LossType(Enum):
+    """What the loss is a mean of, over all ranks and microbatches of a global batch."""
+
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+class LossFunction(ABC):
+    """A scalar of log-probabilities, normalised by a count that the backend hands in.
+
+    The gradient of a global batch is the sum of the gradients of its microbatches over all ranks, because every call divides
+    by the *global* count: neither microbatching, packing nor data parallelism changes it.
+
+    Attributes:
+        loss_type: whether the loss is a mean over tokens or over sequences.
+        metric_reductions: how a metric of several microbatches and ranks becomes one number; `sum` unless named here,
+            so a metric that is a mean is returned already divided by its global count.
+        required_keys: the batch keys that it reads besides `token_mask` and `sample_mask`.
+    """
+
+    loss_type: LossType = LossType.TOKEN_LEVEL
+    metric_reductions: ClassVar[Mapping[str, Reduction]] = {}
+    required_keys: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Score one microbatch.
+
+        Args:
+            next_token_logprobs: [B, T] float32, in nats; position t scores token t given the tokens before it; 0.0 at
+                position 0 and on padding. Carries the gradient.
+            data: the rows of the microbatch: `token_mask` [B, T], `sample_mask` [B] and `required_keys`.
+            global_valid_seqs: scalar float32, the rows with `sample_mask` of the global batch over all ranks.
+            global_valid_toks: scalar float32, the tokens with `token_mask * sample_mask` of the global batch over all ranks.
+
+        Returns:
+            The scalar loss of this share of the global batch, and detached scalar metrics (shares as well).
+        """

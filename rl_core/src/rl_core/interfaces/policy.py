@@ -1,0 +1,176 @@
+"""What trains: scores tokens, takes optimizer steps, and hands its weights on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+from rl_core.errors import NotSupportedError
+from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+from rl_core.interfaces.loss import LossFunction
+
+if TYPE_CHECKING:
+    from rl_core.data.batched_data_dict import BatchedDataDict
+
+
+class LogprobOutputSpec(TypedDict):
+    """Scores of the current policy."""
+
+    logprobs: torch.Tensor
+    """[B, T] float32, in nats; position t scores token t given the tokens before it; 0.0 at position 0 and on padding."""
+
+
+class ReferenceLogprobOutputSpec(TypedDict):
+    """Scores of the reference policy."""
+
+    reference_logprobs: torch.Tensor
+    """[B, T] float32, as `LogprobOutputSpec.logprobs`."""
+
+
+class PolicyInterface(ABC):
+    """A model that is trained."""
+
+    @abstractmethod
+    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
+        """Score every token of `data` under the current weights, at the sampling temperature.
+
+        Args:
+            data: `input_ids` [B, T] and `input_lengths` [B]; other keys are ignored.
+        """
+
+    @abstractmethod
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec]
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """Score every token of `data` under the frozen reference policy, at the sampling temperature.
+
+        Raises:
+            NotSupportedError: the policy was built without a reference.
+        """
+
+    def get_reference_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec]
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """The same as `get_reference_policy_logprobs`, under its other promised name."""
+        return self.get_reference_policy_logprobs(data)
+
+    @abstractmethod
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Take one optimizer step for every `gbs` rows of `data`.
+
+        Args:
+            data: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and the keys that the loss reads.
+            loss_fn: the loss; see `LossFunction` for its normalisation.
+            eval_mode: compute the loss and its metrics only; no gradient, no step.
+            gbs: rows of one optimizer step over all ranks; all of `data` by default.
+            mbs: rows of one forward-backward on one rank; the backend's configured microbatching by default.
+
+        Returns:
+            `loss` (mean over the optimizer steps), `grad_norm`, `lr`, `num_optimizer_steps`, `global_valid_toks`, and
+            `metrics`: the loss's own, reduced over microbatches, ranks and steps.
+
+        Raises:
+            NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are as before that step.
+        """
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Sample from the policy itself, where it has a sampler; a generation backend is the normal path."""
+        raise NotSupportedError(
+            f"{type(self).__name__} has no sampler of its own. Name a generation backend under `policy.generation`."
+        )
+
+    @abstractmethod
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Bring weights, gradients and optimizer state to where training happens; calling it twice is fine."""
+
+    @abstractmethod
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Release what only training needs; calling it twice is fine."""
+
+    @abstractmethod
+    def save_checkpoint(
+        self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any
+    ) -> None:
+        """Write the weights to a folder, and all that training goes on from (optimizer, scheduler, RNG of every rank)."""
+
+    @abstractmethod
+    def load_checkpoint(
+        self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any
+    ) -> None:
+        """Read what `save_checkpoint` wrote; with both paths, training goes on as if it had never stopped.
+
+        Raises:
+            CheckpointError: the folder is absent, torn, or of another model.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """End the policy and its processes; calling it twice is fine."""
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int:
+        """How many optimizer steps the weights have seen."""
+
+
+class ColocatablePolicyInterface(PolicyInterface):
+    """A policy that can hand its weights to a generation backend."""
+
+    @abstractmethod
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        """Start to join the weight collective as rank 0 of `world_size`. Returns pending calls."""
+
+    @abstractmethod
+    def offload_before_refit(self) -> None:
+        """Make room for the generation backend's weights: optimizer state and gradients leave the device."""
+
+    @abstractmethod
+    def offload_after_refit(self) -> None:
+        """Make room for sampling: the weights leave the device as well."""
+
+    @abstractmethod
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        """The manifest: name to (shape, dtype) of every tensor to be sent, under Hugging Face names, in sending order."""
+
+    @abstractmethod
+    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
+        """Split the manifest into buckets of names, each within the byte budget; starts one refit."""
+
+    @abstractmethod
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """Put one bucket where other processes of the node can map it.
+
+        Returns:
+            What `GenerationInterface.update_weights` takes; valid until the next call or the end of the refit.
+        """
+
+    @abstractmethod
+    def broadcast_weights_for_collective(self) -> list[Any]:
+        """Start to send every tensor of the manifest, in its order, from rank 0. Returns pending calls."""
+
+    def weight_fingerprint(self) -> str:
+        """Digest of the weights as they were sent last, to be compared with the generation backend's."""
+        raise NotSupportedError(
+            f"{type(self).__name__} does not fingerprint its weights, so a refit cannot be proven."
+        )
+
+    def finish_refit(self) -> None:
+        """Free what the refit held (shared memory, staging buffers); calling it twice is fine."""
+
+
+RefitManifest = Mapping[str, tuple[tuple[int, ...], str]]
+"""Name to (shape, dtype name such as "float32")."""
