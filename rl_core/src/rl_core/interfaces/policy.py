@@ -164,9 +164,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     def weight_fingerprint(self) -> str:
         """Digest of the weights as they were sent last, to be compared with the generation backend's."""
-        raise NotSupportedError(
-            f"{type(self).__name__} does not fingerprint its weights, so a refit cannot be proven."
-        )
+        raise NotSupportedError(f"{type(self).__name__} does not fingerprint its weights, so a refit cannot be proven.")
 
     def finish_refit(self) -> None:
         """Free what the refit held (shared memory, staging buffers); calling it twice is fine."""
