@@ -1,7 +1,7 @@
 """The sections that every config has, as frozen models with their defaults; knows no backend and imports no torch.
 
-A plugin's section extends one of these: a policy backend's config model subclasses `PolicyConfig` and adds `<backend>_cfg`,
-a generation backend's subclasses `GenerationConfig`, an environment's `EnvironmentConfig`, a dataset's `DatasetConfig`,
+A plugin's section extends one of these: a policy backend's config model subclasses `PolicyConfig` and adds
+`<backend>_cfg`, a generation backend's subclasses `GenerationConfig`, an environment's `EnvironmentConfig`, a dataset's `DatasetConfig`,
 an algorithm's `AlgorithmConfig`, a loss's `LossConfig`, a logger's `LoggerConfig`.
 """
 
@@ -15,9 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class Section(BaseModel):
     """A part of the config: keyword-only, frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
 class AlgorithmConfig(Section):
@@ -308,9 +306,7 @@ class CheckpointingConfig(Section):
     @model_validator(mode="after")
     def _ranking_needs_a_metric(self) -> CheckpointingConfig:
         if self.keep_top_k is not None and self.metric_name is None:
-            raise ValueError(
-                "keep_top_k ranks checkpoints by metric_name: set it, for example validation/accuracy"
-            )
+            raise ValueError("keep_top_k ranks checkpoints by metric_name: set it, for example validation/accuracy")
         return self
 
 

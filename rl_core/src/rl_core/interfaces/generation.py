@@ -27,7 +27,7 @@ class GenerationDatumSpec(TypedDict):
     stop_strings: NotRequired[list[list[str] | None]]
     """Strings that end a row, a list a row; they stay in the output."""
     sample_seeds: NotRequired[torch.Tensor]
-    """[B] int64; a row's tokens depend on its seed, not on its neighbours. Absent: drawn from the backend's own seed."""
+    """[B] int64; a row's tokens depend on its seed, not on its neighbours. Absent: drawn from the backend's seed."""
     max_new_tokens: NotRequired[torch.Tensor]
     """[B] int64, a row's own limit; never above the config's."""
 

@@ -25,8 +25,8 @@ class LossType(Enum):
 class LossFunction(ABC):
     """A scalar of log-probabilities, normalised by a count that the backend hands in.
 
-    The gradient of a global batch is the sum of the gradients of its microbatches over all ranks, because every call divides
-    by the *global* count: neither microbatching, packing nor data parallelism changes it.
+    The gradient of a global batch is the sum of the gradients of its microbatches over all ranks, because every call
+    divides by the *global* count: neither microbatching, packing nor data parallelism changes it.
 
     Attributes:
         loss_type: whether the loss is a mean over tokens or over sequences.
@@ -54,7 +54,8 @@ class LossFunction(ABC):
                 position 0 and on padding. Carries the gradient.
             data: the rows of the microbatch: `token_mask` [B, T], `sample_mask` [B] and `required_keys`.
             global_valid_seqs: scalar float32, the rows with `sample_mask` of the global batch over all ranks.
-            global_valid_toks: scalar float32, the tokens with `token_mask * sample_mask` of the global batch over all ranks.
+            global_valid_toks: scalar float32, the tokens with `token_mask * sample_mask` of the global batch over all
+                ranks.
 
         Returns:
             The scalar loss of this share of the global batch, and detached scalar metrics (shares as well).

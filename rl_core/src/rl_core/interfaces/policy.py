@@ -21,7 +21,8 @@ class LogprobOutputSpec(TypedDict):
     """Scores of the current policy."""
 
     logprobs: torch.Tensor
-    """[B, T] float32, in nats; position t scores token t given the tokens before it; 0.0 at position 0 and on padding."""
+    """[B, T] float32, in nats; position t scores token t given the tokens before it; 0.0 at position 0 and on
+    padding."""
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
@@ -105,7 +106,7 @@ class PolicyInterface(ABC):
     def save_checkpoint(
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any
     ) -> None:
-        """Write the weights to a folder, and all that training goes on from (optimizer, scheduler, RNG of every rank)."""
+        """Write the weights to a folder, and what training goes on from: optimizer, scheduler, RNG of every rank."""
 
     @abstractmethod
     def load_checkpoint(
@@ -144,7 +145,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """The manifest: name to (shape, dtype) of every tensor to be sent, under Hugging Face names, in sending order."""
+        """The manifest: name to (shape, dtype) of all that is sent, under Hugging Face names, in sending order."""
 
     @abstractmethod
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:

@@ -1,8 +1,9 @@
 """What a backend author writes: one rank of a policy or of a generation engine; torch, and no Ray.
 
-The facades in `rl_core.dispatch` turn a group of workers into a `PolicyInterface` or a `GenerationInterface`: they shard over
-the data axis, dispatch, put results back in order, hold deadlines and name who failed. A worker takes
-(`context`: `rl_core.cluster.worker_context.WorkerContext`, `config`: its section's model) and loads nothing before `setup`.
+The facades in `rl_core.dispatch` turn a group of workers into a `PolicyInterface` or a `GenerationInterface`: they
+shard over the data axis, dispatch, put results back in order, hold deadlines and name who failed. A worker takes
+(`context`: `rl_core.cluster.worker_context.WorkerContext`, `config`: its section's model) and loads nothing before
+`setup`.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class PolicyWorker(ABC):
         """Take one optimizer step for each global batch.
 
         Args:
-            data: this rank's rows of `len(counts)` global batches one after the other, of equal row counts; every rank has
-                as many rows, and with a microbatch plan as many microbatches of each global batch.
+            data: this rank's rows of `len(counts)` global batches one after the other, of equal row counts; every
+                rank has as many rows, and with a microbatch plan as many microbatches of each global batch.
             loss_fn: the loss.
             counts: what each global batch is normalised by.
             eval_mode: loss and metrics only.

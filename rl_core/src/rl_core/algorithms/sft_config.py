@@ -1,0 +1,24 @@
+"""The section `sft`; imports no torch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from rl_core.config.schema import AlgorithmConfig
+
+
+class SFTConfig(AlgorithmConfig):
+    """Supervised fine-tuning."""
+
+    default_loss: ClassVar[str] = "nll"
+
+    global_batch_size: int = Field(default=128, ge=1)
+    """Rows of one step; `policy.train_global_batch_size` splits them into optimizer steps."""
+    only_unmask_final: bool = False
+    """Train on the last assistant message alone; on all of them otherwise."""
+    val_accuracy: bool = False
+    """Also complete the validation prompts greedily and score them; needs `policy.generation` and `env`."""
+    max_rollout_turns: int = Field(default=1, ge=1)
+    """Most turns of one validation rollout."""
