@@ -1,8 +1,8 @@
 """The sections that every config has, as frozen models with their defaults; knows no backend and imports no torch.
 
 A plugin's section extends one of these: a policy backend's config model subclasses `PolicyConfig` and adds
-`<backend>_cfg`, a generation backend's subclasses `GenerationConfig`, an environment's `EnvironmentConfig`, a dataset's `DatasetConfig`,
-an algorithm's `AlgorithmConfig`, a loss's `LossConfig`, a logger's `LoggerConfig`.
+`<backend>_cfg`, a generation backend's subclasses `GenerationConfig`, an environment's `EnvironmentConfig`,
+a dataset's `DatasetConfig`, an algorithm's `AlgorithmConfig`, a loss's `LossConfig`, a logger's `LoggerConfig`.
 """
 
 from __future__ import annotations

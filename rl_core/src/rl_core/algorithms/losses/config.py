@@ -40,6 +40,14 @@ class ClippedPGLossConfig(LossConfig):
     """That weight is held below it (truncated importance sampling)."""
 
     @model_validator(mode="after")
+    def _k1_teaches_nothing(self) -> ClippedPGLossConfig:
+        if self.reference_policy_kl_penalty > 0 and self.reference_policy_kl_type == "k1":
+            raise ValueError(
+                "reference_policy_kl_type k1 has an expected gradient of zero when it is part of the loss: use k2 or k3"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reinforce_has_no_clip(self) -> ClippedPGLossConfig:
         if self.disable_ppo_ratio and self.ratio_clip_c is not None:
             raise ValueError("disable_ppo_ratio leaves no ratio for ratio_clip_c to clip: remove one of them")

@@ -1,0 +1,50 @@
+"""Estimators of the KL divergence between two policies from the tokens that one of them sampled; pure functions.
+
+With x ~ p and r = log q(x) - log p(x) (Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html):
+
+    k1 = -r                unbiased, high variance, may be negative; as a loss its expected gradient is zero
+    k2 = r² / 2            biased, low variance; as a loss its gradient is that of KL(p || q) in expectation
+    k3 = exp(r) - 1 - r    unbiased, low variance, never negative; as a loss its gradient is that of KL(q || p) near p = q
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+KLType = Literal["k1", "k2", "k3"]
+
+
+def calculate_kl(
+    logprobs: torch.Tensor,
+    logprobs_reference: torch.Tensor,
+    kl_type: KLType = "k3",
+    *,
+    input_clamp_value: float | None = None,
+    output_clamp_value: float | None = None,
+) -> torch.Tensor:
+    """Estimate KL(p || q) at each token.
+
+    Args:
+        logprobs: log p of the sampled tokens, any shape, in nats.
+        logprobs_reference: log q of the same tokens.
+        kl_type: the estimator.
+        input_clamp_value: hold r within plus and minus it, so that one token cannot overflow exp(r).
+        output_clamp_value: hold the estimate within plus and minus it.
+
+    Returns:
+        The estimate of each token, of the shape of `logprobs`, in nats.
+    """
+    log_ratio = logprobs_reference - logprobs
+    if input_clamp_value is not None:
+        log_ratio = log_ratio.clamp(-input_clamp_value, input_clamp_value)
+    if kl_type == "k1":
+        kl = -log_ratio
+    elif kl_type == "k2":
+        kl = 0.5 * log_ratio.square()
+    else:
+        kl = torch.expm1(log_ratio) - log_ratio
+    if output_clamp_value is not None:
+        kl = kl.clamp(-output_clamp_value, output_clamp_value)
+    return kl

@@ -1,0 +1,246 @@
+"""A policy over the ranks of a worker group: shards rows, dispatches, puts results back in order; knows no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.cluster.sharding import NamedSharding
+from rl_core.config.schema import DeadlineConfig, PolicyConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.group import make_group
+from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
+from rl_core.errors import NonFiniteError
+from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
+from rl_core.interfaces.worker import PolicyWorker, StepResult
+
+if TYPE_CHECKING:
+    from rl_core.cluster.virtual_cluster import RayVirtualCluster
+
+SCORING_KEYS = ("input_ids", "input_lengths")
+TRAINING_KEYS = (*SCORING_KEYS, "token_mask", "sample_mask")
+
+
+class DistributedPolicy(ColocatablePolicyInterface):
+    """`PolicyWorker`s as one policy.
+
+    Rows are split over the `data` axis of `sharding` and replicated over its other axes. Loading starts in the constructor
+    and is awaited at the first use, so that several groups load at the same time.
+
+    Args:
+        worker_class: the backend's worker.
+        config: the section `policy`; handed to each worker.
+        cluster: where the workers run; without one, a single worker runs in this process.
+        num_workers: ranks; all of the cluster's by default.
+        deadlines: how long to wait for what.
+        sharding: the named grid of ranks; all of them along `data` by default.
+        env_vars: further environment variables of the workers.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_class: type[PolicyWorker],
+        config: PolicyConfig,
+        cluster: RayVirtualCluster | None = None,
+        num_workers: int | None = None,
+        deadlines: DeadlineConfig | None = None,
+        sharding: NamedSharding | None = None,
+        env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        self.config = config
+        self._deadlines = deadlines or DeadlineConfig()
+        self.group = make_group(
+            worker_class,
+            config=config,
+            cluster=cluster,
+            num_workers=num_workers,
+            sharding=sharding,
+            name="policy",
+            python=config.python,
+            env_vars=env_vars,
+        )
+        self._setup = self.group.submit_all("setup")
+        self._facts: list[Mapping[str, Any]] | None = None
+        self._closed = False
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What rank 0 said of itself when it had loaded: `num_parameters`, `device`, `vocab_size`."""
+        if self._facts is None:
+            self._facts = self._setup.result(self._deadlines.start_s)
+        return self._facts[0]
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks along the data axis."""
+        return self.group.sharding.get_axis_size("data") if "data" in self.group.sharding.names else 1
+
+    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
+        return BatchedDataDict({"logprobs": self._score(data, reference=False)})
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec]
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        return BatchedDataDict({"reference_logprobs": self._score(data, reference=True)})
+
+    def _score(self, data: BatchedDataDict[Any], *, reference: bool) -> torch.Tensor:
+        assert self.facts
+        rows = at_the_door(data, SCORING_KEYS)
+        shards, order = self._shards(with_filler_rows(rows, self.data_ranks), None, training=False)
+        results = self.group.run_sharded("get_logprobs", shards, reference=reference, deadline_s=self._deadlines.train_s)
+        scored = BatchedDataDict.from_batches(results)
+        if order is not None:
+            scored.reorder_data(order)
+        logprobs: torch.Tensor = scored["logprobs"]
+        width = data["input_ids"].shape[1]
+        return torch.nn.functional.pad(logprobs, (0, width - logprobs.shape[1]))[: data.size]
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        assert self.facts
+        rows = at_the_door(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys)))
+        gbs = gbs or self.config.train_global_batch_size or rows.size
+        rows_per_step = -(-gbs // self.data_ranks) * self.data_ranks
+        rows = with_filler_rows(rows, rows_per_step)
+        counts = global_counts(rows, rows_per_step)
+        shards, _ = self._shards(rows, rows_per_step, training=mbs is None)
+        results: list[list[StepResult]] = self.group.run_sharded(
+            "train", shards, loss_fn, counts=counts, eval_mode=eval_mode, mbs=mbs, deadline_s=self._deadlines.train_s
+        )
+        return _over_ranks_and_steps(results, loss_fn, [count.valid_toks for count in counts])
+
+    def _shards(
+        self, rows: BatchedDataDict[Any], batch_size: int | None, *, training: bool
+    ) -> tuple[Sequence[BatchedDataDict[Any]], list[int] | None]:
+        """Split `rows` over the data axis, with the microbatch plan that the config asks for."""
+        packing, dynamic = self.config.sequence_packing, self.config.dynamic_batching
+        plan: dict[str, Any] = {}
+        if packing.enabled:
+            plan["sequence_packing_args"] = {
+                "max_tokens_per_microbatch": packing.train_mb_tokens if training else packing.logprob_mb_tokens,
+                "input_key": "input_ids",
+                "input_lengths_key": "input_lengths",
+                "algorithm": packing.algorithm,
+                "sequence_length_pad_multiple": packing.sequence_length_pad_multiple,
+            }
+        elif dynamic.enabled:
+            plan["dynamic_batching_args"] = {
+                "max_tokens_per_microbatch": dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens,
+                "sequence_length_round": dynamic.sequence_length_round,
+                "input_key": "input_ids",
+                "input_lengths_key": "input_lengths",
+            }
+        sharded: Any = rows.shard_by_batch_size(self.data_ranks, batch_size=batch_size, **plan)
+        return sharded if plan else (sharded, None)
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        from rl_core.dispatch.generation import generate_on
+
+        assert self.facts
+        return generate_on(self.group, data, greedy=greedy, deadline_s=self._deadlines.generate_s)
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        self._run("prepare_for_training")
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        self._run("finish_training")
+
+    def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
+        paths = Path(weights_path), Path(optimizer_path) if optimizer_path is not None else None
+        self._run("save_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
+
+    def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
+        paths = Path(weights_path), Path(optimizer_path) if optimizer_path is not None else None
+        self._run("load_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
+
+    @property
+    def weight_version(self) -> int:
+        assert self.facts
+        version: int = self.group.run_one("get_weight_version", deadline_s=self._deadlines.refit_s)
+        return version
+
+    def shutdown(self) -> bool:
+        if not self._closed:
+            self._closed = True
+            self.group.shutdown()
+        return True
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        assert self.facts
+        return [self.group.submit_all("init_collective", ip, port, world_size)]
+
+    def offload_before_refit(self) -> None:
+        self._run("offload_before_refit")
+
+    def offload_after_refit(self) -> None:
+        self._run("offload_after_refit")
+
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        manifest: dict[str, Any] = self._run("prepare_refit_info")
+        return manifest
+
+    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
+        buckets: list[list[str]] = self._run("prepare_weights_for_ipc", *args, **kwargs)
+        return buckets
+
+    def get_weights_ipc_handles(self, keys: list[str], **kwargs: Any) -> dict[str, Any]:
+        handles: dict[str, Any] = self._run("get_weights_ipc_handles", keys, **kwargs)
+        return handles
+
+    def broadcast_weights_for_collective(self) -> list[Any]:
+        assert self.facts
+        return [self.group.submit_all("broadcast_weights_for_collective")]
+
+    def weight_fingerprint(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("weight_fingerprint", *args, **kwargs)
+
+    def finish_refit(self) -> None:
+        self._run("finish_refit")
+
+    def _run(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+        """Call every rank, for gathering weights is collective; the answer is rank 0's."""
+        assert self.facts
+        return self.group.run_all(method, *args, deadline_s=deadline_s or self._deadlines.refit_s, **kwargs)[0]
+
+
+def _over_ranks_and_steps(
+    results: Sequence[Sequence[StepResult]], loss_fn: LossFunction, valid_toks: Sequence[float]
+) -> dict[str, Any]:
+    """Sum shares over ranks, then average over optimizer steps (extremes stay extremes)."""
+    steps = [list(step) for step in zip(*results, strict=True)]
+    losses = [sum(share.loss for share in step) for step in steps]
+    for step, loss in enumerate(losses):
+        if loss != loss:
+            raise NonFiniteError(f"The loss of optimizer step {step + 1} of {len(losses)} is NaN.")
+    metrics: dict[str, float] = {}
+    for name in steps[0][0].metrics:
+        how = loss_fn.metric_reductions.get(name, "sum")
+        shares = [[share.metrics[name] for share in step] for step in steps]
+        if how == "sum":
+            metrics[name] = sum(sum(step) for step in shares) / len(shares)
+        else:
+            extreme = min if how == "min" else max
+            metrics[name] = extreme(extreme(step) for step in shares)
+    return {
+        "loss": sum(losses) / len(losses),
+        "grad_norm": sum(step[0].grad_norm for step in steps) / len(steps),
+        "lr": steps[-1][0].lr,
+        "num_optimizer_steps": len(steps),
+        "global_valid_toks": sum(valid_toks),
+        "metrics": metrics,
+    }
