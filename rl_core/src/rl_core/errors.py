@@ -27,6 +27,44 @@ class PluginError(UserError):
     """A component was asked for that no working plugin provides."""
 
 
+class InvalidComponentError(PluginError):
+    """A `Component` does not have the form that it states: names the field and what it held."""
+
+
+class UnknownComponentError(PluginError):
+    """No plugin registers this name: names those that there are and the nearest one."""
+
+
+class ComponentNotInstalledError(PluginError):
+    """A distribution that rlcore knows would provide it: names the command that installs it."""
+
+
+class BrokenPluginError(PluginError):
+    """A plugin is installed and does not work, or is disabled: names the distribution, its version and the reason."""
+
+
+class DuplicateComponentError(PluginError):
+    """Several plugins register one name: names them and how to disable one."""
+
+
+class WrongKindError(PluginError):
+    """The name is of another kind of component, or its target lacks the interface of its kind."""
+
+
+class MissingCapabilityError(PluginError):
+    """The component exists and cannot do what this run needs of it."""
+
+
+class ComponentImportError(PluginError):
+    """The target or config model of a component cannot be imported; carries the original exception."""
+
+
+class PluginHookError(PluginError):
+    """An event hook of a plugin raised during a run: names the plugin, its distribution and the hook."""
+
+    exit_code = 1
+
+
 class DataError(UserError):
     """A row, a file or a batch does not have the form that its reader states."""
 

@@ -1,1 +1,6 @@
 """Finds what is installed and describes it; imports nothing heavier than pluggy."""
+
+from rl_core.plugins.component import Component, Kind
+from rl_core.plugins.hookspecs import hookimpl
+
+__all__ = ["Component", "Kind", "hookimpl"]

@@ -1,0 +1,31 @@
+"""Registers Transformers as policy and as generation backend; strings only, so it imports no torch."""
+
+from __future__ import annotations
+
+from rl_core.plugins import Component, hookimpl
+
+
+@hookimpl
+def rlcore_policies() -> list[Component]:
+    """The policy `hf`."""
+    return [
+        Component(
+            "hf",
+            target="rl_backends_hf.policy:HuggingFacePolicy",
+            config="rl_backends_hf.config:HFPolicyConfig",
+            summary="Any causal LM of Transformers: one process, replicas or FSDP2",
+        )
+    ]
+
+
+@hookimpl
+def rlcore_generations() -> list[Component]:
+    """The generation backend `hf`."""
+    return [
+        Component(
+            "hf",
+            target="rl_backends_hf.generation:HuggingFaceGeneration",
+            config="rl_backends_hf.config:HFGenerationConfig",
+            summary="Batched decoding with Transformers, one prefill a prompt",
+        )
+    ]

@@ -1,0 +1,192 @@
+"""One named thing that a plugin registers, in strings only; it knows neither its plugin nor what its target does."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import KW_ONLY, dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Any
+
+from rl_core.errors import ComponentImportError, InvalidComponentError, WrongKindError
+
+_SHORT_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_LONGEST_SUMMARY = 120
+
+
+class Kind(StrEnum):
+    """What a component is. Its value is the word in YAML, in `--json` and in the calls of the registry."""
+
+    POLICY = "policy"
+    GENERATION = "generation"
+    ENVIRONMENT = "environment"
+    ALGORITHM = "algorithm"
+    LOSS = "loss"
+    DATASET = "dataset"
+    LOGGER = "logger"
+    WEIGHT_TRANSPORT = "weight_transport"
+    COMMAND = "command"
+
+    @property
+    def label(self) -> str:
+        """The kind as a sentence says it: 'policy backend', 'weight transport'."""
+        if self in (Kind.POLICY, Kind.GENERATION):
+            return f"{self.value} backend"
+        return self.value.replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component, described so that listing and validating it imports nothing.
+
+    Attributes:
+        name: What users type: lower case letters, digits, '-' and '_'. (Only a component that YAML gives by its dotted
+            path has that path for a name.)
+        target: "module:Attribute" of the class or function; imported by `load`, when a run needs it.
+        config: "module:ConfigModel" of its pydantic model, in a module free of torch, ray, numpy and transformers; None
+            where it takes no config.
+        summary: One line for the lists, at most 120 characters.
+        capabilities: What it can do beyond its interface, as short names that `Registry.find(requires=...)` asks for.
+
+    Raises:
+        InvalidComponentError: A field does not have the form stated here.
+    """
+
+    name: str
+    _: KW_ONLY
+    target: str
+    config: str | None = None
+    summary: str
+    capabilities: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field, value in (("name", self.name), ("target", self.target), ("summary", self.summary)):
+            if not isinstance(value, str):
+                raise InvalidComponentError(f"{field} of a Component must be a string, not {value!r}.")
+        self._check_references()
+        self._check_name()
+        self._check_summary()
+        self._check_capabilities()
+
+    @classmethod
+    def from_path(cls, path: str) -> Component:
+        """The component that a dotted path names: "package.module.Class" or "module:Class", without a config model.
+
+        Raises:
+            InvalidComponentError: The text is neither.
+        """
+        if _REFERENCE.fullmatch(path):
+            target = path
+        elif _DOTTED_PATH.fullmatch(path):
+            module, _, attribute = path.rpartition(".")
+            target = f"{module}:{attribute}"
+        else:
+            raise InvalidComponentError(
+                f"{path!r} is no path to a class: write 'package.module.Class' or 'package.module:Class'."
+            )
+        return cls(path, target=target, summary="given by its path")
+
+    def load(self, *, expect: type | None = None) -> Any:
+        """The target itself; importing it may import torch, ray or an engine.
+
+        Args:
+            expect: The interface that the target must be a subclass of; None checks nothing.
+
+        Raises:
+            ComponentImportError: The module cannot be imported, or has no such attribute.
+            WrongKindError: The target is not a subclass of `expect`.
+        """
+        target = self._import(self.target)
+        if expect is not None and not (isinstance(target, type) and issubclass(target, expect)):
+            wanted = sorted(getattr(expect, "__abstractmethods__", ()))
+            absent = [method for method in wanted if not hasattr(target, method)]
+            lacks = f" It has no {', '.join(absent)}." if absent else ""
+            raise WrongKindError(
+                f"{self.target} is not a {expect.__name__}.{lacks} Derive it from {expect.__module__}.{expect.__name__}."
+            )
+        return target
+
+    def load_config(self) -> type | None:
+        """The config model, or None where the component takes no config; imports no torch.
+
+        Raises:
+            ComponentImportError: The module cannot be imported, has no such attribute, or that is not a class.
+        """
+        if self.config is None:
+            return None
+        model = self._import(self.config)
+        if not isinstance(model, type):
+            raise ComponentImportError(f"{self.config}, the config model of {self.name!r}, is {model!r}, not a class.")
+        return model
+
+    def _import(self, reference: str) -> Any:
+        module_name, _, path = reference.partition(":")
+        try:
+            found: Any = importlib.import_module(module_name)
+        except Exception as error:
+            raise ComponentImportError(
+                f"{module_name}, the module of {self.name!r}, cannot be imported: {describe(error)}. "
+                f"`rlcore doctor {self.name} --deep` shows where."
+            ) from error
+        for attribute in path.split("."):
+            if not hasattr(found, attribute):
+                raise ComponentImportError(_no_attribute(reference, attribute, holder=found))
+            found = getattr(found, attribute)
+        return found
+
+    def _check_references(self) -> None:
+        for field, reference in (("target", self.target), ("config", self.config)):
+            if reference is not None and not (isinstance(reference, str) and _REFERENCE.fullmatch(reference)):
+                raise InvalidComponentError(
+                    f"{field} of component {self.name!r} must be 'module:Attribute', not {reference!r}."
+                )
+
+    def _check_name(self) -> None:
+        is_path = self.name in (self.target, self.target.replace(":", "."))
+        if not is_path and not _SHORT_NAME.fullmatch(self.name):
+            raise InvalidComponentError(
+                f"A component cannot be named {self.name!r}: use lower case letters, digits, '-' and '_', and begin "
+                "with a letter."
+            )
+
+    def _check_summary(self) -> None:
+        if not self.summary.strip() or "\n" in self.summary or len(self.summary) > _LONGEST_SUMMARY:
+            raise InvalidComponentError(
+                f"summary of component {self.name!r} must be one line of 1 to {_LONGEST_SUMMARY} characters, "
+                f"not {self.summary!r}."
+            )
+
+    def _check_capabilities(self) -> None:
+        valid = isinstance(self.capabilities, tuple) and all(
+            isinstance(capability, str) and _SHORT_NAME.fullmatch(capability) for capability in self.capabilities
+        )
+        if not valid:
+            raise InvalidComponentError(
+                f"capabilities of component {self.name!r} must be a tuple of short lower-case names, not {self.capabilities!r}."
+            )
+
+
+def is_path(name: str) -> bool:
+    """Whether a name in YAML is a path to a class, not the short name of a registered component."""
+    return "." in name or ":" in name
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line: 'ModuleNotFoundError: No module named 'acme_kernels''."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def did_you_mean(name: str, candidates: list[str]) -> str:
+    """' Did you mean 'x'?' for the nearest candidate, or nothing."""
+    nearest = get_close_matches(name, candidates, n=1)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _no_attribute(reference: str, attribute: str, *, holder: object) -> str:
+    holder_name = getattr(holder, "__name__", repr(holder))
+    public = [name for name in dir(holder) if not name.startswith("_")]
+    return f"{reference} does not exist: {holder_name} has no {attribute!r}.{did_you_mean(attribute, public)}"

@@ -1,0 +1,141 @@
+"""Imports one plugin and asks its noun hooks, one by one; whatever goes wrong becomes a reason. It keeps no plugin."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+
+from rl_core.errors import PluginError
+from rl_core.plugins import hookspecs
+from rl_core.plugins.component import Component, Kind, describe, did_you_mean
+
+HEAVY_MODULES = ("torch", "ray", "numpy", "transformers", "vllm", "megatron", "jax", "tensorflow")
+"""What registration must not import: each costs from a tenth of a second to several seconds of every command."""
+
+# A plugin that calls sys.exit() while it is imported must not end the command either.
+_WHAT_PLUGINS_RAISE = (Exception, SystemExit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModule:
+    """What came of one plugin.
+
+    Attributes:
+        plugin: The object with the hooks; None where the import failed.
+        components: What its noun hooks returned, those that did not raise.
+        hooks: The names of the hooks that it implements.
+        import_ms: Milliseconds of wall-clock for the import.
+        heavy_modules: Members of `HEAVY_MODULES` that the import brought in.
+        reason: What went wrong, or None.
+        error: The first exception behind the reason.
+    """
+
+    plugin: Any
+    components: tuple[tuple[Kind, Component], ...]
+    hooks: tuple[str, ...]
+    import_ms: float
+    heavy_modules: tuple[str, ...]
+    reason: str | None
+    error: BaseException | None
+
+
+def load_module(load: Callable[[], Any]) -> LoadedModule:
+    """Calls `load`, checks the hooks of what it returns against their specifications, and calls the noun hooks.
+
+    Args:
+        load: Returns the object with the hooks, usually by importing a module.
+    """
+    heavy_before = _heavy_modules()
+    plugin: Any = None
+    components: list[tuple[Kind, Component]] = []
+    hooks: tuple[str, ...] = ()
+    errors: list[tuple[str, BaseException]] = []
+    started = time.perf_counter()
+    try:
+        plugin = load()
+    except _WHAT_PLUGINS_RAISE as error:
+        errors.append((describe(error), error))
+    import_ms = (time.perf_counter() - started) * 1000
+    if not errors:
+        try:
+            callers = _checked_hooks(plugin)
+        except PluginError as error:
+            errors.append((str(error), error))
+        except pluggy.PluginValidationError as error:
+            errors.append((" ".join(str(error).split()), error))
+        else:
+            hooks = tuple(callers)
+            for name, function in callers.items():
+                if name in hookspecs.KIND_OF_HOOK:
+                    _call_noun_hook(name, function, components=components, errors=errors)
+    return LoadedModule(
+        plugin=plugin,
+        components=tuple(components),
+        hooks=hooks,
+        import_ms=import_ms,
+        heavy_modules=tuple(sorted(_heavy_modules() - heavy_before)),
+        reason="; ".join(reason for reason, _ in errors) or None,
+        error=errors[0][1] if errors else None,
+    )
+
+
+def _checked_hooks(plugin: Any) -> dict[str, Callable[[], Any]]:
+    """The hook functions of one plugin by name; raises for unknown, unmarked or unsuitable ones.
+
+    The check runs in a manager of its own: one that refused a plugin half-way still holds the other half.
+    """
+    trial = pluggy.PluginManager(hookspecs.PROJECT)
+    trial.add_hookspecs(hookspecs)
+    specified = sorted(vars(trial.hook))
+    trial.register(plugin)
+    for name in sorted(vars(trial.hook)):
+        if name not in specified and any(not hook.optionalhook for hook in getattr(trial.hook, name).get_hookimpls()):
+            raise PluginError(f"unknown hook {name!r}.{did_you_mean(name, specified)}")
+    trial.check_pending()
+    callers = {}
+    for caller in trial.get_hookcallers(plugin) or ():
+        for implementation in caller.get_hookimpls():
+            if implementation.hookwrapper or implementation.wrapper:
+                raise PluginError(f"{caller.name} is a wrapper; the hooks of {hookspecs.PROJECT} are called one by one")
+            if caller.has_spec():
+                callers[caller.name] = implementation.function
+    for name in specified:
+        if name not in callers and callable(getattr(plugin, name, None)):
+            raise PluginError(f"{name} has no @hookimpl, so it is not a hook")
+    return callers
+
+
+def _call_noun_hook(
+    name: str,
+    function: Callable[[], Any],
+    *,
+    components: list[tuple[Kind, Component]],
+    errors: list[tuple[str, BaseException]],
+) -> None:
+    kind = hookspecs.KIND_OF_HOOK[name]
+    try:
+        returned = list(function())
+    except _WHAT_PLUGINS_RAISE as error:
+        errors.append((f"{name}() raised {describe(error)}", error))
+        return
+    seen: set[str] = set()
+    for component in returned:
+        problem = None
+        if not isinstance(component, Component):
+            problem = f"{name}() returned {component!r}, which is not a Component"
+        elif component.name in seen:
+            problem = f"{name}() returned {component.name!r} twice"
+        if problem is not None:
+            errors.append((problem, PluginError(problem)))
+            continue
+        seen.add(component.name)
+        components.append((kind, component))
+
+
+def _heavy_modules() -> set[str]:
+    return {name for name in HEAVY_MODULES if name in sys.modules}

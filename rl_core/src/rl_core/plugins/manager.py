@@ -1,0 +1,241 @@
+"""Loads each plugin by itself, so that a broken one harms no other; it knows no component by name.
+
+Two switches of the environment: `RLCORE_DISABLE_PLUGINS=a,b` leaves plugins (or distributions) of these names unloaded;
+`RLCORE_STRICT_PLUGINS=1` makes every failure fatal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pluggy
+from packaging.requirements import InvalidRequirement
+from packaging.utils import canonicalize_name
+
+from rl_core.errors import BrokenPluginError, PluginError, PluginHookError
+from rl_core.plugins import hookspecs
+from rl_core.plugins.component import describe, did_you_mean
+from rl_core.plugins.discovery import InstalledPlugin, installed_plugins
+from rl_core.plugins.loading import load_module
+from rl_core.plugins.record import Plugin, Registration, Status
+from rl_core.plugins.requirements import RequirementCheck, check_requirements
+
+DISABLE_VARIABLE = "RLCORE_DISABLE_PLUGINS"
+STRICT_VARIABLE = "RLCORE_STRICT_PLUGINS"
+
+
+class PluginManager:
+    """The plugins of this process: what each registers, how it fares, and the event hooks of those that work.
+
+    Attributes:
+        plugins: Every plugin found, broken and disabled ones too, in the order in which they were added.
+        warnings: What is odd and harms nothing, one sentence each.
+    """
+
+    def __init__(self) -> None:
+        self.plugins: list[Plugin] = []
+        self.warnings: list[str] = []
+        self._hooks = pluggy.PluginManager(hookspecs.PROJECT)
+        self._hooks.add_hookspecs(hookspecs)
+        self._by_hook_name: dict[str, Plugin] = {}
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """Every component of every plugin, those of broken plugins too."""
+        return [registration for plugin in self.plugins for registration in plugin.registrations]
+
+    @property
+    def troubled(self) -> list[Plugin]:
+        """The plugins that were meant to work and do not."""
+        return [plugin for plugin in self.plugins if plugin.status in (Status.MISSING, Status.FAILED)]
+
+    def add(
+        self,
+        name: str,
+        load: Callable[[], Any],
+        *,
+        distribution: str,
+        version: str,
+        module: str = "",
+        location: str = "",
+        requirements: tuple[RequirementCheck, ...] = (),
+        faults: tuple[str, ...] = (),
+    ) -> Plugin:
+        """Loads one plugin and keeps what it registers; whatever it raises becomes its status.
+
+        Args:
+            name: The plugin's name.
+            load: Returns the object with the hooks, usually by importing a module.
+            distribution: Whom errors name.
+            version: Of the distribution.
+            module: The module that `load` imports, for the lists.
+            location: The folder of the distribution, for the lists.
+            requirements: The checked requirements of the distribution.
+            faults: What is already known to be wrong with the distribution, one clause each.
+        """
+        loaded = load_module(load)
+        missing = [check.problem for check in requirements if check.problem is not None]
+        broken = [*faults, *([loaded.reason] if loaded.reason is not None else [])]
+        plugin = Plugin(
+            name=name,
+            module=module,
+            distribution=distribution,
+            version=version,
+            location=location,
+            # A missing requirement is the cause and a failed import its effect, so it names the status.
+            status=Status.MISSING if missing else Status.FAILED if broken else Status.READY,
+            reason="; ".join([*missing, *broken]) or None,
+            requirements=requirements,
+            components=loaded.components,
+            hooks=loaded.hooks,
+            import_ms=loaded.import_ms,
+            heavy_modules=loaded.heavy_modules,
+            error=loaded.error,
+        )
+        self.plugins.append(plugin)
+        if plugin.status is Status.READY:
+            hook_name = f"{distribution}:{name}:{len(self.plugins)}"
+            self._by_hook_name[hook_name] = plugin
+            self._hooks.register(loaded.plugin, name=hook_name)
+        return plugin
+
+    def add_disabled(self, name: str, *, distribution: str, version: str, module: str, location: str) -> Plugin:
+        """Keeps a plugin that is not to be loaded, so that the lists and errors can say so."""
+        plugin = Plugin(
+            name=name,
+            module=module,
+            distribution=distribution,
+            version=version,
+            location=location,
+            status=Status.DISABLED,
+            reason=f"disabled by {DISABLE_VARIABLE}",
+        )
+        self.plugins.append(plugin)
+        return plugin
+
+    def call_event(self, event: str, /, **arguments: Any) -> None:
+        """Calls one event hook of every working plugin, the last registered first.
+
+        Every plugin is told, also after another one raised.
+
+        Args:
+            event: The name of the hook: 'rlcore_run_started', 'rlcore_step_finished' or 'rlcore_run_finished'.
+            **arguments: All arguments of the hook's specification.
+
+        Raises:
+            PluginHookError: Plugins raised: names each, its distribution and what it raised.
+            ValueError: There is no such event hook, or the arguments are not those of its specification.
+        """
+        hook = getattr(self._hooks.hook, event, None)
+        if hook is None or event in hookspecs.KIND_OF_HOOK:
+            raise ValueError(f"There is no event hook {event!r}.")
+        wanted = set(hook.spec.argnames)
+        if set(arguments) != wanted:
+            raise ValueError(f"{event} takes {sorted(wanted)}, not {sorted(arguments)}.")
+        failures: list[tuple[Plugin, Exception]] = []
+        for implementation in reversed(hook.get_hookimpls()):
+            try:
+                implementation.function(*(arguments[name] for name in implementation.argnames))
+            except Exception as error:
+                failures.append((self._by_hook_name[implementation.plugin_name], error))
+        if failures:
+            raise _hook_error(event, failures) from failures[0][1]
+
+    def fail_if_troubled(self) -> None:
+        """Raises where any plugin does not work: the strict mode.
+
+        Raises:
+            BrokenPluginError: Lists every such plugin with its reason.
+        """
+        if self.troubled:
+            lines = [f"  {plugin.name} ({plugin.label}): {plugin.reason}" for plugin in self.troubled]
+            raise BrokenPluginError(
+                f"{STRICT_VARIABLE} is set and these plugins do not work:\n" + "\n".join(lines) + "\n"
+                f"Mend or uninstall them, leave them out with {DISABLE_VARIABLE}, or unset {STRICT_VARIABLE}. "
+                "`rlcore doctor` shows more."
+            )
+
+
+def discover(*, strict: bool | None = None, search_path: list[str] | None = None) -> PluginManager:
+    """Finds and loads every installed plugin; imports their light modules and nothing else of them.
+
+    Args:
+        strict: Whether any plugin that does not work is an error; None asks `RLCORE_STRICT_PLUGINS`.
+        search_path: Folders in which installed distributions are looked for; None means `sys.path`.
+
+    Raises:
+        BrokenPluginError: In strict mode, where a plugin does not work.
+        PluginError: `RLCORE_STRICT_PLUGINS` is neither true nor false.
+    """
+    manager = PluginManager()
+    disabled = {name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()}
+    unused = set(disabled)
+    for found in installed_plugins(search_path):
+        matches = {name for name in disabled if _is_named(name, found)}
+        unused -= matches
+        if matches:
+            manager.add_disabled(
+                found.entry_point.name,
+                distribution=found.name,
+                version=found.version,
+                module=found.entry_point.value,
+                location=str(found.location),
+            )
+        else:
+            _add_installed(manager, found)
+    names = [name for plugin in manager.plugins for name in (plugin.name, plugin.distribution)]
+    manager.warnings.extend(
+        f"{DISABLE_VARIABLE} names {name!r}, which is no plugin.{did_you_mean(name, names)}" for name in sorted(unused)
+    )
+    if _strict_from_environment() if strict is None else strict:
+        manager.fail_if_troubled()
+    return manager
+
+
+def _add_installed(manager: PluginManager, found: InstalledPlugin) -> None:
+    faults = []
+    requirements: tuple[RequirementCheck, ...] = ()
+    try:
+        requirements = check_requirements(found.distribution)
+    except InvalidRequirement as error:
+        faults.append(f"its metadata states a requirement that is none: {describe(error)}")
+    if found.leftover:
+        faults.append(
+            f"{found.location} holds metadata of {found.name} {found.version} and also of {', '.join(found.leftover)}: "
+            "remove the dist-info folder of the version that is gone"
+        )
+    manager.add(
+        found.entry_point.name,
+        found.entry_point.load,
+        distribution=found.name,
+        version=found.version,
+        module=found.entry_point.value,
+        location=str(found.location),
+        requirements=requirements,
+        faults=tuple(faults),
+    )
+
+
+def _is_named(name: str, found: InstalledPlugin) -> bool:
+    return name == found.entry_point.name or canonicalize_name(name) == canonicalize_name(found.name)
+
+
+def _strict_from_environment() -> bool:
+    value = os.environ.get(STRICT_VARIABLE, "").strip().lower()
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise PluginError(f"{STRICT_VARIABLE}={value} is neither true nor false: use 1 or 0.")
+
+
+def _hook_error(event: str, failures: Iterable[tuple[Plugin, Exception]]) -> PluginHookError:
+    lines = []
+    names = []
+    for plugin, error in failures:
+        names.append(plugin.name)
+        lines.append(f"{event} of the plugin {plugin.name!r} ({plugin.label}) raised {describe(error)}.")
+    lines.append(f"To run without it: {DISABLE_VARIABLE}={','.join(names)}")
+    return PluginHookError("\n".join(lines))

@@ -1,0 +1,76 @@
+"""What is known of a plugin after it was loaded, or was not; plain records that decide nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rl_core.plugins.component import Component, Kind
+from rl_core.plugins.requirements import RequirementCheck
+
+
+class Status(StrEnum):
+    """How a plugin fares."""
+
+    READY = "ready"
+    """Its requirements are installed, it was imported, and its hooks answered."""
+    MISSING = "missing"
+    """A requirement of its distribution is not installed, or not in a version that fits."""
+    FAILED = "failed"
+    """Its module, its hooks or its metadata are broken."""
+    DISABLED = "disabled"
+    """It was left out by `RLCORE_DISABLE_PLUGINS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """One plugin, its state and what it registers.
+
+    Attributes:
+        name: The name of its entry point.
+        module: The module that the entry point names.
+        distribution: The name of the distribution that brings it.
+        version: Of that distribution.
+        location: The folder in which the distribution's metadata lies.
+        status: How it fares.
+        reason: Why it is not ready, one line; None where it is.
+        requirements: Each requirement of the distribution against what is installed.
+        components: What it registers, each with its kind.
+        hooks: The names of the hooks that it implements.
+        import_ms: Milliseconds of wall-clock that importing its module took; None where it was not tried.
+        heavy_modules: Of the libraries that registration must not import, those that it did import.
+        error: What importing it or calling its hooks raised.
+    """
+
+    name: str
+    module: str
+    distribution: str
+    version: str
+    location: str
+    status: Status
+    reason: str | None = None
+    requirements: tuple[RequirementCheck, ...] = ()
+    components: tuple[tuple[Kind, Component], ...] = ()
+    hooks: tuple[str, ...] = ()
+    import_ms: float | None = None
+    heavy_modules: tuple[str, ...] = ()
+    error: BaseException | None = None
+
+    @property
+    def label(self) -> str:
+        """The distribution and its version: 'acme-rl 2.1'."""
+        return f"{self.distribution} {self.version}"
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """Its components, each with its kind and with this plugin."""
+        return [Registration(kind=kind, component=component, plugin=self) for kind, component in self.components]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """A component as one plugin registers it."""
+
+    kind: Kind
+    component: Component
+    plugin: Plugin

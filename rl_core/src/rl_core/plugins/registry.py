@@ -1,0 +1,199 @@
+"""Looks components up by kind and name, and words every way in which that fails; it imports no target."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+from packaging.utils import canonicalize_name
+
+from rl_core.errors import (
+    BrokenPluginError,
+    ComponentImportError,
+    ComponentNotInstalledError,
+    DuplicateComponentError,
+    MissingCapabilityError,
+    PluginError,
+    UnknownComponentError,
+    WrongKindError,
+)
+from rl_core.plugins.component import Component, Kind, did_you_mean, is_path
+from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
+from rl_core.plugins.record import Plugin, Registration, Status
+
+DISTRIBUTION_OF: dict[tuple[Kind, str], str] = {
+    (Kind.POLICY, "hf"): "rl-backends-hf",
+    (Kind.POLICY, "megatron"): "rl-backends-megatron",
+    (Kind.GENERATION, "hf"): "rl-backends-hf",
+    (Kind.GENERATION, "vllm"): "rl-backends-vllm",
+    (Kind.GENERATION, "openai"): "rl-backends-openai",
+    (Kind.ENVIRONMENT, "math"): "rl-envs",
+    (Kind.ENVIRONMENT, "arithmetic"): "rl-envs",
+    (Kind.DATASET, "arithmetic"): "rl-envs",
+    (Kind.COMMAND, "serve"): "rl-backends-openai",
+}
+"""Components of the project's own distributions, so that one that is not installed can say what to install."""
+
+
+class Registry:
+    """The components of a plugin manager, by kind and name."""
+
+    def __init__(self, manager: PluginManager) -> None:
+        self.manager = manager
+
+    def find(self, kind: str, name: str, *, requires: Iterable[str] = ()) -> Component:
+        """The one working component of this kind and name.
+
+        Args:
+            kind: A value of `Kind`: 'policy', 'generation', 'environment', ...
+            name: A registered name, or the path of a class, "package.module.Class" or "package.module:Class".
+            requires: Capabilities that it must have. For a path they are read from the attribute `capabilities` of the
+                class, which imports it.
+
+        Raises:
+            UnknownComponentError: Nobody registers the name.
+            ComponentNotInstalledError: A distribution that is not installed would.
+            BrokenPluginError: The plugin that registers it does not work, or is disabled.
+            DuplicateComponentError: Several plugins register it.
+            WrongKindError: It is registered as another kind only.
+            MissingCapabilityError: It lacks a required capability.
+            ComponentImportError: It is a path, and its package does not exist.
+        """
+        wanted = Kind(kind)
+        needs = tuple(requires)
+        if is_path(name):
+            return _component_at(name, kind=wanted, needs=needs)
+        same_name = [r for r in self.manager.registrations if r.component.name == name]
+        matches = [r for r in same_name if r.kind is wanted]
+        if not matches:
+            raise self._not_found(wanted, name, elsewhere=same_name)
+        if len(matches) > 1:
+            raise _twice(wanted, name, matches)
+        registration = matches[0]
+        if registration.plugin.status is not Status.READY:
+            raise _broken(wanted, name, registration.plugin)
+        absent = [need for need in needs if need not in registration.component.capabilities]
+        if absent:
+            raise self._incapable(registration, absent=absent, needs=needs)
+        return registration.component
+
+    def names(self, kind: str) -> list[str]:
+        """The names of this kind that working plugins register, sorted."""
+        return sorted({r.component.name for r in self._ready(Kind(kind))})
+
+    def all(self, kind: str) -> list[Component]:
+        """The components of this kind that working plugins register, sorted by name."""
+        return sorted((r.component for r in self._ready(Kind(kind))), key=lambda component: component.name)
+
+    def not_installed(self) -> list[tuple[Kind, str, str]]:
+        """Known components that no plugin registers: kind, name, and the distribution that would bring each."""
+        present = {(r.kind, r.component.name) for r in self.manager.registrations}
+        installed = {canonicalize_name(plugin.distribution) for plugin in self.manager.plugins}
+        return [
+            (kind, name, distribution)
+            for (kind, name), distribution in DISTRIBUTION_OF.items()
+            if (kind, name) not in present and distribution not in installed
+        ]
+
+    def _ready(self, kind: Kind) -> list[Registration]:
+        return [r for r in self.manager.registrations if r.kind is kind and r.plugin.status is Status.READY]
+
+    def _not_found(self, kind: Kind, name: str, *, elsewhere: list[Registration]) -> PluginError:
+        distribution = DISTRIBUTION_OF.get((kind, name))
+        for plugin in self.manager.plugins:
+            is_its_own = plugin.name == name or canonicalize_name(plugin.distribution) == distribution
+            if plugin.status is not Status.READY and is_its_own:
+                return _broken(kind, name, plugin)
+        if distribution is not None:
+            return ComponentNotInstalledError(f"{_capitalised(kind)} {name!r} is not installed: pip install {distribution}")
+        if elsewhere:
+            return self._other_kind(kind, name, elsewhere)
+        return self._unknown(kind, name)
+
+    def _other_kind(self, kind: Kind, name: str, elsewhere: list[Registration]) -> WrongKindError:
+        kinds = " and ".join(f"{_article(r.kind.label)} {r.kind.label} ({r.plugin.label})" for r in elsewhere)
+        return WrongKindError(f"{name!r} is {kinds}, not {_article(kind.label)} {kind.label}. {self._installed(kind)}")
+
+    def _unknown(self, kind: Kind, name: str) -> UnknownComponentError:
+        absent = {other: distribution for k, other, distribution in self.not_installed() if k is kind}
+        hint = did_you_mean(name, [*self.names(kind), *absent])
+        for other, distribution in absent.items():
+            if repr(other) in hint:
+                hint += f" It is not installed: pip install {distribution}"
+        broken = [f"{plugin.name} ({plugin.label})" for plugin in self.manager.troubled if not plugin.components]
+        suspects = f" Plugins that failed to load: {', '.join(broken)}." if broken else ""
+        return UnknownComponentError(f"No {kind.label} named {name!r}. {self._installed(kind)}{hint}{suspects}")
+
+    def _incapable(self, registration: Registration, *, absent: list[str], needs: tuple[str, ...]) -> PluginError:
+        component = registration.component
+        able = [other.name for other in self.all(registration.kind) if set(needs) <= set(other.capabilities)]
+        has = f"It can: {', '.join(component.capabilities)}." if component.capabilities else "It states none."
+        instead = f" Able: {', '.join(able)}." if able else f" No installed {registration.kind.label} is able."
+        return MissingCapabilityError(
+            f"{_capitalised(registration.kind)} {component.name!r} ({registration.plugin.label}) lacks the "
+            f"{_plural('capability', 'capabilities', absent)} {_quoted(absent)}. {has}{instead}"
+        )
+
+    def _installed(self, kind: Kind) -> str:
+        names = self.names(kind)
+        return f"Installed: {', '.join(names)}." if names else f"No {kind.label} is installed."
+
+
+def _component_at(path: str, *, kind: Kind, needs: tuple[str, ...]) -> Component:
+    component = Component.from_path(path)
+    package = component.target.partition(":")[0].partition(".")[0]
+    # Looking for the package alone imports nothing; the module may need torch.
+    if importlib.util.find_spec(package) is None:
+        raise ComponentImportError(
+            f"{_capitalised(kind)} {path!r} cannot be imported: there is no package {package!r}. Install it, or put "
+            "its folder on PYTHONPATH."
+        )
+    if needs:
+        able = getattr(component.load(), "capabilities", ())
+        absent = [need for need in needs if need not in able]
+        if absent:
+            raise MissingCapabilityError(
+                f"{_capitalised(kind)} {path!r} lacks the {_plural('capability', 'capabilities', absent)} "
+                f"{_quoted(absent)}: its class attribute `capabilities` does not name "
+                f"{_plural('it', 'them', absent)}."
+            )
+    return component
+
+
+def _broken(kind: Kind, name: str, plugin: Plugin) -> BrokenPluginError:
+    if plugin.status is Status.DISABLED:
+        return BrokenPluginError(
+            f"{_capitalised(kind)} {name!r}: the plugin {plugin.name!r} ({plugin.label}) is disabled by "
+            f"{DISABLE_VARIABLE}. Take it out of that list."
+        )
+    failed = "cannot be used" if plugin.status is Status.MISSING else "failed to load"
+    return BrokenPluginError(
+        f"{_capitalised(kind)} {name!r} comes from {plugin.label}, which {failed}: {plugin.reason}. "
+        f"Run: rlcore doctor {plugin.name}"
+    )
+
+
+def _twice(kind: Kind, name: str, matches: list[Registration]) -> DuplicateComponentError:
+    plugins = [match.plugin for match in matches]
+    labels = " and ".join(plugin.label for plugin in plugins)
+    choices = " or ".join(f"{DISABLE_VARIABLE}={plugin.name}" for plugin in plugins if plugin.name != name)
+    choices = choices or " or ".join(f"{DISABLE_VARIABLE}={plugin.distribution}" for plugin in plugins)
+    return DuplicateComponentError(
+        f"{len(plugins)} plugins register the {kind.label} {name!r}: {labels}. Disable one: {choices}"
+    )
+
+
+def _capitalised(kind: Kind) -> str:
+    return kind.label.capitalize()
+
+
+def _article(noun: str) -> str:
+    return "an" if noun[0] in "aeiou" else "a"
+
+
+def _plural(one: str, many: str, things: list[str]) -> str:
+    return one if len(things) == 1 else many
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,85 @@
+"""Whether what a distribution requires is installed, read from metadata alone; it imports and installs nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequirementCheck:
+    """One requirement of a distribution against what is installed.
+
+    Attributes:
+        requirement: As the metadata states it, without its marker: 'ray[default]>=2.50'.
+        installed: The installed version; None where nothing is installed.
+        fits: Whether it is installed in a version that the requirement allows.
+    """
+
+    requirement: str
+    installed: str | None
+    fits: bool
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong in one clause, or None."""
+        if self.fits:
+            return None
+        if self.installed is None:
+            return f"{self.requirement} is not installed"
+        return f"{self.requirement} is required, {self.installed} is installed"
+
+
+def check_requirements(distribution: importlib.metadata.Distribution) -> tuple[RequirementCheck, ...]:
+    """Every requirement that holds on this interpreter and platform, in the order of the metadata.
+
+    Requirements of the distribution's own extras do not count: nobody knows which were asked for. Those of a
+    requirement's extras do: `ray[default]` needs what `ray` names for `default`.
+
+    Args:
+        distribution: The installed distribution whose `Requires-Dist` is read.
+
+    Raises:
+        packaging.requirements.InvalidRequirement: The metadata holds a line that is no requirement.
+    """
+    own = [
+        requirement
+        for requirement in map(Requirement, distribution.requires or ())
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
+    seen: set[tuple[str, str]] = set()
+    return tuple(check for requirement in own for check in _check(requirement, seen))
+
+
+def _check(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[RequirementCheck]:
+    wanted = _without_marker(requirement)
+    try:
+        installed = importlib.metadata.distribution(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        yield RequirementCheck(requirement=wanted, installed=None, fits=False)
+        return
+    fits = requirement.specifier.contains(installed.version, prereleases=True)
+    yield RequirementCheck(requirement=wanted, installed=installed.version, fits=fits)
+    for extra in sorted(requirement.extras):
+        key = (canonicalize_name(requirement.name), canonicalize_name(extra))
+        if key not in seen:
+            seen.add(key)
+            for needed in _requirements_of_extra(installed, extra):
+                yield from _check(needed, seen)
+
+
+def _requirements_of_extra(distribution: importlib.metadata.Distribution, extra: str) -> Iterator[Requirement]:
+    for requirement in map(Requirement, distribution.requires or ()):
+        marker = requirement.marker
+        if marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
+            yield requirement
+
+
+def _without_marker(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    source = f" @ {requirement.url}" if requirement.url else str(requirement.specifier)
+    return f"{requirement.name}{extras}{source}"

@@ -1,0 +1,37 @@
+"""Registers the environments and their data; strings only, so it imports no torch and no verifier."""
+
+from __future__ import annotations
+
+from rl_core.plugins import Component, hookimpl
+
+
+@hookimpl
+def rlcore_environments() -> list[Component]:
+    """Mathematics and arithmetic."""
+    return [
+        Component(
+            "math",
+            target="rl_envs.math.environment:MathEnvironment",
+            config="rl_envs.config:MathEnvironmentConfig",
+            summary="Mathematics: the last boxed answer, verified symbolically in worker processes",
+        ),
+        Component(
+            "arithmetic",
+            target="rl_envs.arithmetic.environment:ArithmeticEnvironment",
+            config="rl_envs.config:ArithmeticEnvironmentConfig",
+            summary="Generated sums: the exact number is right",
+        ),
+    ]
+
+
+@hookimpl
+def rlcore_datasets() -> list[Component]:
+    """Generated arithmetic."""
+    return [
+        Component(
+            "arithmetic",
+            target="rl_envs.arithmetic.dataset:ArithmeticDataset",
+            config="rl_envs.config:ArithmeticDatasetConfig",
+            summary="Generated sums with their answers, from a seed",
+        )
+    ]
