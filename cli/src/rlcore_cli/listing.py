@@ -1,0 +1,204 @@
+"""`rlcore list-backends` and `rlcore list-plugins`: what is installed and how it fares. Imports plugin modules, no target."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_core.plugins.manager import PluginManager
+    from rl_core.plugins.record import Plugin, Registration
+    from rl_core.plugins.registry import Registry
+
+NOT_INSTALLED = "not installed"
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+WithTimings = Annotated[
+    bool, typer.Option("--timings", help="Show what importing each plugin cost, and the heavy modules it brought in.")
+]
+
+
+def list_backends(
+    everything: Annotated[
+        bool, typer.Option("--all", help="All kinds: environments, algorithms, losses, datasets and so on.")
+    ] = False,
+    as_json: AsJson = False,
+    timings: WithTimings = False,
+) -> None:
+    """List the policy and generation backends that a config can name, ready or not.
+
+    Nothing heavy is imported: the lists come from the plugins' registrations and from their metadata.
+
+    Example:
+        rlcore list-backends
+        rlcore list-backends --all --json
+    """
+    from rl_core.plugins import Kind
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
+
+    manager = discover()
+    kinds = list(Kind) if everything else [Kind.POLICY, Kind.GENERATION]
+    rows = [_of_registration(r) for r in manager.registrations if r.kind in kinds]
+    rows += _absent_rows(Registry(manager), kinds)
+    rows.sort(key=lambda row: (kinds.index(row["kind"]), row["name"]))
+    rows += [_of_broken(plugin) for plugin in manager.troubled if not plugin.components]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    columns = ["kind", "name", "distribution", "status", "note"]
+    print_table([[row[column] or "?" for column in columns] for row in map(_readable, rows)])
+    if not everything:
+        _print_other_kinds(manager)
+    if timings:
+        _print_timings(manager.plugins)
+    _print_troubles(manager)
+
+
+def list_plugins(
+    everything: Annotated[bool, typer.Option("--all", help="The core's own plugin too, and each component.")] = False,
+    as_json: AsJson = False,
+    timings: WithTimings = False,
+) -> None:
+    """List the installed plugins: distribution, state, hooks and components.
+
+    Example:
+        rlcore list-plugins
+        rlcore list-plugins --all --timings
+    """
+    from rl_core.plugins.manager import discover
+
+    manager = discover()
+    plugins = [plugin for plugin in manager.plugins if everything or plugin.distribution != "rl-core"]
+    if as_json:
+        print(json.dumps([_of_plugin(plugin) for plugin in plugins], indent=2))
+        return
+    print_table([[p.name, p.label, p.status.value, p.reason or _contents(p)] for p in plugins])
+    if everything:
+        print()
+        print_table([[p.name, r.kind.value, r.component.name, r.component.target] for p in plugins for r in p.registrations])
+    if timings:
+        _print_timings(plugins)
+    _print_troubles(manager)
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows in aligned columns; a table library would double the time of the command."""
+    if not rows:
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _of_registration(registration: Registration) -> dict[str, Any]:
+    component, plugin = registration.component, registration.plugin
+    return {
+        "kind": registration.kind.value,
+        "name": component.name,
+        "plugin": plugin.name,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "status": plugin.status.value,
+        "reason": plugin.reason,
+        "summary": component.summary,
+        "target": component.target,
+        "config": component.config,
+        "capabilities": list(component.capabilities),
+    }
+
+
+def _absent_rows(registry: Registry, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            **_nothing(),
+            "kind": kind.value,
+            "name": name,
+            "distribution": distribution,
+            "status": NOT_INSTALLED,
+            "reason": f"pip install {distribution}",
+        }
+        for kind, name, distribution in registry.not_installed()
+        if kind in kinds
+    ]
+
+
+def _of_broken(plugin: Plugin) -> dict[str, Any]:
+    return {
+        **_nothing(),
+        "name": plugin.name,
+        "plugin": plugin.name,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "status": plugin.status.value,
+        "reason": plugin.reason,
+    }
+
+
+def _nothing() -> dict[str, Any]:
+    absent = ("kind", "name", "plugin", "distribution", "version", "status", "reason", "summary", "target", "config")
+    return {**dict.fromkeys(absent), "capabilities": []}
+
+
+def _readable(row: dict[str, Any]) -> dict[str, Any]:
+    label = f"{row['distribution']} {row['version'] or ''}".strip()
+    return {**row, "distribution": label, "note": row["reason"] or row["summary"]}
+
+
+def _of_plugin(plugin: Plugin) -> dict[str, Any]:
+    return {
+        "name": plugin.name,
+        "module": plugin.module,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "location": plugin.location,
+        "status": plugin.status.value,
+        "reason": plugin.reason,
+        "hooks": list(plugin.hooks),
+        "components": [{"kind": r.kind.value, "name": r.component.name} for r in plugin.registrations],
+        "import_ms": None if plugin.import_ms is None else round(plugin.import_ms, 3),
+        "heavy_modules": list(plugin.heavy_modules),
+    }
+
+
+def _contents(plugin: Plugin) -> str:
+    counts = Counter(registration.kind.label for registration in plugin.registrations)
+    words = [f"{count} {_plural(label, count)}" for label, count in counts.items()]
+    events = [hook for hook in plugin.hooks if hook.startswith(("rlcore_run_", "rlcore_step_"))]
+    return ", ".join([*words, *events]) or "registers nothing"
+
+
+def _plural(label: str, count: int) -> str:
+    if count == 1:
+        return label
+    if label.endswith("y"):
+        return f"{label[:-1]}ies"
+    return f"{label}es" if label.endswith("s") else f"{label}s"
+
+
+def _print_other_kinds(manager: PluginManager) -> None:
+    others = Counter(r.kind.label for r in manager.registrations if r.kind not in ("policy", "generation"))
+    if others:
+        counts = ", ".join(f"{count} {_plural(label, count)}" for label, count in others.items())
+        print(f"\nAlso {counts}: rlcore list-backends --all")
+
+
+def _print_timings(plugins: Sequence[Plugin]) -> None:
+    print()
+    for plugin in plugins:
+        if plugin.import_ms is not None:
+            heavy = f"  heavy: {', '.join(plugin.heavy_modules)}" if plugin.heavy_modules else ""
+            print(f"{plugin.import_ms:8.1f} ms  {plugin.name} ({plugin.module}){heavy}")
+
+
+def _print_troubles(manager: PluginManager) -> None:
+    troubled = manager.troubled
+    if troubled:
+        noun = "plugin does" if len(troubled) == 1 else "plugins do"
+        print(f"\n{len(troubled)} {noun} not work: `rlcore doctor {troubled[0].name}` shows why.")
+    for warning in manager.warnings:
+        print(f"warning: {warning}")

@@ -1,0 +1,80 @@
+"""The `rlcore` command: its list of commands, and how errors reach the terminal. It imports no command before it is run.
+
+To add a command: write `rlcore_cli/NAME.py` with a function whose arguments carry Typer's annotations and whose docstring
+ends with an `Example:`, and add one line to `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rl_core.errors import RLCoreError
+from rlcore_cli.lazy import LazyGroup
+
+COMMANDS = {
+    "list-backends": ("rlcore_cli.listing:list_backends", "What a config can name, and whether it is ready."),
+    "list-plugins": ("rlcore_cli.listing:list_plugins", "The installed plugins, what they register, how they fare."),
+    "doctor": ("rlcore_cli.doctor:doctor", "Why a plugin does not work: requirements, import, traceback."),
+}
+"""Command name: where its function is, and the line that `rlcore --help` shows."""
+
+
+class Commands(LazyGroup):
+    """The commands of this distribution, and those that plugins add."""
+
+    builtin = COMMANDS
+
+
+app = typer.Typer(
+    cls=Commands,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+
+def _print_versions(wanted: bool) -> None:
+    from importlib.metadata import version
+
+    if wanted:
+        for distribution in ("rlcore", "rl-core"):
+            print(f"{distribution} {version(distribution)}")
+        raise typer.Exit
+
+
+@app.callback()
+def rlcore(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions and stop."),
+    ] = False,
+) -> None:
+    """Post-training of language models by reinforcement learning, from one YAML file.
+
+    Example:
+        rlcore list-backends
+        rlcore train config.yaml
+    """
+
+
+def main() -> None:
+    """Runs the command line; never returns.
+
+    Exit codes: 0 done, 2 a mistake in what the user gave, 1 a run that broke, 130 interrupted. An error that rlcore
+    explains is printed without a traceback; any other keeps its own.
+    """
+    try:
+        app()
+    except RLCoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()
