@@ -98,8 +98,13 @@ class GenerationInterface(ABC):
         """Start to join the weight collective of `world_size` ranks; rank 0 is the policy's. Returns pending calls."""
         raise self._not_supported("init_collective")
 
-    def prepare_refit_info(self, info: Mapping[str, Any]) -> None:
+    def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str] | None:
         """Take the manifest of the weights to come (name to shape and dtype) and check it against the engine's own.
+
+        Begins a refit: whatever an earlier, unfinished one brought no longer counts.
+
+        Returns:
+            Name to the dtype that the engine keeps each tensor in; None where it keeps the manifest's.
 
         Raises:
             WeightSyncError: a name or a shape does not fit, before anything is loaded.
@@ -118,8 +123,16 @@ class GenerationInterface(ABC):
         raise self._not_supported("update_weights_from_collective")
 
     def weight_fingerprint(self) -> str:
-        """Digest of the weights that the engine computes with; equal to the policy's after a refit."""
+        """Digest of the weights that the engine computes with, the same on every replica; equal to the policy's.
+
+        Raises:
+            WeightSyncError: tensors of the refit under way are missing (it names them), or replicas differ.
+        """
         raise self._not_supported("weight_fingerprint")
+
+    def weight_digests(self) -> dict[str, str]:
+        """Name to digest of each tensor: what `weight_fingerprint` combines, asked for when two fingerprints differ."""
+        raise self._not_supported("weight_digests")
 
     def invalidate_kv_cache(self) -> bool:
         """Forget every cached prefix; True once nothing computed under older weights is left."""

@@ -152,19 +152,33 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Split the manifest into buckets of names, each within the byte budget; starts one refit."""
 
     @abstractmethod
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+    def get_weights_ipc_handles(self, keys: list[str], *, by_reference: bool = False) -> dict[str, Any]:
         """Put one bucket where other processes of the node can map it.
 
+        Args:
+            keys: names of one bucket of `prepare_weights_for_ipc`.
+            by_reference: hand over the tensors themselves; for a generation backend in this process.
+
         Returns:
-            What `GenerationInterface.update_weights` takes; valid until the next call or the end of the refit.
+            What `GenerationInterface.update_weights` takes; valid until the call after the next one (so that one bucket
+            is written while the one before is read) or the end of the refit.
         """
 
     @abstractmethod
     def broadcast_weights_for_collective(self) -> list[Any]:
         """Start to send every tensor of the manifest, in its order, from rank 0. Returns pending calls."""
 
-    def weight_fingerprint(self) -> str:
-        """Digest of the weights as they were sent last, to be compared with the generation backend's."""
+    def weight_fingerprint(self, *, dtypes: Mapping[str, str] | None = None, kind: str | None = None) -> str:
+        """Digest of the policy's present weights, to be compared with the generation backend's.
+
+        Args:
+            dtypes: name to the dtype that the receiver keeps, such as "bfloat16"; tensors are cast to it first.
+            kind: how to digest (`rl_core.weights.fingerprint`); the receiver's kind, so that both compute the same.
+        """
+        raise NotSupportedError(f"{type(self).__name__} does not fingerprint its weights, so a refit cannot be proven.")
+
+    def weight_digests(self, *, dtypes: Mapping[str, str] | None = None, kind: str | None = None) -> dict[str, str]:
+        """Name to digest of each tensor: what `weight_fingerprint` combines, asked for when two fingerprints differ."""
         raise NotSupportedError(f"{type(self).__name__} does not fingerprint its weights, so a refit cannot be proven.")
 
     def finish_refit(self) -> None:

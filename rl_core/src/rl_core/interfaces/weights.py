@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportContext:
+    """What a transport is told about the run."""
+
+    buffer_bytes: int
+    """Most bytes of weights on their way at one time; a single larger tensor travels alone."""
+    deadline_s: float
+    """Seconds that one refit may take."""
+    wait: Callable[[Sequence[Any], float], Any]
+    """Waits until all pending calls are done or so many seconds have passed (`rl_core.cluster.wait_together`)."""
+    rendezvous: Callable[[], tuple[str, int]]
+    """An address and a free port on the node of the policy's rank 0, for a process group to meet at."""
+    num_receivers: int = 1
+    """Generation workers that load weights."""
 
 
 class WeightTransport(ABC):
@@ -18,15 +36,20 @@ class WeightTransport(ABC):
 
     name: ClassVar[str]
 
+    def __init__(self, context: TransportContext) -> None:
+        """Take the run's limits; nothing is opened before the first push."""
+        self.context = context
+
     @abstractmethod
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
-        """Move all weights.
+        """Move all weights; the generation backend has already taken the manifest.
 
         Returns:
             Bytes moved; 0 where nothing was copied.
 
         Raises:
             WeightSyncError: either side refused a tensor.
+            DeadlineExceededError: it took longer than `context.deadline_s`.
         """
 
     def close(self) -> None:
