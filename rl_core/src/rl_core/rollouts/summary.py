@@ -1,0 +1,56 @@
+"""What a batch of rollouts looked like, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.rollouts.trajectory import Trajectory, to_batch
+
+
+def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Rewards, lengths, turns and truncation of finished rollouts."""
+    rewards = torch.tensor([row.reward for row in trajectories], dtype=torch.float64)
+    lengths = torch.tensor([_sampled_tokens(row) for row in trajectories], dtype=torch.float64)
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(correction=0)),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "length/truncated_frac": sum(row.truncated for row in trajectories) / len(trajectories),
+        "rollout/turns": sum(row.turns for row in trajectories) / len(trajectories),
+        "rollout/rows": float(len(trajectories)),
+    }
+    names = sorted({name for row in trajectories for name in row.reward_parts})
+    if names != ["reward"]:
+        metrics |= {f"reward/{name}": _mean([row.reward_parts.get(name, 0.0) for row in trajectories]) for name in names}
+    return metrics
+
+
+def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> dict[str, float]:
+    """The environments' own metrics over their rows, as `env/<task>/<name>`, and `accuracy` over all that report one."""
+    metrics: dict[str, float] = {}
+    correct = 0.0
+    counted = 0
+    for task_name in dict.fromkeys(row.task_name for row in trajectories):
+        rows = [row for row in trajectories if row.task_name == task_name]
+        batch = BatchedDataDict({**to_batch(rows), "answers": [row.answer for row in rows]})
+        _, found = environments[task_name].global_post_process_and_metrics(batch)
+        metrics |= {f"env/{task_name}/{name}": float(value) for name, value in found.items()}
+        if "accuracy" in found:
+            correct += float(found["accuracy"]) * len(rows)
+            counted += len(rows)
+    if counted:
+        metrics["accuracy"] = correct / counted
+    return metrics
+
+
+def _sampled_tokens(row: Trajectory) -> int:
+    return sum(len(message["token_ids"]) for message in row.message_log if "generation_logprobs" in message)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
