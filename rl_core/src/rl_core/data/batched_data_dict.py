@@ -1,0 +1,362 @@
+"""`BatchedDataDict`: columns of one batch size; knows rows, not what they mean, nor which rows belong together."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from rl_core.data.microbatches import (
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+    ShardPlan,
+    runs_of,
+    shard_by_count,
+    shard_by_packing,
+    shard_by_token_budget,
+)
+from rl_core.data.padding import cat_right_padded
+from rl_core.data.schema import pad_value
+from rl_core.data.transfer import BorrowedColumn, pack_columns, unpack_columns
+from rl_core.errors import DataError
+
+__all__ = ["BatchedDataDict", "ColumnsDifferError", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
+
+DictT = TypeVar("DictT")
+
+
+class ColumnsDifferError(DataError, KeyError):
+    """Batches that should be joined do not have the same keys."""
+
+    __str__ = Exception.__str__
+
+
+class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
+    """Columns of one batch size: tensors [B, ...] and lists of length B.
+
+    Rows are right-padded. A batch may cross processes without its tensors being copied; see `rl_core.data.transfer` for
+    the rule (*copy on touch*) and for what happens to memory that others read too.
+
+    Attributes:
+        micro_batch_indices: For each global batch of this shard the (start, end) rows of each microbatch, counted from
+            the global batch's first row; None before a sharding with a token budget or packing.
+        micro_batch_lengths: For each global batch the tokens of each microbatch: its padded width (token budget) or all
+            its tokens (packing); None likewise.
+        elem_counts_per_gb: Rows of this shard in each global batch; None before any sharding.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.micro_batch_indices: list[list[tuple[int, int]]] | None = None
+        self.micro_batch_lengths: list[list[int]] | None = None
+        self.elem_counts_per_gb: list[int] | None = None
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def from_batches(
+        cls,
+        batches: Iterable[Mapping[str, Any]],
+        pad_value_dict: Mapping[str, int | float | bool] | None = None,
+    ) -> Self:
+        """The rows of all batches, in order.
+
+        Lists are joined, 1-D tensors concatenated, others right-padded along axis 1 to the widest.
+
+        Args:
+            batches: Batches (or plain dicts) of the same keys.
+            pad_value_dict: What pads a key; otherwise the value of `schema.PAD_VALUES`, otherwise 0.
+
+        Raises:
+            ColumnsDifferError: Their keys differ (a KeyError).
+            DataError: A key's columns are of different kinds, dtypes or numbers of axes.
+        """
+        parts = list(batches)
+        if not parts:
+            return cls()
+        for number, part in enumerate(parts):
+            if part.keys() != parts[0].keys():
+                odd = sorted(part.keys() ^ parts[0].keys())
+                raise ColumnsDifferError(f"batch {number} and batch 0 do not have the same keys: {odd} in one only")
+        pads = pad_value_dict or {}
+        return cls({key: _joined(key, [part[key] for part in parts], pads.get(key, pad_value(key))) for key in parts[0]})
+
+    @property
+    def size(self) -> int:
+        """B, the number of rows; 0 without columns."""
+        return len(next(iter(self.data.values()))) if self.data else 0
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(value, (list, BorrowedColumn)) and not (isinstance(value, torch.Tensor) and value.ndim > 0):
+            raise DataError(f"column {key!r} is {_described(value)}: a column is a tensor [B, ...] or a list of length B")
+        others = [name for name in self.data if name != key]
+        if others and len(value) != len(self.data[others[0]]):
+            raise DataError(
+                f"column {key!r} has {len(value)} rows and column {others[0]!r} has {len(self.data[others[0]])}: "
+                "all columns of a batch have one batch size"
+            )
+        self.data[key] = value
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if isinstance(value, BorrowedColumn):
+            value = self.data[key] = value.tensor()
+        return value
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        plan = (self.micro_batch_indices, self.micro_batch_lengths, self.elem_counts_per_gb)
+        return _rebuilt, (type(self), pack_columns(self.data), plan)
+
+    def get_dict(self) -> dict[str, Any]:
+        """The columns as a plain dict."""
+        return dict(self)
+
+    def slice(self, start: int, end: int) -> SlicedDataDict[DictT]:
+        """Rows start..end (end excluded), as views."""
+        return SlicedDataDict[DictT]({key: _cut(value, start, end) for key, value in self.data.items()})
+
+    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
+        """A new batch of these rows, in this order; a row may come twice. A bool tensor [B] selects where it is True."""
+        place = torch.as_tensor(indices)
+        place = place.nonzero().flatten() if place.dtype == torch.bool else place.to(torch.int64)
+        return self._mapped(
+            lambda column: column[place.to(column.device)],
+            lambda column: [column[row] for row in place.tolist()],
+        )
+
+    def repeat_interleave(self, num_repeats: int) -> Self:
+        """Each row `num_repeats` times in a row; list entries are deep copies, so that samples may diverge."""
+        return self._mapped(
+            lambda column: column.repeat_interleave(num_repeats, dim=0),
+            lambda column: [copy.deepcopy(entry) for entry in column for _ in range(num_repeats)],
+        )
+
+    def reorder_data(self, indices: Sequence[int] | torch.Tensor) -> None:
+        """Undo a sort, in place: row j goes to place indices[j]. Drops the microbatch plan, which it would falsify.
+
+        Args:
+            indices: The permutation that `shard_by_batch_size` returned: `indices[j]` is where row j came from.
+
+        Raises:
+            DataError: It is no permutation of the rows.
+        """
+        order = torch.as_tensor(indices, dtype=torch.int64)
+        if not torch.equal(order.sort().values, torch.arange(self.size)):
+            raise DataError(f"indices are no permutation of the {self.size} rows: {order.tolist()[:16]}...")
+        self.data = self.select_indices(order.argsort()).data
+        self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
+
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """Cut every tensor that has axis `dim` to at most `truncated_len` there, in place; as views."""
+        for key, column in self.items():
+            if isinstance(column, torch.Tensor) and column.ndim > dim and column.shape[dim] > truncated_len:
+                self[key] = column.narrow(dim, 0, truncated_len)
+
+    def to(self, device: str | torch.device) -> Self:
+        """This batch, its tensors brought to `device` in place."""
+        for key, column in self.items():
+            if isinstance(column, torch.Tensor):
+                self[key] = column.to(device)
+        return self
+
+    def chunk(self, rank: int, chunks: int) -> SlicedDataDict[DictT]:
+        """Part `rank` of `chunks` equal parts of contiguous rows.
+
+        Raises:
+            DataError: The rows do not split evenly, or there is no such part.
+        """
+        if self.size % chunks or not 0 <= rank < chunks:
+            raise DataError(f"part {rank} of {chunks} equal parts of {self.size} rows does not exist")
+        rows = self.size // chunks
+        return self.slice(rank * rows, (rank + 1) * rows)
+
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict[DictT]:
+        """Global batch `batch_idx` of this shard, with its microbatch plan.
+
+        Args:
+            batch_idx: Which one, from 0.
+            batch_size: Rows of this shard in a global batch; not needed (and not read) after a sharding.
+
+        Raises:
+            DataError: There is no such global batch, or the shard was never sharded and no size is given.
+        """
+        counts = self.elem_counts_per_gb
+        if counts is None and batch_size is None:
+            raise DataError("a batch that no sharding made has no global batches: give batch_size")
+        counts = counts or [end - start for start, end in runs_of(self.size, batch_size or self.size)]
+        if not 0 <= batch_idx < len(counts):
+            raise DataError(f"global batch {batch_idx} does not exist: there are {len(counts)}")
+        start = sum(counts[:batch_idx])
+        batch = self.slice(start, start + counts[batch_idx])
+        if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
+            batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
+            batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
+            batch.elem_counts_per_gb = [counts[batch_idx]]
+        return batch
+
+    @overload
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> list[SlicedDataDict[DictT]]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        dynamic_batching_args: DynamicBatchingArgs,
+    ) -> tuple[list[SlicedDataDict[DictT]], list[int]]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        sequence_packing_args: SequencePackingArgs,
+    ) -> tuple[list[SlicedDataDict[DictT]], list[int]]: ...
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+    ) -> list[SlicedDataDict[DictT]] | tuple[list[SlicedDataDict[DictT]], list[int]]:
+        """The batch split over shards: each chunk of `batch_size` rows is divided among all of them.
+
+        [A A B B C C D D] with 2 shards and batch size 2 gives [A B C D] twice.
+
+        Args:
+            shards: How many (data-parallel ranks).
+            batch_size: Rows of a global batch over all shards; None for all rows.
+            allow_uneven_shards: Let shards differ by one row, and the last global batch be short. With a token budget or
+                packing shards may differ anyhow; what they have in common is the number of microbatches.
+            dynamic_batching_args: Microbatches of length-sorted rows under a token budget.
+            sequence_packing_args: Microbatches of packed rows.
+
+        Returns:
+            `list[SlicedDataDict]`, one a shard; with a token budget or packing `(shards, sorted_indices)`, where row j of
+            `from_batches(shards)` was row `sorted_indices[j]`, so that `reorder_data(sorted_indices)` restores the order.
+
+        Raises:
+            DataError: The rows do not divide as asked, a row exceeds the token budget, or both modes are asked for.
+        """
+        if dynamic_batching_args is not None and sequence_packing_args is not None:
+            raise DataError("a token budget over sorted rows and sequence packing exclude each other: give one")
+        if dynamic_batching_args is not None:
+            plans = shard_by_token_budget(
+                self[dynamic_batching_args["input_lengths_key"]].tolist(),
+                shards,
+                batch_size=batch_size,
+                width=self[dynamic_batching_args["input_key"]].shape[1],
+                args=dynamic_batching_args,
+            )
+        elif sequence_packing_args is not None:
+            lengths = self[sequence_packing_args["input_lengths_key"]].tolist()
+            plans = shard_by_packing(lengths, shards, batch_size=batch_size, args=sequence_packing_args)
+        else:
+            return [
+                self._shard(plan)
+                for plan in shard_by_count(self.size, shards, batch_size=batch_size, allow_uneven=allow_uneven_shards)
+            ]
+        return [self._shard(plan) for plan in plans], [row for plan in plans for row in plan.rows]
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[DictT]]:
+        """Microbatches of `microbatch_size` rows, as views; the last has fewer where they do not divide."""
+        return (self.slice(start, end) for start, end in runs_of(self.size, microbatch_size))
+
+    def get_microbatch_iterator_len(self, microbatch_size: int) -> int:
+        """How many microbatches `make_microbatch_iterator` gives."""
+        return -(-self.size // microbatch_size)
+
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict[DictT]]:
+        """The microbatches of the token-budget plan, cut to their width, as views."""
+        for start, end, length in self._planned("dynamic_batching_args"):
+            microbatch = self.slice(start, end)
+            microbatch.truncate_tensors(sequence_dim, length)
+            yield microbatch
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """How many microbatches the token-budget plan has."""
+        return len(list(self._planned("dynamic_batching_args")))
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[DictT]]:
+        """The rows of each bin of the packing plan, still padded, as views; `packed.pack_rows` lays them end to end."""
+        return (self.slice(start, end) for start, end, _ in self._planned("sequence_packing_args"))
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """How many microbatches the packing plan has, and the most rows in one."""
+        rows = [end - start for start, end, _ in self._planned("sequence_packing_args")]
+        return len(rows), max(rows)
+
+    def all_gather(self, group: dist.ProcessGroup | None = None) -> Self:
+        """The rows of every rank of the group, in rank order, on every rank; on this batch's device.
+
+        Widths may differ between ranks (they are padded), keys may not.
+        """
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, self, group=group)
+        gathered = type(self).from_batches(parts)
+        devices = {column.device for column in self.data.values() if isinstance(column, torch.Tensor)}
+        return gathered.to(devices.pop()) if len(devices) == 1 else gathered
+
+    def _mapped(self, tensors: Callable[[torch.Tensor], torch.Tensor], lists: Callable[[list[Any]], list[Any]]) -> Self:
+        return type(self)({key: lists(value) if isinstance(value, list) else tensors(value) for key, value in self.items()})
+
+    def _shard(self, plan: ShardPlan) -> SlicedDataDict[DictT]:
+        rows = plan.rows
+        contiguous = rows == list(range(rows[0], rows[0] + len(rows))) if rows else True
+        start = rows[0] if rows else 0
+        shard = self.slice(start, start + len(rows)) if contiguous else SlicedDataDict[DictT](self.select_indices(rows))
+        shard.micro_batch_indices = plan.micro_batch_indices
+        shard.micro_batch_lengths = plan.micro_batch_lengths
+        shard.elem_counts_per_gb = plan.elem_counts_per_gb
+        return shard
+
+    def _planned(self, asked_by: str) -> Iterator[tuple[int, int, int]]:
+        """Each planned microbatch's first row, its end, and its length."""
+        if self.micro_batch_indices is None or self.micro_batch_lengths is None:
+            raise DataError(f"this batch has no microbatch plan: make it by shard_by_batch_size({asked_by}=...)")
+        first = 0
+        for indices, lengths in zip(self.micro_batch_indices, self.micro_batch_lengths, strict=True):
+            for (start, end), length in zip(indices, lengths, strict=True):
+                yield first + start, first + end, length
+            first += indices[-1][1]
+
+
+class SlicedDataDict(BatchedDataDict[DictT]):
+    """A part of a batch; the type says that rows of the whole may be missing."""
+
+
+def _rebuilt(cls: type[BatchedDataDict[Any]], columns: dict[str, Any], plan: tuple[Any, Any, Any]) -> Any:
+    batch = cls(unpack_columns(columns))
+    batch.micro_batch_indices, batch.micro_batch_lengths, batch.elem_counts_per_gb = plan
+    return batch
+
+
+def _cut(column: Any, start: int, end: int) -> Any:
+    return column.slice(start, end) if isinstance(column, BorrowedColumn) else column[start:end]
+
+
+def _joined(key: str, parts: list[Any], padding: float) -> Any:
+    if all(isinstance(part, list) for part in parts):
+        return [entry for part in parts for entry in part]
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        raise DataError(f"column {key!r} is a list in one batch and a tensor in another")
+    kinds = {(part.dtype, part.ndim, tuple(part.shape[2:])) for part in parts}
+    if len(kinds) > 1:
+        raise DataError(f"column {key!r} cannot be joined: {', '.join(sorted(_described(part) for part in parts))}")
+    return cat_right_padded(parts, pad_value=padding)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,227 @@
+"""Which rows go to which shard and which microbatch; knows lengths and budgets, no tensors.
+
+With a token budget or with packing every shard of a global batch gets the *same number* of microbatches: ranks meet in a
+collective once a microbatch, and a rank with one less would leave the others waiting for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NotRequired, TypedDict
+
+from rl_core.data.packing import PackingAlgorithm, get_packer
+from rl_core.errors import DataError
+
+
+class DynamicBatchingArgs(TypedDict):
+    """Microbatches of length-sorted rows under a token budget.
+
+    Attributes:
+        max_tokens_per_microbatch: Rows times padded width is at most this.
+        sequence_length_round: The width is rounded up to a multiple of this (and never exceeds T).
+        input_key: The [B, T] column that gives T.
+        input_lengths_key: The [B] column of row lengths, in tokens.
+    """
+
+    max_tokens_per_microbatch: int
+    sequence_length_round: int
+    input_key: str
+    input_lengths_key: str
+
+
+class SequencePackingArgs(TypedDict):
+    """Microbatches of rows laid end to end.
+
+    Attributes:
+        max_tokens_per_microbatch: Padded lengths of a microbatch sum to at most this.
+        input_key: The [B, T] column of tokens.
+        input_lengths_key: The [B] column of row lengths, in tokens.
+        algorithm: A `PackingAlgorithm` or its name.
+        sequence_length_pad_multiple: Each row's length is rounded up to a multiple of this (default 1).
+    """
+
+    max_tokens_per_microbatch: int
+    input_key: str
+    input_lengths_key: str
+    algorithm: PackingAlgorithm | str
+    sequence_length_pad_multiple: NotRequired[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Rows of one forward-backward, and its length: padded width (token budget) or tokens in all (packing)."""
+
+    rows: list[int]
+    length: int
+
+
+@dataclass(kw_only=True)
+class ShardPlan:
+    """The rows of one shard, in its order, and how they fall into global batches and microbatches.
+
+    Attributes:
+        rows: Row numbers of the whole batch.
+        elem_counts_per_gb: Rows of this shard in each global batch.
+        micro_batch_indices: For each global batch, the (start, end) of each microbatch, counted from that global
+            batch's first row in this shard; None where microbatches are by count.
+        micro_batch_lengths: For each global batch, the length of each microbatch, in tokens; None likewise.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    elem_counts_per_gb: list[int] = field(default_factory=list)
+    micro_batch_indices: list[list[tuple[int, int]]] | None = None
+    micro_batch_lengths: list[list[int]] | None = None
+
+    def add_global_batch(self, microbatches: Sequence[Microbatch]) -> None:
+        """Append these microbatches' rows as one more global batch."""
+        ends = [0]
+        for microbatch in microbatches:
+            self.rows.extend(microbatch.rows)
+            ends.append(ends[-1] + len(microbatch.rows))
+        self.elem_counts_per_gb.append(ends[-1])
+        self.micro_batch_indices = [*(self.micro_batch_indices or []), list(itertools.pairwise(ends))]
+        self.micro_batch_lengths = [*(self.micro_batch_lengths or []), [each.length for each in microbatches]]
+
+
+def shard_by_count(rows: int, shards: int, *, batch_size: int | None, allow_uneven: bool) -> list[ShardPlan]:
+    """Plans that split each global batch into equal runs of rows: [A A B B C C D D], 2 by 2 → [A B C D] twice.
+
+    Args:
+        rows: Rows of the batch.
+        shards: Shards to make.
+        batch_size: Rows of a global batch; None for all.
+        allow_uneven: Let shards differ by one row (the first ones have it), and the last global batch be short.
+
+    Raises:
+        DataError: It does not come out even and need not be allowed to.
+    """
+    plans = [ShardPlan() for _ in range(shards)]
+    for start, end in _global_batches(rows, batch_size, allow_short=allow_uneven):
+        share, more = divmod(end - start, shards)
+        if more and not allow_uneven:
+            raise DataError(
+                f"a global batch of {end - start} rows does not split evenly over {shards} shards: choose a multiple "
+                "of the shards, or allow_uneven_shards=True"
+            )
+        for shard, plan in enumerate(plans):
+            first = start + shard * share + min(shard, more)
+            count = share + (shard < more)
+            plan.rows.extend(range(first, first + count))
+            plan.elem_counts_per_gb.append(count)
+    return plans
+
+
+def shard_by_token_budget(
+    lengths: Sequence[int], shards: int, *, batch_size: int | None, width: int, args: DynamicBatchingArgs
+) -> list[ShardPlan]:
+    """Plans of length-sorted microbatches under a token budget, the costliest first.
+
+    Args:
+        lengths: Tokens of each row.
+        shards: Shards to make.
+        batch_size: Rows of a global batch; None for all.
+        width: T of the batch; no microbatch is wider.
+        args: The budget.
+
+    Raises:
+        DataError: A row exceeds the budget, or a global batch has too few rows to give all shards as many microbatches.
+    """
+    budget = args["max_tokens_per_microbatch"]
+
+    def padded(row: int) -> int:
+        return min(_round_up(max(lengths[row], 1), args["sequence_length_round"]), width)
+
+    def plan_one(start: int, end: int) -> list[Microbatch]:
+        order = sorted(range(start, end), key=lambda row: -lengths[row])
+        microbatches: list[list[int]] = []
+        for row in order:
+            if padded(row) > budget:
+                raise DataError(
+                    f"row {row} takes {padded(row)} tokens and a microbatch holds {budget}: "
+                    "raise max_tokens_per_microbatch or shorten the row"
+                )
+            if microbatches and (len(microbatches[-1]) + 1) * padded(microbatches[-1][0]) <= budget:
+                microbatches[-1].append(row)
+            else:
+                microbatches.append([row])
+        _split_to_multiple(microbatches, shards)
+        return [Microbatch(rows=rows, length=padded(rows[0])) for rows in microbatches]
+
+    plans = [ShardPlan() for _ in range(shards)]
+    for start, end in _global_batches(len(lengths), batch_size):
+        # Sorted by width: neighbours cost the same, so shard s takes every shards-th one.
+        _deal(plan_one(start, end), plans)
+    return plans
+
+
+def shard_by_packing(
+    lengths: Sequence[int], shards: int, *, batch_size: int | None, args: SequencePackingArgs
+) -> list[ShardPlan]:
+    """Plans of packed microbatches, the fullest first; a microbatch's length is the sum of its padded rows.
+
+    Args:
+        lengths: Tokens of each row.
+        shards: Shards to make.
+        batch_size: Rows of a global batch; None for all.
+        args: Algorithm and budget.
+
+    Raises:
+        DataError: A row exceeds the budget, or a global batch has fewer rows than microbatches are needed.
+    """
+    packer = get_packer(
+        args["algorithm"],
+        args["max_tokens_per_microbatch"],
+        min_bin_count=shards,
+        bin_count_multiple=shards,
+    )
+    padded = [_round_up(length, args.get("sequence_length_pad_multiple", 1)) for length in lengths]
+    plans = [ShardPlan() for _ in range(shards)]
+    for start, end in _global_batches(len(lengths), batch_size):
+        bins = [
+            Microbatch(rows=[start + row for row in sorted(rows)], length=sum(padded[start + row] for row in rows))
+            for rows in packer.pack(padded[start:end])
+        ]
+        _deal(sorted(bins, key=lambda microbatch: -microbatch.length), plans)
+    return plans
+
+
+def runs_of(size: int, rows: int) -> Iterator[tuple[int, int]]:
+    """The (start, end) of runs of `rows` rows that cover `size`; the last may be shorter."""
+    for start in range(0, size, rows):
+        yield start, min(start + rows, size)
+
+
+def _global_batches(rows: int, batch_size: int | None, *, allow_short: bool = False) -> Iterator[tuple[int, int]]:
+    if rows == 0:
+        raise DataError("a batch of 0 rows cannot be sharded: drop it before it gets here")
+    batch_size = rows if batch_size is None else batch_size
+    if batch_size < 1 or (rows % batch_size and not allow_short):
+        raise DataError(f"{rows} rows do not make whole global batches of {batch_size}: choose a divisor of {rows}")
+    return runs_of(rows, batch_size)
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _split_to_multiple(microbatches: list[list[int]], shards: int) -> None:
+    """Halve the microbatches of most rows, in place and in order, until the shards divide their number."""
+    rows = sum(len(each) for each in microbatches)
+    wanted = _round_up(len(microbatches), shards)
+    if wanted > rows:
+        raise DataError(
+            f"{rows} rows cannot fill {wanted} microbatches, a multiple of {shards} shards: give more rows, a larger "
+            "max_tokens_per_microbatch, or fewer shards"
+        )
+    while len(microbatches) < wanted:
+        place = max(range(len(microbatches)), key=lambda number: len(microbatches[number]))
+        split = microbatches[place]
+        half = (len(split) + 1) // 2
+        microbatches[place : place + 1] = [split[:half], split[half:]]
+
+
+def _deal(microbatches: Sequence[Microbatch], plans: Sequence[ShardPlan]) -> None:
+    for shard, plan in enumerate(plans):
+        plan.add_global_batch(microbatches[shard :: len(plans)])

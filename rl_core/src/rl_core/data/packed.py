@@ -1,0 +1,118 @@
+"""Rows laid end to end in one long row, and back; knows the layout only, no model.
+
+A packed row keeps rows apart by two things that attention kernels read: position ids that restart at 0 with each row, and
+`cu_seqlens`, the places where rows begin. Whoever attends across those borders contaminates one row with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_core.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """R rows in one packed row of N tokens.
+
+    Attributes:
+        input_ids: [1, N] int64.
+        position_ids: [1, N] int64; 0, 1, 2, ... in each row, its padding included.
+        cu_seqlens: [R + 1] int32; row r lies at cu_seqlens[r] up to cu_seqlens[r + 1], its padding included.
+        max_seqlen: Tokens of the longest row, its padding included.
+        row_index: [N] int64; the row of each token, -1 on padding.
+        lengths: [R] int64; tokens of each row, without padding.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    row_index: torch.Tensor
+    lengths: torch.Tensor
+
+
+def pack_rows(
+    data: Mapping[str, Any],
+    *,
+    pad_multiple: int = 1,
+    pad_value: int = 0,
+    input_key: str = "input_ids",
+    input_lengths_key: str = "input_lengths",
+) -> PackedBatch:
+    """The rows of a microbatch as one packed row.
+
+    Args:
+        data: Has `input_key` [R, T] and `input_lengths_key` [R].
+        pad_multiple: Each row is padded to a multiple of this many tokens.
+        pad_value: The token that pads.
+        input_key: The key of the tokens.
+        input_lengths_key: The key of the lengths.
+
+    Raises:
+        DataError: A length is negative or exceeds T.
+    """
+    tokens, lengths = data[input_key], data[input_lengths_key].to(torch.int64)
+    if bool((lengths < 0).any()) or bool((lengths > tokens.shape[1]).any()):
+        raise DataError(f"{input_lengths_key!r} is {lengths.tolist()} where {input_key!r} has {tokens.shape[1]} tokens")
+    padded = (lengths + pad_multiple - 1) // pad_multiple * pad_multiple
+    ends = padded.cumsum(0)
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=tokens.device), padded.to(tokens.device))
+    position = torch.arange(len(row), device=tokens.device) - (ends - padded).to(tokens.device)[row]
+    is_token = position < lengths.to(tokens.device)[row]
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=tokens.device)
+    cu_seqlens[1:] = ends
+    row_index = torch.where(is_token, row, -1)
+    return PackedBatch(
+        input_ids=_gather(tokens, row_index, position, pad_value),
+        position_ids=position.unsqueeze(0),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=int(padded.max()) if len(padded) else 0,
+        row_index=row_index,
+        lengths=lengths,
+    )
+
+
+def pack_values(values: torch.Tensor, packed: PackedBatch, *, pad_value: float = 0) -> torch.Tensor:
+    """Any [R, T] column in the layout of `packed`: [1, N]; `pad_value` on padding. Gradients flow through.
+
+    Args:
+        values: [R, T], one number a token.
+        packed: The layout.
+        pad_value: What stands on padding.
+    """
+    return _gather(values, packed.row_index, packed.position_ids[0], pad_value)
+
+
+def unpack_rows(values: torch.Tensor, packed: PackedBatch, max_len: int) -> torch.Tensor:
+    """What was computed for each packed token, by row: [R, max_len]; 0.0 on padding. Gradients flow through.
+
+    Args:
+        values: [1, N] or [N], one number a packed token.
+        packed: The layout.
+        max_len: T of the result.
+
+    Raises:
+        DataError: A row is longer than `max_len`, or `values` has another number of tokens than the layout.
+    """
+    values = values.reshape(-1)
+    if len(values) != len(packed.row_index):
+        raise DataError(f"{len(values)} values for a packed row of {len(packed.row_index)} tokens")
+    if len(packed.lengths) and int(packed.lengths.max()) > max_len:
+        raise DataError(f"a row of {int(packed.lengths.max())} tokens does not unpack to {max_len}")
+    position = torch.arange(max_len, device=values.device)
+    is_token = position < packed.lengths.to(values.device).unsqueeze(1)
+    place = packed.cu_seqlens[:-1].to(values.device, torch.int64).unsqueeze(1) + position
+    if not len(values):
+        return values.new_zeros(is_token.shape)
+    return torch.where(is_token, values[torch.where(is_token, place, 0)], 0)
+
+
+def _gather(values: torch.Tensor, row_index: torch.Tensor, position: torch.Tensor, pad_value: float) -> torch.Tensor:
+    is_token = row_index >= 0
+    picked = values[row_index.clamp(min=0), torch.where(is_token, position, 0)]
+    return torch.where(is_token, picked, pad_value).unsqueeze(0)

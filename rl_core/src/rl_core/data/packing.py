@@ -1,0 +1,292 @@
+"""Which rows go into which bin, so that no bin holds more than its capacity; knows lengths only, no tensors."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from rl_core.errors import DataError
+
+
+class PackingAlgorithm(Enum):
+    """The ways to fill bins; see each packer's docstring."""
+
+    CONCATENATIVE = "concatenative"
+    FIRST_FIT_DECREASING = "first_fit_decreasing"
+    FIRST_FIT_SHUFFLE = "first_fit_shuffle"
+    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingMetrics:
+    """How full the bins of all `pack` calls since the last reset were.
+
+    Attributes:
+        sequences: Rows packed.
+        tokens: Their lengths, summed.
+        bins: Bins made.
+        lower_bound: Bins that no packing can do without: ceil(tokens / capacity) a call, summed.
+        utilization: tokens / (bins * capacity), from 0 to 1; 0 where nothing was packed.
+    """
+
+    sequences: int
+    tokens: int
+    bins: int
+    lower_bound: int
+    utilization: float
+
+
+class SequencePacker(ABC):
+    """Packs rows into bins. The same lengths always give the same bins: ranks that plan alone agree.
+
+    Args:
+        bin_capacity: Tokens that a bin holds at most.
+        collect_metrics: Whether `pack` counts for `metrics`.
+        min_bin_count: Make at least this many bins, by splitting full ones.
+        bin_count_multiple: Make a multiple of this many bins, by splitting full ones.
+    """
+
+    def __init__(
+        self,
+        bin_capacity: int,
+        *,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+    ) -> None:
+        for name, value in (
+            ("bin_capacity", bin_capacity),
+            ("min_bin_count", min_bin_count),
+            ("bin_count_multiple", bin_count_multiple),
+        ):
+            if value is not None and value < 1:
+                raise DataError(f"{name} is {value}: give a number of at least 1")
+        self.bin_capacity = bin_capacity
+        self.collect_metrics = collect_metrics
+        self.min_bin_count = min_bin_count or 1
+        self.bin_count_multiple = bin_count_multiple or 1
+        self.reset_metrics()
+
+    @abstractmethod
+    def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Bins of row numbers; every length is known to fit a bin."""
+
+    def pack(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Row numbers by bin: every row once, no bin empty, none over capacity.
+
+        Args:
+            lengths: Tokens of each row.
+
+        Raises:
+            DataError: A row is longer than a bin, or there are fewer rows than bins asked for.
+        """
+        for row, length in enumerate(lengths):
+            if not 0 <= length <= self.bin_capacity:
+                raise DataError(
+                    f"row {row} has {length} tokens and a bin holds {self.bin_capacity}: "
+                    "raise max_tokens_per_microbatch or shorten the row"
+                )
+        if not lengths:
+            return []
+        bins = self._with_bin_count(self._pack(lengths), lengths)
+        if self.collect_metrics:
+            self._sequences += len(lengths)
+            self._tokens += sum(lengths)
+            self._bins += len(bins)
+            self._lower_bound += -(-sum(lengths) // self.bin_capacity)
+        return bins
+
+    def reset_metrics(self) -> None:
+        """Count from zero."""
+        self._sequences = self._tokens = self._bins = self._lower_bound = 0
+
+    @property
+    def metrics(self) -> PackingMetrics:
+        """What was counted since the last reset; zeros unless `collect_metrics`."""
+        return PackingMetrics(
+            sequences=self._sequences,
+            tokens=self._tokens,
+            bins=self._bins,
+            lower_bound=self._lower_bound,
+            utilization=self._tokens / (self._bins * self.bin_capacity) if self._bins else 0.0,
+        )
+
+    def _with_bin_count(self, bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+        wanted = max(len(bins), self.min_bin_count)
+        wanted = -(-wanted // self.bin_count_multiple) * self.bin_count_multiple
+        if wanted > len(lengths):
+            raise DataError(
+                f"{len(lengths)} rows cannot fill {wanted} bins (at least {self.min_bin_count}, a multiple of "
+                f"{self.bin_count_multiple}): give more rows, a larger capacity, or fewer shards"
+            )
+        while len(bins) < wanted:
+            fullest = max(
+                (number for number, rows in enumerate(bins) if len(rows) > 1),
+                key=lambda number: sum(lengths[row] for row in bins[number]),
+            )
+            bins[fullest : fullest + 1] = _halves(bins[fullest], lengths)
+        return bins
+
+
+def _halves(rows: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Two bins of about equal weight: longest first, each to the lighter side."""
+    sides: list[list[int]] = [[], []]
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        # An empty side counts as lighter even among rows of no tokens, so that neither stays empty.
+        weights = [(sum(lengths[other] for other in side), len(side)) for side in sides]
+        sides[weights.index(min(weights))].append(row)
+    return sides
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in order:
+        for number, left in enumerate(room):
+            if lengths[row] <= left:
+                bins[number].append(row)
+                room[number] -= lengths[row]
+                break
+        else:
+            bins.append([row])
+            room.append(capacity - lengths[row])
+    return bins
+
+
+def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return sorted(rows, key=lambda row: -lengths[row])
+
+
+class ConcatenativePacker(SequencePacker):
+    """Rows in their order; a new bin where the next row does not fit. Keeps the order, wastes the most."""
+
+    def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
+        bins: list[list[int]] = [[]]
+        left = self.bin_capacity
+        for row, length in enumerate(lengths):
+            if length > left:
+                bins.append([])
+                left = self.bin_capacity
+            bins[-1].append(row)
+            left -= length
+        return bins
+
+
+class FirstFitDecreasingPacker(SequencePacker):
+    """Longest row first, into the first bin with room: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007)."""
+
+    def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
+        return _first_fit(_longest_first(range(len(lengths)), lengths), lengths, self.bin_capacity)
+
+
+class FirstFitShufflePacker(SequencePacker):
+    """Rows in a shuffled order of fixed seed, into the first bin with room: bins of mixed lengths."""
+
+    seed = 0
+
+    def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
+        order = list(range(len(lengths)))
+        random.Random(self.seed).shuffle(order)
+        return _first_fit(order, lengths, self.bin_capacity)
+
+
+class ModifiedFirstFitDecreasingPacker(SequencePacker):
+    """MFFD of Johnson and Garey (1985): at most 71/60 of the fewest bins, plus 1.
+
+    Rows over half a bin open one each; each such bin then takes a row over a third, or a pair over a sixth; what is
+    left fills the gaps, longest first, and the rest is packed first-fit decreasing.
+    """
+
+    def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
+        order = _longest_first(range(len(lengths)), lengths)
+        large = [row for row in order if 2 * lengths[row] > self.bin_capacity]
+        filling = _Filling(lengths, self.bin_capacity, large, order[len(large) :])
+        filling.add_mediums()
+        filling.add_small_pairs()
+        filling.fill_gaps()
+        return filling.bins + _first_fit(filling.rest, lengths, self.bin_capacity)
+
+
+class _Filling:
+    """Bins that one large row each has opened, the longest first, and the rows (longest first) still to place."""
+
+    def __init__(self, lengths: Sequence[int], capacity: int, large: list[int], rest: list[int]) -> None:
+        self.lengths, self.capacity, self.rest = lengths, capacity, rest
+        self.bins = [[row] for row in large]
+        self.room = [capacity - lengths[row] for row in large]
+
+    def add_mediums(self) -> None:
+        for number in range(len(self.bins)):
+            self._put(number, self._largest(self.room[number], lambda length: 3 * length > self.capacity))
+
+    def add_small_pairs(self) -> None:
+        def is_small(length: int) -> bool:
+            return self.capacity < 6 * length and 3 * length <= self.capacity
+
+        for number in reversed(range(len(self.bins))):
+            small = [row for row in self.rest if is_small(self.lengths[row])]
+            if len(self.bins[number]) > 1 or len(small) < 2:
+                continue
+            if self.lengths[small[-1]] + self.lengths[small[-2]] <= self.room[number]:
+                self._put(number, small[-1])
+                self._put(number, self._largest(self.room[number], is_small))
+
+    def fill_gaps(self) -> None:
+        for number in range(len(self.bins)):
+            while self._put(number, self._largest(self.room[number], lambda _: True)):
+                pass
+
+    def _largest(self, limit: int, admits: Callable[[int], bool]) -> int | None:
+        fitting = (row for row in self.rest if self.lengths[row] <= limit and admits(self.lengths[row]))
+        return next(fitting, None)
+
+    def _put(self, number: int, row: int | None) -> bool:
+        if row is None:
+            return False
+        self.rest.remove(row)
+        self.bins[number].append(row)
+        self.room[number] -= self.lengths[row]
+        return True
+
+
+_PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
+    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
+    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
+    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
+    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+}
+
+
+def get_packer(
+    algorithm: PackingAlgorithm | str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+) -> SequencePacker:
+    """A packer of that algorithm.
+
+    Args:
+        algorithm: A `PackingAlgorithm` or its name, in any case.
+        bin_capacity: Tokens that a bin holds at most.
+        collect_metrics: Whether the packer's `metrics` count.
+        min_bin_count: Make at least this many bins.
+        bin_count_multiple: Make a multiple of this many bins.
+
+    Raises:
+        DataError: No algorithm of that name.
+    """
+    if isinstance(algorithm, str):
+        names = {known.value: known for known in PackingAlgorithm}
+        if algorithm.lower() not in names:
+            raise DataError(f"packing algorithm {algorithm!r} is unknown: choose one of {sorted(names)}")
+        algorithm = names[algorithm.lower()]
+    return _PACKERS[algorithm](
+        bin_capacity,
+        collect_metrics=collect_metrics,
+        min_bin_count=min_bin_count,
+        bin_count_multiple=bin_count_multiple,
+    )

@@ -1,0 +1,130 @@
+"""What a right-padded batch must look like where it enters, and making one of shorter rows; knows no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from rl_core.data.batched_data_dict import BatchedDataDict
+
+_TOKENS_AND_LENGTHS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths"))
+
+
+def cat_right_padded(parts: Sequence[torch.Tensor], *, pad_value: float) -> torch.Tensor:
+    """The rows of all parts, the narrower ones padded on the right: [sum of B, largest T, ...].
+
+    Args:
+        parts: Tensors [B, T, ...] (padded along axis 1), or [B].
+        pad_value: What fills the new places.
+    """
+    if parts[0].ndim < 2:
+        return torch.cat(list(parts))
+    width = max(part.shape[1] for part in parts)
+    if all(part.shape[1] == width for part in parts):
+        return torch.cat(list(parts))
+    shape = (sum(len(part) for part in parts), width, *parts[0].shape[2:])
+    whole = parts[0].new_full(shape, pad_value)
+    row = 0
+    for part in parts:
+        whole[row : row + len(part), : part.shape[1]] = part
+        row += len(part)
+    return whole
+
+
+def lengths_from_attention_mask(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Tokens of each row: [B] int64.
+
+    Args:
+        attention_mask: [B, T], 1 on tokens, 0 on padding.
+
+    Raises:
+        DataError: A row is padded on the left or has holes, or an entry is neither 0 nor 1.
+    """
+    if attention_mask.ndim != 2:
+        raise DataError(f"attention_mask has shape {list(attention_mask.shape)}: expected [B, T]")
+    if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+        raise DataError("attention_mask holds something else than 0 and 1: give 1 on tokens and 0 on padding")
+    mask = attention_mask.to(torch.int64)
+    lengths = mask.sum(1)
+    expected = torch.arange(mask.shape[1], device=mask.device) < lengths.unsqueeze(1)
+    wrong = (mask.bool() != expected).any(1).nonzero().flatten()
+    if len(wrong):
+        row = int(wrong[0])
+        raise DataError(
+            f"attention_mask of row {row} is {_brief(mask[row])}: tokens must come first and padding after them, with no "
+            "hole (set padding_side='right' in the tokenizer)"
+        )
+    return lengths
+
+
+def with_input_lengths(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """The batch with `input_lengths` [B] in the place of an `attention_mask` [B, T]; the same batch if it has none.
+
+    The door of every backend: what is behind it knows lengths only.
+
+    Raises:
+        DataError: There is neither of them, the mask is no right padding, or the two contradict each other.
+    """
+    if "attention_mask" not in data:
+        if "input_lengths" not in data:
+            raise DataError(f"a batch for a model needs input_lengths [B] (or attention_mask [B, T]): found {sorted(data)}")
+        return data
+    lengths = lengths_from_attention_mask(data["attention_mask"])
+    if "input_lengths" in data and not torch.equal(lengths, data["input_lengths"].to(lengths)):
+        raise DataError(
+            f"input_lengths is {_brief(data['input_lengths'])} and attention_mask counts {_brief(lengths)}: give one"
+        )
+    accepted = data.copy()
+    del accepted["attention_mask"]
+    accepted["input_lengths"] = lengths
+    return accepted
+
+
+def verify_right_padding(data: Mapping[str, Any], pad_value: int = 0, raise_error: bool = True) -> tuple[bool, str | None]:
+    """Whether all beyond each row's length is padding, and if not, what is wrong.
+
+    Args:
+        data: `input_ids` with `input_lengths`, or `output_ids` with `unpadded_sequence_lengths`; each pair that is there.
+        pad_value: The padding token.
+        raise_error: Raise instead of returning (False, message).
+
+    Raises:
+        DataError: It is not so, and `raise_error`.
+    """
+    pairs = [pair for pair in _TOKENS_AND_LENGTHS if pair[0] in data and pair[1] in data]
+    messages = [_padding_fault(data, *pair, pad_value) for pair in pairs]
+    if not pairs:
+        messages = [f"found {sorted(data)}: expected input_ids with input_lengths, or output_ids with their lengths"]
+    message = next((message for message in messages if message is not None), None)
+    if message is not None and raise_error:
+        raise DataError(message)
+    return message is None, message
+
+
+def _padding_fault(data: Mapping[str, Any], tokens_key: str, lengths_key: str, pad_value: int) -> str | None:
+    tokens, lengths = data[tokens_key], data[lengths_key]
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        return f"{tokens_key} has shape {list(tokens.shape)} and {lengths_key} {list(lengths.shape)}: expected [B, T] and [B]"
+    outside = ((lengths < 0) | (lengths > tokens.shape[1])).nonzero().flatten()
+    if len(outside):
+        row = int(outside[0])
+        return f"{lengths_key} of row {row} is {int(lengths[row])}: {tokens_key} has {tokens.shape[1]} positions"
+    beyond = torch.arange(tokens.shape[1], device=tokens.device) >= lengths.to(tokens.device).unsqueeze(1)
+    wrong = (beyond & (tokens != pad_value)).nonzero()
+    if not len(wrong):
+        return None
+    row, position = wrong[0].tolist()
+    return (
+        f"{tokens_key} of row {row} has {int(lengths[row])} tokens, but position {position} holds "
+        f"{int(tokens[row, position])} where padding is {pad_value}: the row is padded on the left or its length is wrong"
+    )
+
+
+def _brief(values: torch.Tensor) -> str:
+    listed = values.tolist()
+    return str(listed) if len(listed) <= 16 else f"{listed[:16]}..."

@@ -1,0 +1,213 @@
+"""Every batch key, once: shape, dtype, unit, padding and who writes it; knows no algorithm and no backend.
+
+`python -m rl_core.data.schema` prints the table as Markdown; `docs/batch_keys.md` is that text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from rl_core.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySpec:
+    """What one batch key holds.
+
+    Attributes:
+        name: The key.
+        shape: Its axes, from B (rows) and T (tokens); a list column says `[B]`.
+        dtype: The name of a torch dtype, or `list` for a column of Python objects.
+        unit: What one number counts or measures; empty where it is a mere object.
+        padding: What stands beyond a row's end (right padding); None for a column without a token axis.
+        written_by: The room or part that puts it there.
+        meaning: One line.
+        holds_tokens: Whether it holds token ids, so that a batch for a model pads it with the tokenizer's id.
+    """
+
+    name: str
+    shape: str
+    dtype: str
+    unit: str
+    padding: int | float | bool | None
+    written_by: str
+    meaning: str
+    holds_tokens: bool = False
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.shape.count(",") + 1
+
+
+def _tokens(name: str, dtype: str, unit: str, written_by: str, meaning: str, **more: Any) -> KeySpec:
+    padding: int | float | bool = 0 if dtype == "int64" else 0.0
+    return KeySpec(
+        name=name,
+        shape="[B, T]",
+        dtype=dtype,
+        unit=unit,
+        padding=padding,
+        written_by=written_by,
+        meaning=meaning,
+        **more,
+    )
+
+
+def _rows(name: str, dtype: str, unit: str, written_by: str, meaning: str) -> KeySpec:
+    return KeySpec(name=name, shape="[B]", dtype=dtype, unit=unit, padding=None, written_by=written_by, meaning=meaning)
+
+
+_NATS = "nats"
+_ID = "token id"
+_TABLE = (
+    _tokens("input_ids", "int64", _ID, "data, rollouts", "Tokens that a model reads.", holds_tokens=True),
+    _rows("input_lengths", "int64", "tokens", "data, rollouts", "Tokens of the row without padding."),
+    _tokens(
+        "attention_mask",
+        "int64",
+        "",
+        "callers from outside",
+        "1 on tokens; accepted at the door only, where it becomes `input_lengths`.",
+    ),
+    _tokens("token_mask", "float32", "", "rollouts, data", "1 on the tokens that are trained, else 0."),
+    _rows("sample_mask", "float32", "", "rollouts, data", "0 drops the row from every loss and count."),
+    _tokens("advantages", "float32", "reward", "algorithms", "What each trained token is worth."),
+    _tokens("prev_logprobs", "float32", _NATS, "policy", "Log-probs under the policy before this step."),
+    _tokens("generation_logprobs", "float32", _NATS, "generation", "Log-probs that the sampler reported."),
+    _tokens("reference_policy_logprobs", "float32", _NATS, "policy", "Log-probs under the frozen copy."),
+    _tokens("logprobs", "float32", _NATS, "policy, generation", "Log-probs, as they come from a backend."),
+    _tokens("reference_logprobs", "float32", _NATS, "policy", "Reference log-probs, as a backend returns them."),
+    _tokens("output_ids", "int64", _ID, "generation", "Prompt and completion.", holds_tokens=True),
+    _rows("generation_lengths", "int64", "tokens", "generation", "Tokens of the completion."),
+    _rows("unpadded_sequence_lengths", "int64", "tokens", "generation", "Prompt and completion together."),
+    _rows("truncated", "bool", "", "generation", "True where a length limit ended the completion."),
+    _rows("weight_version", "int64", "optimizer steps", "generation", "The weights that sampled the row."),
+    _rows("rewards", "float32", "reward", "environments", "What the environment gave for the sample."),
+    _rows("group_ids", "int64", "", "rollouts", "Samples of one prompt share it."),
+    _rows("sample_seeds", "int64", "", "rollouts", "The seed that the sample's randomness starts from."),
+    _rows("stop_strings", "list", "", "data, environments", "list[str] or None: texts that end a completion."),
+    _rows("message_log", "list", "", "data, rollouts", "list of {role, content, token_ids, ...}."),
+    _rows("task_name", "list", "", "data", "str: which environment answers and scores."),
+    _rows("extra_env_info", "list", "", "data, environments", "dict: what the environment knows of the row."),
+    _rows("idx", "list", "", "data", "int: the row's place in its dataset."),
+    _rows("length", "int64", "tokens", "data", "Tokens of the prompt's message log."),
+    _rows("loss_multiplier", "float32", "", "data", "0 where the row must not be trained on; → `sample_mask`."),
+    _tokens("token_ids", "int64", _ID, "data", "A flattened message log's tokens.", holds_tokens=True),
+    _tokens("token_loss_mask", "float32", "", "data", "1 on the roles that are trained; → `token_mask`."),
+    _rows("role", "list", "", "data", "list[str]: the roles of a flattened message log."),
+    _rows("content", "list", "", "data", "list[str]: the texts of a flattened message log."),
+)
+
+SCHEMA: Mapping[str, KeySpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
+PAD_VALUES: Mapping[str, int | float | bool] = MappingProxyType(
+    {spec.name: spec.padding for spec in _TABLE if spec.padding is not None}
+)
+
+
+def pad_value(key: str, *, pad_token_id: int = 0) -> int | float | bool:
+    """What lies beyond the end of a row in this column: 0 for a key that the table does not list.
+
+    Args:
+        key: The batch key.
+        pad_token_id: The tokenizer's padding id, for the columns that hold token ids.
+    """
+    spec = SCHEMA.get(key)
+    if spec is not None and spec.holds_tokens:
+        return pad_token_id
+    return PAD_VALUES.get(key, 0)
+
+
+def pad_values(*, pad_token_id: int) -> dict[str, int | float | bool]:
+    """The `pad_value_dict` for a model's batches: the table, token columns padded with the tokenizer's id."""
+    return {key: pad_value(key, pad_token_id=pad_token_id) for key in PAD_VALUES}
+
+
+def check_batch(data: Mapping[str, Any], *, required: Iterable[str] = ()) -> None:
+    """Hold a batch to the table: every key of the table that is there, and that the required ones are.
+
+    Args:
+        data: The batch.
+        required: Keys that must be there. Those of shape [B, T] must also share one T.
+
+    Raises:
+        DataError: A key is missing, or its kind, axes, dtype or size differ; names key, found and expected.
+    """
+    required = tuple(required)
+    for key in required:
+        if key not in data:
+            raise DataError(f"batch key {key!r} is missing: found {sorted(data)}, expected {_expected(key)}")
+    rows: tuple[str, int] | None = None
+    for key in data:
+        if key not in SCHEMA:
+            continue
+        _check_column(key, data[key])
+        rows = rows or (key, len(data[key]))
+        if len(data[key]) != rows[1]:
+            raise DataError(f"batch key {key!r} has {len(data[key])} rows, expected the {rows[1]} of {rows[0]!r}")
+    _check_one_width(data, [key for key in required if key in SCHEMA and SCHEMA[key].ndim > 1])
+
+
+def _check_column(key: str, value: Any) -> None:
+    spec = SCHEMA[key]
+    if spec.dtype == "list":
+        if not isinstance(value, list):
+            raise DataError(f"batch key {key!r}: found {_found(value)}, expected {_expected(key)}")
+        return
+    dtype = getattr(torch, spec.dtype)
+    if not isinstance(value, torch.Tensor) or value.ndim != spec.ndim or value.dtype != dtype:
+        raise DataError(f"batch key {key!r}: found {_found(value)}, expected {_expected(key)}")
+
+
+def _check_one_width(data: Mapping[str, Any], keys: list[str]) -> None:
+    for key in keys:
+        if data[key].shape[1] != data[keys[0]].shape[1]:
+            raise DataError(
+                f"batch key {key!r} has {data[key].shape[1]} token positions, "
+                f"expected the {data[keys[0]].shape[1]} of {keys[0]!r}: both describe the same tokens"
+            )
+
+
+def _found(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"
+
+
+def _expected(key: str) -> str:
+    spec = SCHEMA.get(key)
+    if spec is None:
+        return "a column of that name"
+    return "a list of B entries" if spec.dtype == "list" else f"a tensor {spec.shape} of {spec.dtype}"
+
+
+def as_markdown() -> str:
+    """The table as the page `docs/batch_keys.md`."""
+    lines = [
+        "# Batch keys",
+        "",
+        "Made by `python -m rl_core.data.schema > docs/batch_keys.md`; a test holds it to the code.",
+        "",
+        "B rows, T tokens. Everything is right-padded. A per-token tensor at position t describes token t:",
+        "`logprobs[:, t]` = log p(token t | tokens before t), in nats; 0.0 at position 0 and on padding.",
+        "Columns of token ids are padded with the tokenizer's padding id where a batch is made for a model.",
+        "",
+        "| key | shape | dtype | unit | padding | written by | meaning |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for spec in _TABLE:
+        padding = "" if spec.padding is None else str(spec.padding)
+        padding = "pad id (0)" if spec.holds_tokens else padding
+        lines.append(
+            f"| `{spec.name}` | {spec.shape} | {spec.dtype} | {spec.unit} | {padding} | {spec.written_by} | {spec.meaning} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")
