@@ -99,3 +99,19 @@ class WeightSyncError(RLCoreError):
 
 class NonFiniteError(RLCoreError):
     """A loss or gradient is NaN or infinite: names the step and the first offender."""
+
+
+class RunInterrupted(RLCoreError):
+    """Ctrl-C: the step under way was finished first.
+
+    Args:
+        step: steps done.
+        saved: whether a checkpoint of that step was written.
+    """
+
+    exit_code = 130
+
+    def __init__(self, step: int, saved: bool) -> None:
+        how = "its checkpoint is written; the same command goes on from there" if saved else "checkpointing is off"
+        super().__init__(f"Stopped after step {step}: {how}.")
+        self.step = step

@@ -32,12 +32,18 @@ class LossFunction(ABC):
         loss_type: whether the loss is a mean over tokens or over sequences.
         metric_reductions: how a metric of several microbatches and ranks becomes one number; `sum` unless named here,
             so a metric that is a mean is returned already divided by its global count.
-        required_keys: the batch keys that it reads besides `token_mask` and `sample_mask`.
+        on_policy: set by an algorithm whose update is made with the weights that scored the batch, so that log p before the
+            update need not be in it.
     """
 
     loss_type: LossType = LossType.TOKEN_LEVEL
     metric_reductions: ClassVar[Mapping[str, Reduction]] = {}
-    required_keys: frozenset[str] = frozenset()
+    on_policy: bool = False
+
+    @property
+    def required_keys(self) -> frozenset[str]:
+        """The batch keys that it reads besides `token_mask` and `sample_mask`."""
+        return frozenset()
 
     @abstractmethod
     def __call__(

@@ -53,9 +53,7 @@ class PolicyInterface(ABC):
             NotSupportedError: the policy was built without a reference.
         """
 
-    def get_reference_logprobs(
-        self, data: BatchedDataDict[GenerationDatumSpec]
-    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+    def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """The same as `get_reference_policy_logprobs`, under its other promised name."""
         return self.get_reference_policy_logprobs(data)
 
@@ -103,15 +101,11 @@ class PolicyInterface(ABC):
         """Release what only training needs; calling it twice is fine."""
 
     @abstractmethod
-    def save_checkpoint(
-        self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any
-    ) -> None:
+    def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
         """Write the weights to a folder, and what training goes on from: optimizer, scheduler, RNG of every rank."""
 
     @abstractmethod
-    def load_checkpoint(
-        self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any
-    ) -> None:
+    def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
         """Read what `save_checkpoint` wrote; with both paths, training goes on as if it had never stopped.
 
         Raises:

@@ -53,7 +53,7 @@ class TurnFormatter:
         turn = {**message, "role": role}
         history: list[Message] = [_USER, {"role": "assistant", "content": _ANSWER}]
         rendered = self._render([*history, turn], next_answer=True)
-        before, found, after = rendered.partition(_ANSWER)
+        _, found, after = rendered.partition(_ANSWER)
         if not found or not after.startswith(self._closing):
             raise DataError(
                 "The chat template renders an assistant's message in another way once a message follows it, so the tokens "

@@ -30,21 +30,19 @@ class ClippedPGLossFn(LossFunction):
 
     metric_reductions: ClassVar[Mapping[str, Reduction]] = {"ratio/min": "min", "ratio/max": "max"}
 
-    def __init__(self, config: ClippedPGLossConfig | None = None, *, on_policy: bool = False) -> None:
+    def __init__(self, config: ClippedPGLossConfig | None = None) -> None:
         self.config = config or ClippedPGLossConfig()
-        self.on_policy = on_policy
         self.loss_type = LossType.TOKEN_LEVEL if self.config.token_level_loss else LossType.SEQUENCE_LEVEL
-        keys = {"advantages", "generation_logprobs"}
-        if not on_policy:
-            keys.add("prev_logprobs")
-        if self.needs_reference:
-            keys.add("reference_policy_logprobs")
-        self.required_keys = frozenset(keys)
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether the batch must hold `reference_policy_logprobs`."""
-        return self.config.reference_policy_kl_penalty > 0
+    def required_keys(self) -> frozenset[str]:
+        """`advantages`, `generation_logprobs`, and what the ratio and the penalty compare with."""
+        keys = {"advantages", "generation_logprobs"}
+        if not self.on_policy:
+            keys.add("prev_logprobs")
+        if self.config.reference_policy_kl_penalty > 0:
+            keys.add("reference_policy_logprobs")
+        return frozenset(keys)
 
     def __call__(
         self,
@@ -64,7 +62,7 @@ class ClippedPGLossFn(LossFunction):
         policy_loss = self._mean(per_token, mask, global_valid_seqs, global_valid_toks)
         loss = policy_loss
         metrics = {"loss/policy": policy_loss.detach()}
-        if self.needs_reference:
+        if self.config.reference_policy_kl_penalty > 0:
             kl = self._reference_kl(next_token_logprobs, data["reference_policy_logprobs"])
             penalty = self._mean(kl, mask, global_valid_seqs, global_valid_toks)
             loss = loss + self.config.reference_policy_kl_penalty * penalty
@@ -129,6 +127,5 @@ class ClippedPGLossFn(LossFunction):
 class GRPOLossFn(ClippedPGLossFn):
     """`ClippedPGLossFn` with the defaults of the GRPO paper: a KL penalty of 0.04 with k3, and a mean per sequence."""
 
-    def __init__(self, config: ClippedPGLossConfig | None = None, *, on_policy: bool = False) -> None:
-        defaults = ClippedPGLossConfig(reference_policy_kl_penalty=0.04, token_level_loss=False)
-        super().__init__(config or defaults, on_policy=on_policy)
+    def __init__(self, config: ClippedPGLossConfig | None = None) -> None:
+        super().__init__(config or ClippedPGLossConfig(reference_policy_kl_penalty=0.04, token_level_loss=False))

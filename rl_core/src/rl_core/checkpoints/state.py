@@ -1,0 +1,142 @@
+"""All that a resume needs beside the policy's own files: the step, the data position, and the config it belongs to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_core.checkpoints.store import CheckpointStore, read_manifest
+from rl_core.errors import CheckpointError
+from rl_core.interfaces.policy import PolicyInterface
+
+FREE_TO_CHANGE = (
+    "logger.",
+    "checkpointing.",
+    "cluster.",
+    "data.validation.",
+    "data.val_data_path",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+)
+"""Config keys (by prefix) that say how or how long a run goes on, not what it is."""
+
+FREE_IN_ALGORITHM = ("max_num_steps", "max_num_epochs", "val_")
+"""The same, within the algorithm's section."""
+
+
+class Stateful(Protocol):
+    """What has a position that a resume must restore; JSON only."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Checkpoints:
+    """Saves and restores a run.
+
+    Attributes:
+        store: the step folders.
+        policy: writes its own part.
+        parts: what else has a position, by name.
+        config: the resolved config, kept beside the weights.
+        algorithm: the section that holds the algorithm's keys.
+        save_optimizer: whether a checkpoint can be resumed.
+        tokenizer: written beside the weights, so that the folder is a model of its own.
+    """
+
+    store: CheckpointStore
+    policy: PolicyInterface
+    parts: Mapping[str, Stateful]
+    config: Mapping[str, Any]
+    algorithm: str
+    save_optimizer: bool
+    tokenizer: Any
+
+    def save(self, step: int, metrics: Mapping[str, float]) -> Path:
+        """Write the checkpoint of `step` steps done."""
+        return self.store.write(step, lambda folder: self._fill(folder, step), metrics)
+
+    def _fill(self, folder: Path, step: int) -> None:
+        weights = folder / "policy" / "weights"
+        weights.mkdir(parents=True)
+        self.policy.save_checkpoint(weights, folder / "policy" / "optimizer" if self.save_optimizer else None)
+        self.tokenizer.save_pretrained(weights)
+        state = {
+            "step": step,
+            "resumable": self.save_optimizer,
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "config": self.config,
+        }
+        (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+    def restore(self, checkpoint: Path, *, allow_config_change: bool = False) -> int:
+        """Bring the run to where `checkpoint` left it.
+
+        Returns:
+            Steps done.
+
+        Raises:
+            CheckpointError: it is torn, holds weights alone, or belongs to another config.
+        """
+        state = read_state(checkpoint)
+        if not state["resumable"]:
+            raise CheckpointError(
+                f"{checkpoint} holds weights alone (checkpointing.save_optimizer was false), so training cannot go on from "
+                f"it. Start a new run from the weights: policy.model_name={checkpoint / 'policy' / 'weights'}"
+            )
+        self._refuse_another_config(checkpoint, state, allow_config_change)
+        self.policy.load_checkpoint(checkpoint / "policy" / "weights", checkpoint / "policy" / "optimizer")
+        for name, part in self.parts.items():
+            part.load_state_dict(state["parts"][name])
+        step: int = state["step"]
+        return step
+
+    def _refuse_another_config(self, checkpoint: Path, state: Mapping[str, Any], allowed: bool) -> None:
+        changes = config_changes(state["config"], self.config, self.algorithm)
+        if changes and not allowed:
+            raise CheckpointError(
+                f"{checkpoint} was written under another config:\n"
+                + "\n".join(f"  {key}: {_shown(old)} then, {_shown(new)} now" for key, (old, new) in changes.items())
+                + "\nGo on under the new one with --allow-config-change, start afresh with --resume never, or undo the changes."
+            )
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The state of a complete checkpoint.
+
+    Raises:
+        CheckpointError: it is no complete checkpoint.
+    """
+    read_manifest(checkpoint)
+    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    return state
+
+
+def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str) -> dict[str, tuple[Any, Any]]:
+    """Keys whose change makes another run of it, with their old and new values; None where a key is absent."""
+    free = (*FREE_TO_CHANGE, *(f"{algorithm}.{key}" for key in FREE_IN_ALGORITHM))
+    before, after = _flat(old), _flat(new)
+    return {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not key.startswith(free)
+    }
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else repr(value)

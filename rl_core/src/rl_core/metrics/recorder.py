@@ -1,0 +1,42 @@
+"""The numbers of one step, collected from wherever they arise and handed on once; knows no file and no screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+
+class Recorder:
+    """Collects the metrics of one step; a name recorded twice becomes the mean of its values."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+        self.phase = "start"
+        """What the run is doing, for whoever asks why it takes so long."""
+
+    def add(self, metrics: Mapping[str, float | int | torch.Tensor], *, prefix: str = "") -> None:
+        """Record numbers named `area/quantity`."""
+        for name, value in metrics.items():
+            self._values.setdefault(prefix + name, []).append(float(value))
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Record how long the block took as `time/<phase>_s`; blocks of the same name add up."""
+        outer, self.phase = self.phase, phase
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            name = f"time/{phase}_s"
+            before = self._values.get(name, [0.0])[0]
+            self._values[name] = [before + time.perf_counter() - started]
+            self.phase = outer
+
+    def flush(self) -> dict[str, float]:
+        """The step's numbers; the recorder is empty afterwards."""
+        flushed = {name: sum(values) / len(values) for name, values in self._values.items()}
+        self._values.clear()
+        return flushed

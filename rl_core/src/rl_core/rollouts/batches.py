@@ -1,0 +1,58 @@
+"""Supervised batches: conversations as rows with a mask on the assistant's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.dataloader import BatchedDataLoader
+from rl_core.data.messages import add_loss_mask_to_message_log, batched_message_log_to_flat_message
+
+
+class TrainingBatches:
+    """Rows for supervised training, drawn by a resumable loader.
+
+    Args:
+        loader: draws conversations.
+        pad_token_id: on the padding of `input_ids`.
+        only_unmask_final: train on the last assistant message alone.
+    """
+
+    def __init__(self, loader: BatchedDataLoader, *, pad_token_id: int, only_unmask_final: bool = False) -> None:
+        self._loader = loader
+        self._endless = loader.forever()
+        self._pad_token_id = pad_token_id
+        self._only_unmask_final = only_unmask_final
+
+    def next_batch(self) -> BatchedDataDict[Any]:
+        """The next rows; epochs follow each other without end."""
+        return self._rows(next(self._endless))
+
+    def epoch(self) -> Iterator[BatchedDataDict[Any]]:
+        """Every row once."""
+        return (self._rows(batch) for batch in self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self._loader.load_state_dict(state)
+        self._endless = self._loader.forever()
+
+    def _rows(self, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        logs = batch["message_log"]
+        add_loss_mask_to_message_log(logs, only_unmask_final=self._only_unmask_final)
+        flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": self._pad_token_id})
+        return BatchedDataDict(
+            {
+                "input_ids": flat["token_ids"],
+                "input_lengths": lengths,
+                "token_mask": flat["token_loss_mask"].to(torch.float32),
+                "sample_mask": torch.as_tensor(batch["loss_multiplier"], dtype=torch.float32),
+            }
+        )

@@ -1,0 +1,115 @@
+"""Run: the assembled parts that an algorithm receives; it builds none of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.checkpoints.state import Checkpoints
+from rl_core.config.schema import RunConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import RunInterrupted
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.logger import Logger
+from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.metrics.recorder import Recorder
+from rl_core.rollouts.batches import TrainingBatches
+from rl_core.rollouts.evaluate import Evaluation
+from rl_core.rollouts.source import RolloutSource
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What an algorithm works with. Parts that its config does not ask for are None."""
+
+    config: RunConfig
+    """The whole config, frozen."""
+    folder: Path
+    """The run folder."""
+    policy: ColocatablePolicyInterface
+    """The model being trained."""
+    loss_fn: LossFunction
+    """The loss of `loss_fn:`."""
+    loggers: Sequence[Logger]
+    """Where metrics go."""
+    checkpoints: Checkpoints | None
+    """Saves and restores; None where `checkpointing.enabled` is false."""
+    tokenizer: Any
+    """The policy's."""
+    generation: GenerationInterface | None = None
+    """The engine that samples."""
+    weights: WeightSynchronizer | None = None
+    """Brings the policy's weights to the engine, and proves it."""
+    rollouts: RolloutSource | None = None
+    """Where rollouts come from."""
+    batches: TrainingBatches | None = None
+    """Where supervised batches come from."""
+    validation_batches: TrainingBatches | None = None
+    """Held-out supervised batches."""
+    evaluation: Evaluation | None = None
+    """Held-out prompts."""
+    first_step: int = 0
+    """Steps done before a resume."""
+    metrics: Recorder = field(default_factory=Recorder)
+    """The numbers of the current step."""
+    on_step: Callable[[int, Mapping[str, float]], None] | None = None
+    """Told of each step's numbers, once they are flushed."""
+    stop_requested: bool = False
+    """Set by Ctrl-C: the run ends after this step, with a checkpoint."""
+
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """Record how long a block takes, as `time/<phase>_s`."""
+        return self.metrics.timed(phase)
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to be done, numbered from 1; between two, the numbers are flushed and a checkpoint is made.
+
+        Raises:
+            RunInterrupted: Ctrl-C was pressed; the step was finished and its checkpoint written.
+        """
+        last = self.config.algorithm.max_num_steps
+        for step in range(self.first_step + 1, last + 1):
+            started = time.perf_counter()
+            yield step
+            self.metrics.add({"time/step_s": time.perf_counter() - started})
+            numbers = self.flush(step)
+            due = step % self.config.checkpointing.save_period == 0 or step == last or self.stop_requested
+            if self.checkpoints is not None and due:
+                self.checkpoints.save(step, numbers)
+            if self.stop_requested and step < last:
+                raise RunInterrupted(step, self.checkpoints is not None)
+
+    def validation_due(self, step: int) -> bool:
+        """Whether the config asks for a validation after `step` steps (0: before the first)."""
+        config = self.config.algorithm
+        if step == 0:
+            return config.val_at_start and self.first_step == 0
+        at_period = config.val_period > 0 and step % config.val_period == 0
+        return at_period or (config.val_at_end and step == config.max_num_steps)
+
+    def flush(self, step: int) -> dict[str, float]:
+        """Hand the step's numbers to every logger."""
+        numbers = self.metrics.flush()
+        for logger in self.loggers:
+            logger.log_metrics(numbers, step)
+        if self.on_step is not None:
+            self.on_step(step, numbers)
+        return numbers
+
+    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Hand rollouts to every logger."""
+        limit = self.config.logger.num_rollouts_logged
+        for logger in self.loggers:
+            logger.log_rollouts(rows[:limit], step)
+
+    def record_training(self, result: Mapping[str, Any], batch: BatchedDataDict[Any]) -> None:
+        """Record what `PolicyInterface.train` returned, and how many tokens it was."""
+        self.metrics.add({name: result[name] for name in ("loss", "grad_norm", "lr", "num_optimizer_steps")})
+        self.metrics.add(result["metrics"])
+        self.metrics.add({"tokens/trained": result["global_valid_toks"], "tokens/all": int(batch["input_lengths"].sum())})
