@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rl_core.plugins import Component, hookimpl
 
+WEIGHT_TRANSPORTS = ("by_reference", "shared_memory", "collective")
+
 
 @hookimpl
 def rlcore_policies() -> list[Component]:
@@ -14,6 +16,7 @@ def rlcore_policies() -> list[Component]:
             target="rl_backends_hf.policy:HuggingFacePolicy",
             config="rl_backends_hf.config:HFPolicyConfig",
             summary="Any causal LM of Transformers: one process, replicas or FSDP2",
+            capabilities=WEIGHT_TRANSPORTS,
         )
     ]
 
@@ -27,5 +30,6 @@ def rlcore_generations() -> list[Component]:
             target="rl_backends_hf.generation:HuggingFaceGeneration",
             config="rl_backends_hf.config:HFGenerationConfig",
             summary="Batched decoding with Transformers, one prefill a prompt",
+            capabilities=WEIGHT_TRANSPORTS,
         )
     ]

@@ -1,0 +1,132 @@
+"""Third-party distributions, installed as an installer leaves them: a module folder and a dist-info folder on the path."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HEALTHY = """
+    from rl_core.plugins import Component, hookimpl
+
+    @hookimpl
+    def rlcore_policies():
+        return [
+            Component(
+                "{name}",
+                target="{package}.policy:Policy",
+                summary="Trains on nothing",
+                capabilities=("shared_memory",),
+            )
+        ]
+"""
+
+
+@dataclass
+class Site:
+    """A folder that stands on the path of the interpreters started here, as site-packages does."""
+
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def install(
+        self,
+        name: str,
+        *,
+        version: str = "1.0",
+        plugin: str | None = None,
+        source: str = HEALTHY,
+        requires: Sequence[str] = (),
+        provides_extras: Sequence[str] = (),
+    ) -> Path:
+        """Installs a distribution with one plugin; returns its package folder."""
+        package = name.replace("-", "_")
+        plugin = plugin or name.removesuffix("-rl")
+        package_folder = self.folder / package
+        package_folder.mkdir(exist_ok=True)
+        (package_folder / "__init__.py").write_text("")
+        text = textwrap.dedent(source).replace("{name}", plugin).replace("{package}", package)
+        (package_folder / "plugin.py").write_text(text)
+        self.write_metadata(
+            name,
+            version=version,
+            entry_points={plugin: f"{package}.plugin"},
+            requires=requires,
+            provides_extras=provides_extras,
+        )
+        return package_folder
+
+    def write_metadata(
+        self,
+        name: str,
+        *,
+        version: str = "1.0",
+        entry_points: dict[str, str] | None = None,
+        requires: Sequence[str] = (),
+        provides_extras: Sequence[str] = (),
+    ) -> None:
+        info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        headers = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        headers += [f"Provides-Extra: {extra}" for extra in provides_extras]
+        headers += [f"Requires-Dist: {requirement}" for requirement in requires]
+        (info / "METADATA").write_text("\n".join(headers) + "\n")
+        lines = [f"{point} = {module}" for point, module in (entry_points or {}).items()]
+        (info / "entry_points.txt").write_text("\n".join(["[rl_core.plugins]", *lines]) + "\n" if lines else "")
+
+    def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("RLCORE_")}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env={**clean, "PYTHONPATH": str(self.folder), **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def rlcore(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.python("-m", "rlcore_cli.main", *arguments)
+
+    def plugins(self) -> dict[str, dict[str, Any]]:
+        """What `rlcore list-plugins --all --json` says, by plugin name."""
+        result = self.rlcore("list-plugins", "--all", "--json")
+        assert result.returncode == 0, result.stderr
+        return {plugin["name"]: plugin for plugin in json.loads(result.stdout)}
+
+    def look_up(self, kind: str, name: str, *, requires: Sequence[str] = ()) -> str:
+        """Looks a component up in a fresh interpreter: its target, or the error's class and words."""
+        code = (
+            "import sys\n"
+            "from rl_core.errors import PluginError\n"
+            "from rl_core.plugins.manager import discover\n"
+            "from rl_core.plugins.registry import Registry\n"
+            "try:\n"
+            f"    print(Registry(discover()).find({kind!r}, {name!r}, requires={tuple(requires)!r}).target)\n"
+            "except PluginError as error:\n"
+            "    print(f'{type(error).__name__}: {error}')\n"
+        )
+        result = self.python("-c", code)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    return Site(folder)
+
+
+@pytest.fixture
+def words() -> Callable[[str], str]:
+    """Joins the lines of a text, for comparing words where the terminal's width decides the breaks."""
+    return lambda text: " ".join(text.split())

@@ -1,0 +1,77 @@
+"""Event hooks reach every plugin, and one that raises is told by name."""
+
+import types
+
+import pytest
+
+from rl_core.errors import PluginHookError
+from rl_core.plugins import hookimpl
+from rl_core.plugins.manager import PluginManager
+
+
+def manager_with(**plugins):
+    """A manager of plugins whose `rlcore_step_finished` are the given functions."""
+    manager = PluginManager()
+    for name, hook in plugins.items():
+        module = types.ModuleType(name)
+        module.rlcore_step_finished = hookimpl(hook)
+        manager.add(name, lambda module=module: module, distribution=f"{name}-rl", version="2.1")
+    return manager
+
+
+def test_a_hook_gets_the_arguments_that_it_names():
+    seen = []
+    manager = manager_with(acme=lambda metrics, step: seen.append((step, metrics)), zeta=lambda: seen.append("told"))
+    manager.call_event("rlcore_step_finished", run=None, step=3, metrics={"reward/mean": 0.5})
+    assert seen == ["told", (3, {"reward/mean": 0.5})]
+
+
+def test_a_raising_hook_is_attributed_after_all_others_were_told():
+    seen = []
+
+    def failing(step):
+        raise ValueError(f"no step {step}")
+
+    manager = manager_with(quiet=lambda: seen.append("quiet"), acme=failing, zeta=lambda: seen.append("zeta"))
+    with pytest.raises(PluginHookError) as raised:
+        manager.call_event("rlcore_step_finished", run=None, step=3, metrics={})
+    assert seen == ["zeta", "quiet"]
+    assert str(raised.value) == (
+        "rlcore_step_finished of the plugin 'acme' (acme-rl 2.1) raised ValueError: no step 3.\n"
+        "To run without it: RLCORE_DISABLE_PLUGINS=acme"
+    )
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert raised.value.exit_code == 1
+
+
+def test_several_raising_hooks_are_all_named():
+    def failing():
+        raise ValueError("no")
+
+    with pytest.raises(PluginHookError, match="RLCORE_DISABLE_PLUGINS=zeta,acme"):
+        manager_with(acme=failing, zeta=failing).call_event("rlcore_step_finished", run=None, step=1, metrics={})
+
+
+def test_a_plugin_that_failed_is_not_told():
+    seen = []
+    module = types.ModuleType("acme")
+    module.rlcore_step_finished = hookimpl(lambda: seen.append("told"))
+    module.rlcore_polices = hookimpl(lambda: [])
+    manager = PluginManager()
+    manager.add("acme", lambda: module, distribution="acme-rl", version="2.1")
+    manager.call_event("rlcore_step_finished", run=None, step=1, metrics={})
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("event", "arguments"),
+    [
+        ("rlcore_step_ended", {}),
+        ("rlcore_policies", {}),
+        ("rlcore_step_finished", {"step": 1}),
+        ("rlcore_run_started", {"run": None, "step": 1}),
+    ],
+)
+def test_an_event_that_is_none_or_lacks_arguments_is_a_mistake_of_the_caller(event, arguments):
+    with pytest.raises(ValueError, match=event):
+        PluginManager().call_event(event, **arguments)
