@@ -1,0 +1,139 @@
+"""Datasets: sequences of records, read whole and checked; knows no tokenizer.
+
+A record is {messages, extra_env_info, task_name} with, where they are, stop_strings; a conversation for supervised training
+ends with the assistant's message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict, overload
+
+from rl_core.data.dataset_config import JsonlDatasetConfig, OnBadRow
+from rl_core.data.prompts import PromptTemplate, load_prompt
+from rl_core.errors import DataError
+
+
+class Record(TypedDict):
+    """One row of a dataset.
+
+    Attributes:
+        messages: The conversation: {role, content} each.
+        extra_env_info: What the environment knows of it.
+        task_name: Which environment answers and scores.
+        stop_strings: Texts that end a completion.
+    """
+
+    messages: list[dict[str, Any]]
+    extra_env_info: dict[str, Any]
+    task_name: str
+    stop_strings: NotRequired[list[str]]
+
+
+class JsonlDataset(Sequence[Record]):
+    """The records of a file of JSON lines.
+
+    Args:
+        config: Which file, which fields.
+
+    Attributes:
+        skipped: Bad rows left out, under `on_bad_row: skip`.
+
+    Raises:
+        DataError: The file is absent or has no good row, or a row is bad; names file and line.
+    """
+
+    def __init__(self, config: JsonlDatasetConfig) -> None:
+        self.config = config
+        self.skipped = 0
+        self._template = None if config.prompt is None else load_prompt(config.prompt)
+        self._records = list(self._read(config.path))
+        if not self._records:
+            raise DataError(f"{config.path} has no row to train on ({self.skipped} bad rows skipped)")
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        return self._records[index]
+
+    def _read(self, path: Path) -> Iterator[Record]:
+        if not path.is_file():
+            raise DataError(f"dataset {path} does not exist: give the path of a file of JSON lines")
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield record_from_row(_parsed(line), self.config, self._template)
+                except DataError as error:
+                    if self.config.on_bad_row is OnBadRow.ERROR:
+                        raise DataError(f"{path}:{number}: {error}") from error
+                    self.skipped += 1
+
+
+def record_from_row(row: dict[str, Any], config: JsonlDatasetConfig, template: PromptTemplate | None) -> Record:
+    """The record that the config makes of one row's fields.
+
+    Args:
+        row: The fields.
+        config: Which of them are what.
+        template: The prompt template for a text input; None leaves the text as it is.
+
+    Raises:
+        DataError: A field is absent or of the wrong kind.
+    """
+    messages = _messages(row, config, template)
+    if config.system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    if config.response_key is not None:
+        messages.append({"role": "assistant", "content": _field(row, config.response_key, str)})
+    info = {key: _field(row, key, object) for key in config.env_keys}
+    if config.output_key is not None:
+        info["expected_answer"] = _field(row, config.output_key, object)
+    record = Record(messages=messages, extra_env_info=info, task_name=config.task_name)
+    if config.stop_strings_key is not None:
+        record["stop_strings"] = _field(row, config.stop_strings_key, list)
+    return record
+
+
+def _messages(row: dict[str, Any], config: JsonlDatasetConfig, template: PromptTemplate | None) -> list[dict[str, Any]]:
+    asked = _field(row, config.input_key, (str, list))
+    if isinstance(asked, str):
+        return (
+            [{"role": "user", "content": asked}] if template is None else list(template.fill(row, input_key=config.input_key))
+        )
+    for number, message in enumerate(asked):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(f"message {number} of {config.input_key!r} is no {{role, content}}: found {message!r}")
+    if not asked:
+        raise DataError(f"{config.input_key!r} is an empty list: expected messages")
+    return [dict(message) for message in asked]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"no JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(row, dict):
+        raise DataError(f"expected a JSON object, found a {type(row).__name__}")
+    return row
+
+
+def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
+    if key not in row:
+        raise DataError(f"the field {key!r} is absent: the row has {sorted(row)}")
+    if not isinstance(row[key], kind) or row[key] is None:
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        names = " or ".join("a value" if each is object else each.__name__ for each in kinds)
+        raise DataError(f"the field {key!r} is {row[key]!r}: expected {names}")
+    return row[key]

@@ -1,0 +1,298 @@
+"""Conversations as tokens: message logs, their loss masks and flat batches; knows a tokenizer's face, no model.
+
+A message log is a list of {role, content, token_ids, ...}. Concatenating `token_ids` gives *the* training sequence, so that
+it must be what the chat template makes of the whole conversation, token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.padding import cat_right_padded
+from rl_core.data.schema import pad_value
+from rl_core.errors import DataError
+
+Message = dict[str, Any]
+MessageLog = list[Message]
+
+
+class DatumSpec(TypedDict):
+    """One prompt (or conversation), tokenised.
+
+    Attributes:
+        message_log: Messages with `token_ids` [t] int64.
+        length: Tokens in all.
+        extra_env_info: What the environment knows of the row; None for a plain conversation.
+        loss_multiplier: 0.0 drops the row from training, else 1.0.
+        idx: The row's place in its dataset.
+        task_name: Which environment answers and scores.
+        stop_strings: Texts that end a completion, or None.
+    """
+
+    message_log: MessageLog
+    length: int
+    extra_env_info: dict[str, Any] | None
+    loss_multiplier: float
+    idx: int
+    task_name: NotRequired[str]
+    stop_strings: NotRequired[list[str] | None]
+
+
+class PreferenceDatumSpec(TypedDict):
+    """One prompt with a preferred and a rejected answer, both tokenised with the prompt; fields as in `DatumSpec`."""
+
+    message_log_chosen: MessageLog
+    message_log_rejected: MessageLog
+    length_chosen: int
+    length_rejected: int
+    loss_multiplier: float
+    idx: int
+    task_name: NotRequired[str]
+
+
+def get_formatted_message_log(
+    message_log: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    add_generation_prompt: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    add_bos_token: bool = True,
+    add_eos_token: bool = True,
+) -> MessageLog:
+    """The messages with `token_ids` [t] int64 added; concatenated, they are the whole conversation's tokens.
+
+    With a chat template: the concatenation equals the template applied to all messages. The header that opens an assistant
+    turn belongs to the message before it, so that a mask on assistant messages trains what a model would sample and no more.
+    A beginning that the template does not render on its own (some refuse a system message alone) yields its tokens to the
+    next message and keeps none.
+
+    Without a chat template: each content is tokenised by itself, without special tokens, and nothing is put between messages.
+    The tokenizer's BOS token, if it has one, opens the first message; its EOS token closes every assistant message.
+
+    Args:
+        message_log: Messages of `role` and `content`.
+        tokenizer: A Transformers tokenizer.
+        add_generation_prompt: Whether the last message is followed by the header of an assistant turn (template only).
+        tools: Tool descriptions for the template.
+        add_bos_token: Whether BOS opens the conversation (without a template; a template says so itself).
+        add_eos_token: Whether EOS closes assistant messages (likewise).
+
+    Raises:
+        DataError: The template cannot render the conversation, or it rewrites earlier messages once later ones are there.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        pieces = _plain_pieces(message_log, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token)
+    else:
+        pieces = _template_pieces(message_log, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
+    return [
+        {**message, "token_ids": torch.tensor(piece, dtype=torch.int64)}
+        for message, piece in zip(message_log, pieces, strict=True)
+    ]
+
+
+def next_turn_token_ids(message_log: Sequence[Mapping[str, Any]], message: Mapping[str, Any], tokenizer: Any) -> torch.Tensor:
+    """Tokens [t] int64 to append to a conversation that a model has just answered, up to its next turn's header.
+
+    The answer's own tokens stay as they were sampled; what is added is what the template puts between the answer's last
+    character and the model's next turn: the end of the turn (unless the model sampled it), the message, the header.
+
+    Args:
+        message_log: Ends with the assistant's message, whose `token_ids` are those sampled.
+        message: The environment's answer, of `role` and `content`.
+        tokenizer: A Transformers tokenizer.
+
+    Raises:
+        DataError: The template does not show the answer as it is, so that no such text exists.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return torch.tensor(_encode(tokenizer, message["content"]), dtype=torch.int64)
+    # The answer is replaced by a mark that no template trims or rewrites: only what follows it is wanted.
+    mark = "\u2063answer\u2063"
+    marked = [*message_log[:-1], {"role": "assistant", "content": mark}, message]
+    _, found, after = _render(marked, tokenizer, add_generation_prompt=True, tools=None).rpartition(mark)
+    if not found:
+        raise DataError(f"the chat template drops the assistant's message before a {message['role']!r} message")
+    tokens = _encode(tokenizer, after)
+    sampled = message_log[-1]["token_ids"]
+    if len(sampled) and tokens and int(sampled[-1]) == tokens[0]:
+        tokens = tokens[1:]
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def add_loss_mask_to_message_log(
+    message_logs: Iterable[MessageLog],
+    roles_to_train_on: Sequence[str] = ("assistant",),
+    only_unmask_final: bool = False,
+) -> None:
+    """Give every message a `token_loss_mask` [t] float32, in place: 1 on all its tokens if it is trained, else 0.
+
+    Args:
+        message_logs: Message logs with `token_ids`.
+        roles_to_train_on: The roles that are trained.
+        only_unmask_final: Train only the last message of these roles.
+    """
+    for log in message_logs:
+        trained = [number for number, message in enumerate(log) if message["role"] in roles_to_train_on]
+        trained = trained[-1:] if only_unmask_final else trained
+        for number, message in enumerate(log):
+            message["token_loss_mask"] = torch.full_like(message["token_ids"], float(number in trained), dtype=torch.float32)
+
+
+def message_log_to_flat_messages(message_log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The log's fields, one entry each: per-token tensors concatenated to [T], others as lists over messages.
+
+    A per-token field that some messages lack is filled there with its padding value (0.0 log-probs on a prompt); another
+    field with None.
+
+    Raises:
+        DataError: A per-token tensor has another length than its message's `token_ids`.
+    """
+    return _flat(message_log, _tensor_fields([message_log]))
+
+
+def batched_message_log_to_flat_message(
+    message_logs: Sequence[Sequence[Mapping[str, Any]]],
+    pad_value_dict: Mapping[str, int | float | bool] | None = None,
+    make_sequence_length_divisible_by: int = 1,
+) -> tuple[BatchedDataDict[Any], torch.Tensor]:
+    """The logs as one right-padded batch, and the rows' lengths.
+
+    Args:
+        message_logs: B message logs.
+        pad_value_dict: What pads a field; otherwise `schema.pad_value`. Give `token_ids` the tokenizer's padding id.
+        make_sequence_length_divisible_by: T is rounded up to a multiple of this.
+
+    Returns:
+        The batch (per-token fields [B, T], others lists of lists), and the lengths [B] int64 in tokens.
+    """
+    fields = _tensor_fields(message_logs)
+    rows = [_flat(log, fields) for log in message_logs]
+    lengths = torch.tensor([len(row["token_ids"]) for row in rows], dtype=torch.int64)
+    multiple = make_sequence_length_divisible_by
+    width = -(-int(lengths.max() if len(lengths) else 0) // multiple) * multiple
+    pads = pad_value_dict or {}
+    batch: BatchedDataDict[Any] = BatchedDataDict()
+    for key in dict.fromkeys(key for row in rows for key in row):
+        if key not in fields:
+            batch[key] = [row.get(key) for row in rows]
+            continue
+        padding = pads.get(key, pad_value(key))
+        filler = torch.full((1, width), padding, dtype=fields[key])
+        batch[key] = cat_right_padded([filler, *(row[key].unsqueeze(0) for row in rows)], pad_value=padding)[1:]
+    return batch, lengths
+
+
+def get_first_index_that_differs(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """The first place where two sequences (or texts) differ; the shorter length if one begins the other."""
+    pairs = zip(first, second, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def _plain_pieces(message_log: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_bos: bool, add_eos: bool) -> list[list[int]]:
+    pieces = [_encode(tokenizer, message["content"]) for message in message_log]
+    if pieces and add_bos and tokenizer.bos_token_id is not None:
+        pieces[0].insert(0, tokenizer.bos_token_id)
+    for message, piece in zip(message_log, pieces, strict=True):
+        if message["role"] == "assistant" and add_eos and tokenizer.eos_token_id is not None:
+            piece.append(tokenizer.eos_token_id)
+    return pieces
+
+
+def _template_pieces(
+    message_log: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None,
+) -> list[list[int]]:
+    pieces: list[list[int]] = []
+    text, tokens = "", list[int]()
+    for end in range(1, len(message_log) + 1):
+        is_last = end == len(message_log)
+        header = add_generation_prompt if is_last else message_log[end]["role"] == "assistant"
+        header = header and (is_last or message_log[end - 1]["role"] != "assistant")
+        try:
+            longer = _render(message_log[:end], tokenizer, add_generation_prompt=header, tools=tools)
+        except DataError:
+            if is_last:
+                raise
+            pieces.append([])
+            continue
+        longer_tokens = _encode(tokenizer, longer)
+        if longer_tokens[: len(tokens)] != tokens:
+            raise _unstable(end, text, longer)
+        pieces.append(longer_tokens[len(tokens) :])
+        text, tokens = longer, longer_tokens
+    return pieces
+
+
+def _render(
+    message_log: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None,
+) -> str:
+    from jinja2.exceptions import TemplateError
+
+    # Token ids and masks are ours; a template sees only what it can speak of.
+    messages = [
+        {key: value for key, value in message.items() if not isinstance(value, torch.Tensor)} for message in message_log
+    ]
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except TemplateError as error:
+        roles = [message["role"] for message in message_log]
+        raise DataError(f"the chat template cannot render messages of the roles {roles}: {error}") from error
+    return text
+
+
+def _unstable(end: int, shorter: str, longer: str) -> DataError:
+    place = get_first_index_that_differs(shorter, longer)
+    return DataError(
+        f"the chat template is not prefix-stable: with message {end - 1} (from 0) added, the tokens before it change from "
+        f"character {place} on (before: {shorter[place : place + 60]!r}, now: {longer[place : place + 60]!r}). Training on "
+        "such a conversation would train on what the model never saw: use a template that keeps earlier messages as they "
+        "were (for instance one that does not drop earlier reasoning), or one conversation a turn"
+    )
+
+
+def _tensor_fields(message_logs: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, torch.dtype]:
+    """The per-token fields that occur, with their dtypes."""
+    fields: dict[str, torch.dtype] = {"token_ids": torch.int64}
+    for log in message_logs:
+        for message in log:
+            for key, value in message.items():
+                if isinstance(value, torch.Tensor):
+                    fields.setdefault(key, value.dtype)
+    return fields
+
+
+def _flat(message_log: Sequence[Mapping[str, Any]], fields: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key in dict.fromkeys(key for message in message_log for key in message):
+        if key not in fields:
+            flat[key] = [message.get(key) for message in message_log]
+    for key, dtype in fields.items():
+        parts = [_tokens_of(message, key, dtype) for message in message_log]
+        flat[key] = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+    return flat
+
+
+def _tokens_of(message: Mapping[str, Any], key: str, dtype: torch.dtype) -> torch.Tensor:
+    length = len(message["token_ids"])
+    value: torch.Tensor = message.get(key, torch.full((length,), pad_value(key), dtype=dtype))
+    if len(value) != length:
+        raise DataError(f"a {message['role']!r} message has {length} token_ids and {len(value)} {key}: one a token")
+    return value

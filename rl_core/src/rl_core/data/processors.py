@@ -1,0 +1,112 @@
+"""From records to rows: tokenise, measure, mask and collate; knows no dataset format and no algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.dataset_config import OnTooLong
+from rl_core.data.messages import DatumSpec, MessageLog, add_loss_mask_to_message_log, get_formatted_message_log
+from rl_core.errors import DataError
+
+
+def prompt_datum(
+    record: Mapping[str, Any],
+    *,
+    idx: int,
+    tokenizer: Any,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = OnTooLong.DROP,
+) -> DatumSpec:
+    """A record's conversation as a prompt, ended by the header of the assistant's turn.
+
+    Args:
+        record: A `datasets.Record`.
+        idx: Its place in the dataset.
+        tokenizer: A Transformers tokenizer.
+        max_length: Tokens that a prompt may have; None for no limit.
+        on_too_long: What a longer one does.
+
+    Raises:
+        DataError: The prompt is too long and `on_too_long` says error, or the template cannot render it.
+    """
+    log = get_formatted_message_log(record["messages"], tokenizer, add_generation_prompt=True)
+    return _datum(log, record, idx, max_length, on_too_long)
+
+
+def conversation_datum(
+    record: Mapping[str, Any],
+    *,
+    idx: int,
+    tokenizer: Any,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = OnTooLong.DROP,
+    roles_to_train_on: Sequence[str] = ("assistant",),
+    only_unmask_final: bool = False,
+) -> DatumSpec:
+    """A record's conversation as a row of supervised training, with a `token_loss_mask` on every message.
+
+    Args:
+        record: A `datasets.Record` with at least one message to train on.
+        idx: Its place in the dataset.
+        tokenizer: A Transformers tokenizer.
+        max_length: Tokens that the conversation may have; None for no limit.
+        on_too_long: What a longer one does.
+        roles_to_train_on: The roles that are trained.
+        only_unmask_final: Train only the last message of these roles.
+
+    Raises:
+        DataError: As in `prompt_datum`, or no message has a role that is trained.
+    """
+    roles = [message["role"] for message in record["messages"]]
+    if not set(roles) & set(roles_to_train_on):
+        raise DataError(f"record {idx} has messages of {roles}, none of {list(roles_to_train_on)}: nothing to train on")
+    log = get_formatted_message_log(record["messages"], tokenizer)
+    add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final)
+    return _datum(log, record, idx, max_length, on_too_long)
+
+
+def collate_datums(datums: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
+    """The datums as a batch: `length` [B] int64 and `loss_multiplier` [B] float32 as tensors, the rest as lists."""
+    columns: dict[str, Any] = {
+        "message_log": [datum["message_log"] for datum in datums],
+        "length": torch.tensor([datum["length"] for datum in datums], dtype=torch.int64),
+        "loss_multiplier": torch.tensor([datum["loss_multiplier"] for datum in datums], dtype=torch.float32),
+        "extra_env_info": [datum["extra_env_info"] for datum in datums],
+        "idx": [datum["idx"] for datum in datums],
+        "task_name": [datum.get("task_name") for datum in datums],
+        "stop_strings": [datum.get("stop_strings") for datum in datums],
+    }
+    return BatchedDataDict(columns)
+
+
+def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int | None, on_too_long: OnTooLong) -> DatumSpec:
+    length = sum(len(message["token_ids"]) for message in log)
+    too_long = max_length is not None and length > max_length
+    if max_length is not None and too_long:
+        if on_too_long is OnTooLong.ERROR:
+            raise DataError(f"record {idx} has {length} tokens and {max_length} are allowed: raise the limit or drop it")
+        _cut(log, max_length)
+        length = max_length
+    return DatumSpec(
+        message_log=log,
+        length=length,
+        extra_env_info=record.get("extra_env_info"),
+        loss_multiplier=0.0 if too_long else 1.0,
+        idx=idx,
+        task_name=record.get("task_name", "default"),
+        stop_strings=record.get("stop_strings"),
+    )
+
+
+def _cut(log: MessageLog, max_length: int) -> None:
+    """Keep the first `max_length` tokens, in place: the row is not trained on, but must fit where it is carried."""
+    left = max_length
+    for message in log:
+        for key, value in message.items():
+            if isinstance(value, torch.Tensor):
+                message[key] = value[:left]
+        left -= len(message["token_ids"])
