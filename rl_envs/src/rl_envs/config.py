@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
-from rl_core.config.schema import DatasetConfig, EnvironmentConfig
+from rl_core.config.schema import DatasetConfig, EnvironmentConfig, Section
+from rl_core.errors import ConfigError
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def read_section(model: type[SectionT], section: SectionT | Mapping[str, Any] | None) -> SectionT:
+    """The section as its model, from what a Python caller gives: the model itself, a dict such as YAML holds, or nothing.
+
+    Raises:
+        ConfigError: A key is unknown or a value is not allowed; one line each.
+    """
+    if isinstance(section, model):
+        return section
+    try:
+        return model.model_validate(dict(section or {}))
+    except ValidationError as error:
+        places = [f"{'.'.join(map(str, part['loc']))}: {part['msg']} (got {part['input']!r})" for part in error.errors()]
+        raise ConfigError(f"{model.__name__} cannot be made of this:\n" + "\n".join(places)) from error
 
 
 class MathEnvironmentConfig(EnvironmentConfig):
     """`env.math`: answers compared by math-verify."""
 
     timeout_s: float = Field(default=5.0, gt=0.0)
-    """Longest comparison of one answer; its process is then killed and the answer counted wrong."""
+    """CPU seconds of one comparison; its process is then killed and the answer counted wrong."""
     num_processes: int = Field(default=1, ge=1)
     """Comparing processes in each worker."""
     require_box: bool = False
@@ -33,6 +52,8 @@ class ArithmeticDatasetConfig(DatasetConfig):
     dataset_name: str = "arithmetic"
     num_samples: int = Field(default=4096, ge=1)
     """Records."""
+    split: Literal["train", "validation"] = "train"
+    """Which operand pairs are drawn: one pair in eight is kept for validation, in either order and for every operation."""
     operations: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
     """What is drawn from, evenly."""
     min_digits: int = Field(default=1, ge=1, le=9)
@@ -40,8 +61,49 @@ class ArithmeticDatasetConfig(DatasetConfig):
     max_digits: int = Field(default=2, ge=1, le=9)
     """Most digits of an operand."""
     seed: int = 0
-    """Record i is a function of the seed and i."""
+    """Record i is a function of the seed, the split and i."""
     style: Literal["plain", "chat"] = "plain"
     """`plain` is the bare `12+34=`; `chat` asks in words and wants the answer in a box."""
     with_response: bool = False
     """Add the right answer as the assistant's message, for supervised training."""
+
+    @model_validator(mode="after")
+    def _digits_in_order(self) -> ArithmeticDatasetConfig:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits ({self.min_digits}) is above max_digits ({self.max_digits}): no operand is allowed")
+        return self
+
+
+class GuessNumberEnvironmentConfig(EnvironmentConfig):
+    """`env.guess`: the model says numbers until it hits the secret one."""
+
+    max_guesses: int = Field(default=7, ge=1)
+    """The game is lost after so many; the algorithm's `max_rollout_turns` must allow as many turns."""
+    higher: str = Field(default="higher", min_length=1)
+    """What the environment says where the secret number is higher; a tiny tokenizer may want `+`."""
+    lower: str = Field(default="lower", min_length=1)
+    """What it says where the secret number is lower."""
+    unreadable: str = Field(default="Say one whole number.", min_length=1)
+    """What it says where the message is no whole number, which costs a guess."""
+
+
+class GuessNumberDatasetConfig(DatasetConfig):
+    """Secret numbers to guess."""
+
+    dataset_name: str = "guess"
+    num_samples: int = Field(default=1024, ge=1)
+    """Records."""
+    lowest: int = 1
+    """Smallest secret number."""
+    highest: int = 100
+    """Largest secret number."""
+    seed: int = 0
+    """Record i is a function of the seed and i."""
+    question: str = "I think of a whole number from {lowest} to {highest}. Say one number a turn, and nothing else."
+    """The opening message; `{lowest}` and `{highest}` are filled in."""
+
+    @model_validator(mode="after")
+    def _range_in_order(self) -> GuessNumberDatasetConfig:
+        if self.lowest > self.highest:
+            raise ValueError(f"lowest ({self.lowest}) is above highest ({self.highest}): there is no number to think of")
+        return self

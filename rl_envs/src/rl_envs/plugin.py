@@ -7,7 +7,7 @@ from rl_core.plugins import Component, hookimpl
 
 @hookimpl
 def rlcore_environments() -> list[Component]:
-    """Mathematics and arithmetic."""
+    """Mathematics, arithmetic and a game of several turns."""
     return [
         Component(
             "math",
@@ -21,17 +21,29 @@ def rlcore_environments() -> list[Component]:
             config="rl_envs.config:ArithmeticEnvironmentConfig",
             summary="Generated sums: the exact number is right",
         ),
+        Component(
+            "guess",
+            target="rl_envs.guess.environment:GuessNumberEnvironment",
+            config="rl_envs.config:GuessNumberEnvironmentConfig",
+            summary="A number game of several turns: higher, lower, until the secret number is hit",
+        ),
     ]
 
 
 @hookimpl
 def rlcore_datasets() -> list[Component]:
-    """Generated arithmetic."""
+    """Generated arithmetic, and secret numbers."""
     return [
         Component(
             "arithmetic",
             target="rl_envs.arithmetic.dataset:ArithmeticDataset",
             config="rl_envs.config:ArithmeticDatasetConfig",
             summary="Generated sums with their answers, from a seed",
-        )
+        ),
+        Component(
+            "guess",
+            target="rl_envs.guess.dataset:GuessNumberDataset",
+            config="rl_envs.config:GuessNumberDatasetConfig",
+            summary="Secret numbers for the game `guess`, from a seed",
+        ),
     ]

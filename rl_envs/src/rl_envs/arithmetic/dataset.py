@@ -1,0 +1,106 @@
+"""Generated sums: record i is a pure function of the seed, the split and i; knows how to ask, not how to score."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces.dataset import Dataset, Record
+from rl_envs.config import ArithmeticDatasetConfig, read_section
+
+TASK = "arithmetic"
+HELD_OUT = 8
+"""One operand pair in so many is kept for validation."""
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_MOST_DRAWS = 10_000
+"""Draws until a pair of the split is found: with one pair in eight, a miss means that there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Two operands and what is done with them."""
+
+    left: int
+    right: int
+    operation: str
+
+    @property
+    def answer(self) -> int:
+        """The exact result."""
+        return _OPERATIONS[self.operation](self.left, self.right)
+
+
+def is_held_out(left: int, right: int) -> bool:
+    """Whether a pair belongs to validation, whatever its order, its operation and the seed.
+
+    A hash of the pair alone decides, so that two datasets of different settings never share a question across the splits,
+    and `12+34` in training does not give `34+12` in validation away.
+    """
+    pair = f"{min(left, right)},{max(left, right)}".encode()
+    return hashlib.blake2b(pair, digest_size=8).digest()[0] % HELD_OUT == 0
+
+
+class ArithmeticDataset(Dataset):
+    """Sums, differences and products of whole numbers.
+
+    Args:
+        config: `ArithmeticDatasetConfig`, a dict of its keys, or None for its defaults.
+
+    Raises:
+        ConfigError: The split has no pair of so few digits.
+    """
+
+    def __init__(self, config: ArithmeticDatasetConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(ArithmeticDatasetConfig, config)
+
+    def __len__(self) -> int:
+        return self.config.num_samples
+
+    def __getitem__(self, index: int) -> Record:
+        """The record of that index.
+
+        Raises:
+            IndexError: There is none.
+        """
+        problem = self.problem(index)
+        messages = [{"role": "user", "content": self._question(problem)}]
+        if self.config.with_response:
+            messages.append({"role": "assistant", "content": self._response(problem)})
+        return {
+            "messages": messages,
+            "extra_env_info": {"expected_answer": str(problem.answer), "in_box": self.config.style == "chat"},
+            "task_name": self.config.task_name or TASK,
+        }
+
+    def problem(self, index: int) -> Problem:
+        """What record `index` asks."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        config = self.config
+        draw = random.Random(f"{config.seed}/{config.split}/{index % len(self)}")
+        for _ in range(_MOST_DRAWS):
+            left, right = self._operand(draw), self._operand(draw)
+            if is_held_out(left, right) == (config.split == "validation"):
+                return Problem(left=left, right=right, operation=draw.choice(config.operations))
+        raise ConfigError(
+            f"No pair of operands of {config.min_digits} to {config.max_digits} digits belongs to the {config.split} split. "
+            "Allow more digits (max_digits)."
+        )
+
+    def _operand(self, draw: random.Random) -> int:
+        digits = draw.randint(self.config.min_digits, self.config.max_digits)
+        smallest = 10 ** (digits - 1) if digits > 1 else 0
+        return draw.randrange(smallest, 10**digits)
+
+    def _question(self, problem: Problem) -> str:
+        if self.config.style == "plain":
+            return f"{problem.left}{problem.operation}{problem.right}="
+        return f"What is {problem.left} {problem.operation} {problem.right}? Put the final answer in \\boxed{{}}."
+
+    def _response(self, problem: Problem) -> str:
+        return str(problem.answer) if self.config.style == "plain" else f"\\boxed{{{problem.answer}}}"

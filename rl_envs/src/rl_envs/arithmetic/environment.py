@@ -1,0 +1,88 @@
+"""The environment `arithmetic`: 1.0 where the completion is exactly the right whole number; compares texts, never evaluates them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.config import ArithmeticEnvironmentConfig, read_section
+
+_NUMBER = re.compile(r"-?[0-9]+")
+_LAST_BOX = re.compile(r".*\\boxed\{([^{}]*)\}", re.DOTALL)
+
+
+class ArithmeticEnvironment(EnvironmentInterface):
+    r"""Checks the numbers of `ArithmeticDataset`.
+
+    A bare question is right where the completion, without white space around it, is the number and nothing else: `046`, `+46` and
+    `46 or 47` are wrong where `46` is expected. A question in words (`in_box` in the row's metadata) is right where its last
+    `\boxed{}` holds the number and nothing else. Whether the model ended by itself shows in that nothing follows.
+
+    Args:
+        config: `ArithmeticEnvironmentConfig`, a dict of its keys, or None for its defaults.
+    """
+
+    def __init__(self, config: ArithmeticEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(ArithmeticEnvironmentConfig, config)
+
+    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+        """Score B conversations by their last message; every row ends.
+
+        Returns:
+            Rewards [B] float32: 1.0 where right, and `format_reward` more where the answer is a whole number, right or wrong.
+
+        Raises:
+            DataError: A row's metadata holds no `expected_answer`.
+        """
+        answers = [
+            read_number(log[-1]["content"], in_box=bool(_field(info, "in_box", default=False)))
+            for log, info in zip(message_log_batch, metadata, strict=True)
+        ]
+        right = [answer == str(_field(info, "expected_answer")) for answer, info in zip(answers, metadata, strict=True)]
+        rewards = [
+            float(is_right) + self.config.format_reward * (answer is not None)
+            for is_right, answer in zip(right, answers, strict=True)
+        ]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "correct" if is_right else "incorrect"} for is_right in right],
+            metadata=[{**info, "right": is_right} for info, is_right in zip(metadata, right, strict=True)],
+            next_stop_strings=[None] * len(answers),
+            rewards=torch.tensor(rewards, dtype=torch.float32),
+            terminateds=torch.ones(len(answers)),
+            answers=list(answers),
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """`accuracy`, and `number_frac` where the batch has the `answers` of `step`."""
+        # A right row has at least 1 more than any wrong one, whatever the format is worth.
+        right = batch["rewards"] > self.config.format_reward + 0.5
+        metrics: dict[str, float | int] = {"accuracy": float(right.float().mean())}
+        if "answers" in batch:
+            metrics["number_frac"] = sum(answer is not None for answer in batch["answers"]) / len(batch["answers"])
+        return batch, metrics
+
+
+def read_number(completion: str, *, in_box: bool) -> str | None:
+    """The whole number that the completion (or its last box) is, as written; None where it is anything else."""
+    text = completion
+    if in_box:
+        box = _LAST_BOX.match(completion)
+        if box is None:
+            return None
+        text = box.group(1)
+    number = _NUMBER.fullmatch(text.strip())
+    return None if number is None else number.group()
+
+
+def _field(info: Any, name: str, *, default: Any = None) -> Any:
+    if not isinstance(info, Mapping) or (name not in info and default is None):
+        raise DataError(f"A row's metadata holds no {name!r}: found {info!r}. Records of the dataset `arithmetic` have it.")
+    return info.get(name, default)

@@ -1,0 +1,43 @@
+"""Secret numbers to guess: record i is a pure function of the seed and i."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.interfaces.dataset import Dataset, Record
+from rl_envs.config import GuessNumberDatasetConfig, read_section
+
+TASK = "guess"
+
+
+class GuessNumberDataset(Dataset):
+    """Opening messages, each with a secret number in its `extra_env_info`.
+
+    Args:
+        config: `GuessNumberDatasetConfig`, a dict of its keys, or None for its defaults.
+    """
+
+    def __init__(self, config: GuessNumberDatasetConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(GuessNumberDatasetConfig, config)
+
+    def __len__(self) -> int:
+        return self.config.num_samples
+
+    def __getitem__(self, index: int) -> Record:
+        """The record of that index.
+
+        Raises:
+            IndexError: There is none.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        config = self.config
+        draw = random.Random(f"{config.seed}/{index % len(self)}")
+        question = config.question.replace("{lowest}", str(config.lowest)).replace("{highest}", str(config.highest))
+        return {
+            "messages": [{"role": "user", "content": question}],
+            "extra_env_info": {"secret": draw.randint(config.lowest, config.highest), "guesses": 0},
+            "task_name": config.task_name or TASK,
+        }

@@ -1,0 +1,95 @@
+"""The environment `math`: 1.0 where the completion's final answer equals the expected one; knows how to ask, not how to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.config import MathEnvironmentConfig, read_section
+from rl_envs.math.grading import GradingPool, Outcome, Question
+
+ANSWER_KEYS = ("expected_answer", "ground_truth")
+"""Where the right answer stands in a row's metadata, in this order."""
+LONGEST_COMPLETION = 100_000
+"""Characters from the end that are read: the final answer stands there."""
+
+
+class MathEnvironment(EnvironmentInterface):
+    r"""Compares final answers symbolically: `\boxed{\frac12}` is right where `0.5` is expected.
+
+    Each row's metadata holds `expected_answer` (or `ground_truth`). It comes back with `grading`: how the comparison ended, one
+    of `right`, `wrong`, `no_answer`, `timeout`, `failed`. Comparing processes start at the first `step`.
+
+    Args:
+        config: `MathEnvironmentConfig`, a dict of its keys, or None for its defaults. `num_workers` is the core's: how many of
+            these environments it runs; each has `num_processes` comparing processes.
+    """
+
+    def __init__(self, config: MathEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(MathEnvironmentConfig, config)
+        self._pool = GradingPool(
+            num_processes=self.config.num_processes,
+            timeout_s=self.config.timeout_s,
+            require_box=self.config.require_box,
+        )
+
+    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+        """Score B conversations by their last message; every row ends.
+
+        Returns:
+            Rewards [B] float32, 1.0 or 0.0; `answers` holds what was read, None where there is no answer.
+
+        Raises:
+            DataError: A row's metadata holds no expected answer.
+        """
+        questions = [
+            Question(expected=_expected_answer(row, info), completion=log[-1]["content"][-LONGEST_COMPLETION:])
+            for row, (log, info) in enumerate(zip(message_log_batch, metadata, strict=True))
+        ]
+        verdicts = self._pool.grade(questions)
+        right = [verdict.outcome is Outcome.RIGHT for verdict in verdicts]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "correct" if is_right else "incorrect"} for is_right in right],
+            metadata=[{**info, "grading": verdict.outcome.value} for info, verdict in zip(metadata, verdicts, strict=True)],
+            next_stop_strings=[None] * len(verdicts),
+            rewards=torch.tensor(right, dtype=torch.float32),
+            terminateds=torch.ones(len(verdicts)),
+            answers=[verdict.answer for verdict in verdicts],
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """`accuracy`; where the batch has `extra_env_info` from `step`, also `answered_frac`, `timeouts` and `failures`."""
+        metrics: dict[str, float | int] = {"accuracy": float(batch["rewards"].mean())}
+        if "extra_env_info" in batch:
+            outcomes = [info["grading"] for info in batch["extra_env_info"]]
+            metrics["answered_frac"] = 1.0 - outcomes.count(Outcome.NO_ANSWER) / len(outcomes)
+            metrics["timeouts"] = outcomes.count(Outcome.TIMEOUT)
+            metrics["failures"] = outcomes.count(Outcome.FAILED)
+        return batch, metrics
+
+    def process_ids(self) -> list[int]:
+        """Of the comparing processes that are running now."""
+        return self._pool.process_ids()
+
+    def shutdown(self) -> None:
+        self._pool.shutdown()
+
+
+def _expected_answer(row: int, info: Any) -> str:
+    for key in ANSWER_KEYS:
+        if isinstance(info, Mapping) and info.get(key) is not None:
+            expected = info[key]
+            if isinstance(expected, str | int | float):
+                return str(expected)
+            raise DataError(f"{key} of row {row} is a {type(expected).__name__}: write the answer as text, such as '1/2'.")
+    found = sorted(info) if isinstance(info, Mapping) else type(info).__name__
+    raise DataError(
+        f"Row {row} has no expected answer: its metadata holds {found}, and the environment reads {' or '.join(ANSWER_KEYS)}."
+    )

@@ -1,0 +1,218 @@
+"""Compares many answers in a few processes that can be killed; knows neither message logs nor rewards.
+
+Why processes of our own: a comparison can hang in one C call, which only ending its process stops; `fork` copies the locks of
+torch's and Ray's threads, and multiprocessing's `spawn` runs the user's script again in each child, which must then be guarded by
+`if __name__ == "__main__"`. A plain child program with a pipe has none of the three troubles, and no daemon is forbidden to own one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from queue import SimpleQueue
+from typing import Any
+
+from rl_core.errors import WorkerDiedError
+
+_START_S = 120.0
+"""Longest start of a process, in seconds: it imports sympy, on a machine that may be busy."""
+_WALL_PER_CPU = 20.0
+"""A comparison may take so many times its CPU time on a busy machine; then its process is taken for stuck."""
+
+
+class Outcome(StrEnum):
+    """How one comparison ended."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    NO_ANSWER = "no_answer"
+    TIMEOUT = "timeout"
+    FAILED = "failed"
+    """The comparison raised, or ended its process twice (too deep or too large an expression)."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One comparison: the right answer and what the model wrote."""
+
+    expected: str
+    completion: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How a comparison ended, and what was read as the answer."""
+
+    outcome: Outcome
+    answer: str | None = None
+
+
+class GradingPool:
+    """A few comparing processes, started when first needed and replaced when they end.
+
+    Args:
+        num_processes: Processes, each one comparison at a time.
+        timeout_s: CPU seconds of one comparison; its process is then ended and the others go on.
+        require_box: Read boxed answers only.
+    """
+
+    def __init__(self, *, num_processes: int, timeout_s: float, require_box: bool) -> None:
+        self._num_processes = num_processes
+        self._request = {"timeout_s": timeout_s, "require_box": require_box}
+        self._wall_s = timeout_s * _WALL_PER_CPU
+        self._idle: SimpleQueue[_Process] | None = None
+        self._processes: list[_Process] = []
+
+    def grade(self, questions: Sequence[Question]) -> list[Verdict]:
+        """Verdicts in the order of `questions`; equal questions are compared once.
+
+        Raises:
+            WorkerDiedError: A comparing process cannot be started.
+        """
+        distinct = list(dict.fromkeys(questions))
+        if not distinct:
+            return []
+        idle = self._started()
+        with ThreadPoolExecutor(min(self._num_processes, len(distinct)), thread_name_prefix="grade") as threads:
+            verdicts = list(threads.map(lambda question: self._grade_one(question, idle), distinct))
+        found = dict(zip(distinct, verdicts, strict=True))
+        return [found[question] for question in questions]
+
+    def process_ids(self) -> list[int]:
+        """Of the processes that are running now."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def shutdown(self) -> None:
+        """End all processes; a later `grade` starts new ones."""
+        self._idle = None
+        for process in self._processes:
+            process.end()
+        self._processes = []
+
+    def _started(self) -> SimpleQueue[_Process]:
+        if self._idle is None:
+            self._processes = [_Process() for _ in range(self._num_processes)]
+            self._idle = SimpleQueue()
+            for process in self._processes:
+                self._idle.put(process)
+        return self._idle
+
+    def _grade_one(self, question: Question, idle: SimpleQueue[_Process]) -> Verdict:
+        process = idle.get()
+        request = {"expected": question.expected, "completion": question.completion, **self._request}
+        try:
+            for _ in range(2):  # a process that was killed from outside says nothing of the question: ask once more
+                answer = process.ask(request, wall_s=self._wall_s)
+                if answer is not None:
+                    return answer
+            return Verdict(outcome=Outcome.FAILED)
+        finally:
+            idle.put(process)
+
+
+class _Process:
+    """One child; starts at the first question and again after each end."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child, where one is running."""
+        return self._child.pid if self._child is not None and self._child.poll() is None else None
+
+    def ask(self, request: dict[str, Any], *, wall_s: float) -> Verdict | None:
+        """The verdict, or None where the child ended for another reason than time."""
+        child = self._running()
+        try:
+            _write(child, request)
+            reply = _read(child, wall_s=wall_s)
+        except TimeoutError:
+            self.end()
+            return Verdict(outcome=Outcome.TIMEOUT)
+        except (BrokenPipeError, EOFError):
+            ended_with = child.wait()
+            self.end()
+            return Verdict(outcome=Outcome.TIMEOUT) if ended_with == -signal.SIGPROF else None
+        if reply["retire"]:
+            self.end()
+        return _verdict(reply)
+
+    def end(self) -> None:
+        """Kill the child and collect what is left of it."""
+        if self._child is None:
+            return
+        self._child.kill()
+        self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._child = None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self.pid is None:
+            self.end()
+            self._child = _start()
+        return self._child
+
+
+def _start() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "rl_envs.math.worker"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    child = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    try:
+        _read(child, wall_s=_START_S)
+    except (EOFError, TimeoutError) as error:
+        child.kill()
+        raise WorkerDiedError(
+            f"The process that compares answers did not start ({type(error).__name__}, exit code {child.wait()}); what it said is on "
+            f"standard error. Try it by hand: {' '.join(command)}"
+        ) from error
+    return child
+
+
+def _write(child: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
+    assert child.stdin is not None
+    line = memoryview(json.dumps(request).encode("ascii") + b"\n")
+    while line:
+        line = line[child.stdin.write(line) :]
+
+
+def _read(child: subprocess.Popen[bytes], *, wall_s: float) -> dict[str, Any]:
+    """One line of JSON.
+
+    Raises:
+        EOFError: The child has ended.
+        TimeoutError: It has not, and has not answered in `wall_s` seconds.
+    """
+    assert child.stdout is not None
+    poller = select.poll()  # select() refuses descriptors above 1023
+    poller.register(child.stdout, select.POLLIN)
+    deadline = time.monotonic() + wall_s
+    line = b""
+    while not line.endswith(b"\n"):
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError
+        piece = child.stdout.read(1 << 16)
+        if not piece:
+            raise EOFError
+        line += piece
+    reply: dict[str, Any] = json.loads(line)
+    return reply
+
+
+def _verdict(reply: dict[str, Any]) -> Verdict:
+    if "error" in reply:
+        return Verdict(outcome=Outcome.FAILED, answer=reply["answer"])
+    if reply["right"]:
+        return Verdict(outcome=Outcome.RIGHT, answer=reply["answer"])
+    return Verdict(outcome=Outcome.NO_ANSWER if reply["answer"] is None else Outcome.WRONG, answer=reply["answer"])

@@ -1,0 +1,83 @@
+"""The process that compares answers: one line of JSON in, one line out; imports no torch and knows no environment.
+
+Started by `rl_envs.math.grading` as `python -m rl_envs.math.worker`. It ends when its input closes, so it does not outlive its
+parent; a comparison that outruns its time is ended by the kernel, also inside one long C call, where no Python code gets a turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from rl_envs.math.answers import judge
+
+MEMORY_LIMIT_BYTES = 4 << 30
+"""Address space of the process: a power tower fails to allocate before it takes the machine's memory."""
+RETIRE_BYTES = 1 << 30
+"""A process that ever held as much says so and is replaced, before what it keeps eats into its limit."""
+
+
+def main() -> None:
+    """Answer requests until the input closes."""
+    replies = _claim_standard_output()
+    _limit_memory()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes our input when it is done
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    judge("1", "\\boxed{1}", require_box=True)  # loads the grammar, which takes longer than any comparison
+    _send(replies, {"ready": True})
+    _silence_standard_error()
+    for line in sys.stdin:
+        _send(replies, _answer(json.loads(line)))
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    # CPU time, not wall time: a busy machine must not turn right answers into wrong ones.
+    signal.setitimer(signal.ITIMER_PROF, request["timeout_s"])
+    try:
+        judgement = judge(request["expected"], request["completion"], require_box=request["require_box"])
+        reply = asdict(judgement)
+    except (Exception, RecursionError) as error:
+        reply = {"right": False, "answer": None, "error": f"{type(error).__name__}: {error}"}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+    return {**reply, "retire": _peak_memory_bytes() > RETIRE_BYTES}
+
+
+def _send(replies: TextIO, reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply) + "\n")
+    replies.flush()
+
+
+def _claim_standard_output() -> TextIO:
+    """The parent's pipe; what libraries print goes to standard error from now on, not between the replies."""
+    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)
+    return replies
+
+
+def _silence_standard_error() -> None:
+    """The grammar reports every odd character of every completion there."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+
+
+def _limit_memory() -> None:
+    if sys.platform == "linux":  # macOS knows the limit and does not keep to it
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _peak_memory_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+if __name__ == "__main__":
+    main()
