@@ -1,0 +1,80 @@
+"""A tiny process that outlives its parent by a moment, to end whatever the parent left behind; standard library only.
+
+Ray ends its own daemons and workers when a driver dies, but not the processes that a worker started in a session of
+their own, and `kill -9` leaves nobody to do it. The guard waits for its parent's death by any cause and then kills
+every process that carries the marker in its environment. It reads /proc: elsewhere than on Linux it ends nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+_POLL_S = 0.3
+
+
+def start_guard(variable: str, value: str) -> subprocess.Popen[bytes]:
+    """Starts a guard of this process.
+
+    Args:
+        variable: Name of an environment variable that the processes to end were *started* with (a variable set later
+            in a running process does not mark its forked children).
+        value: Its value, unique to this process's descendants.
+    """
+    # Run as a file, isolated and without site-packages: 10 ms and 9 MB. A clean environment, so that no sweep,
+    # neither its own nor another guard's, ends it.
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), variable, value],
+        env={},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def marked_processes(variable: str, value: str) -> list[int]:
+    """Process ids that were started with this variable in their environment, but this process; zombies not counted."""
+    wanted = f"{variable}={value}".encode()
+    found = []
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as environ:
+                if wanted in environ.read().split(b"\0"):  # a zombie's is empty
+                    found.append(int(entry))
+        except OSError:  # it ended meanwhile, or belongs to somebody else
+            continue
+    return found
+
+
+def sweep(variable: str, value: str, *, timeout_s: float = 10.0) -> None:
+    """Kills every marked process until two looks in a row find none, or the time is up."""
+    until = time.monotonic() + timeout_s
+    clean = 0
+    while clean < 2 and time.monotonic() < until:
+        pids = marked_processes(variable, value)
+        clean = 0 if pids else clean + 1
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:  # it ended between the look and the blow
+                continue
+        time.sleep(0.1)
+
+
+def main(arguments: list[str]) -> None:
+    """Waits until the parent is gone, then sweeps."""
+    parent, variable, value = int(arguments[0]), arguments[1], arguments[2]
+    # Polling, not a pipe: a forked child of the parent would hold the pipe open.
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    sweep(variable, value)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

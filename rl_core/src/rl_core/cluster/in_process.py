@@ -1,0 +1,148 @@
+"""A group of one worker in this very process, without Ray: for debuggers and fast tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rl_core.cluster.ports import free_port
+from rl_core.cluster.sharding import NamedSharding
+from rl_core.cluster.worker_context import WorkerContext, construct
+from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_per_rank, check_shards
+from rl_core.errors import RLCoreError, UserError, WorkerError
+
+
+class InProcessWorkerGroup(WorkerGroup):
+    """The face of a worker group over one object; arguments and results are passed by reference.
+
+    A submitted call runs at once, before `submit_...` returns. Deadlines do not apply: nothing can interrupt the
+    driver's own thread, and a debugger may sit in it.
+
+    Args:
+        worker_class: Gets a `WorkerContext` first where its constructor asks for one.
+        worker_kwargs: The other constructor arguments.
+        sharding: Every axis of size 1; `data` alone by default.
+        name: How errors name the group.
+        device: What the worker computes on.
+        num_threads: Told to the worker; the process's own thread count is left alone.
+    """
+
+    def __init__(
+        self,
+        worker_class: type,
+        *,
+        worker_kwargs: Mapping[str, Any] | None = None,
+        sharding: NamedSharding | None = None,
+        name: str = "",
+        device: Literal["cpu", "cuda"] = "cpu",
+        num_threads: int = 1,
+    ) -> None:
+        self._sharding = sharding or NamedSharding.grid(data=1)
+        if self._sharding.size != 1:
+            raise UserError(f"an in-process group has one worker, {self._sharding} asks for {self._sharding.size}")
+        self._class = worker_class
+        self._kwargs = dict(worker_kwargs or {})
+        self._name = name or worker_class.__name__
+        self._context = WorkerContext(
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            node_rank=0,
+            master_address="127.0.0.1",
+            master_port=free_port("127.0.0.1"),
+            coords=self._sharding.get_worker_coords(0),
+            device=device,
+            num_threads=num_threads,
+            run_in_process=True,
+        )
+        self._worker: Any = self._build()
+
+    @property
+    def sharding(self) -> NamedSharding:
+        return self._sharding
+
+    @property
+    def worker(self) -> Any:
+        """The worker itself; None after `shutdown`."""
+        return self._worker
+
+    def submit_each(
+        self, method: str, per_rank_args: Sequence[Any], *, deadline_s: float | None = None, **kwargs: Any
+    ) -> PendingCall:
+        check_per_rank(self._sharding, per_rank_args)
+        args = per_rank_args[0] if isinstance(per_rank_args[0], tuple) else (per_rank_args[0],)
+        return self.submit_all(method, *args, deadline_s=deadline_s, **kwargs)
+
+    def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
+        return self._run(method, args, kwargs, as_list=True)
+
+    def submit_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
+        self._sharding.get_worker_coords(rank)
+        return self._run(method, args, kwargs, as_list=False)
+
+    def submit_sharded(
+        self,
+        method: str,
+        shards: Sequence[Any],
+        *args: Any,
+        axis: str = "data",
+        deadline_s: float | None = None,
+        **kwargs: Any,
+    ) -> PendingCall:
+        check_shards(self._sharding, shards, axis)
+        return self._run(method, (shards[0], *args), kwargs, as_list=True)
+
+    def workers_alive(self) -> list[bool]:
+        return [self._worker is not None]
+
+    def restart(self, rank: int | None = None) -> None:
+        if rank is not None:
+            self._sharding.get_worker_coords(rank)
+        self.shutdown()
+        self._worker = self._build()
+
+    def shutdown(self) -> None:
+        worker, self._worker = self._worker, None
+        if hasattr(worker, "shutdown"):
+            worker.shutdown()
+
+    def _build(self) -> Any:
+        try:
+            return construct(self._class, self._context, self._kwargs)
+        except Exception as error:
+            raise self._failed("__init__", error) from error
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, as_list: bool) -> PendingCall:
+        if self._worker is None:
+            raise UserError(f"group '{self._name}' was shut down; {method}() cannot run on it")
+        try:
+            value = getattr(self._worker, method)(*args, **kwargs)
+        except Exception as error:
+            failed = self._failed(method, error)
+            failed.__cause__ = error
+            return _Done(None, failed)
+        return _Done([value] if as_list else value, None)
+
+    def _failed(self, method: str, error: Exception) -> WorkerError:
+        failed = WorkerError(
+            f"rank 0 of '{self._name}', in this process, failed in {method}(): {type(error).__name__}: {error}"
+        )
+        failed.exit_code = error.exit_code if isinstance(error, RLCoreError) else 1
+        return failed
+
+
+class _Done(PendingCall):
+    """A call that has already run."""
+
+    def __init__(self, value: Any, error: WorkerError | None) -> None:
+        self._value = value
+        self._error = error
+
+    def poll(self, timeout_s: float) -> bool:
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def result(self, deadline_s: float | None = None) -> Any:
+        self.poll(0.0)
+        return self._value

@@ -1,0 +1,84 @@
+"""Runs workers under another Python, so that trainer and sampler need not share versions; knows no group."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rl_core.errors import UserError
+
+_PROBE = """
+import json, sys
+found = {"python": "%d.%d" % sys.version_info[:2], "ray": None, "rl_core": None}
+try:
+    import ray
+    found["ray"] = ray.__version__
+except Exception as error:
+    found["ray_error"] = repr(error)
+try:
+    import rl_core.cluster
+    found["rl_core"] = rl_core.cluster.__file__
+except Exception as error:
+    found["rl_core_error"] = repr(error)
+print("rlcore-probe " + json.dumps(found))
+"""
+
+
+def runtime_env_of(python: str | Path | None) -> dict[str, Any]:
+    """The Ray runtime environment whose workers run under that interpreter; empty for None.
+
+    Args:
+        python: Path of an interpreter, such as `envs/vllm/bin/python`; it must lie at the same path on every node.
+
+    Raises:
+        UserError: It is not there, does not run, or lacks the driver's Python and Ray versions or rl-core.
+    """
+    if python is None:
+        return {}
+    # Not resolved: a virtual environment's interpreter is a link, and it is its own path that makes the environment.
+    path = Path(python).expanduser().absolute()
+    _check(str(path))
+    return {"py_executable": str(path)}
+
+
+@lru_cache(maxsize=64)
+def _check(path: str) -> None:
+    if not Path(path).is_file():
+        raise UserError(
+            f"python: {path} is not there. Make the environment (`python -m venv DIR`, then install rl-core and "
+            "the backend into it) and give the path of its bin/python."
+        )
+    found = _probe(path)
+    ours = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    problems = []
+    if found["python"] != ours:
+        problems.append(f"it is Python {found['python']}, the driver is {ours}: make it with python{ours}")
+    if found["ray"] is None:
+        problems.append(f"it cannot import ray ({found['ray_error']}): install ray=={ray.__version__} into it")
+    elif found["ray"] != ray.__version__:
+        problems.append(f"it has ray {found['ray']}, the driver {ray.__version__}: install ray=={ray.__version__}")
+    if found["rl_core"] is None:
+        problems.append(f"it cannot import rl_core ({found['rl_core_error']}): install rl-core into it")
+    if problems:
+        raise UserError(f"python: {path} cannot run workers of this Ray:\n" + "\n".join(f"- {one}" for one in problems))
+
+
+def _probe(path: str) -> dict[str, Any]:
+    try:
+        run = subprocess.run([path, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"python: {path} does not run: {error}. Give the path of an interpreter.") from error
+    for line in run.stdout.splitlines():
+        if line.startswith("rlcore-probe "):
+            found: dict[str, Any] = json.loads(line.removeprefix("rlcore-probe "))
+            return found
+    raise UserError(
+        f"python: {path} does not behave like a Python interpreter (exit status {run.returncode}): "
+        f"{run.stderr.strip()[-500:] or 'it printed nothing'}. Give the path of a bin/python."
+    )

@@ -1,0 +1,140 @@
+"""Which node each entry of a cluster goes to, or why it fits nowhere; arithmetic only, knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_core.errors import ResourceInsufficientError, UserError
+
+Strategy = Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"]
+_STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What a node has in all, and what of it is free."""
+
+    node_id: str
+    address: str
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+
+    def room(self, request: Request, *, free: bool) -> int:
+        """How many of the request's bundles fit, counting all resources or the free ones."""
+        cpus, gpus = (self.free_cpus, self.free_gpus) if free else (self.cpus, self.gpus)
+        fits = [int(have / need + 1e-6) for have, need in self._pairs(cpus, gpus, request) if need > 0]
+        return min(fits)
+
+    @staticmethod
+    def _pairs(cpus: float, gpus: float, request: Request) -> list[tuple[float, float]]:
+        return [(cpus, request.cpus_per_bundle), (gpus, request.gpus_per_bundle)]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.address} with {self.cpus:g} CPUs ({self.free_cpus:g} free) and {self.gpus:g} GPUs ({self.free_gpus:g} free)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Bundles per entry, and what one bundle takes."""
+
+    entries: tuple[int, ...]
+    cpus_per_bundle: float
+    gpus_per_bundle: float
+    strategy: Strategy
+
+    def __post_init__(self) -> None:
+        if not self.entries or any(entry < 1 for entry in self.entries):
+            raise UserError(
+                f"bundle_ct_per_node_list={list(self.entries)} must name at least one node, each with at least one bundle"
+            )
+        if self.strategy not in _STRATEGIES:
+            raise UserError(f"placement_group_strategy={self.strategy!r} is none of {', '.join(_STRATEGIES)}")
+        if self.cpus_per_bundle <= 0:
+            raise UserError(f"cpus_per_bundle={self.cpus_per_bundle} must be positive")
+
+    def __str__(self) -> str:
+        per_bundle = f"{self.cpus_per_bundle:g} CPU"
+        if self.gpus_per_bundle:
+            per_bundle += f" and {self.gpus_per_bundle:g} GPU"
+        count = len(self.entries)
+        return (
+            f"bundle_ct_per_node_list={list(self.entries)}: {sum(self.entries)} bundles of {per_bundle} each on "
+            f"{count} {'node' if count == 1 else 'nodes'} ({self.strategy})"
+        )
+
+
+def plan(request: Request, nodes: Sequence[Node], *, free: bool) -> list[Node] | None:
+    """The node of each entry, in entry order; None where they do not fit.
+
+    The largest entry takes the node with the most room, which is exact for STRICT_SPREAD (all bundles are alike, so
+    a node's room is one number). PACK fills the fullest node that has room.
+
+    Args:
+        request: What is asked.
+        nodes: Earlier nodes are preferred where room is equal.
+        free: Count what is free now instead of all there is.
+    """
+    room = {node.node_id: node.room(request, free=free) for node in nodes}
+    used: dict[str, int] = dict.fromkeys(room, 0)
+    chosen: dict[int, Node] = {}
+    for index in sorted(range(len(request.entries)), key=lambda at: -request.entries[at]):
+        entry = request.entries[index]
+        candidates = [node for node in nodes if room[node.node_id] >= entry]
+        node = _choose(request.strategy, candidates, used, room)
+        if node is None:
+            return None
+        chosen[index] = node
+        used[node.node_id] += 1
+        room[node.node_id] -= entry
+    return [chosen[index] for index in range(len(request.entries))]
+
+
+def _choose(strategy: Strategy, candidates: list[Node], used: dict[str, int], room: dict[str, int]) -> Node | None:
+    if strategy == "STRICT_SPREAD":
+        candidates = [node for node in candidates if not used[node.node_id]]
+    if strategy == "STRICT_PACK" and any(used.values()):
+        candidates = [node for node in candidates if used[node.node_id]]
+    if not candidates:
+        return None
+    if strategy == "SPREAD":
+        return min(candidates, key=lambda node: (used[node.node_id], -room[node.node_id]))
+    if strategy == "PACK":
+        return min(candidates, key=lambda node: (not used[node.node_id], room[node.node_id]))
+    return max(candidates, key=lambda node: room[node.node_id])
+
+
+def insufficient(request: Request, nodes: Sequence[Node], *, free: bool) -> ResourceInsufficientError:
+    """The error: what was asked, what there is, what to change."""
+    there = "; ".join(str(node) for node in nodes) or "no node"
+    count = f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}"
+    lines = [f"Asked for {request}.", f"Ray has {count}: {there}."]
+    if free:
+        lines.append(
+            "It would fit, but other work holds what is missing: shut down the other cluster or worker group first, "
+            "or let groups share the bundles of one cluster (max_colocated_worker_groups=2)."
+        )
+    else:
+        lines.append(_advice(request, nodes))
+    return ResourceInsufficientError("\n".join(lines))
+
+
+def _advice(request: Request, nodes: Sequence[Node]) -> str:
+    rooms = sorted((room for node in nodes if (room := node.room(request, free=False))), reverse=True)
+    kind = "GPUs" if request.gpus_per_bundle else "CPUs"
+    advice = []
+    if rooms:
+        advice.append(f"ask for at most bundle_ct_per_node_list={rooms}")
+    if request.gpus_per_bundle:
+        advice.append("take CPUs with use_gpus=False")
+    elif request.cpus_per_bundle > 1:
+        advice.append(f"lower cpus_per_bundle={request.cpus_per_bundle:g}")
+    if len(nodes) < len(request.entries) and request.strategy == "STRICT_SPREAD":
+        advice.append("let entries share a node with placement_group_strategy='PACK'")
+    advice.append(f"or add nodes with more {kind} (`ray start --address=...`, then set RAY_ADDRESS)")
+    return "Change: " + "; ".join(advice) + "."

@@ -1,0 +1,40 @@
+"""Finds a port on this machine for a rendezvous; knows no Ray."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from rl_core.errors import ResourceInsufficientError
+
+# Below Linux's ephemeral range (32768 and up), whose ports any outgoing connection may take meanwhile, and above
+# the range of `ray start`'s workers (10002 to 19999).
+_LOW, _HIGH = 20_000, 32_000
+_given: set[int] = set()
+
+
+def free_port(address: str = "") -> int:
+    """A port that nothing listens on now and that this process has not given before.
+
+    Args:
+        address: Where it will be listened on; empty for every interface.
+
+    Raises:
+        ResourceInsufficientError: Two hundred ports at random were all taken.
+    """
+    generator = random.Random()  # seeded by the system, so that drivers of one machine differ
+    for _ in range(200):
+        port = generator.randrange(_LOW, _HIGH)
+        if port in _given:
+            continue
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+        _given.add(port)
+        return port
+    raise ResourceInsufficientError(
+        f"no free port found between {_LOW} and {_HIGH} in 200 tries; too many processes listen on this machine: "
+        "look at `ss -ltn` and end those that are left over"
+    )

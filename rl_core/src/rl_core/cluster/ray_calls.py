@@ -1,0 +1,108 @@
+"""Waits for calls under way on several Ray actors: the first failure ends the wait, a deadline names who hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from rl_core.cluster.deadlines import Deadlines, exceeded
+from rl_core.cluster.remote_actor import Flight, land
+from rl_core.cluster.worker_group import PendingCall
+from rl_core.errors import WorkerDiedError, WorkerError
+
+# A rank that dies makes its peers fail in their collective, often before Ray has noticed the death: after the first
+# failure, wait this long for the root cause.
+_GRACE_S = 1.0
+
+
+class PendingRayCall(PendingCall):
+    """Calls under way, one per actor.
+
+    Args:
+        flights: In the order of the results.
+        deadline_s: Of `result`, where it is not given another.
+        deadlines: The group's.
+        shape: Makes the result of the list of values.
+    """
+
+    def __init__(
+        self,
+        flights: Sequence[Flight],
+        *,
+        deadline_s: float,
+        deadlines: Deadlines,
+        shape: Callable[[list[Any]], Any] = list,
+    ) -> None:
+        self._flights = list(flights)
+        self._deadline_s = deadline_s
+        self._deadlines = deadlines
+        self._shape = shape
+        self._open = {flight.ref: index for index, flight in enumerate(self._flights)}
+        self._values: dict[int, Any] = {}
+        self._errors: dict[int, WorkerError] = {}
+
+    def poll(self, timeout_s: float) -> bool:
+        if not self._errors:
+            self._advance(timeout_s)
+        if self._errors:
+            self._wait_for_root_cause()
+            raise self._error()
+        return not self._open
+
+    def result(self, deadline_s: float | None = None) -> Any:
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        until = time.monotonic() + deadline_s
+        while not self.poll(max(until - time.monotonic(), 0.0)):
+            if time.monotonic() >= until:
+                raise self._expired()
+        return self._shape([self._values[index] for index in range(len(self._flights))])
+
+    def _advance(self, timeout_s: float) -> None:
+        """Waits for at least one call to end, and takes in all that have."""
+        if not self._open:
+            return
+        ready, _ = ray.wait(list(self._open), num_returns=1, timeout=timeout_s)
+        if len(ready) and len(self._open) > 1:
+            ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=0)
+        for ref in ready:
+            index = self._open.pop(ref)
+            landing = land(self._flights[index])
+            if landing.error is None:
+                self._values[index] = landing.value
+            else:
+                self._errors[index] = landing.error
+
+    def _wait_for_root_cause(self) -> None:
+        until = time.monotonic() + _GRACE_S
+        while self._open and not self._death() and time.monotonic() < until:
+            self._advance(max(until - time.monotonic(), 0.0))
+
+    def _death(self) -> WorkerDiedError | None:
+        return next((error for error in self._errors.values() if isinstance(error, WorkerDiedError)), None)
+
+    def _error(self) -> WorkerError:
+        """A death explains the others' failures; else the first failure that was seen."""
+        error = self._death() or next(iter(self._errors.values()))
+        others = [str(other).splitlines()[0] for other in self._errors.values() if other is not error]
+        if others:
+            error.args = ("\n".join([str(error), "Also failed:", *(f"- {line}" for line in others)]),)
+            self._errors = {0: error}  # told once, however often it is asked for
+        return error
+
+    def _expired(self) -> Exception:
+        waiting = [self._flights[index] for index in sorted(self._open.values())]
+        answered = [self._flights[index].actor.label for index in sorted(self._values)]
+        seconds = max(time.monotonic() - flight.started for flight in waiting)
+        with ThreadPoolExecutor(max_workers=16) as looks:  # a look at another node takes seconds
+            reports = list(looks.map(lambda flight: flight.unanswered(self._deadlines.stack_s), waiting))
+        return exceeded(round(seconds, 1), reports, answered)
+
+
+def collect(flights: Sequence[Flight], *, deadline_s: float, deadlines: Deadlines) -> list[Any]:
+    """The values, in order; errors as `PendingCall.result`."""
+    values: list[Any] = PendingRayCall(flights, deadline_s=deadline_s, deadlines=deadlines).result()
+    return values

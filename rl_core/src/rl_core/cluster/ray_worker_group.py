@@ -1,0 +1,305 @@
+"""A group of workers as Ray actors, one per bundle of a virtual cluster; knows no model and no batch."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rl_core.cluster.deadlines import Deadlines
+from rl_core.cluster.isolation import runtime_env_of
+from rl_core.cluster.ray_calls import PendingRayCall, collect
+from rl_core.cluster.remote_actor import Flight, RemoteActor, own_options, pack_worker
+from rl_core.cluster.sharding import NamedSharding
+from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.cluster.worker_context import WorkerContext
+from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_per_rank, check_shards
+from rl_core.errors import DeadlineExceededError, ResourceInsufficientError, UserError, WorkerError
+
+_log = logging.getLogger(__name__)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """One Ray actor per rank, each in a bundle of the cluster, all built when the constructor returns.
+
+    The class is a plain class. Where the first parameter of its constructor is called `context` (or is annotated as
+    `WorkerContext`), it is given its `WorkerContext`; any other class is built from `worker_kwargs` alone, so that
+    `RayWorkerGroup(cluster, policy_class)` works with classes that know nothing of ranks. A class that is already
+    wrapped in `@ray.remote` is unwrapped. Methods run on the main thread of their process, one at a time.
+
+    Each process starts with RANK, WORLD_SIZE, LOCAL_RANK, NODE_RANK, OMP_NUM_THREADS and OMP_WAIT_POLICY=passive in
+    its environment, and has MASTER_ADDR and MASTER_PORT before the class is imported.
+
+    Args:
+        cluster: Where the workers live.
+        worker_class: Imported in the worker's process, so it must be importable there (or defined in `__main__`).
+        worker_kwargs: Constructor arguments, stored once for all ranks.
+        sharding: The grid; `data` over all workers by default.
+        num_workers: The first so many bundles; every bundle by default.
+        name: How errors and logs name the group.
+        env_vars: More environment variables; they win over those above.
+        runtime_env: More of Ray's runtime environment.
+        python: Interpreter that the workers run under, where not the driver's.
+        deadlines: Of starting, calling and stopping.
+        cpus_per_worker: Ray CPUs of a worker, and its threads; its share of the bundle by default.
+        gpus_per_worker: Ray GPUs of a worker; its share of the bundle by default.
+        max_restarts: How many dead workers may be replaced, over the group's life, when the next call finds them
+            dead. The replacement has no state of the old one, and a call under way is never run twice.
+
+    Raises:
+        ResourceInsufficientError: More workers than bundles, or more groups than the cluster lets share.
+        WorkerError: A constructor raised.
+        DeadlineExceededError: A worker was not built within `deadlines.start_s`.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        worker_class: type,
+        *,
+        worker_kwargs: Mapping[str, Any] | None = None,
+        sharding: NamedSharding | None = None,
+        num_workers: int | None = None,
+        name: str = "",
+        env_vars: Mapping[str, str] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        python: str | Path | None = None,
+        deadlines: Deadlines | None = None,
+        cpus_per_worker: float | None = None,
+        gpus_per_worker: float | None = None,
+        max_restarts: int = 0,
+    ) -> None:
+        self._cluster = cluster
+        self._sharding = _grid(cluster, sharding, num_workers)
+        self._class = worker_class
+        self._name = name or getattr(worker_class, "__name__", None) or type(worker_class).__name__
+        self._deadlines = deadlines or Deadlines()
+        self._cpus, self._gpus = cpus_per_worker, gpus_per_worker
+        self._restarts_left = max_restarts
+        self._env_vars = dict(env_vars or {})
+        self._runtime_env = {**(runtime_env or {}), **runtime_env_of(python)}
+        self._actors: list[RemoteActor] = []
+        self._contexts: dict[int, WorkerContext] = {}
+        cluster.attach(self, self._name)
+        try:
+            self._packed = pack_worker(worker_class, worker_kwargs or {})
+            self._actors = [self._start(rank) for rank in range(self.world_size)]
+            self._build(range(self.world_size))
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def sharding(self) -> NamedSharding:
+        return self._sharding
+
+    @property
+    def name(self) -> str:
+        """How errors and logs name the group."""
+        return self._name
+
+    def context_of(self, rank: int) -> WorkerContext:
+        """What that rank was told about itself."""
+        return self._contexts[rank]
+
+    def pids(self) -> list[int]:
+        """The process id of each rank, on its own host."""
+        return [actor.identity.pid for actor in self._actors if actor.identity is not None]
+
+    def submit_each(
+        self, method: str, per_rank_args: Sequence[Any], *, deadline_s: float | None = None, **kwargs: Any
+    ) -> PendingCall:
+        check_per_rank(self._sharding, per_rank_args)
+        self._revive()
+        shared = self._store(((), kwargs), self.world_size)
+        flights = [
+            actor.call(method, shared, *(item if isinstance(item, tuple) else (item,)))
+            for actor, item in zip(self._actors, per_rank_args, strict=True)
+        ]
+        return self._pending(flights, deadline_s)
+
+    def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
+        self._revive()
+        shared = self._store((args, kwargs), self.world_size)
+        return self._pending([actor.call(method, shared) for actor in self._actors], deadline_s)
+
+    def submit_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
+        self._sharding.get_worker_coords(rank)
+        self._revive()
+        flight = self._actors[rank].call(method, (args, kwargs))
+        return self._pending([flight], deadline_s, shape=lambda values: values[0])
+
+    def submit_sharded(
+        self,
+        method: str,
+        shards: Sequence[Any],
+        *args: Any,
+        axis: str = "data",
+        deadline_s: float | None = None,
+        **kwargs: Any,
+    ) -> PendingCall:
+        check_shards(self._sharding, shards, axis)
+        self._revive()
+        shared = self._store((args, kwargs), self.world_size)
+        replicas = self.world_size // len(shards)
+        stored = [self._store(shard, replicas) for shard in shards]
+        others = dict.fromkeys((name for name in self._sharding.names if name != axis), 0)
+        leaders = [self._sharding.get_ranks_by_coord(**{axis: index}, **others)[0] for index in range(len(shards))]
+        flights = []
+        for rank, actor in enumerate(self._actors):
+            shard = stored[self._sharding.get_worker_coords(rank)[axis]]
+            flights.append(actor.call(method, shared, shard, keep_result=rank in leaders))
+        return self._pending(flights, deadline_s, shape=lambda values: [values[rank] for rank in leaders])
+
+    def workers_alive(self) -> list[bool]:
+        return [actor.is_alive() for actor in self._actors]
+
+    def restart(self, rank: int | None = None) -> None:
+        ranks = range(self.world_size) if rank is None else [rank]
+        for one in ranks:
+            self._sharding.get_worker_coords(one)
+            self._actors[one].kill()
+        for one in ranks:
+            self._actors[one].wait_gone()
+            self._actors[one] = self._start(one)
+        if rank is None:
+            self._contexts = {}  # a new meeting point: the old port may still be held by a dying peer
+        self._build(ranks)
+
+    def shutdown(self) -> None:
+        if not self._actors:
+            return
+        try:
+            alive = [actor for actor in self._actors if actor.is_alive()]
+            collect([actor.close() for actor in alive], deadline_s=self._deadlines.stop_s, deadlines=self._deadlines)
+        except (WorkerError, DeadlineExceededError) as error:
+            # The work is over and its results are safe: say it, and end the processes all the same.
+            _log.warning("'%s' did not shut down by itself: %s", self._name, error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        actors, self._actors = self._actors, []
+        self._cluster.detach(self)
+        if not ray.is_initialized():
+            return
+        for actor in actors:
+            actor.kill()
+        for actor in actors:
+            actor.wait_gone()
+
+    def _start(self, rank: int) -> RemoteActor:
+        """Asks Ray for the process of one rank."""
+        bundle = self._cluster.bundles[rank]
+        coords = ", ".join(f"{axis}={at}" for axis, at in self._sharding.get_worker_coords(rank).items())
+        share = self._cluster.worker_share()
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self._local_rank(rank)),
+            "NODE_RANK": str(bundle.node_rank),
+            "OMP_NUM_THREADS": str(self._threads(rank)),
+            "OMP_WAIT_POLICY": "passive",
+            **self._env_vars,
+        }
+        return RemoteActor(
+            f"rank {rank} ({coords}) of '{self._name}'",
+            options={
+                **own_options(self._class),
+                "num_cpus": share["num_cpus"] if self._cpus is None else self._cpus,
+                "num_gpus": share["num_gpus"] if self._gpus is None else self._gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    placement_group=bundle.group, placement_group_bundle_index=bundle.index
+                ),
+            },
+            env=env,
+            runtime_env=self._runtime_env,
+        )
+
+    def _build(self, ranks: Sequence[int]) -> None:
+        """Waits for the processes, lets rank 0 find a meeting point where there is none yet, and builds the workers."""
+        actors = [self._actors[rank] for rank in ranks]
+        self._collect_start([actor.started() for actor in actors])
+        if not self._contexts:
+            port = self._collect_start([self._actors[0].find_port()])[0]
+            identity = self._actors[0].identity
+            assert identity is not None
+            self._contexts = {rank: self._context(rank, identity.address, port) for rank in range(self.world_size)}
+        env = {
+            "MASTER_ADDR": self._contexts[0].master_address,
+            "MASTER_PORT": str(self._contexts[0].master_port),
+            **self._env_vars,
+        }
+        self._collect_start([self._actors[rank].build(self._packed, self._contexts[rank], env) for rank in ranks])
+
+    def _context(self, rank: int, address: str, port: int) -> WorkerContext:
+        return WorkerContext(
+            rank=rank,
+            world_size=self.world_size,
+            local_rank=self._local_rank(rank),
+            node_rank=self._cluster.bundles[rank].node_rank,
+            master_address=address,
+            master_port=port,
+            coords=self._sharding.get_worker_coords(rank),
+            device="cuda" if self._cluster.use_gpus and self._gpus != 0 else "cpu",
+            num_threads=self._threads(rank),
+        )
+
+    def _threads(self, rank: int) -> int:
+        if self._cpus is not None:
+            return max(1, int(self._cpus))
+        return self._cluster.threads_of(self._cluster.bundles[rank])
+
+    def _local_rank(self, rank: int) -> int:
+        before = Counter(bundle.node.node_id for bundle in self._cluster.bundles[:rank])
+        return before[self._cluster.bundles[rank].node.node_id]
+
+    def _revive(self) -> None:
+        """Refuses a group that was shut down, and replaces dead workers while `max_restarts` lasts."""
+        if not self._actors:
+            raise UserError(f"group '{self._name}' was shut down; no method can run on it")
+        if self._restarts_left <= 0:
+            return
+        for rank, alive in enumerate(self.workers_alive()):
+            if not alive and self._restarts_left > 0:
+                self._restarts_left -= 1
+                _log.warning("rank %d of '%s' is dead; starting another in its place", rank, self._name)
+                self.restart(rank)
+
+    def _pending(
+        self, flights: Sequence[Flight], deadline_s: float | None, shape: Callable[[list[Any]], Any] = list
+    ) -> PendingCall:
+        return PendingRayCall(
+            flights,
+            deadline_s=self._deadlines.call_s if deadline_s is None else deadline_s,
+            deadlines=self._deadlines,
+            shape=shape,
+        )
+
+    def _collect_start(self, flights: Sequence[Flight]) -> list[Any]:
+        return collect(flights, deadline_s=self._deadlines.start_s, deadlines=self._deadlines)
+
+    @staticmethod
+    def _store(value: Any, readers: int) -> Any:
+        """Into Ray's object store once where several ranks read it; Ray resolves the reference before the call."""
+        return ray.put(value) if readers > 1 else value
+
+
+def _grid(cluster: RayVirtualCluster, sharding: NamedSharding | None, num_workers: int | None) -> NamedSharding:
+    count = num_workers or (sharding.size if sharding is not None else cluster.world_size())
+    if count > cluster.world_size():
+        raise ResourceInsufficientError(
+            f"{count} workers were asked for, but {cluster.name} has {cluster.world_size()} bundles. Change: a larger "
+            f"bundle_ct_per_node_list, or at most {cluster.world_size()} workers."
+        )
+    grid = sharding or NamedSharding.grid(data=count)
+    if sorted(grid.layout.ravel().tolist()) != list(range(count)):
+        raise UserError(
+            f"{grid} must hold each of the ranks 0 to {count - 1} once; change num_workers={num_workers} or the sharding"
+        )
+    return grid

@@ -1,0 +1,233 @@
+"""Reserves bundles of CPUs and GPUs on the nodes of a Ray; knows no worker class."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rl_core.cluster.placement import Node, Request, Strategy, insufficient, plan
+from rl_core.cluster.ports import free_port
+from rl_core.cluster.ray_runtime import RayLease
+from rl_core.errors import ResourceInsufficientError, UserError
+
+# Ray returns the resources of something that was just shut down a moment later.
+_SETTLE_S = 5.0
+_PLACE_S = 30.0
+
+
+class _Tenant(Protocol):
+    def shutdown(self) -> None: ...
+
+
+class Bundle:
+    """One rank's share of a node.
+
+    Attributes:
+        group: Ray's placement group that holds it.
+        index: Its place there.
+        node: Where it is.
+        node_rank: Which of the cluster's nodes that is.
+    """
+
+    def __init__(self, group: PlacementGroup, index: int, node: Node, node_rank: int) -> None:
+        self.group = group
+        self.index = index
+        self.node = node
+        self.node_rank = node_rank
+
+
+class RayVirtualCluster:
+    """Bundles, one per rank, on the nodes of a Ray.
+
+    Joins the Ray of this process or of RAY_ADDRESS; where there is neither, starts one on this machine, on the
+    loopback interface, which ends with the cluster.
+
+    Args:
+        bundle_ct_per_node_list: Ranks on each node: [8, 8] is two nodes with eight each.
+        use_gpus: One GPU a bundle; None takes GPUs where there are any and CPUs otherwise.
+        max_colocated_worker_groups: How many worker groups may share a bundle. Each is given that fraction of it,
+            but all its threads, because their phases alternate.
+        num_gpus_per_node: The most GPUs that an entry may ask of a node; None for no bound but what is there.
+        placement_group_strategy: STRICT_SPREAD: a node of its own for every entry. SPREAD: as far as nodes suffice.
+            PACK: on as few nodes as possible. STRICT_PACK: all on one.
+        cpus_per_bundle: CPUs reserved for a bundle, and its number of threads; None reserves one and gives an equal
+            share of the node as threads.
+        name: How errors name the cluster.
+
+    Raises:
+        ResourceInsufficientError: At once where the nodes are too few or too small, and after a few seconds where
+            other work holds what is missing.
+    """
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: Sequence[int],
+        use_gpus: bool | None = None,
+        max_colocated_worker_groups: int = 1,
+        num_gpus_per_node: int | None = None,
+        placement_group_strategy: Strategy = "STRICT_SPREAD",
+        cpus_per_bundle: float | None = None,
+        name: str = "",
+    ) -> None:
+        if max_colocated_worker_groups < 1:
+            raise UserError(f"max_colocated_worker_groups={max_colocated_worker_groups} must be at least 1")
+        self.name = name or "cluster"
+        self.max_colocated_worker_groups = max_colocated_worker_groups
+        self._cpus = cpus_per_bundle
+        self._tenants: list[_Tenant] = []
+        self._groups: list[PlacementGroup] = []
+        self._bundles: list[Bundle] = []
+        self._lease = RayLease()
+        try:
+            nodes = _nodes()
+            self.use_gpus = any(node.gpus >= 1 for node in nodes) if use_gpus is None else use_gpus
+            request = Request(
+                entries=tuple(bundle_ct_per_node_list),
+                cpus_per_bundle=1.0 if cpus_per_bundle is None else float(cpus_per_bundle),
+                gpus_per_bundle=1.0 if self.use_gpus else 0.0,
+                strategy=placement_group_strategy,
+            )
+            if self.use_gpus and num_gpus_per_node is not None and max(request.entries) > num_gpus_per_node:
+                raise ResourceInsufficientError(
+                    f"Asked for {request}, but num_gpus_per_node={num_gpus_per_node}. Change: spread the bundles over "
+                    "more nodes, each with at most that many, or raise num_gpus_per_node."
+                )
+            self._place(request, _choose_nodes(request))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def world_size(self) -> int:
+        """Number of bundles, so of ranks that a group can have."""
+        return len(self._bundles)
+
+    def node_count(self) -> int:
+        """Number of different nodes that the bundles lie on."""
+        return len({bundle.node.node_id for bundle in self._bundles})
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """Ray's placement groups, one per entry of `bundle_ct_per_node_list`."""
+        return list(self._groups)
+
+    @property
+    def bundles(self) -> list[Bundle]:
+        """The bundles in rank order."""
+        return list(self._bundles)
+
+    def threads_of(self, bundle: Bundle) -> int:
+        """Threads that a worker in this bundle may use."""
+        if self._cpus is not None:
+            return max(1, int(self._cpus))
+        neighbours = sum(other.node.node_id == bundle.node.node_id for other in self._bundles)
+        return max(1, int(bundle.node.cpus) // neighbours)
+
+    def worker_share(self) -> dict[str, float]:
+        """Ray resource options of one worker: its fraction of a bundle."""
+        share = 1.0 / self.max_colocated_worker_groups
+        cpus = 1.0 if self._cpus is None else self._cpus
+        return {"num_cpus": cpus * share, "num_gpus": share if self.use_gpus else 0.0}
+
+    def get_master_address_and_port(self) -> tuple[str, int]:
+        """The address of rank 0's node, and a port that is free there and was not given before."""
+        node = self._bundles[0].node
+        if node.node_id == ray.get_runtime_context().get_node_id():
+            return node.address, free_port()
+        find = ray.remote(free_port).options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        )
+        return node.address, int(ray.get(find.remote(), timeout=_PLACE_S))
+
+    def attach(self, tenant: _Tenant, name: str) -> None:
+        """Books a place on the bundles for a worker group.
+
+        Raises:
+            ResourceInsufficientError: `max_colocated_worker_groups` are there already.
+        """
+        if not self._bundles:
+            raise UserError(f"{self.name} was shut down; make another one for '{name}'")
+        if len(self._tenants) >= self.max_colocated_worker_groups:
+            raise ResourceInsufficientError(
+                f"worker group '{name}' finds no place in {self.name}: max_colocated_worker_groups="
+                f"{self.max_colocated_worker_groups}, and as many are there. Change: shut one down, or make the "
+                f"cluster with max_colocated_worker_groups={self.max_colocated_worker_groups + 1}."
+            )
+        self._tenants.append(tenant)
+
+    def detach(self, tenant: _Tenant) -> None:
+        """Gives the place back. A second call does nothing."""
+        with suppress(ValueError):
+            self._tenants.remove(tenant)
+
+    def shutdown(self) -> None:
+        """Ends the worker groups, frees the bundles, and stops Ray where it was started here. Idempotent."""
+        for tenant in list(self._tenants):
+            tenant.shutdown()
+        groups, self._groups, self._bundles = self._groups, [], []
+        if ray.is_initialized():
+            for group in groups:
+                remove_placement_group(group)
+        self._lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _place(self, request: Request, nodes: Sequence[Node]) -> None:
+        resources = {"CPU": request.cpus_per_bundle}
+        if self.use_gpus:
+            resources["GPU"] = request.gpus_per_bundle
+        for count, node in zip(request.entries, nodes, strict=True):
+            # Pinned by node id: then ranks are in order, and "it does not fit" is known before Ray is asked to wait.
+            group = placement_group(
+                [resources] * count,
+                strategy="STRICT_PACK",
+                bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count,
+            )
+            self._groups.append(group)
+        distinct = list(dict.fromkeys(node.node_id for node in nodes))
+        for count, group, node in zip(request.entries, self._groups, nodes, strict=True):
+            if not group.wait(_PLACE_S):
+                raise insufficient(request, _nodes(), free=True)
+            node_rank = distinct.index(node.node_id)
+            self._bundles += [Bundle(group, at, node, node_rank) for at in range(count)]
+
+
+def _choose_nodes(request: Request) -> list[Node]:
+    nodes = _nodes()
+    if plan(request, nodes, free=False) is None:
+        raise insufficient(request, nodes, free=False)
+    until = time.monotonic() + _SETTLE_S
+    while (chosen := plan(request, nodes, free=True)) is None:
+        if time.monotonic() > until:
+            raise insufficient(request, nodes, free=True)
+        time.sleep(0.1)
+        nodes = _nodes()
+    return chosen
+
+
+def _nodes() -> list[Node]:
+    """The living nodes, the driver's own first."""
+    free: dict[str, dict[str, Any]] = ray._private.state.available_resources_per_node()
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [
+        Node(
+            node_id=row["NodeID"],
+            address=row["NodeManagerAddress"],
+            cpus=row["Resources"].get("CPU", 0.0),
+            gpus=row["Resources"].get("GPU", 0.0),
+            free_cpus=free.get(row["NodeID"], {}).get("CPU", 0.0),
+            free_gpus=free.get(row["NodeID"], {}).get("GPU", 0.0),
+        )
+        for row in ray.nodes()
+        if row["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: node.node_id != here)

@@ -1,0 +1,87 @@
+"""What a worker is told about itself: its rank, its grid, its meeting point; knows neither Ray nor torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """The first constructor argument of a worker.
+
+    Attributes:
+        rank: This worker's place in its group, 0 to world_size - 1.
+        world_size: Workers in the group.
+        local_rank: Place among the group's workers on this node. On GPUs each worker sees its own device alone, as
+            `cuda:0`, whatever its local rank.
+        node_rank: Which node of the group this is.
+        master_address: Where rank 0 listens for a `torch.distributed` rendezvous.
+        master_port: The port there; it was free when the group started.
+        coords: Axis name to coordinate in the group's grid, such as {"data": 1, "tensor": 0}.
+        device: What the worker computes on.
+        num_threads: Threads that its computations may use.
+        run_in_process: True where the worker shares the driver's process, so that it must not change global state
+            (default process group, thread counts, signal handlers).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node_rank: int
+    master_address: str
+    master_port: int
+    coords: Mapping[str, int] = field(default_factory=dict)
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_threads: int = 1
+    run_in_process: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coords", MappingProxyType(dict(self.coords)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapping proxy cannot be pickled: rebuild from the plain values.
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return _rebuild, ({**values, "coords": dict(self.coords)},)
+
+
+def _rebuild(values: dict[str, Any]) -> WorkerContext:
+    return WorkerContext(**values)
+
+
+def takes_context(worker_class: type) -> bool:
+    """True where the constructor asks for a `WorkerContext`.
+
+    That is: its first parameter is called `context` or is annotated as `WorkerContext`, or it has a keyword-only
+    parameter `context`.
+    """
+    return _context_parameter(worker_class) is not None
+
+
+def construct(worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]) -> Any:
+    """An instance of the class, given the context where its constructor asks for one."""
+    parameter = _context_parameter(worker_class)
+    if parameter is None:
+        return worker_class(**kwargs)
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+        return worker_class(**kwargs, context=context)
+    return worker_class(context, **kwargs)
+
+
+def _context_parameter(worker_class: type) -> inspect.Parameter | None:
+    parameters = list(inspect.signature(worker_class).parameters.values())
+    if parameters and parameters[0].kind in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    ):
+        first = parameters[0]
+        annotation = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
+        if first.name == "context" or annotation.split(".")[-1] == "WorkerContext":
+            return first
+    return next(
+        (p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name == "context"),
+        None,
+    )
