@@ -1,0 +1,258 @@
+"""Weights over a process group of their own (gloo, or NCCL where every rank has a GPU to itself), and the transport over it.
+
+Rank 0 is the policy's; the default process group is left alone, since trainer and sampler each have theirs. A refit is a plan
+(names, forms, buckets, version) and then one broadcast a bucket. Two buckets take turns: while one is on the wire, the sender
+packs the next and the receivers load the last. A receiver that refuses a tensor goes on receiving and raises at the end, and a
+sender that fails says so in the next broadcast: no rank is left waiting, and the group stays usable.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface, RefitManifest
+from rl_core.interfaces.weights import TransportContext, WeightTransport
+from rl_core.weights.manifest import ALIGNMENT, Placement, fill, lay_out, total_bytes
+
+Gather = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
+"""Yields the tensors of the named bucket."""
+Load = Callable[[Mapping[str, torch.Tensor], str, int], None]
+"""Takes one bucket: tensors, refit, weight version."""
+
+_PREFIX = ALIGNMENT
+"""Bytes before a bucket's tensors; the first is 0 where the sender is well."""
+_GAVE_UP = 1
+
+
+class Pending(Protocol):
+    """A broadcast that was started."""
+
+    def wait(self) -> bool:
+        """Return once it is done."""
+
+
+class WeightCollective:
+    """One rank of the group that weights are broadcast in."""
+
+    def __init__(self, ip: str, port: int, world_size: int, *, rank: int, device: str, timeout_s: float) -> None:
+        """Join; returns once all ranks have.
+
+        Args:
+            ip: where rank 0 listens.
+            port: a free port there.
+            world_size: ranks in all; rank 0 sends.
+            rank: this one's.
+            device: "cpu" or "cuda", where this rank has its weights.
+            timeout_s: how long any one broadcast, and the joining, may take.
+
+        Raises:
+            WeightSyncError: not all ranks joined in time.
+        """
+        self._timeout = timedelta(seconds=timeout_s)
+        try:
+            self._store = TCPStore(ip, port, world_size, is_master=rank == 0, timeout=self._timeout)
+            self._device, self._group = _make_group(
+                self._store, ip, port, world_size, rank=rank, device=device, timeout=self._timeout
+            )
+        except (torch.distributed.DistError, RuntimeError) as error:
+            raise WeightSyncError(
+                f"Rank {rank} of {world_size} could not join the weight collective at {ip}:{port} within {timeout_s:g} s: "
+                f"{error}. All ranks must reach that address; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the interface."
+            ) from error
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
+
+    def send(
+        self,
+        manifest: RefitManifest,
+        buckets: Sequence[Sequence[str]],
+        gather: Gather,
+        *,
+        refit: str,
+        version: int,
+    ) -> int:
+        """Broadcast every bucket, from rank 0.
+
+        Args:
+            manifest: forms of the tensors.
+            buckets: their names.
+            gather: yields the tensors of one bucket.
+            refit: which refit this is.
+            version: weight version of the tensors.
+
+        Returns:
+            Bytes sent.
+        """
+        laid_out = [lay_out(manifest, names) for names in buckets]
+        plan = {
+            "refit": refit,
+            "weight_version": version,
+            "buckets": [{name: asdict(place) for name, place in places.items()} for places, _ in laid_out],
+            "num_bytes": [size for _, size in laid_out],
+        }
+        self._send_plan(plan)
+        on_the_wire: list[Pending | None] = [None, None]
+        for number, (names, (places, size)) in enumerate(zip(buckets, laid_out, strict=True)):
+            turn = number % 2
+            _wait(on_the_wire[turn])
+            buffer = self._buffer(turn, size)
+            try:
+                buffer[:_PREFIX].zero_()
+                fill(buffer[_PREFIX:], places, gather(names))
+            except BaseException:
+                buffer[0] = _GAVE_UP
+                _wait(on_the_wire[1 - turn])
+                self._broadcast(buffer).wait()
+                raise
+            on_the_wire[turn] = self._broadcast(buffer)
+        for work in on_the_wire:
+            _wait(work)
+        return sum(size for _, size in laid_out)
+
+    def receive(self, load: Load) -> None:
+        """Take part in one `send` and hand over each bucket as (tensors, refit, version).
+
+        The tensors are views that the next bucket but one overwrites.
+
+        Raises:
+            WeightSyncError: the first that `load` raised, or the sender gave up.
+        """
+        plan = self._receive_plan()
+        sizes: list[int] = plan["num_bytes"]
+        refused: Exception | None = None
+        coming = self._start_receiving(0, sizes)
+        for number, forms in enumerate(plan["buckets"]):
+            buffer, work = coming
+            work.wait()
+            if int(buffer[0]) == _GAVE_UP:
+                raise WeightSyncError(
+                    f"The policy gave up before bucket {number + 1} of {len(sizes)} of the refit to version "
+                    f"{plan['weight_version']}; its own error says why."
+                )
+            coming = self._start_receiving(number + 1, sizes)
+            if refused is None:
+                try:
+                    load(_views(forms, buffer), plan["refit"], plan["weight_version"])
+                except Exception as error:  # raised below, once no rank waits for this one
+                    refused = error
+        if refused is not None:
+            raise refused
+
+    def close(self) -> None:
+        """Leave the group; calling it twice is fine."""
+        self._group.shutdown()
+        self._buffers = []
+
+    def _start_receiving(self, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, Pending]:
+        if number >= len(sizes):
+            return torch.empty(0), _Done()
+        if number >= 2 and self._device.type == "cuda":
+            # What was loaded from this buffer was copied asynchronously.
+            torch.cuda.current_stream(self._device).synchronize()
+        buffer = self._buffer(number % 2, sizes[number])
+        return buffer, self._broadcast(buffer)
+
+    def _buffer(self, turn: int, size: int) -> torch.Tensor:
+        needed = _PREFIX + size
+        if self._buffers[turn].numel() < needed:
+            self._buffers[turn] = torch.empty(needed, dtype=torch.uint8, device=self._device)
+        return self._buffers[turn][:needed]
+
+    def _send_plan(self, plan: Mapping[str, Any]) -> None:
+        text = torch.frombuffer(bytearray(json.dumps(plan).encode()), dtype=torch.uint8).to(self._device)
+        self._broadcast(torch.tensor([text.numel()], dtype=torch.int64, device=self._device)).wait()
+        self._broadcast(text).wait()
+
+    def _receive_plan(self) -> dict[str, Any]:
+        length = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._broadcast(length).wait()
+        text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        self._broadcast(text).wait()
+        plan: dict[str, Any] = json.loads(bytes(text.cpu().numpy()))
+        return plan
+
+    def _broadcast(self, tensor: torch.Tensor) -> Pending:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        work: Pending = self._group.broadcast([tensor], options)
+        return work
+
+
+class CollectiveTransport(WeightTransport):
+    """Policy and generation backend anywhere: one broadcast from the policy's rank 0 to every generation worker."""
+
+    name: ClassVar[str] = "collective"
+
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        self._joined = False
+
+    def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
+        wait, deadline_s = self.context.wait, self.context.deadline_s
+        if not self._joined:
+            ip, port = self.context.rendezvous()
+            ranks = 1 + self.context.num_receivers
+            wait([*policy.init_collective(ip, port, ranks), *generation.init_collective(ip, port, ranks)], deadline_s)
+        # Joined again after any error: a broadcast that some rank did not finish leaves the group unusable.
+        self._joined = False
+        # Two buckets are on their way at a time.
+        policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2)
+        wait([*policy.broadcast_weights_for_collective(), *generation.update_weights_from_collective()], deadline_s)
+        self._joined = True
+        return total_bytes(policy.prepare_refit_info() or {})
+
+
+class _Done:
+    """In place of the broadcast after the last."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _wait(work: Pending | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _views(forms: Mapping[str, Mapping[str, Any]], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        name: Placement(tuple(form["shape"]), form["dtype"], form["offset"]).view(buffer[_PREFIX:])
+        for name, form in forms.items()
+    }
+
+
+def _make_group(
+    store: TCPStore, ip: str, port: int, world_size: int, *, rank: int, device: str, timeout: timedelta
+) -> tuple[torch.device, Any]:
+    """NCCL where every rank has a GPU of its own, gloo otherwise; all ranks learn it from the store."""
+    mine = f"cuda {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}" if device == "cuda" else "cpu"
+    store.set(f"device/{rank}", mine)
+    devices = [store.get(f"device/{other}").decode() for other in range(world_size)]
+    prefixed = PrefixStore("weights", store)
+    if all(found != "cpu" for found in devices) and len(set(devices)) == world_size:
+        from torch.distributed import ProcessGroupNCCL
+
+        nccl_options = ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        return torch.device("cuda", torch.cuda.current_device()), ProcessGroupNCCL(prefixed, rank, world_size, nccl_options)
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(ip, port))]
+    return torch.device("cpu"), ProcessGroupGloo(prefixed, rank, world_size, options)
+
+
+def _own_address(ip: str, port: int) -> str:
+    """The address of this machine from which it reaches `ip`; connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((ip, port))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,142 @@
+"""Digests that prove two copies of the weights equal, bit for bit; knows tensors, not where they came from.
+
+A tensor's digest covers its dtype, its shape and every bit in row-major order; the combined one covers names as well and
+does not depend on the order in which tensors are visited. Two kinds, of which both sides must use the same:
+
+- `xxh3`: XXH3-128 over the bytes where they lie. For the CPU.
+- `wsum`: a sum of 32-bit words, each times an odd pseudo-random 64-bit weight of its position, modulo 2**64. Sums of integers
+  do not depend on the order of addition, so it is exact on any device and never leaves it. One changed word changes it for
+  certain (an odd weight is invertible modulo 2**64); two exchanged words leave it equal with a chance of at most 2**-32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+import xxhash
+
+from rl_core.errors import WeightSyncError
+from rl_core.weights.manifest import dtype_name
+
+Kind = Literal["xxh3", "wsum"]
+
+_WORDS = 1 << 18
+"""Words of one chunk: its weights are computed once a device, and its products (2 MiB) stay in a CPU's cache."""
+_CHUNKS_AT_ONCE = {"cpu": 1, "cuda": 64}
+_MASK = (1 << 64) - 1
+
+
+def natural_kind(device: torch.device) -> Kind:
+    """The kind that needs no copy of tensors on that device."""
+    return "xxh3" if device.type == "cpu" else "wsum"
+
+
+def kind_of(fingerprint: str) -> Kind:
+    """The kind that a combined digest was made with.
+
+    Raises:
+        WeightSyncError: it is not a combined digest of this room.
+    """
+    kind = fingerprint.partition(":")[0]
+    if kind not in get_args(Kind):
+        raise WeightSyncError(
+            f"The fingerprint {fingerprint!r} starts with none of {', '.join(get_args(Kind))}: it was not made by "
+            "rl_core.weights.fingerprint, so it cannot be compared."
+        )
+    return kind  # type: ignore[return-value]
+
+
+def tensor_digest(tensor: torch.Tensor, *, kind: Kind = "xxh3") -> str:
+    """Digest of one tensor, such as `float32[4,3]:9f86...`; about 0.1 ns a byte (`xxh3`, CPU), where it is contiguous.
+
+    Args:
+        tensor: any dtype, shape and device; a tensor that is not contiguous is copied first.
+        kind: see the head of this room.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    value = _xxh3(flat) if kind == "xxh3" else _weighted_sum(flat)
+    return f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]:{value}"
+
+
+def combine(digests: Mapping[str, str], *, kind: Kind = "xxh3") -> str:
+    """One digest of all tensors, by name: `<kind>:<hex>`; the order of the mapping does not matter."""
+    lines = "".join(f"{len(name)}:{name}={digests[name]}\n" for name in sorted(digests))
+    return f"{kind}:{xxhash.xxh3_128_hexdigest(lines.encode())}"
+
+
+def describe_differences(policy: Mapping[str, str], engine: Mapping[str, str], *, most: int = 5) -> list[str]:
+    """One line for each tensor whose digests differ, the first `most` by name; says where a tensor is another's."""
+    owner = {digest: name for name, digest in policy.items()}
+    lines = []
+    for name in sorted(policy.keys() | engine.keys()):
+        ours, theirs = policy.get(name), engine.get(name)
+        if ours == theirs:
+            continue
+        other = owner.get(theirs or "")
+        hint = f" (which is the policy's {other})" if other is not None else ""
+        lines.append(f"{name}: {ours or 'absent'} in the policy, {theirs or 'absent'} in the engine{hint}")
+    return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
+
+
+def _xxh3(flat: torch.Tensor) -> str:
+    if flat.numel() == 0:
+        return xxhash.xxh3_128_hexdigest(b"")
+    return xxhash.xxh3_128_hexdigest(flat.cpu().view(torch.uint8).numpy().data)
+
+
+def _weighted_sum(flat: torch.Tensor) -> str:
+    words = _as_words(flat)
+    weights = _position_weights(flat.device)
+    per_call = _WORDS * _CHUNKS_AT_ONCE.get(flat.device.type, 1)
+    total = 0
+    for start in range(0, words.numel(), per_call):
+        block = words[start : start + per_call]
+        full = block.numel() // _WORDS * _WORDS
+        parts = (block[:full].view(-1, _WORDS).to(torch.int64) * weights).sum(dim=1).tolist()
+        if full < block.numel():
+            rest = block[full:].to(torch.int64)
+            parts.append(int((rest * weights[: rest.numel()]).sum()))
+        for index, part in enumerate(parts, start // _WORDS):
+            total += part * _chunk_weight(index)
+    return f"{total & _MASK:016x}"
+
+
+def _as_words(flat: torch.Tensor) -> torch.Tensor:
+    """The bits as integers: 32-bit words where the length allows it, whole elements otherwise.
+
+    The choice depends on length and dtype alone, so that two copies of a tensor are cut alike.
+    """
+    length = flat.numel() * flat.element_size()
+    if flat.element_size() in (4, 8, 16) or length % 4 == 0:
+        misplaced = flat.storage_offset() * flat.element_size() % 4 != 0
+        return (flat.clone() if misplaced else flat).view(torch.int32)
+    return flat.view(torch.int16 if flat.element_size() == 2 else torch.uint8)
+
+
+@lru_cache(maxsize=16)
+def _position_weights(device: torch.device) -> torch.Tensor:
+    return _odd_noise(torch.arange(_WORDS, dtype=torch.int64, device=device))
+
+
+@lru_cache(maxsize=1 << 16)
+def _chunk_weight(index: int) -> int:
+    return int(_odd_noise(torch.tensor([~index], dtype=torch.int64)).item())
+
+
+def _odd_noise(index: torch.Tensor) -> torch.Tensor:
+    """An odd int64 for each index: the finaliser of splitmix64, in arithmetic that wraps alike on every device."""
+    z = index * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _logical_shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _logical_shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return (z ^ _logical_shift(z, 31)) | 1
+
+
+def _logical_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,91 @@
+"""The receiver's account of one refit: what was announced, what has arrived, what is missing; knows names, not transports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.weights.manifest import dtype_name
+
+
+class RefitLedger:
+    """Lets every tensor of a manifest in exactly once, all of them from one refit of one weight version."""
+
+    def __init__(self, manifest: RefitManifest) -> None:
+        self.manifest = manifest
+        self._refit: str | None = None
+        self._version = -1
+        self._arrived: set[str] = set()
+
+    @property
+    def missing(self) -> list[str]:
+        """Names that have not arrived, in the manifest's order."""
+        return [name for name in self.manifest if name not in self._arrived]
+
+    @property
+    def complete_version(self) -> int | None:
+        """The weight version of the refit once all has arrived, None before."""
+        return None if self.missing else self._version
+
+    def is_of(self, refit: str) -> bool:
+        """Whether what has arrived belongs to that refit."""
+        return self._refit == refit
+
+    def admit(self, refit: str, version: int, forms: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        """Check one bucket before any of it is loaded.
+
+        Args:
+            refit: which refit the sender says it belongs to.
+            version: weight version that the sender states.
+            forms: name to (shape, dtype name) of each tensor in it.
+
+        Raises:
+            WeightSyncError: it belongs to another refit or version, or a tensor is unknown, repeated or of another form.
+        """
+        self._admit_refit(refit, version, forms)
+        for name, form in forms.items():
+            expected = self.manifest.get(name)
+            if expected is None:
+                raise WeightSyncError(f"Weight {name!r} arrived and is not in the manifest: the policy sent a stranger.")
+            if name in self._arrived:
+                raise WeightSyncError(f"Weight {name!r} arrived twice in the refit to version {version}.")
+            if (tuple(form[0]), form[1]) != (tuple(expected[0]), expected[1]):
+                raise WeightSyncError(
+                    f"Weight {name!r} arrived as {form[1]} {list(form[0])}; the manifest says {expected[1]} "
+                    f"{list(expected[0])}."
+                )
+
+    def note(self, names: Iterable[str]) -> None:
+        """These have been loaded."""
+        self._arrived.update(names)
+
+    def refuse_if_incomplete(self) -> None:
+        """Raise WeightSyncError, naming what is missing, unless everything has arrived."""
+        missing = self.missing
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise WeightSyncError(
+                f"{len(missing)} of {len(self.manifest)} weights have not arrived in this refit: {shown}. "
+                "The engine holds a mixture of versions and must not sample."
+            )
+
+    def _admit_refit(self, refit: str, version: int, names: Iterable[str]) -> None:
+        if self._refit is None:
+            self._refit, self._version = refit, version
+        if refit != self._refit:
+            raise WeightSyncError(
+                f"A bucket of refit {refit} (version {version}: {', '.join(list(names)[:3])}, ...) arrived in the middle of "
+                f"refit {self._refit} (version {self._version}). Begin each refit with prepare_refit_info."
+            )
+        if version != self._version:
+            raise WeightSyncError(
+                f"Weights {', '.join(list(names)[:3])}, ... arrived as version {version} in a refit to version {self._version}."
+            )
+
+
+def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name to (shape, dtype name), as `RefitLedger.admit` takes them."""
+    return {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}

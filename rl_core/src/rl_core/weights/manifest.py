@@ -1,0 +1,145 @@
+"""What a set of weights consists of: names, shapes, dtypes and their split into buckets; knows no process and no transport."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces.policy import RefitManifest
+
+ALIGNMENT = 64
+"""Bytes; every tensor of a bucket starts at a multiple of it, so that any dtype can be viewed in place."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one tensor lies in a bucket's bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    """Bytes from the bucket's start."""
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of the bucket's bytes, `buffer` [bytes] uint8."""
+        dtype = dtype_of(self.dtype)
+        length = math.prod(self.shape) * dtype.itemsize
+        return buffer[self.offset : self.offset + length].view(dtype).view(self.shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that a manifest has for the dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a manifest's name stands for.
+
+    Raises:
+        WeightSyncError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightSyncError(f"The manifest names the dtype {name!r}, which this torch ({torch.__version__}) lacks.")
+    return dtype
+
+
+def tensor_bytes(shape: Iterable[int], dtype: str) -> int:
+    """Bytes of a contiguous tensor."""
+    return math.prod(shape) * dtype_of(dtype).itemsize
+
+
+def total_bytes(manifest: RefitManifest) -> int:
+    """Bytes of all tensors together."""
+    return sum(tensor_bytes(shape, dtype) for shape, dtype in manifest.values())
+
+
+def manifest_of(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name to (shape, dtype name) of each tensor, in the same order."""
+    return {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in weights.items()}
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's live parameters and persistent buffers; of tensors that are tied, the first name alone."""
+    saved = module.state_dict(keep_vars=True).keys()
+    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=True))
+    found.update((name, tensor) for name, tensor in module.named_buffers(remove_duplicate=True) if name in saved)
+    return found
+
+
+def refuse_differences(manifest: RefitManifest, engine: Mapping[str, torch.Tensor]) -> None:
+    """Compare the weights to come with those that the engine has; dtypes may differ, since loading casts.
+
+    Raises:
+        WeightSyncError: names every tensor that only one side has and every one of another shape.
+    """
+    found = [f"{name}: the policy sends it, the engine has no such weight" for name in manifest if name not in engine]
+    found += [f"{name}: the engine has it, the policy does not send it" for name in engine if name not in manifest]
+    found += [
+        f"{name}: {list(shape)} in the policy, {list(engine[name].shape)} in the engine"
+        for name, (shape, _) in manifest.items()
+        if name in engine and tuple(engine[name].shape) != tuple(shape)
+    ]
+    if found:
+        raise WeightSyncError(
+            "The policy's weights do not fit the generation backend's model; nothing was loaded:\n"
+            + "\n".join(f"  {line}" for line in sorted(found))
+            + "\nGive both sides the same model (policy.model_name, policy.generation.model_name)."
+        )
+
+
+def split_into_buckets(manifest: RefitManifest, *, budget_bytes: int) -> list[list[str]]:
+    """Names in the manifest's order, in buckets of at most `budget_bytes` (padding included).
+
+    A tensor that is larger than the budget is a bucket of its own.
+    """
+    buckets: list[list[str]] = []
+    room = 0
+    for name, (shape, dtype) in manifest.items():
+        needed = _aligned(tensor_bytes(shape, dtype))
+        if not buckets or needed > room:
+            buckets.append([])
+            room = budget_bytes
+        buckets[-1].append(name)
+        room -= needed
+    return buckets
+
+
+def lay_out(manifest: RefitManifest, names: Iterable[str]) -> tuple[dict[str, Placement], int]:
+    """Where each named tensor lies in its bucket, and the bucket's bytes."""
+    placements: dict[str, Placement] = {}
+    end = 0
+    for name in names:
+        shape, dtype = manifest[name]
+        placements[name] = Placement(tuple(shape), dtype, end)
+        end += _aligned(tensor_bytes(shape, dtype))
+    return placements, end
+
+
+def fill(buffer: torch.Tensor, placements: Mapping[str, Placement], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Copy every placed tensor into the bucket's bytes, one copy each.
+
+    Raises:
+        WeightSyncError: the tensors are not those that the placements name, each once and of the stated form.
+    """
+    waiting = dict(placements)
+    for name, tensor in tensors:
+        placement = waiting.pop(name, None)
+        if placement is None:
+            raise WeightSyncError(f"The policy gave {name!r}, which was not asked for or was already given.")
+        if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (placement.shape, placement.dtype):
+            raise WeightSyncError(
+                f"The policy gave {name!r} as {dtype_name(tensor.dtype)} {list(tensor.shape)}, and its manifest says "
+                f"{placement.dtype} {list(placement.shape)}: iter_weights and weight_manifest must agree."
+            )
+        placement.view(buffer).copy_(tensor.detach())
+    if waiting:
+        raise WeightSyncError(f"The policy did not give {', '.join(sorted(waiting))}: iter_weights left them out.")
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,213 @@
+"""Weights over shared memory of one node: segments that no death of a process can leave behind, and the transport over them.
+
+A segment is a file in /dev/shm called `rlcore-<pid>-<n>` of which the owner holds a lock. The kernel drops the lock with the
+process, however that ends, so a segment whose lock is free belongs to nobody and is swept. The lock, not the pid, decides:
+containers that share /dev/shm do not share pids. No resource tracker is involved (Python's would unlink a segment as soon as
+any process that had mapped it ends).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import time
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from rl_core.errors import DeadlineExceededError, WeightSyncError
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.interfaces.weights import WeightTransport
+
+DIRECTORY = Path("/dev/shm")
+PREFIX = "rlcore-"
+_numbers = itertools.count()
+
+
+class Segment:
+    """Bytes that other processes of the node can map; unlinked when closed, collected, or when the process ends."""
+
+    def __init__(self, size: int, *, directory: Path = DIRECTORY) -> None:
+        """Reserve the memory, all of it at once, so that no later write can fail.
+
+        Args:
+            size: in bytes.
+            directory: a tmpfs.
+
+        Raises:
+            WeightSyncError: the directory has too little room; nothing was written.
+        """
+        self.size = size
+        sweep(directory=directory)
+        _refuse_if_too_small(size, directory)
+        self.path, descriptor = _create_locked(directory)
+        self._unlink = weakref.finalize(self, _unlink_and_unlock, self.path, descriptor, os.getpid())
+        try:
+            os.posix_fallocate(descriptor, 0, max(size, 1))
+        except OSError as error:
+            self.close()
+            if error.errno == errno.ENOSPC:
+                raise _too_small(size, directory) from error
+            raise
+        self.buffer = torch.frombuffer(mmap.mmap(descriptor, max(size, 1)), dtype=torch.uint8)
+        """[size] uint8, shared with every process that maps it."""
+
+    @property
+    def name(self) -> str:
+        """What `map_segment` takes."""
+        return self.path.name
+
+    def close(self) -> None:
+        """Unlink it; processes that have mapped it keep its bytes until they let go. Calling it twice is fine."""
+        self._unlink()
+
+
+class SegmentPair:
+    """Two segments that take turns, so that one bucket is written while the one before is read."""
+
+    def __init__(self, *, directory: Path = DIRECTORY) -> None:
+        self._directory = directory
+        self._segments: list[Segment | None] = [None, None]
+        self._turn = 0
+
+    def next(self, size: int) -> Segment:
+        """The segment whose turn it is, with room for `size` bytes; a bucket in it since the turn before is lost."""
+        self._turn = 1 - self._turn
+        segment = self._segments[self._turn]
+        if segment is None or segment.size < size:
+            if segment is not None:
+                segment.close()
+            self._segments[self._turn] = segment = Segment(size, directory=self._directory)
+        return segment
+
+    def close(self) -> None:
+        """Unlink both; calling it twice is fine."""
+        for segment in self._segments:
+            if segment is not None:
+                segment.close()
+        self._segments = [None, None]
+
+
+def map_segment(name: str, *, directory: Path = DIRECTORY) -> torch.Tensor:
+    """The bytes of another process's segment, [size] uint8; writing to them does not reach the owner.
+
+    They stay mapped as long as a tensor over them lives.
+
+    Raises:
+        WeightSyncError: there is no such segment on this node.
+    """
+    try:
+        descriptor = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise WeightSyncError(
+            f"The shared memory segment {name!r} is not on this node ({os.uname().nodename}): its owner ended, or runs on "
+            "another node. Across nodes, set policy.generation.refit_transport: collective."
+        ) from None
+    try:
+        # A private mapping is writable without reaching the owner: torch wants writable memory and pages stay shared.
+        return torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(*, directory: Path = DIRECTORY) -> list[str]:
+    """Unlink the segments of processes that are gone and give their names; those in use are left alone."""
+    removed = []
+    for path in directory.glob(f"{PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError):
+            continue  # unlinked meanwhile, or another user's
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+class SharedMemoryTransport(WeightTransport):
+    """Policy and generation backend on one node: one copy into shared memory, one copy out of it, in buckets.
+
+    On GPUs the same verbs hand over CUDA IPC handles, and only the copy out remains.
+    """
+
+    name: ClassVar[str] = "shared_memory"
+
+    def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
+        sweep()
+        deadline = time.monotonic() + self.context.deadline_s
+        # Two buckets are on their way at a time: one is written while the one before is read.
+        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2)
+        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlcore-refit")
+        loading: Future[None] | None = None
+        moved = 0
+        try:
+            for number, keys in enumerate(buckets, 1):
+                handles = policy.get_weights_ipc_handles(keys)
+                self._finish(loading, deadline, f"bucket {number - 1} of {len(buckets)}")
+                loading = reader.submit(generation.update_weights, handles)
+                moved += int(handles["num_bytes"])
+            self._finish(loading, deadline, f"bucket {len(buckets)} of {len(buckets)}")
+        finally:
+            reader.shutdown(wait=False, cancel_futures=True)
+        return moved
+
+    def close(self) -> None:
+        sweep()
+
+    def _finish(self, loading: Future[None] | None, deadline: float, what: str) -> None:
+        try:
+            if loading is not None:
+                loading.result(timeout=max(deadline - time.monotonic(), 0.0))
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"The refit over shared memory has taken {self.context.deadline_s:g} s and the generation backend has not "
+                f"loaded {what}. Look at the load of the node, or raise cluster.deadlines.refit_s."
+            ) from None
+
+
+def _create_locked(directory: Path) -> tuple[Path, int]:
+    while True:
+        path = directory / f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue  # an earlier process had this pid
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Between the two calls a sweep may have taken the unlocked file for an orphan.
+        if os.fstat(descriptor).st_nlink > 0:
+            return path, descriptor
+        os.close(descriptor)
+
+
+def _unlink_and_unlock(path: Path, descriptor: int, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child: the segment is its parent's
+    path.unlink(missing_ok=True)
+    os.close(descriptor)
+
+
+def _refuse_if_too_small(size: int, directory: Path) -> None:
+    space = os.statvfs(directory)
+    if space.f_bavail * space.f_frsize < size:
+        raise _too_small(size, directory)
+
+
+def _too_small(size: int, directory: Path) -> WeightSyncError:
+    space = os.statvfs(directory)
+    return WeightSyncError(
+        f"A bucket of weights needs {size / 2**20:.1f} MiB of shared memory and {directory} has "
+        f"{space.f_bavail * space.f_frsize / 2**20:.1f} MiB left. Make it larger (containers: --shm-size=4g), lower "
+        "policy.generation.refit_buffer_mib, or set policy.generation.refit_transport: collective."
+    )

@@ -1,0 +1,189 @@
+"""The sending half of a refit, for policy workers: buckets, handles, broadcast and fingerprint; knows no receiver.
+
+A worker mixes `WeightSource` in and says how its weights are gathered (`iter_weights`) and what they are (`weight_manifest`).
+Gathering may be collective over the policy's ranks, so every rank is called and iterates; rank 0 alone writes and digests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.weights.collective import WeightCollective
+from rl_core.weights.fingerprint import Kind, combine, tensor_digest
+from rl_core.weights.handles import cuda_handles
+from rl_core.weights.manifest import dtype_of, fill, lay_out, split_into_buckets
+from rl_core.weights.shared_memory import SegmentPair
+
+if TYPE_CHECKING:
+    from rl_core.cluster.worker_context import WorkerContext
+
+DEFAULT_BUDGET_BYTES = 256 * 2**20
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class OpenRefit:
+    """One refit from `prepare_weights_for_ipc` to `finish_refit`."""
+
+    id: str
+    version: int
+    manifest: RefitManifest
+    buckets: list[list[str]]
+
+
+class WeightSource(ABC):
+    """Mixin of a policy worker: the refit verbs of `ColocatablePolicyInterface`, for one rank."""
+
+    context: WorkerContext
+    _refit: OpenRefit | None = None
+    _segments: SegmentPair | None = None
+    _kept_on_device: Sequence[list[torch.Tensor]] = ()
+    _collective: WeightCollective | None = None
+
+    @abstractmethod
+    def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, full tensor), one gathered at a time; the named ones, or all of the manifest in its order.
+
+        Every rank is called with the same names. A yielded tensor need not outlive the next step of the iterator.
+        """
+
+    @abstractmethod
+    def weight_manifest(self) -> RefitManifest:
+        """Name to (shape, dtype) of every tensor that `iter_weights` yields, under Hugging Face names, none twice."""
+
+    @abstractmethod
+    def get_weight_version(self) -> int:
+        """How many optimizer steps the weights have seen."""
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        """The manifest."""
+        return dict(self.weight_manifest())
+
+    def prepare_weights_for_ipc(self, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> list[list[str]]:
+        """Start a refit of the present weights; ends one that is still open.
+
+        Returns:
+            Names in buckets of at most `budget_bytes`; a larger tensor is a bucket of its own.
+        """
+        self.finish_refit()
+        manifest = self.weight_manifest()
+        buckets = split_into_buckets(manifest, budget_bytes=budget_bytes)
+        self._refit = OpenRefit(f"{os.getpid()}-{next(_numbers)}", self.get_weight_version(), manifest, buckets)
+        return buckets
+
+    def get_weights_ipc_handles(self, keys: Sequence[str], *, by_reference: bool = False) -> dict[str, Any]:
+        """Put one bucket where other processes of the node can map it; see `rl_core.weights.handles`.
+
+        Valid until the call after the next one, or `finish_refit`.
+
+        Returns:
+            The handles on rank 0 (on GPUs: on every rank, those of its own device), an empty mapping elsewhere.
+
+        Raises:
+            WeightSyncError: no refit is open, the weights have changed since it began, or memory is short.
+        """
+        refit = self._open_refit()
+        placements, num_bytes = lay_out(refit.manifest, keys)
+        header = {"refit": refit.id, "weight_version": refit.version, "num_bytes": num_bytes}
+        if by_reference:
+            tensors = dict(self.iter_weights(keys))
+            return {**header, "num_bytes": 0, "kind": "by_reference", "tensors": tensors}
+        if self.context.device == "cuda":
+            devices, kept = cuda_handles(self.iter_weights(keys))
+            self._kept_on_device = [*self._kept_on_device[-1:], kept]
+            return {**header, "kind": "cuda_ipc", "devices": devices}
+        if self.context.rank != 0:
+            _exhaust(self.iter_weights(keys))
+            return {}
+        self._segments = self._segments or SegmentPair()
+        segment = self._segments.next(num_bytes)
+        fill(segment.buffer, placements, self.iter_weights(keys))
+        return {**header, "kind": "shared_memory", "segment": segment.name, "placements": placements}
+
+    def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float = 600.0) -> None:
+        """Join the weight collective as its rank 0; leaves an earlier one. The policy's other ranks stay out."""
+        self._leave_collective()
+        if self.context.rank == 0:
+            self._collective = WeightCollective(ip, port, world_size, rank=0, device=self.context.device, timeout_s=timeout_s)
+
+    def broadcast_weights_for_collective(self) -> int:
+        """Send every tensor of the manifest to all ranks of the weight collective; starts a refit where none is open.
+
+        Returns:
+            Bytes sent.
+        """
+        if self._refit is None:
+            self.prepare_weights_for_ipc()
+        refit = self._open_refit()
+        if self.context.rank != 0:
+            _exhaust(self.iter_weights())
+            return 0
+        if self._collective is None:
+            raise WeightSyncError("The policy has not joined a weight collective: call init_collective on both sides.")
+        return self._collective.send(refit.manifest, refit.buckets, self.iter_weights, refit=refit.id, version=refit.version)
+
+    def weight_digests(self, *, dtypes: Mapping[str, str] | None = None, kind: Kind | None = None) -> dict[str, str]:
+        """Name to digest of each tensor as the receiver would hold it; empty on ranks other than 0.
+
+        Args:
+            dtypes: name to the receiver's dtype; a name that it lacks keeps its own.
+            kind: the receiver's; XXH3 by default.
+        """
+        if self.context.rank != 0:
+            _exhaust(self.iter_weights())
+            return {}
+        wanted = dtypes or {}
+        digests = {}
+        for name, tensor in self.iter_weights():
+            dtype = dtype_of(wanted[name]) if name in wanted else tensor.dtype
+            digests[name] = tensor_digest(tensor.detach().to(dtype), kind=kind or "xxh3")
+        return digests
+
+    def weight_fingerprint(self, *, dtypes: Mapping[str, str] | None = None, kind: Kind | None = None) -> str:
+        """The combined digest of `weight_digests`; an empty text on ranks other than 0."""
+        digests = self.weight_digests(dtypes=dtypes, kind=kind)
+        return combine(digests, kind=kind or "xxh3") if self.context.rank == 0 else ""
+
+    def finish_refit(self) -> None:
+        """Unlink shared memory and let go of gathered tensors; calling it twice is fine."""
+        self._refit = None
+        self._kept_on_device = ()
+        if self._segments is not None:
+            self._segments.close()
+            self._segments = None
+
+    def leave_refit(self) -> None:
+        """End the refit and the collective, at shutdown; calling it twice is fine."""
+        self.finish_refit()
+        self._leave_collective()
+
+    def _leave_collective(self) -> None:
+        if self._collective is not None:
+            self._collective.close()
+            self._collective = None
+
+    def _open_refit(self) -> OpenRefit:
+        if self._refit is None:
+            raise WeightSyncError("No refit is open: call prepare_weights_for_ipc first.")
+        version = self.get_weight_version()
+        if version != self._refit.version:
+            raise WeightSyncError(
+                f"The policy went from weight version {self._refit.version} to {version} in the middle of a refit: half of "
+                "the tensors would be older than the rest. Do not train until finish_refit."
+            )
+        return self._refit
+
+
+def _exhaust(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Take part in a gather whose result another rank needs."""
+    for _ in tensors:
+        pass

@@ -1,0 +1,236 @@
+"""One refit, proven: chooses the transport, pushes, and compares versions and fingerprints; knows neither workers nor bytes."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rl_core.errors import MissingCapabilityError, WeightSyncError, WorkerDiedError, WorkerError
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.interfaces.weights import TransportContext, WeightTransport
+from rl_core.weights.fingerprint import describe_differences, kind_of
+
+DEFAULT_BUFFER_BYTES = 512 * 2**20
+
+
+class WeightSynchronizer:
+    """Brings a policy's weights to a generation backend and lets nobody go on unless they are proven to have arrived."""
+
+    def __init__(
+        self,
+        policy: ColocatablePolicyInterface,
+        generation: GenerationInterface,
+        *,
+        transports: Sequence[type[WeightTransport]],
+        policy_capabilities: Collection[str],
+        generation_capabilities: Collection[str],
+        transport: str | None = None,
+        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        deadline_s: float = 600.0,
+        prove: bool = True,
+        num_receivers: int = 1,
+        wait: Callable[[Sequence[Any], float], Any] | None = None,
+        rendezvous: Callable[[], tuple[str, int]] | None = None,
+    ) -> None:
+        """Choose the transport; nothing is opened before the first `sync`.
+
+        Args:
+            policy: where the weights come from.
+            generation: where they go.
+            transports: known ones, the preferred first.
+            policy_capabilities: names of transports that the policy backend speaks, among its other capabilities.
+            generation_capabilities: likewise of the generation backend.
+            transport: the one to use; the first of `transports` that both sides speak by default.
+            buffer_bytes: most bytes on their way at one time.
+            deadline_s: seconds that one refit may take.
+            prove: compare fingerprints after each refit; versions are compared in any case.
+            num_receivers: generation workers.
+            wait: waits for pending calls (`rl_core.cluster.wait_together`); needed by transports that call both sides at once.
+            rendezvous: address and free port on the node of the policy's rank 0; this machine's loopback by default.
+
+        Raises:
+            MissingCapabilityError: no transport is spoken by both sides, or the named one is not.
+        """
+        self._policy = policy
+        self._generation = generation
+        self._prove = prove
+        chosen = choose_transport(
+            transports, policy_speaks=policy_capabilities, generation_speaks=generation_capabilities, name=transport
+        )
+        self._transport = chosen(
+            TransportContext(
+                buffer_bytes=buffer_bytes,
+                deadline_s=deadline_s,
+                wait=wait or _results,
+                rendezvous=rendezvous or free_loopback_port,
+                num_receivers=num_receivers,
+            )
+        )
+
+    @property
+    def transport_name(self) -> str:
+        """Which transport is used."""
+        return self._transport.name
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the generation backend's weights are of another version than the policy's."""
+        return self._policy.weight_version != self._generation.weight_version
+
+    def sync(self, *, only_if_stale: bool = False) -> dict[str, float]:
+        """Move all weights and prove that they arrived.
+
+        Args:
+            only_if_stale: move nothing where versions agree already and, under `prove`, fingerprints too.
+
+        Returns:
+            `refit/prepare_s`, `refit/push_s`, `refit/prove_s`, `refit/total_s` in seconds, `refit/bytes`,
+            `refit/weight_version`, and `refit/moved`: 1.0, or 0.0 where equal weights were left as they are.
+
+        Raises:
+            WeightSyncError: the generation backend's weights are not the policy's; names the tensors.
+            DeadlineExceededError: the refit took too long.
+        """
+        started = time.perf_counter()
+        seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0}
+        if only_if_stale and not self.is_stale and self._already_equal(seconds):
+            return self._metrics(seconds, started, moved=0, happened=False)
+        try:
+            with _attributed(self.transport_name):
+                moved = self._refit(seconds)
+        finally:
+            self._policy.finish_refit()
+        self._policy.offload_after_refit()
+        return self._metrics(seconds, started, moved=moved, happened=True)
+
+    def close(self) -> None:
+        """Leave process groups and free buffers; calling it twice is fine."""
+        self._transport.close()
+
+    def _refit(self, seconds: dict[str, float]) -> int:
+        with _timed(seconds, "prepare_s"):
+            self._policy.offload_before_refit()
+            manifest = self._policy.prepare_refit_info() or {}
+            dtypes = self._generation.prepare_refit_info(manifest)
+        with _timed(seconds, "push_s"):
+            moved = self._transport.push(self._policy, self._generation)
+        with _timed(seconds, "prove_s"):
+            self._prove_version()
+            if self._prove:
+                self._prove_fingerprint(dtypes or {name: dtype for name, (_, dtype) in manifest.items()})
+            if not self._generation.invalidate_kv_cache():
+                raise WeightSyncError(
+                    "The generation backend could not empty its prefix cache after the refit, so it would go on from keys "
+                    "and values of older weights. Let its running requests end, or abort them, before a refit."
+                )
+        return moved
+
+    def _prove_version(self) -> None:
+        policy, engine = self._policy.weight_version, self._generation.weight_version
+        if policy == engine:
+            return
+        if engine < 0:
+            self._generation.weight_fingerprint()  # names the tensors that have not arrived
+        raise WeightSyncError(
+            f"After the refit the policy is at weight version {policy} and the generation backend at {engine}: "
+            + ("the weights that arrived are of another step." if engine >= 0 else "the refit did not complete.")
+        )
+
+    def _prove_fingerprint(self, dtypes: Mapping[str, str]) -> None:
+        engine = self._generation.weight_fingerprint()
+        kind = kind_of(engine)
+        if self._policy.weight_fingerprint(dtypes=dtypes, kind=kind) == engine:
+            return
+        lines = describe_differences(self._policy.weight_digests(dtypes=dtypes, kind=kind), self._generation.weight_digests())
+        raise WeightSyncError(
+            f"The generation backend's weights differ from the policy's at version {self._policy.weight_version}:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + f"\nThey travelled by {self.transport_name}; the run stops, since its samples would be of no known policy."
+        )
+
+    def _already_equal(self, seconds: dict[str, float]) -> bool:
+        if not self._prove:
+            return True
+        with _timed(seconds, "prove_s"), _attributed(self.transport_name):
+            manifest = self._policy.prepare_refit_info() or {}
+            engine = self._generation.weight_digests()
+            kind = kind_of(self._generation.weight_fingerprint())
+            dtypes = {name: digest.partition("[")[0] for name, digest in engine.items() if name in manifest}
+            return self._policy.weight_digests(dtypes=dtypes, kind=kind) == engine
+
+    def _metrics(self, seconds: Mapping[str, float], started: float, *, moved: int, happened: bool) -> dict[str, float]:
+        return {
+            **{f"refit/{part}": spent for part, spent in seconds.items()},
+            "refit/total_s": time.perf_counter() - started,
+            "refit/bytes": float(moved),
+            "refit/weight_version": float(self._policy.weight_version),
+            "refit/moved": float(happened),
+        }
+
+
+def choose_transport(
+    transports: Sequence[type[WeightTransport]],
+    *,
+    policy_speaks: Collection[str],
+    generation_speaks: Collection[str],
+    name: str | None = None,
+) -> type[WeightTransport]:
+    """The first transport that both sides speak, or the named one.
+
+    Raises:
+        MissingCapabilityError: there is none; says who speaks what.
+    """
+    wanted = [transport for transport in transports if name is None or transport.name == name]
+    for transport in wanted:
+        if transport.name in policy_speaks and transport.name in generation_speaks:
+            return transport
+    known = [transport.name for transport in transports]
+    spoken = (
+        f"Known are {_listed(known)}; the policy backend speaks {_listed([n for n in known if n in policy_speaks])}, "
+        f"the generation backend {_listed([n for n in known if n in generation_speaks])}."
+    )
+    if name is not None:
+        raise MissingCapabilityError(
+            f"The weight transport {name!r} (policy.generation.refit_transport) cannot be used. {spoken}"
+        )
+    raise MissingCapabilityError(f"There is no way to bring the policy's weights to the generation backend. {spoken}")
+
+
+def free_loopback_port() -> tuple[str, int]:
+    """This machine's loopback address and a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", int(probe.getsockname()[1])
+
+
+@contextmanager
+def _attributed(transport: str) -> Iterator[None]:
+    """A worker that refused weights is a failed refit; one that died, or a deadline, keeps its own error."""
+    try:
+        yield
+    except WorkerDiedError:
+        raise
+    except WorkerError as error:
+        raise WeightSyncError(f"The refit by {transport} failed in a worker, so its weights are unproven.\n{error}") from error
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[part] = time.perf_counter() - started
+
+
+def _results(pending: Sequence[Any], deadline_s: float) -> None:
+    """Wait for `concurrent.futures` futures, where no group of workers brings pending calls of its own."""
+    end = time.monotonic() + deadline_s
+    for call in pending:
+        call.result(timeout=max(end - time.monotonic(), 0.0))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
