@@ -7,9 +7,11 @@ a dataset's `DatasetConfig`, an algorithm's `AlgorithmConfig`, a loss's `LossCon
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
 
 
 class Section(BaseModel):
@@ -24,7 +26,11 @@ class AlgorithmConfig(Section):
     default_loss: ClassVar[str]
     """The loss component that `loss_fn` means when it names none."""
     needs_generation: ClassVar[bool] = False
-    """Whether `policy.generation` and `env` must be there; they are refused where not."""
+    """Whether it samples: `policy.generation` and `env` must then be there."""
+    needs_training_data: ClassVar[bool] = True
+    """Whether `data.train` must be there."""
+    allows_filtered_sampling: ClassVar[bool] = False
+    """Whether it may train on samples drawn with top-p or top-k, whose log-probabilities are of the filtered distribution."""
 
     max_num_steps: int = Field(default=100, ge=1)
     """Steps to run in all, resumed ones included."""
@@ -54,9 +60,9 @@ class LossConfig(Section):
 class TokenizerConfig(Section):
     """Where the tokenizer comes from."""
 
-    name: str | None = None
+    name: Annotated[str | None, NAME_OR_PATH] = None
     """Name, folder or GGUF file; the policy's model by default."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, NAME_OR_PATH] = None
     """A Jinja template, or the path of one; the tokenizer's own by default."""
 
 
@@ -101,9 +107,9 @@ class SequencePackingConfig(Section):
     """Most tokens of a training microbatch."""
     logprob_mb_tokens: int = Field(default=8192, ge=1)
     """Most tokens of a scoring microbatch."""
-    algorithm: Literal[
-        "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
-    ] = "modified_first_fit_decreasing"
+    algorithm: Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"] = (
+        "modified_first_fit_decreasing"
+    )
     """How rows are put into microbatches."""
     sequence_length_pad_multiple: int = Field(default=1, ge=1)
     """Each row takes a multiple of so many tokens."""
@@ -114,7 +120,7 @@ class GenerationConfig(Section):
 
     backend: str
     """The generation component, or a dotted path."""
-    model_name: str | None = None
+    model_name: Annotated[str | None, NAME_OR_PATH] = None
     """Name, folder or GGUF file; the policy's model by default."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Most tokens of one completion."""
@@ -130,7 +136,7 @@ class GenerationConfig(Section):
     """Tokens that end a completion, besides the end-of-sequence token; they stay in it."""
     val_temperature: float = Field(default=0.0, ge=0.0)
     """Temperature of validation; 0 is greedy."""
-    python: str | None = None
+    python: Annotated[str | None, NAME_OR_PATH] = None
     """Interpreter of another environment for the workers, such as `venvs/sampler/bin/python`."""
     num_workers: int | None = Field(default=None, ge=1)
     """Replicas; as many as the policy has ranks by default."""
@@ -139,13 +145,26 @@ class GenerationConfig(Section):
     refit_transport: str | None = None
     """Weight transport by name; the first that both sides speak by default."""
 
+    @model_validator(mode="after")
+    def _validation_is_greedy_or_as_in_training(self) -> Self:
+        if self.val_temperature not in (0.0, self.temperature):
+            raise ValueError(
+                f"val_temperature {self.val_temperature} is neither 0 (greedy) nor the temperature of training, "
+                f"{self.temperature}; an engine samples at one temperature"
+            )
+        return self
+
+    def for_policy(self, policy: PolicyConfig) -> Self:
+        """This section with what it leaves open taken from the policy; a backend adds its own."""
+        return self.model_copy(update={"model_name": self.model_name or policy.model_name})
+
 
 class PolicyConfig(Section):
     """What every policy backend's section has (`policy`)."""
 
     backend: str
     """The policy component, or a dotted path."""
-    model_name: str
+    model_name: Annotated[str, NAME_OR_PATH]
     """Name, folder or GGUF file of the model."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """The tokenizer; the model's by default."""
@@ -173,15 +192,13 @@ class PolicyConfig(Section):
     """The learning-rate schedule; constant by default."""
     generation: GenerationConfig | None = None
     """The generation backend; needed by algorithms that sample."""
-    python: str | None = None
+    python: Annotated[str | None, NAME_OR_PATH] = None
     """Interpreter of another environment for the workers."""
 
     @model_validator(mode="after")
     def _one_way_of_batching(self) -> PolicyConfig:
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:
-            raise ValueError(
-                "dynamic_batching and sequence_packing both decide what a microbatch is: enable one of them"
-            )
+            raise ValueError("dynamic_batching and sequence_packing both decide what a microbatch is: enable one of them")
         return self
 
 
@@ -199,6 +216,12 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(default=600.0, gt=0.0)
     """A worker that takes longer over one call is replaced and the call made again."""
 
+    @model_validator(mode="after")
+    def _one_implementation(self) -> EnvironmentConfig:
+        if self.name is not None and self.env_cls is not None:
+            raise ValueError("name and env_cls both say which environment it is: keep one of them")
+        return self
+
 
 class DatasetConfig(Section):
     """What every dataset's section has (`data.train`, `data.validation`)."""
@@ -212,7 +235,7 @@ class DatasetConfig(Section):
 class PromptConfig(Section):
     """How a record becomes a message."""
 
-    prompt_config: str | None = None
+    prompt_config: Annotated[str | None, NAME_OR_PATH] = None
     """A packaged template such as `generic/math`, or the path of one."""
     system_prompt: str | None = None
     """The system message; the template's own by default."""
@@ -227,9 +250,9 @@ class DataConfig(Section):
     """The training data."""
     validation: DatasetConfig | None = None
     """The validation data."""
-    train_data_path: str | None = None
+    train_data_path: Annotated[str | None, INPUT_PATH] = None
     """Short for `train: {dataset_name: jsonl, path: ...}`."""
-    val_data_path: str | None = None
+    val_data_path: Annotated[str | None, INPUT_PATH] = None
     """Short for `validation: {dataset_name: jsonl, path: ...}`."""
     prompt: PromptConfig | None = None
     """How a record becomes a message."""
@@ -345,3 +368,39 @@ class RunConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
     logger: LoggingConfig = Field(default_factory=LoggingConfig)
+
+
+class OpenPolicyConfig(PolicyConfig):
+    """`policy` of a backend given by its path: keys that this model does not know are passed on."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenGenerationConfig(GenerationConfig):
+    """`policy.generation` of a backend given by its path: keys that this model does not know are passed on."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenEnvironmentConfig(EnvironmentConfig):
+    """`env.<task>` of an environment given by its path: keys that this model does not know are passed on."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenDatasetConfig(DatasetConfig):
+    """The section of a dataset given by its path: keys that this model does not know are passed on."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenLossConfig(LossConfig):
+    """`loss_fn` of a loss given by its path: keys that this model does not know are passed on."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenLoggerConfig(LoggerConfig):
+    """The section of a logger given by its path: keys that this model does not know are passed on."""
+
+    model_config = ConfigDict(extra="allow")

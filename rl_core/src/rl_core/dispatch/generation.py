@@ -91,17 +91,16 @@ class DistributedGeneration(GenerationInterface):
         Raises:
             WeightSyncError: the replicas have different versions.
         """
-        versions: list[int] = self._run("get_weight_version")
-        if len(set(versions)) > 1:
-            raise WeightSyncError(f"The generation replicas hold different weight versions: {versions}. A refit was torn.")
-        return versions[0]
+        version: int = self._same("get_weight_version")
+        return version
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
         assert self.facts
         return [self.group.submit_all("init_collective", ip, port, world_size)]
 
-    def prepare_refit_info(self, info: Mapping[str, Any]) -> None:
-        self._run("prepare_refit_info", info)
+    def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str]:
+        dtypes: Mapping[str, str] = self._same("prepare_refit_info", info)
+        return dtypes
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
         self._run("update_weights", ipc_handles)
@@ -110,15 +109,29 @@ class DistributedGeneration(GenerationInterface):
         assert self.facts
         return [self.group.submit_all("update_weights_from_collective")]
 
-    def weight_fingerprint(self, *args: Any, **kwargs: Any) -> Any:
-        """See `GenerationInterface`; the answer of every replica where they differ is a `WeightSyncError`."""
-        answers = self._run("weight_fingerprint", *args, **kwargs)
-        if any(answer != answers[0] for answer in answers):
-            raise WeightSyncError("The generation replicas do not hold the same weights. A refit was torn.")
-        return answers[0]
+    def weight_fingerprint(self) -> str:
+        fingerprint: str = self._same("weight_fingerprint")
+        return fingerprint
+
+    def weight_digests(self) -> dict[str, str]:
+        digests: dict[str, str] = self._same("weight_digests")
+        return digests
 
     def invalidate_kv_cache(self) -> bool:
         return all(self._run("invalidate_kv_cache"))
+
+    def _same(self, method: str, *args: Any) -> Any:
+        """The answer of every replica, which must be one.
+
+        Raises:
+            WeightSyncError: the replicas differ.
+        """
+        answers = self._run(method, *args)
+        if any(answer != answers[0] for answer in answers):
+            raise WeightSyncError(
+                f"The {len(answers)} generation replicas do not hold the same weights ({method} differs): a refit was torn."
+            )
+        return answers[0]
 
     def _run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         assert self.facts
@@ -135,7 +148,7 @@ def generate_on(
     shards = [rows.select_indices(part) for part in parts]
     if len(shards) < group.world_size:
         calls = [group.submit_one("generate", shard, rank=rank, greedy=greedy) for rank, shard in enumerate(shards)]
-        results = [call.result(deadline_s)[0] for call in calls]
+        results = [call.result(deadline_s) for call in calls]
     else:
         results = group.run_each("generate", [(shard,) for shard in shards], greedy=greedy, deadline_s=deadline_s)
     output = BatchedDataDict.from_batches(results)

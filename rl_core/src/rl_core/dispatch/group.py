@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.cluster.worker_group import InProcessWorkerGroup, WorkerGroup
+from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputS
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
 from rl_core.interfaces.worker import PolicyWorker, StepResult
+from rl_core.weights.handles import merge_handles
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -198,16 +199,23 @@ class DistributedPolicy(ColocatablePolicyInterface):
         buckets: list[list[str]] = self._run("prepare_weights_for_ipc", *args, **kwargs)
         return buckets
 
-    def get_weights_ipc_handles(self, keys: list[str], **kwargs: Any) -> dict[str, Any]:
-        handles: dict[str, Any] = self._run("get_weights_ipc_handles", keys, **kwargs)
-        return handles
+    def get_weights_ipc_handles(self, keys: list[str], *, by_reference: bool = False) -> dict[str, Any]:
+        assert self.facts
+        deadline_s = self._deadlines.refit_s
+        parts = self.group.run_all("get_weights_ipc_handles", keys, by_reference=by_reference, deadline_s=deadline_s)
+        return merge_handles(parts)
 
     def broadcast_weights_for_collective(self) -> list[Any]:
         assert self.facts
         return [self.group.submit_all("broadcast_weights_for_collective")]
 
-    def weight_fingerprint(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("weight_fingerprint", *args, **kwargs)
+    def weight_fingerprint(self, *, dtypes: Mapping[str, str] | None = None, kind: str | None = None) -> str:
+        fingerprint: str = self._run("weight_fingerprint", dtypes=dtypes, kind=kind)
+        return fingerprint
+
+    def weight_digests(self, *, dtypes: Mapping[str, str] | None = None, kind: str | None = None) -> dict[str, str]:
+        digests: dict[str, str] = self._run("weight_digests", dtypes=dtypes, kind=kind)
+        return digests
 
     def finish_refit(self) -> None:
         self._run("finish_refit")

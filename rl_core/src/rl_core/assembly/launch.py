@@ -1,0 +1,169 @@
+"""A run from its config file to its end: validate, build, resume, train, and close everything whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_core.assembly.build import build_run
+from rl_core.assembly.folder import choose_start, claim, write_status
+from rl_core.config.loader import LoadedConfig, load_config
+from rl_core.errors import RunInterrupted
+from rl_core.metrics.console import ConsoleLogger
+from rl_core.metrics.jsonl import JsonlLogger
+from rl_core.plugins.manager import PluginManager, discover
+from rl_core.plugins.registry import Registry
+from rl_core.run import Run
+
+_log = logging.getLogger("rlcore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What is left of a run that ended well."""
+
+    folder: Path
+    """The run folder."""
+    steps: int
+    """Steps done in all."""
+    resumed_from: int
+    """Steps that an earlier process had done."""
+    seconds: float
+    """From the config to the end."""
+    training_seconds: float
+    """From the first step to the end."""
+
+
+def train(
+    config_path: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    resume: str = "auto",
+    allow_config_change: bool = False,
+    console: bool = True,
+) -> Finished:
+    """Run the config's algorithm to its last step.
+
+    Args:
+        config_path: the YAML file.
+        overrides: `key=value` each.
+        resume: `auto`, `never`, or the path of a checkpoint or run folder.
+        allow_config_change: go on although the checkpoint was written under another config.
+        console: show progress on standard output.
+
+    Raises:
+        ConfigError: the config cannot be honoured; nothing was started.
+        CheckpointError: the checkpoint cannot be gone on from; nothing was trained.
+        RunInterrupted: Ctrl-C; a checkpoint of the last step is there.
+    """
+    started = time.perf_counter()
+    manager = discover()
+    registry = Registry(manager)
+    loaded = load_config(config_path, overrides, registry=registry)
+    config = loaded.run
+    with ExitStack() as exits:
+        start = choose_start(config, name=config.logger.run_name or Path(config_path).stem, resume=resume)
+        claim(start.folder, exits)
+        exits.enter_context(_logging_to(start.folder))
+        _say(console, f"run folder {start.folder}")
+        run = build_run(config, resolved=loaded.resolved, folder=start.folder, registry=registry, exits=exits)
+        if run.checkpoints is not None:
+            run.checkpoints.store.sweep()
+        if start.checkpoint is not None and run.checkpoints is not None:
+            run.first_step = run.checkpoints.restore(start.checkpoint, allow_config_change=allow_config_change)
+            _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
+        _attach_loggers(run, loaded, console, exits)
+        _announce(run, manager)
+        loop_started = time.perf_counter()
+        with _attended(run, manager):
+            registry.find("algorithm", config.algorithm_name).load()(config.algorithm, run)
+        ended = time.perf_counter()
+    return Finished(
+        folder=start.folder,
+        steps=config.algorithm.max_num_steps,
+        resumed_from=run.first_step,
+        seconds=ended - started,
+        training_seconds=ended - loop_started,
+    )
+
+
+def _attach_loggers(run: Run, loaded: LoadedConfig, console: bool, exits: ExitStack) -> None:
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(loaded.resolved, sort_keys=False), encoding="utf-8")
+    always: list[Any] = [JsonlLogger(run.folder, resume_from=run.first_step)]
+    if console:
+        always.append(ConsoleLogger(total_steps=run.config.algorithm.max_num_steps, first_step=run.first_step))
+    for logger in always:
+        exits.callback(logger.finish)
+    run.loggers = [*always, *run.loggers]
+    for logger in run.loggers:
+        logger.log_hyperparams(loaded.resolved)
+
+
+def _announce(run: Run, manager: PluginManager) -> None:
+    manager.call_event("rlcore_run_started", run=run)
+    run.on_step = lambda step, metrics: manager.call_event("rlcore_step_finished", run=run, step=step, metrics=metrics)
+
+
+@contextmanager
+def _attended(run: Run, manager: PluginManager) -> Iterator[None]:
+    """Ctrl-C ends the run after its step (a second one at once); the end, whatever it is, is written down and announced."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(*_: object) -> None:
+        if run.stop_requested:
+            raise KeyboardInterrupt
+        run.stop_requested = True
+        _log.warning("Ctrl-C: stopping after this step, with a checkpoint; once more stops at once")
+
+    in_main_thread = _set_handler(stop)
+    write_status(run.folder, "running")
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        interrupted = isinstance(caught, KeyboardInterrupt | RunInterrupted)
+        write_status(run.folder, "interrupted" if interrupted else "failed", during=run.metrics.phase, error=str(caught))
+        raise
+    else:
+        write_status(run.folder, "finished", steps=run.config.algorithm.max_num_steps)
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, before)
+        manager.call_event("rlcore_run_finished", run=run, error=error)
+
+
+def _set_handler(handler: Any) -> bool:
+    try:
+        signal.signal(signal.SIGINT, handler)
+    except ValueError:  # not in the main thread: whoever owns it decides about signals
+        return False
+    return True
+
+
+@contextmanager
+def _logging_to(folder: Path) -> Iterator[None]:
+    """Warnings go to the screen, everything to logs/driver.log."""
+    (folder / "logs").mkdir(exist_ok=True)
+    handler = logging.FileHandler(folder / "logs" / "driver.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
+def _say(console: bool, text: str) -> None:
+    if console:
+        print(text, flush=True)

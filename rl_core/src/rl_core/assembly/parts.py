@@ -1,0 +1,168 @@
+"""From sections to working parts: cluster, policy, engine, environments, refit, loggers; each by what its component says."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster.actor_pool import ActorPool, InProcessPool, plain_class
+from rl_core.cluster.ports import free_port
+from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.cluster.worker_group import wait_together
+from rl_core.config.schema import ClusterConfig, EnvironmentConfig, RunConfig
+from rl_core.dispatch.environments import EnvironmentPool
+from rl_core.errors import ConfigError
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.logger import Logger
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.interfaces.weights import TransportContext
+from rl_core.plugins.component import Component
+from rl_core.plugins.registry import Registry
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+IN_PROCESS_TRANSPORTS = ("by_reference",)
+ONE_NODE_TRANSPORTS = ("shared_memory", "collective")
+MANY_NODES_TRANSPORTS = ("collective",)
+"""In the order in which they are tried: the cheapest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builder:
+    """Makes the parts of one run, and ends them in the reverse order when `exits` closes.
+
+    Attributes:
+        run: the config.
+        registry: where components are found.
+        exits: closes every part.
+        cluster: where workers run; None in one process.
+    """
+
+    run: RunConfig
+    registry: Registry
+    exits: ExitStack
+    cluster: RayVirtualCluster | None
+
+    def policy(self) -> ColocatablePolicyInterface:
+        """The policy; it loads while the caller goes on."""
+        component = self.registry.find("policy", self.run.policy.backend)
+        policy: ColocatablePolicyInterface = component.load()(
+            config=self.run.policy, cluster=self.cluster, deadlines=self.run.cluster.deadlines
+        )
+        self.exits.callback(policy.shutdown)
+        return policy
+
+    def generation(self) -> GenerationInterface:
+        """The engine; it loads while the caller goes on."""
+        section = self.run.policy.generation
+        assert section is not None
+        component = self.registry.find("generation", section.backend)
+        generation: GenerationInterface = component.load()(
+            config=section.for_policy(self.run.policy), cluster=self.cluster, deadlines=self.run.cluster.deadlines
+        )
+        self.exits.callback(generation.shutdown)
+        return generation
+
+    def environments(self) -> dict[str, EnvironmentInterface]:
+        """Every task's environment, as a pool of processes."""
+        return {task: self._environment(task, section) for task, section in self.run.env.items()}
+
+    def _environment(self, task: str, section: EnvironmentConfig) -> EnvironmentInterface:
+        name = section.env_cls or section.name or task
+        worker_class = self.registry.find("environment", name).load()
+        config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
+        kwargs = _first_argument(worker_class, config)
+        deadline_s = self.run.cluster.deadlines.environment_s
+        if self.cluster is None:
+            pool: Any = InProcessPool(worker_class, kwargs, name=f"env.{task}")
+        else:
+            pool = ActorPool(
+                self.cluster,
+                worker_class,
+                section.num_workers,
+                kwargs,
+                section.step_timeout_s,
+                name=f"env.{task}",
+            )
+        environment = EnvironmentPool(pool, task_name=task, deadline_s=min(deadline_s, section.step_timeout_s))
+        self.exits.callback(environment.shutdown)
+        return environment
+
+    def weights(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> WeightSynchronizer:
+        """What brings the policy's weights to the engine, by the first transport that both sides speak."""
+        section = self.run.policy.generation
+        assert section is not None
+        sender = self.registry.find("policy", self.run.policy.backend)
+        receiver = self.registry.find("generation", section.backend)
+        context = TransportContext(
+            buffer_bytes=section.refit_buffer_mib * 2**20,
+            deadline_s=self.run.cluster.deadlines.refit_s,
+            wait=wait_together,
+            rendezvous=self.cluster.get_master_address_and_port if self.cluster else lambda: ("127.0.0.1", free_port()),
+            num_receivers=getattr(getattr(generation, "group", None), "world_size", 1),
+        )
+        name = self._transport(sender, receiver, section.refit_transport)
+        transport = self.registry.find("weight_transport", name).load()(context)
+        synchronizer = WeightSynchronizer(policy, generation, transport)
+        self.exits.callback(synchronizer.close)
+        return synchronizer
+
+    def _transport(self, sender: Component, receiver: Component, wanted: str | None) -> str:
+        if self.cluster is None:
+            possible: tuple[str, ...] = IN_PROCESS_TRANSPORTS
+        else:
+            possible = ONE_NODE_TRANSPORTS if self.cluster.node_count() == 1 else MANY_NODES_TRANSPORTS
+        spoken = [name for name in (wanted,) if name] or list(possible)
+        for name in spoken:
+            if all(f"refit:{name}" in side.capabilities for side in (sender, receiver)) and (
+                name in possible or name not in {*IN_PROCESS_TRANSPORTS, *ONE_NODE_TRANSPORTS}
+            ):
+                return name
+        raise ConfigError(
+            f"No weight transport leads from policy {sender.name!r} ({_spoken(sender)}) to generation {receiver.name!r} "
+            f"({_spoken(receiver)}) {'in one process' if self.cluster is None else 'between these workers'}; "
+            f"tried {', '.join(spoken)}. Change policy.generation.refit_transport, policy.generation.backend or cluster.backend."
+        )
+
+    def loggers(self, folder: Path) -> list[Logger]:
+        """The loggers of `logger.loggers`, beside the two that every run has."""
+        made: list[Logger] = []
+        for name, section in self.run.logger.loggers.items():
+            if section.enabled:
+                made.append(self.registry.find("logger", name).load()(config=section, folder=folder))
+                self.exits.callback(made[-1].finish)
+        return made
+
+
+def make_cluster(config: ClusterConfig, exits: ExitStack) -> RayVirtualCluster | None:
+    """The bundles of a run; None where it stays in one process.
+
+    Raises:
+        ResourceInsufficientError: there are too few nodes, CPUs or GPUs.
+    """
+    if config.backend == "in_process":
+        return None
+    cluster = RayVirtualCluster(
+        [config.workers_per_node] * config.num_nodes,
+        use_gpus=config.use_gpus,
+        max_colocated_worker_groups=2,
+        cpus_per_bundle=config.cpus_per_worker,
+        name="run",
+    )
+    exits.callback(cluster.shutdown)
+    return cluster
+
+
+def _first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:
+    """The config under the name that the class gives its first parameter; nothing where it takes none."""
+    parameters = [p for p in inspect.signature(plain_class(worker_class)).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return {parameters[0].name: config} if parameters else {}
+
+
+def _spoken(component: Component) -> str:
+    names = [name.removeprefix("refit:") for name in component.capabilities if name.startswith("refit:")]
+    return "speaks " + ", ".join(names) if names else "speaks none"
