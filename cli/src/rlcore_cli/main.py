@@ -15,6 +15,7 @@ from rl_core.errors import RLCoreError
 from rlcore_cli.lazy import LazyGroup
 
 COMMANDS = {
+    "train": ("rlcore_cli.train:train", "Train by a config, from its last checkpoint if there is one."),
     "list-backends": ("rlcore_cli.listing:list_backends", "What a config can name, and whether it is ready."),
     "list-plugins": ("rlcore_cli.listing:list_plugins", "The installed plugins, what they register, how they fare."),
     "doctor": ("rlcore_cli.doctor:doctor", "Why a plugin does not work: requirements, import, traceback."),

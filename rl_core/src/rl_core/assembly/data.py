@@ -53,8 +53,9 @@ def prompt_loader(
     longest = run.data.max_input_seq_length or run.policy.max_total_sequence_length - 1
     if longest >= run.policy.max_total_sequence_length:
         raise ConfigError(
-            f"data.max_input_seq_length is {longest}, and policy.max_total_sequence_length {run.policy.max_total_sequence_length} "
-            "holds prompt and completion: a prompt of that length leaves no room for an answer. Lower the one or raise the other."
+            f"data.max_input_seq_length is {longest}, and policy.max_total_sequence_length is "
+            f"{run.policy.max_total_sequence_length}: a prompt of that length leaves no room for an answer. "
+            "Lower the one or raise the other."
         )
     process = partial(prompt_datum, tokenizer=tokenizer, max_length=longest, on_too_long=OnTooLong(run.data.on_long_prompt))
     return _loader(section, run, registry, process, batch_size=batch_size, shuffle=shuffle, tasks=run.env.keys())

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster.actor_pool import ActorPool, InProcessPool, plain_class
-from rl_core.cluster.ports import free_port
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import wait_together
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, RunConfig
 from rl_core.dispatch.environments import EnvironmentPool
-from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.logger import Logger
 from rl_core.interfaces.policy import ColocatablePolicyInterface
-from rl_core.interfaces.weights import TransportContext
-from rl_core.plugins.component import Component
+from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.registry import Registry
 from rl_core.weights.synchronizer import WeightSynchronizer
 
@@ -96,37 +93,31 @@ class Builder:
         """What brings the policy's weights to the engine, by the first transport that both sides speak."""
         section = self.run.policy.generation
         assert section is not None
-        sender = self.registry.find("policy", self.run.policy.backend)
-        receiver = self.registry.find("generation", section.backend)
-        context = TransportContext(
+        synchronizer = WeightSynchronizer(
+            policy,
+            generation,
+            transports=self._transports(section.refit_transport),
+            policy_capabilities=self.registry.find("policy", self.run.policy.backend).capabilities,
+            generation_capabilities=self.registry.find("generation", section.backend).capabilities,
+            transport=section.refit_transport,
             buffer_bytes=section.refit_buffer_mib * 2**20,
             deadline_s=self.run.cluster.deadlines.refit_s,
+            num_receivers=generation.num_workers,
             wait=wait_together,
-            rendezvous=self.cluster.get_master_address_and_port if self.cluster else lambda: ("127.0.0.1", free_port()),
-            num_receivers=getattr(getattr(generation, "group", None), "world_size", 1),
+            rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
         )
-        name = self._transport(sender, receiver, section.refit_transport)
-        transport = self.registry.find("weight_transport", name).load()(context)
-        synchronizer = WeightSynchronizer(policy, generation, transport)
         self.exits.callback(synchronizer.close)
         return synchronizer
 
-    def _transport(self, sender: Component, receiver: Component, wanted: str | None) -> str:
-        if self.cluster is None:
-            possible: tuple[str, ...] = IN_PROCESS_TRANSPORTS
+    def _transports(self, wanted: str | None) -> list[type[WeightTransport]]:
+        """What can lead from these policy workers to these engine workers, the cheapest first."""
+        if wanted is not None:
+            names: tuple[str, ...] = (wanted,)
+        elif self.cluster is None:
+            names = IN_PROCESS_TRANSPORTS
         else:
-            possible = ONE_NODE_TRANSPORTS if self.cluster.node_count() == 1 else MANY_NODES_TRANSPORTS
-        spoken = [name for name in (wanted,) if name] or list(possible)
-        for name in spoken:
-            if all(f"refit:{name}" in side.capabilities for side in (sender, receiver)) and (
-                name in possible or name not in {*IN_PROCESS_TRANSPORTS, *ONE_NODE_TRANSPORTS}
-            ):
-                return name
-        raise ConfigError(
-            f"No weight transport leads from policy {sender.name!r} ({_spoken(sender)}) to generation {receiver.name!r} "
-            f"({_spoken(receiver)}) {'in one process' if self.cluster is None else 'between these workers'}; "
-            f"tried {', '.join(spoken)}. Change policy.generation.refit_transport, policy.generation.backend or cluster.backend."
-        )
+            names = ONE_NODE_TRANSPORTS if self.cluster.node_count() == 1 else MANY_NODES_TRANSPORTS
+        return [self.registry.find("weight_transport", name).load() for name in names]
 
     def loggers(self, folder: Path) -> list[Logger]:
         """The loggers of `logger.loggers`, beside the two that every run has."""
@@ -161,8 +152,3 @@ def _first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:
     """The config under the name that the class gives its first parameter; nothing where it takes none."""
     parameters = [p for p in inspect.signature(plain_class(worker_class)).parameters.values() if p.kind is not p.VAR_KEYWORD]
     return {parameters[0].name: config} if parameters else {}
-
-
-def _spoken(component: Component) -> str:
-    names = [name.removeprefix("refit:") for name in component.capabilities if name.startswith("refit:")]
-    return "speaks " + ", ".join(names) if names else "speaks none"

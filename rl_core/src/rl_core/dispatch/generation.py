@@ -85,6 +85,10 @@ class DistributedGeneration(GenerationInterface):
         return True
 
     @property
+    def num_workers(self) -> int:
+        return self.group.world_size
+
+    @property
     def weight_version(self) -> int:
         """See `GenerationInterface`.
 

@@ -84,6 +84,11 @@ class GenerationInterface(ABC):
         """End the engine and its processes; calling it twice is fine."""
 
     @property
+    def num_workers(self) -> int:
+        """Workers that load weights at a refit."""
+        return 1
+
+    @property
     def weight_version(self) -> int:
         """How many optimizer steps the engine's weights have seen; -1 before the first refit."""
         return -1

@@ -1,0 +1,51 @@
+"""`rlcore train`: run a config, show how it goes, and at the end what it came to and where it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_core.assembly.launch import Finished
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, to change the file's values.")] = None,
+    resume: Annotated[
+        str,
+        typer.Option(help="auto: go on with the newest unfinished run of this name; never: begin anew; or a path."),
+    ] = "auto",
+    allow_config_change: Annotated[
+        bool, typer.Option("--allow-config-change", help="Resume although the checkpoint was written under another config.")
+    ] = False,
+) -> None:
+    """Train by a config, from its last checkpoint if there is one.
+
+    Ctrl-C ends the run after the step under way, with a checkpoint; the same command goes on from there.
+
+    Example:
+        rlcore train examples/grpo_addition.yaml
+        rlcore train config.yaml grpo.max_num_steps=20 cluster.workers_per_node=2
+        rlcore train config.yaml --resume runs/config/checkpoints/step_000010
+    """
+    from rl_core.assembly.launch import train as launch
+
+    finished = launch(config, overrides or [], resume=resume, allow_config_change=allow_config_change)
+    _tell(finished)
+
+
+def _tell(finished: Finished) -> None:
+    from rlcore_cli.curve import Series, draw, read_series
+
+    minutes, seconds = divmod(round(finished.training_seconds), 60)
+    metrics = finished.folder / "metrics.jsonl"
+    for name, title in (("validation/accuracy", "validation accuracy"), ("reward/mean", "mean reward")):
+        series: Series = read_series(metrics, name)
+        if len(series.steps) > 1:
+            print(f"\n{title}: {series.values[0]:.3f} at step {series.steps[0]}, {series.values[-1]:.3f} at {series.steps[-1]}")
+            print(draw(series, title))
+    print(f"\n{finished.steps} steps done; training took {minutes} min {seconds} s")
+    print(f"run folder: {finished.folder}")
