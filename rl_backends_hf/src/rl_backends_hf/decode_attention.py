@@ -1,0 +1,125 @@
+"""Attention of one new token per row, and the masks of it; knows the kinds of layer of a config, and no model by name.
+
+Transformers repeats keys and values for every query head of a group before SDPA whenever there is a mask, which copies the whole
+cache once a layer and token. Here the query heads of a group are the query positions of their key head, so nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rl_backends_hf.kv_cache import SlotCache
+from rl_core.errors import NotSupportedError
+
+GROUPED = "rlcore_grouped_sdpa"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def grouped_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """SDPA as Transformers calls it, without repeated keys and values where one token a row is decoded.
+
+    Args:
+        module: the attention layer.
+        query: [N, query heads, 1, D].
+        key: [N, key heads, K, D].
+        value: [N, key heads, K, D'].
+        attention_mask: [N, 1, 1, K] bool.
+        **kwargs: as Transformers passes them; `scaling` is the factor of the scores.
+    """
+    rows, heads, length, width = query.shape
+    plain = length > 1 or heads == key.shape[1] or kwargs.get("position_bias") is not None or kwargs.get("cache") is not None
+    if plain:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return output, None
+    grouped = query.reshape(rows, key.shape[1], -1, width)
+    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    return output.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_sdpa)
+ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, sdpa_mask)
+
+
+@contextmanager
+def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Run `model` with `grouped_sdpa` where it had SDPA or flash attention; its own choice is back afterwards."""
+    before = model.config._attn_implementation
+    if before == "eager" or not model._can_set_attn_implementation():
+        yield
+        return
+    model.set_attn_implementation(GROUPED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayout:
+    """How the layers of a model look at what is behind them.
+
+    Attributes:
+        num_layers: layers that keep keys and values.
+        kinds: `full_attention`, `sliding_attention` or both.
+        window: tokens that the sliding ones see.
+    """
+
+    num_layers: int
+    kinds: frozenset[str]
+    window: int | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> AttentionLayout:
+        """Read it from the config.
+
+        Raises:
+            NotSupportedError: a layer has another kind of memory, such as a recurrent state or chunked attention.
+        """
+        kinds, arguments = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+        unknown = sorted(set(kinds) - {_FULL, _SLIDING})
+        windows = {entry["sliding_window"] for entry in arguments if "sliding_window" in entry}
+        if unknown or len(windows) > 1:
+            found = f"layers of kind {', '.join(unknown)}" if unknown else f"several sliding windows, {sorted(windows)}"
+            raise NotSupportedError(
+                f"{type(model).__name__} has {found}. This sampler keeps keys and values of full and sliding-window attention "
+                "only. Use another generation backend for this model."
+            )
+        return cls(num_layers=len(kinds), kinds=frozenset(kinds), window=next(iter(windows), None))
+
+    def mask(self, cache: SlotCache, *, eager_dtype: torch.dtype | None) -> torch.Tensor | dict[str, torch.Tensor]:
+        """[N, 1, 1, K] as the model's forward takes it, or one for each kind of layer.
+
+        Args:
+            cache: the rows.
+            eager_dtype: the type of the scores that an eager attention adds the mask to; None for SDPA, which takes a bool.
+        """
+        masks = {
+            kind: _shaped(cache.attendable(window=self.window if kind == _SLIDING else None), eager_dtype)
+            for kind in self.kinds
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _shaped(seen: torch.Tensor, eager_dtype: torch.dtype | None) -> torch.Tensor:
+    seen = seen[:, None, None, :]
+    if eager_dtype is None:
+        return seen
+    return torch.zeros_like(seen, dtype=eager_dtype).masked_fill_(~seen, torch.finfo(eager_dtype).min)

@@ -1,0 +1,202 @@
+"""Keys and values of the rows being decoded, in place and without gaps; knows neither tokens nor sampling.
+
+A row owns a slot, and column t of a slot holds the token at position t, so rows of different lengths need no padding on the left
+and new rows join at any time. Slots 0..N-1 are taken: a finished row's slot is filled by one from the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from rl_core.errors import NotSupportedError
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values [slots, heads, columns, head_dim] of one layer; a view of the first N slots and K columns is handed out."""
+
+    is_sliding = False
+
+    def __init__(self, slots: SlotTable) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        shape = (self._slots.capacity, key_states.shape[1], self._slots.columns)
+        # Zeros, not garbage: a masked column weighs nothing only if what it holds is finite.
+        self.keys = torch.zeros((*shape, key_states.shape[3]), dtype=self.dtype, device=self.device)
+        self.values = torch.zeros((*shape, value_states.shape[3]), dtype=value_states.dtype, device=self.device)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token of every row ([N, heads, 1, head_dim]) at its position; hand out all up to the longest row."""
+        taken, width = self._slots.taken, self._slots.width
+        where = (self._slots.index[:taken], slice(None), self._slots.positions)
+        self.keys[where] = key_states.squeeze(2)
+        self.values[where] = value_states.squeeze(2)
+        return self.keys[:taken, :, :width], self.values[:taken, :, :width]
+
+    def load(self, other: CacheLayerMixin, *, runs: Sequence[PrefillRun]) -> None:
+        """Copy prompts from the columns of a left-padded prefill."""
+        if not self.is_initialized:
+            self.lazy_initialization(other.keys, other.values)
+        for run in runs:
+            rows = slice(run.first_slot, run.first_slot + len(run.sources))
+            for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+                mine[rows, :, : run.length] = theirs[run.sources, :, theirs.shape[2] - run.length :]
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, *, width: int) -> None:
+        """Copy whole slots, up to column `width`."""
+        for mine in (self.keys, self.values):
+            mine[targets, :, :width] = mine[sources, :, :width]
+
+    def grow(self, columns: int, *, taken: int, width: int) -> None:
+        """Make room for more columns."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros((old.shape[0], old.shape[1], columns, old.shape[3]))
+            new[:taken, :, :width] = old[:taken, :, :width]
+            setattr(self, name, new)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._slots.width, 0
+
+    def get_seq_length(self) -> int:
+        return self._slots.width - 1
+
+    def get_max_length(self) -> int:
+        return self._slots.columns
+
+
+class PrefillRun:
+    """Rows of one prompt length that go into slots side by side.
+
+    Attributes:
+        first_slot: the first slot.
+        sources: row of the prefill for each slot.
+        length: tokens of each prompt.
+    """
+
+    def __init__(self, *, first_slot: int, sources: list[int], length: int) -> None:
+        self.first_slot, self.sources, self.length = first_slot, sources, length
+
+
+class SlotTable:
+    """Which slots and columns are in use; shared by the layers of one cache.
+
+    Attributes:
+        capacity: slots that there are.
+        taken: slots in use, the first ones.
+        columns: columns that there are.
+        width: columns in use: tokens of the longest row.
+        positions: [taken] int64, column of each row's latest token.
+        index: [capacity] int64, 0, 1, 2...
+    """
+
+    def __init__(self, *, capacity: int, columns: int, device: torch.device) -> None:
+        self.capacity, self.columns = capacity, columns
+        self.taken = self.width = 0
+        self.positions = torch.empty(0, dtype=torch.int64, device=device)
+        self.index = torch.arange(capacity, device=device)
+
+
+class SlotCache(Cache):
+    """The cache that a causal LM of Transformers decodes with, one token of every row at a time.
+
+    Args:
+        num_layers: layers that keep keys and values.
+        capacity: most rows at one time.
+        first_columns: columns to begin with.
+        max_columns: most columns that a row can come to need.
+        device: where the model's input lives.
+    """
+
+    def __init__(
+        self, *, num_layers: int, capacity: int, first_columns: int, max_columns: int, device: torch.device
+    ) -> None:
+        self.slots = SlotTable(capacity=capacity, columns=min(first_columns, max_columns), device=device)
+        self._max_columns = max_columns
+        super().__init__(layers=[SlotLayer(self.slots) for _ in range(num_layers)])
+
+    def add(self, prefill: Cache, *, sources: Sequence[int], lengths: Sequence[int]) -> None:
+        """Give a slot to every row of `sources`, after the slots in use.
+
+        Args:
+            prefill: keys and values of left-padded prompts.
+            sources: row of the prefill for each new slot; a prompt's row comes once for each of its samples.
+            lengths: tokens of the prompt of each new slot.
+
+        Raises:
+            NotSupportedError: the model has other layers than the cache.
+        """
+        if len(prefill.layers) != len(self.layers):
+            raise NotSupportedError(
+                f"The model keeps keys and values in {len(prefill.layers)} layers where its config names {len(self.layers)}: "
+                "its attention is of a kind that this sampler does not know. Use another generation backend."
+            )
+        self._make_room(max(lengths))
+        runs = _runs(sources, lengths, first_slot=self.slots.taken)
+        for mine, theirs in zip(self.layers, prefill.layers, strict=True):
+            mine.load(theirs, runs=runs)
+        new = torch.tensor(lengths, dtype=torch.int64, device=self.slots.positions.device) - 1
+        self.slots.positions = torch.cat([self.slots.positions, new])
+        self.slots.taken += len(sources)
+        self.slots.width = max(self.slots.width, max(lengths))
+
+    def advance(self) -> None:
+        """Each row goes one position on; the forward that follows writes there."""
+        self._make_room(self.slots.width + 1)
+        self.slots.positions = self.slots.positions + 1
+        self.slots.width += 1
+
+    def keep(self, kept: Sequence[int], *, width: int) -> None:
+        """Drop all rows but these; row `kept[i]` takes slot i.
+
+        Args:
+            kept: slots; those that stay where they are cost nothing.
+            width: tokens of the longest of them.
+        """
+        moves = [(source, target) for target, source in enumerate(kept) if source != target]
+        self.slots.taken, self.slots.width = len(kept), width
+        device = self.slots.positions.device
+        self.slots.positions = self.slots.positions[torch.tensor(kept, dtype=torch.int64, device=device)]
+        if moves:
+            sources, targets = torch.tensor(moves, device=device).unbind(dim=1)
+            for layer in self.layers:
+                layer.move(sources, targets, width=width)
+
+    def attendable(self, *, window: int | None = None) -> torch.Tensor:
+        """[N, K] bool, the columns that each row's token may look at.
+
+        Args:
+            window: tokens that a sliding-window layer sees, the token itself included; all of them by default.
+        """
+        columns, positions = torch.arange(self.slots.width, device=self.slots.index.device), self.slots.positions.unsqueeze(1)
+        seen = columns <= positions
+        return seen if window is None else seen & (columns > positions - window)
+
+    def _make_room(self, width: int) -> None:
+        if width <= self.slots.columns:
+            return
+        columns = min(max(2 * self.slots.columns, width), self._max_columns)
+        for layer in self.layers:
+            layer.grow(columns, taken=self.slots.taken, width=self.slots.width)
+        self.slots.columns = columns
+
+
+def _runs(sources: Sequence[int], lengths: Sequence[int], *, first_slot: int) -> list[PrefillRun]:
+    runs: list[PrefillRun] = []
+    for slot, (source, length) in enumerate(zip(sources, lengths, strict=True), start=first_slot):
+        if runs and runs[-1].length == length:
+            runs[-1].sources.append(source)
+        else:
+            runs.append(PrefillRun(first_slot=slot, sources=[source], length=length))
+    return runs

@@ -1,0 +1,168 @@
+"""From logits to tokens and the log-probabilities that they were drawn with; knows no model and no cache.
+
+A draw is the inverse of the cumulative distribution at one uniform number, and that number is a function of the row's seed and of
+the token's position alone: a row's tokens depend neither on its neighbours nor on the order of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+_BLOCK: Final = 256
+"""Vocabulary entries whose mass is summed together: the cumulative sum runs over blocks, then inside one block."""
+_NUCLEUS_CANDIDATES: Final = 1024
+"""Tokens of a row that are sorted for top-p before the whole vocabulary is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParameters:
+    """The distribution that tokens are drawn from, in the order in which it is made.
+
+    1. `repetition_penalty` r on the raw logits of each token that the row already holds, prompt included: x / r where x > 0,
+       else x * r (Keskar et al. 2019, arXiv:1909.05858).
+    2. `temperature`: logits are divided by it.
+    3. `top_k`: the k likeliest tokens stay, and all that tie with the last of them.
+    4. `top_p`: of these, renormalised, the smallest set of likeliest tokens whose probability reaches p stays, and all that tie
+       with the last of them.
+    5. What stays is renormalised.
+
+    A greedy row takes the likeliest token after step 1 and reports its log-probability after step 2.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+
+def next_tokens(
+    logits: torch.Tensor,
+    *,
+    parameters: SamplingParameters,
+    greedy: bool,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    history: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each row and its log-probability.
+
+    Args:
+        logits: [N, V] of any floating type; overwritten where it is float32.
+        parameters: the distribution.
+        greedy: take the likeliest token.
+        seeds: [N] int64.
+        positions: [N] int64, place in the row of the token to be drawn.
+        history: [N, T] int64, the tokens that each row holds (any of them repeated as padding); needed by the penalty alone.
+
+    Returns:
+        Tokens [N] int64, and log-probabilities [N] float32 in nats.
+    """
+    scores = logits.float()
+    if parameters.repetition_penalty != 1.0 and history is not None:
+        _penalise(scores, history, parameters.repetition_penalty)
+    if parameters.temperature != 1.0:
+        scores.div_(parameters.temperature)
+    if greedy:
+        tokens = scores.argmax(dim=-1)
+        return tokens, _at(scores, tokens) - scores.logsumexp(dim=-1)
+    if parameters.top_k is not None or parameters.top_p < 1.0:
+        floor = _floor(scores, parameters)
+        scores.masked_fill_(scores < floor, float("-inf"))
+    highest = scores.amax(dim=-1, keepdim=True)
+    mass = scores.sub_(highest).exp_()
+    tokens, total = _inverse_cdf(mass, uniforms(seeds, positions))
+    return tokens, (_at(mass, tokens).double().log() - total.log()).float()
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[N] float64 in [0, 1): a hash of each (seed, position), 53 bits of two rounds of splitmix64."""
+    golden = -7046029254386353131  # 0x9E3779B97F4A7C15; int64 arithmetic wraps as uint64 does
+    state = _mix(seeds + golden)
+    state = _mix(state + (positions + 1) * golden)
+    return _shift_right(state, 11).double() * 2.0**-53
+
+
+def derived_seeds(seed: int, call: int, rows: int) -> torch.Tensor:
+    """[rows] int64, distinct seeds of the rows of one call, for a batch that brings none."""
+    base = _mix(_mix(torch.tensor([seed])) + call)
+    return _mix(base + torch.arange(rows))
+
+
+def _mix(state: torch.Tensor) -> torch.Tensor:
+    # The finalizer of splitmix64 (Steele, Lea, Flood 2014); multipliers are 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB.
+    state = (state ^ _shift_right(state, 30)) * -4658895280553007687
+    state = (state ^ _shift_right(state, 27)) * -7723592293110705685
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(state: torch.Tensor, bits: int) -> torch.Tensor:
+    # `>>` of int64 copies the sign; the mask makes it the shift of uint64.
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _at(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return values.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _penalise(scores: torch.Tensor, history: torch.Tensor, penalty: float) -> None:
+    present = scores.gather(1, history)
+    # Tokens that occur twice are written twice, with the same value.
+    scores.scatter_(1, history, torch.where(present > 0, present / penalty, present * penalty))
+
+
+def _floor(scores: torch.Tensor, parameters: SamplingParameters) -> torch.Tensor:
+    """[N, 1], the lowest score that stays."""
+    vocabulary = scores.shape[1]
+    floor = scores.new_full((len(scores), 1), float("-inf"))
+    if parameters.top_k is not None:
+        floor = scores.topk(min(parameters.top_k, vocabulary), dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < floor, float("-inf"))
+    if parameters.top_p >= 1.0:
+        return floor
+    totals = scores.logsumexp(dim=-1, keepdim=True)
+    count = min(_NUCLEUS_CANDIDATES, vocabulary)
+    nucleus, reached = _nucleus_floor(scores.topk(count, dim=-1).values, totals, parameters.top_p)
+    if count < vocabulary and not bool(reached.all()):
+        wide = (~reached).nonzero().squeeze(1)
+        ranked = scores[wide].sort(dim=-1, descending=True).values
+        nucleus[wide] = _nucleus_floor(ranked, totals[wide], parameters.top_p)[0]
+    return torch.maximum(floor, nucleus)
+
+
+def _nucleus_floor(ranked: torch.Tensor, totals: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lowest score of the nucleus [N, 1] among the `ranked` ones, and whether these reach `top_p` [N]."""
+    cumulative = (ranked - totals).double().exp().cumsum(dim=-1)
+    inside = (cumulative < top_p).sum(dim=-1, keepdim=True).clamp_(max=ranked.shape[1] - 1)
+    return ranked.gather(1, inside), cumulative[:, -1] >= top_p
+
+
+def _inverse_cdf(mass: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [N], and the total mass [N] float64, of unnormalised `mass` [N, V].
+
+    Two levels, so that no cumulative sum runs over the vocabulary: it would be slow, and in float32 wrong in the fourth digit.
+    """
+    rows, vocabulary = mass.shape
+    whole = vocabulary // _BLOCK
+    sums = mass[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(dim=-1)
+    if whole * _BLOCK < vocabulary:
+        sums = torch.cat([sums, mass[:, whole * _BLOCK :].sum(dim=-1, keepdim=True)], dim=1)
+    below = sums.double().cumsum(dim=-1)
+    total = below[:, -1]
+    target = (uniform * total).unsqueeze(1)
+    block = torch.searchsorted(below, target, right=True).clamp_(max=below.shape[1] - 1)
+    block = _last_with_mass(sums, block)
+    target = target - (below.gather(1, block) - sums.double().gather(1, block))
+    places = block * _BLOCK + torch.arange(_BLOCK, device=mass.device)
+    inner = mass.gather(1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0.0)
+    offset = torch.searchsorted(inner.double().cumsum(dim=-1), target, right=True).clamp_(max=_BLOCK - 1)
+    offset = _last_with_mass(inner, offset)
+    return (block * _BLOCK + offset).squeeze(1), total
+
+
+def _last_with_mass(mass: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    """`choice` [N, 1], or the last place with mass where rounding carried it past that one."""
+    places = torch.arange(mass.shape[1], device=mass.device)
+    return torch.minimum(choice, torch.where(mass > 0, places, 0).amax(dim=-1, keepdim=True))
