@@ -1,0 +1,30 @@
+"""What a resume may change, and what makes another run of it."""
+
+from rl_core.checkpoints.state import config_changes
+
+OLD = {
+    "grpo": {"max_num_steps": 10, "seed": 1},
+    "policy": {"model_name": "a", "logprob_batch_size": 4},
+    "logger": {"log_dir": "x"},
+}
+
+
+def changed(section, key, value):
+    new = {name: dict(values) for name, values in OLD.items()}
+    new[section][key] = value
+    return config_changes(OLD, new, "grpo")
+
+
+def test_how_long_and_where_a_run_goes_on_is_free():
+    assert changed("grpo", "max_num_steps", 20) == {}
+    assert changed("logger", "log_dir", "y") == {}
+    assert changed("policy", "logprob_batch_size", 8) == {}
+
+
+def test_another_model_or_seed_is_another_run():
+    assert changed("policy", "model_name", "b") == {"policy.model_name": ("a", "b")}
+    assert changed("grpo", "seed", 2) == {"grpo.seed": (1, 2)}
+
+
+def test_a_key_that_appears_is_a_change():
+    assert changed("grpo", "num_prompts_per_step", 4) == {"grpo.num_prompts_per_step": (None, 4)}

@@ -1,0 +1,56 @@
+"""The record of a run: values with their reduction, phases, and files that survive a kill."""
+
+import json
+import math
+
+from rl_core.metrics.jsonl import JsonlLogger, read_jsonl
+from rl_core.metrics.recorder import Recorder
+
+
+def test_a_name_recorded_twice_is_the_mean_and_phases_add_up():
+    recorder = Recorder()
+    recorder.add({"a": 1.0})
+    recorder.add({"a": 3.0})
+    for _ in range(2):
+        with recorder.timed("train"):
+            pass
+    flushed = recorder.flush()
+    assert flushed["a"] == 2.0
+    assert set(flushed) == {"a", "time/train_s"}
+    assert recorder.flush() == {}
+
+
+def test_the_phase_under_way_is_named_and_restored_after_an_error():
+    recorder = Recorder()
+    try:
+        with recorder.timed("rollout"):
+            assert recorder.phase == "rollout"
+            raise KeyError
+    except KeyError:
+        pass
+    assert recorder.phase == "start"
+
+
+def test_a_resume_forgets_the_steps_that_it_is_about_to_repeat(tmp_path):
+    logger = JsonlLogger(tmp_path)
+    for step in range(1, 6):
+        logger.log_metrics({"reward/mean": step / 10}, step)
+        logger.log_rollouts([{"reward": step}], step)
+    JsonlLogger(tmp_path, resume_from=3).log_metrics({"reward/mean": 9.0}, 4)
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [f"step_00000{n}.jsonl" for n in (1, 2, 3)]
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
+    logger = JsonlLogger(tmp_path)
+    logger.log_metrics({"a": 1.0}, 1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "a"')
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+    JsonlLogger(tmp_path, resume_from=1).log_metrics({"a": 2.0}, 2)
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_number_that_json_has_no_word_for_is_null(tmp_path):
+    JsonlLogger(tmp_path).log_metrics({"a": math.nan, "b": math.inf, "c": 1.0}, 1)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": None, "b": None, "c": 1.0}
