@@ -1,0 +1,33 @@
+"""Conversations and one running mathematics environment for this room's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rl_core.interfaces.environment import EnvironmentReturn, Message
+from rl_envs.math.environment import MathEnvironment
+
+
+def answered(completion: str, question: str = "?") -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
+
+
+class MathGrader:
+    """A `MathEnvironment` and the pairs (expected answer, completion) that it is asked about."""
+
+    def __init__(self, environment: MathEnvironment) -> None:
+        self.environment = environment
+
+    def grade(self, *pairs: tuple[str, str]) -> EnvironmentReturn:
+        return self.environment.step(
+            [answered(completion) for _, completion in pairs], [{"expected_answer": expected} for expected, _ in pairs]
+        )
+
+
+@pytest.fixture(scope="session")
+def grader() -> Iterator[MathGrader]:
+    environment = MathEnvironment({"num_processes": 2, "timeout_s": 1.5})
+    yield MathGrader(environment)
+    environment.shutdown()

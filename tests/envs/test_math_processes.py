@@ -1,0 +1,163 @@
+"""Hostile inputs, killed processes and killed parents: the comparing processes end when they must and harm nobody."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from rl_envs.math.environment import MathEnvironment
+
+PARENS = "(" * 200 + "1" + ")" * 200
+HOSTILE = [
+    r"$9^{9^{9^9}}$",
+    r"\boxed{9^{9^{9^9}}}",
+    r"\boxed{10000000!}",
+    r"$10000000!$",
+    PARENS,
+    rf"\boxed{{{PARENS}}}",
+    "",
+    "\x00\x07\ud800 ∫∑ \U0001f600 \u202e",
+    "9" * 100_000,
+    r"\boxed{" + "9" * 50_000 + "}",
+    r"\boxed{" * 5_000,
+    "{" * 20_000 + "}" * 20_000,
+    r"\boxed{" + r"\frac{" * 3_000 + "}" * 6_000,
+    "\\" * 10_000,
+    r"\boxed{__import__('os').system('touch /tmp/rl_envs_was_here')}",
+    "word " * 400_000,
+]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as status:
+            return status.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, *, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def test_hostile_completions_are_wrong_and_their_neighbours_are_not_disturbed(grader):
+    pairs = [pair for text in HOSTILE for pair in (("1", text), ("1/2", rf"\boxed{{0.5}} after {len(text)}"))]
+    started = time.monotonic()
+    graded = grader.grade(*pairs)
+    took = time.monotonic() - started
+    assert graded.rewards.tolist() == [0.0, 1.0] * len(HOSTILE)
+    # Each hostile one may use its 1.5 s of CPU and a new process; four times that for a busy machine.
+    assert took < 4 * len(HOSTILE) * 2.5
+    assert not os.path.exists("/tmp/rl_envs_was_here")
+
+
+def test_a_comparison_that_never_ends_is_counted_as_a_timeout(grader):
+    graded = grader.grade(("1", r"\boxed{9^{9^{9^9}}}"))
+    assert graded.metadata[0]["grading"] == "timeout"
+
+
+def test_a_killed_process_is_replaced_and_nothing_is_lost(grader):
+    grader.grade(("1", "1"), ("2", "2"))
+    before = grader.environment.process_ids()
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    graded = grader.grade(*[(str(n), rf"\boxed{{{n}}}") for n in range(6)])
+    assert graded.rewards.tolist() == [1.0] * 6
+    assert set(grader.environment.process_ids()).isdisjoint(before)
+
+
+def test_a_process_killed_in_the_midst_of_a_comparison_is_asked_again():
+    environment = MathEnvironment({"timeout_s": 3.0})
+    environment.step([[{"role": "assistant", "content": "1"}]], [{"expected_answer": "1"}])
+    (pid,) = environment.process_ids()
+    killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    endless = r"\boxed{10000000!}"
+    graded = environment.step([[{"role": "assistant", "content": endless}]], [{"expected_answer": "1"}])
+    environment.shutdown()
+    assert graded.metadata[0]["grading"] == "timeout"  # of the second process, which nobody killed
+
+
+def test_the_alarms_of_the_caller_are_left_alone(grader):
+    rang = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: rang.append(True))
+    pending = signal.setitimer(signal.ITIMER_REAL, 0.2)
+    grader.grade(("1", r"\boxed{1}"), ("1", r"\boxed{10000000!}"))
+    wait_until(lambda: rang, timeout_s=5.0)
+    signal.signal(signal.SIGALRM, previous)
+    signal.setitimer(signal.ITIMER_REAL, *pending)
+    assert rang == [True]
+
+
+def test_it_works_in_a_thread_that_is_not_the_main_one(grader):
+    graded = []
+    thread = threading.Thread(target=lambda: graded.append(grader.grade(("3", r"\boxed{3}"))))
+    thread.start()
+    thread.join()
+    assert graded[0].rewards.tolist() == [1.0]
+
+
+def test_shutdown_ends_every_process_and_may_be_called_twice():
+    environment = MathEnvironment({"num_processes": 2})
+    conversations = [[{"role": "assistant", "content": text}] for text in ("1", "2")]
+    environment.step(conversations, [{"expected_answer": "1"}] * 2)
+    pids = environment.process_ids()
+    environment.shutdown()
+    environment.shutdown()
+    assert len(pids) == 2
+    assert [pid for pid in pids if is_running(pid)] == []
+    again = environment.step(conversations, [{"expected_answer": "1"}] * 2)
+    environment.shutdown()
+    assert again.rewards.tolist() == [1.0, 0.0]
+
+
+SCRIPT = """
+    from rl_envs.math.environment import MathEnvironment
+
+    environment = MathEnvironment({"num_workers": 8, "timeout_s": 2.0})
+    def ask(text):
+        return environment.step([[{"role": "assistant", "content": text}]], [{"expected_answer": "1"}])
+    assert ask("1").rewards.tolist() == [1.0]
+    print(*environment.process_ids(), flush=True)
+    {then}
+"""
+
+
+@pytest.mark.parametrize("then", ["input()", "ask('\\\\boxed{10000000!}'); ask('\\\\boxed{9^{9^{9^9}}}'); input()"], ids=["idle", "busy"])
+def test_no_process_outlives_a_killed_parent(then):
+    # A script without `if __name__ == "__main__"`: what a user writes first.
+    script = textwrap.dedent(SCRIPT).replace("{then}", then)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    time.sleep(0.5)
+    parent.kill()
+    parent.communicate()
+    assert pids
+    assert wait_until(lambda: not any(map(is_running, pids)), timeout_s=20.0)
+
+
+def test_the_configs_survive_pickling():
+    from rl_envs import config
+
+    for model in (
+        config.MathEnvironmentConfig,
+        config.ArithmeticEnvironmentConfig,
+        config.ArithmeticDatasetConfig,
+        config.GuessNumberEnvironmentConfig,
+        config.GuessNumberDatasetConfig,
+    ):
+        section = model()
+        assert pickle.loads(pickle.dumps(section)) == section
