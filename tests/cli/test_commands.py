@@ -1,0 +1,83 @@
+"""Every command of `rlcore` exists, and its help shows how it is used."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from rlcore_cli.main import COMMANDS
+
+
+def rlcore(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "rlcore_cli.main", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_the_help_of_every_command_shows_an_example_on_a_line_of_its_own(command):
+    result = rlcore(command, "--help")
+    assert result.returncode == 0, result.stderr
+    assert re.search(rf"^  Example:\n      rlcore {command}\b", result.stdout, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_is_where_the_table_says(command):
+    module, _, function = COMMANDS[command][0].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_list_of_commands_shows_each_with_its_line():
+    listed = rlcore("--help").stdout
+    for command, (_, summary) in COMMANDS.items():
+        assert re.search(rf"^  {command} +{re.escape(summary[:30])}", listed, flags=re.MULTILINE)
+
+
+def test_a_misspelt_command_suggests_the_nearest():
+    result = rlcore("list-bakends")
+    assert result.returncode == 2
+    assert "No such command 'list-bakends'. Did you mean 'list-backends'?" in result.stderr
+
+
+def test_a_file_in_the_place_of_a_command_is_no_command():
+    result = rlcore("config.yaml")
+    assert result.returncode == 2
+    assert "No such command 'config.yaml'." in result.stderr
+
+
+def test_a_command_of_a_distribution_that_is_not_installed_says_which():
+    result = rlcore("serve")
+    assert (result.returncode, result.stderr) == (
+        2,
+        "error: Command 'serve' is not installed: pip install rl-backends-openai\n",
+    )
+
+
+def test_the_versions_are_those_of_the_installed_distributions():
+    assert rlcore("--version").stdout.splitlines() == ["rlcore 0.1.0", "rl-core 0.1.0"]
+
+
+def test_the_lists_name_the_components_of_this_repository():
+    rows = json.loads(rlcore("list-backends", "--all", "--json").stdout)
+    ready = {(row["kind"], row["name"]) for row in rows if row["status"] == "ready"}
+    assert {
+        ("policy", "hf"),
+        ("generation", "hf"),
+        ("environment", "math"),
+        ("environment", "arithmetic"),
+        ("algorithm", "grpo"),
+        ("algorithm", "sft"),
+        ("loss", "clipped_pg"),
+        ("loss", "nll"),
+        ("dataset", "jsonl"),
+        ("weight_transport", "shared_memory"),
+    } <= ready
+
+
+def test_the_table_has_one_line_for_each_backend():
+    lines = rlcore("list-backends").stdout.splitlines()
+    assert any(re.match(r"policy +hf +rl-backends-hf 0\.1\.0 +ready +\S", line) for line in lines)
+    assert any(re.match(r"generation +vllm +rl-backends-vllm +not installed +pip install", line) for line in lines)

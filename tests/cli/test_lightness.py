@@ -1,0 +1,55 @@
+"""The command answers without the heavy libraries: what is imported is asserted, what it takes is printed."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "ray", "numpy", "transformers", "vllm", "megatron", "jax", "tensorflow"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["list-backends"], ["list-backends", "--all", "--json"], ["list-plugins"], ["doctor"], ["--help"], ["--version"]],
+)
+def test_it_imports_none_of_the_heavy_libraries(arguments):
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "rlcore_cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "rlcore_cli" in imported
+    assert not imported & HEAVY
+
+
+def test_the_lists_import_neither_pydantic_nor_a_table_library():
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(sorted({'pydantic', 'rich', 'yaml', 'omegaconf'} & set(sys.modules))))\n"
+        "sys.argv = ['rlcore', 'list-backends']\n"
+        "from rlcore_cli.main import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_cost_of_list_backends_is_printed(capsys):
+    code = (
+        "import atexit, time\n"
+        "atexit.register(lambda: print(f'CPU seconds: {time.process_time():.3f}'))\n"
+        "import sys; sys.argv = ['rlcore', 'list-backends']\n"
+        "from rlcore_cli.main import main\n"
+        "main()\n"
+    )
+    costs = []
+    for _ in range(5):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        costs.append(float(result.stdout.splitlines()[-1].partition(": ")[2]))
+    with capsys.disabled():
+        print(f"\nrlcore list-backends: {min(costs):.3f} s of CPU, the least of {len(costs)} fresh interpreters")
+    assert len(costs) == 5

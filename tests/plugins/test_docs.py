@@ -1,0 +1,71 @@
+"""The pages on plugins say what the code does: the hooks are listed as specified, and the example is built and run."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_core.plugins import hookspecs
+
+DOCS = Path(__file__).parents[2] / "docs"
+SPECIFICATIONS = {
+    name: tuple(inspect.signature(function).parameters)
+    for name, function in vars(hookspecs).items()
+    if name.startswith("rlcore_")
+}
+
+
+def test_the_page_lists_every_hook_with_the_arguments_of_its_specification():
+    headings = re.findall(r"^### `(\w+)\((.*)\)`$", (DOCS / "hooks.md").read_text(), flags=re.MULTILINE)
+    documented = {name: tuple(arguments.split(", ")) if arguments else () for name, arguments in headings}
+    assert documented == SPECIFICATIONS
+
+
+@pytest.mark.parametrize("hook", sorted(SPECIFICATIONS))
+def test_every_specification_says_when_where_what_and_shows_an_example(hook):
+    documentation = inspect.getdoc(getattr(hookspecs, hook))
+    for part in ("When: ", "process", "Return: ", "When it raises: ", "Example:", f"def {hook}("):
+        assert part in documentation
+
+
+def test_every_noun_hook_has_a_kind_and_no_event_hook_has():
+    nouns = {name for name, arguments in SPECIFICATIONS.items() if not arguments}
+    assert set(hookspecs.KIND_OF_HOOK) == nouns
+
+
+def test_the_example_of_the_page_is_built_installed_and_works(site, tmp_path):
+    project = tmp_path / "project"
+    for path, text in _files_of(DOCS / "write_a_plugin.md").items():
+        (project / path).parent.mkdir(parents=True, exist_ok=True)
+        (project / path).write_text(text)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--target", str(site.folder), str(project)],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert site.plugins()["brevity"]["status"] == "ready"
+    assert site.rlcore("doctor", "brevity", "--deep").returncode == 0
+    result = site.python(
+        "-c",
+        "import json\n"
+        "from rl_core.plugins.manager import discover\n"
+        "from rl_core.plugins.registry import Registry\n"
+        "component = Registry(discover()).find('environment', 'brevity')\n"
+        "environment = component.load()(component.load_config()(longest=10))\n"
+        "logs = [[{'role': 'assistant', 'content': text}] for text in ('', 'short', 'much too long')]\n"
+        "print(json.dumps(environment.step(logs, [None] * 3).rewards.tolist()))\n",
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == [1.0, 0.5, 0.0]
+
+
+def _files_of(page: Path) -> dict[str, str]:
+    """The files that a page shows: a line that begins with a path in backticks, then a fenced block."""
+    pattern = r"^`([\w./]+)`[^\n]*\n\n```\w+\n(.*?)^```$"
+    return dict(re.findall(pattern, page.read_text(), flags=re.MULTILINE | re.DOTALL))

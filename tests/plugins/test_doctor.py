@@ -1,0 +1,102 @@
+"""`rlcore doctor` shows each requirement, the import, and the traceback of what is broken."""
+
+import pytest
+
+
+def test_a_healthy_plugin_passes_with_its_requirements_and_their_versions(site, words):
+    site.write_metadata("acme-kernels", version="2.3")
+    site.install("acme-rl", requires=["acme-kernels>=2"])
+    result = site.rlcore("doctor", "acme")
+    assert result.returncode == 0
+    for line in ("acme acme-rl 1.0 ready", "ok acme-kernels>=2 2.3", "hook rlcore_policies"):
+        assert line in words(result.stdout)
+
+
+def test_a_missing_requirement_fails_it_and_the_remedy_is_shown(site, words):
+    site.install("acme-rl", requires=["acme-kernels[fast]>=2,<3"])
+    result = site.rlcore("doctor", "acme-rl")
+    assert result.returncode == 1
+    assert "WRONG acme-kernels[fast]<3,>=2 not installed" in words(result.stdout)
+    assert "try pip install 'acme-kernels[fast]<3,>=2'" in words(result.stdout)
+
+
+def test_the_traceback_begins_in_the_plugin(site):
+    site.install("acme-rl", source="def start():\n    return 1 / 0\n\nstart()\n")
+    result = site.rlcore("doctor", "acme")
+    assert result.returncode == 1
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    assert lines[lines.index("Traceback (most recent call last):") + 1].endswith('acme_rl/plugin.py", line 4, in <module>')
+    assert "ZeroDivisionError: division by zero" in lines
+
+
+def test_targets_are_imported_only_when_asked_deep(site):
+    package = site.install("acme-rl")
+    (package / "policy.py").write_text("import acme_kernels\n")
+    assert site.rlcore("doctor", "acme").returncode == 0
+    deep = site.rlcore("doctor", "acme", "--deep")
+    assert deep.returncode == 1
+    assert "ModuleNotFoundError: No module named 'acme_kernels'" in deep.stdout
+    (package / "policy.py").write_text("class Policy: pass\n")
+    assert site.rlcore("doctor", "acme", "--deep").returncode == 0
+
+
+def test_a_component_name_leads_to_its_plugin(site):
+    site.install("acme-rl", source=_environment("riddles"))
+    result = site.rlcore("doctor", "riddles")
+    assert result.returncode == 0
+    assert result.stdout.startswith("acme  acme-rl 1.0  ready")
+
+
+def test_a_path_is_imported_and_its_traceback_shown(site):
+    (site.folder / "mine.py").write_text("class Engine: pass\n")
+    assert site.rlcore("doctor", "mine.Engine").returncode == 0
+    broken = site.rlcore("doctor", "mine.Engin")
+    assert broken.returncode == 1
+    assert "mine has no 'Engin'. Did you mean 'Engine'?" in broken.stdout
+
+
+def test_without_a_name_everything_is_examined_and_one_failure_decides(site):
+    site.install("acme-rl", source="import acme_kernels")
+    result = site.rlcore("doctor")
+    assert result.returncode == 1
+    for plugin in ("acme  acme-rl 1.0  failed", "core  rl-core", "hf  rl-backends-hf", "envs  rl-envs"):
+        assert plugin in result.stdout
+
+
+def test_a_plugin_that_imports_heavily_at_registration_is_unhealthy(site):
+    site.install("acme-rl", source="import numpy")
+    result = site.rlcore("doctor", "acme")
+    assert result.returncode == 1
+    assert "importing it brought in numpy" in result.stdout
+
+
+def test_the_doctor_answers_in_strict_mode_too(site):
+    site.install("acme-rl", source="import acme_kernels")
+    site.environment["RLCORE_STRICT_PLUGINS"] = "1"
+    result = site.rlcore("doctor", "acme")
+    assert result.returncode == 1
+    assert "No module named 'acme_kernels'" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "words_of_error"),
+    [
+        ("megatron", "is not installed, so there is nothing to examine: pip install rl-backends-megatron"),
+        ("enws", "No plugin, distribution or component is named 'enws'. Did you mean 'envs'?"),
+    ],
+)
+def test_a_name_that_is_not_there_is_a_mistake_of_the_user(site, name, words_of_error):
+    result = site.rlcore("doctor", name)
+    assert result.returncode == 2
+    assert words_of_error in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def _environment(name: str) -> str:
+    return f"""
+        from rl_core.plugins import Component, hookimpl
+
+        @hookimpl
+        def rlcore_environments():
+            return [Component("{name}", target="{{package}}.environment:Environment", summary="Asks riddles")]
+    """
