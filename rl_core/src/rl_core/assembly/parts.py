@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.cluster.actor_pool import ActorPool, InProcessPool, plain_class
+from rl_core.cluster.actor_pool import ActorPool, InProcessPool
+from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import wait_together
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, RunConfig

@@ -67,7 +67,7 @@ class EnvironmentPool(EnvironmentInterface):
 
 
 def _joined(parts: list[torch.Tensor | Mapping[str, torch.Tensor]]) -> torch.Tensor | dict[str, torch.Tensor]:
-    first = parts[0]
-    if isinstance(first, Mapping):
-        return {name: torch.cat([torch.as_tensor(part[name], dtype=torch.float32) for part in parts]) for name in first}
-    return torch.cat([torch.as_tensor(part, dtype=torch.float32) for part in parts])
+    named = [part for part in parts if isinstance(part, Mapping)]
+    if named:
+        return {name: torch.cat([torch.as_tensor(part[name]).float() for part in named]) for name in named[0]}
+    return torch.cat([torch.as_tensor(part).float() for part in parts])

@@ -155,7 +155,7 @@ def generate_on(
         results = [call.result(deadline_s) for call in calls]
     else:
         results = group.run_each("generate", [(shard,) for shard in shards], greedy=greedy, deadline_s=deadline_s)
-    output = BatchedDataDict.from_batches(results)
+    output: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
     output.reorder_data(order)
     return output
 

@@ -95,7 +95,7 @@ class DistributedPolicy(ColocatablePolicyInterface):
         rows = at_the_door(data, SCORING_KEYS)
         shards, order = self._shards(with_filler_rows(rows, self.data_ranks), None, training=False)
         results = self.group.run_sharded("get_logprobs", shards, reference=reference, deadline_s=self._deadlines.train_s)
-        scored = BatchedDataDict.from_batches(results)
+        scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:
             scored.reorder_data(order)
         logprobs: torch.Tensor = scored["logprobs"]

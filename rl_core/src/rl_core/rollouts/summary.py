@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[s
     counted = 0
     for task_name in dict.fromkeys(row.task_name for row in trajectories):
         rows = [row for row in trajectories if row.task_name == task_name]
-        batch = BatchedDataDict({**to_batch(rows), "answers": [row.answer for row in rows]})
+        batch: BatchedDataDict[Any] = BatchedDataDict({**to_batch(rows), "answers": [row.answer for row in rows]})
         _, found = environments[task_name].global_post_process_and_metrics(batch)
         metrics |= {f"env/{task_name}/{name}": float(value) for name, value in found.items()}
         if "accuracy" in found:

