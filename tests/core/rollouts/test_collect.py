@@ -1,0 +1,163 @@
+"""Rollouts turn by turn: tokens stay as sampled, rows stay in order, environments see their own tasks."""
+
+import pytest
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import ConfigError, RLCoreError
+from rl_core.interfaces import EnvironmentReturn
+from rl_core.rollouts.collect import Collector
+from rl_core.rollouts.records import rollout_records
+from rl_core.rollouts.source import start_rollouts
+from rl_core.rollouts.summary import ask_environments, summarize
+from rl_core.rollouts.trajectory import to_batch
+
+
+def prompts(tokenizer, *rows):
+    logs = [
+        [{"role": "user", "content": text, "token_ids": torch.tensor(tokenizer(f"<u>{text}\n<a>")["input_ids"])}]
+        for text, _, _ in rows
+    ]
+    return BatchedDataDict(
+        {
+            "message_log": logs,
+            "extra_env_info": [info for _, _, info in rows],
+            "task_name": [task for _, task, _ in rows],
+            "idx": list(range(len(rows))),
+            "loss_multiplier": torch.ones(len(rows)),
+            "stop_strings": [None] * len(rows),
+        }
+    )
+
+
+def collector(engine, environments, tokenizer, *, turns=4, longest=200):
+    return Collector(
+        generation=engine,
+        environments=environments,
+        tokenizer=tokenizer,
+        seed=7,
+        max_turns={"judge": 1, "count": turns},
+        max_total_length=longest,
+    )
+
+
+def finished(script_text):
+    return lambda text: (script_text + "[EOS]", False)
+
+
+def test_several_environments_share_a_batch_and_rows_keep_their_order(tokenizer, engine_for, environments):
+    rows = start_rollouts(
+        prompts(
+            tokenizer, ("q0", "judge", {"expected": "yes"}), ("q1", "count", {"turns": 2}), ("q2", "judge", {"expected": "no"})
+        ),
+        2,
+    )
+    collector(engine_for(finished("yes")), environments, tokenizer).collect(rows, stream=1)
+    assert [row.reward for row in rows] == [1.25, 1.25, 2.0, 2.0, 0.25, 0.25]
+    assert [row.turns for row in rows] == [1, 1, 2, 2, 1, 1]
+    assert [row.group_id for row in rows] == [0, 0, 1, 1, 2, 2]
+    assert summarize(rows)["reward/right"] == pytest.approx(2 / 6)
+    assert ask_environments(rows, environments)["accuracy"] == 0.5
+
+
+def test_the_training_sequence_of_several_turns_is_the_template_applied_to_the_conversation(
+    tokenizer, engine_for, environments
+):
+    [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 3})), 1)
+    engine = engine_for(finished("ok"))
+    collector(engine, environments, tokenizer).collect([row], stream=1)
+    said = [
+        {**message, "role": "user" if message["role"] == "environment" else message["role"]} for message in row.conversation()
+    ]
+    whole = tokenizer.apply_chat_template(said, tokenize=False).removesuffix("\n")
+    assert tokenizer.decode(row.token_ids()) == whole
+    assert [len(call["texts"]) for call in engine.asked] == [1, 1, 1]
+    assert engine.asked[1]["texts"][0] == whole[: len(engine.asked[1]["texts"][0])]
+
+
+def test_an_answer_that_ended_without_its_end_token_is_closed_before_the_next_turn(tokenizer, engine_for, environments):
+    [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 2})), 1)
+    collector(engine_for(lambda text: ("ok!", False)), environments, tokenizer).collect([row], stream=1)
+    assert "ok![EOS]\n<u>go 1\n<a>ok!" in tokenizer.decode(row.token_ids())
+
+
+def test_only_sampled_tokens_are_trained_and_carry_their_log_probabilities(tokenizer, engine_for, environments):
+    rows = start_rollouts(prompts(tokenizer, ("question", "judge", {"expected": "a"}), ("q", "count", {"turns": 2})), 1)
+    collector(engine_for(finished("ab")), environments, tokenizer).collect(rows, stream=1)
+    batch = to_batch(rows)
+    for i, row in enumerate(rows):
+        at = 0
+        for message in row.message_log:
+            n = len(message["token_ids"])
+            sampled = message["role"] == "assistant"
+            assert batch["token_mask"][i, at : at + n].tolist() == [float(sampled)] * n
+            expected = [-float(at + k) for k in range(n)] if sampled else [0.0] * n
+            assert batch["generation_logprobs"][i, at : at + n].tolist() == expected
+            at += n
+        assert at == batch["input_lengths"][i]
+        assert batch["token_mask"][i, at:].sum() == 0
+    assert batch["weight_version"].tolist() == [3, 3]
+
+
+def test_a_rollout_without_room_for_the_next_turn_ends_as_truncated(tokenizer, engine_for, environments):
+    [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 3})), 1)
+    collector(engine_for(finished("ok")), environments, tokenizer, longest=15).collect([row], stream=1)
+    assert row.truncated
+    assert row.turns == 1
+    assert row.message_log[-1]["role"] == "assistant"
+
+
+def test_a_truncated_answer_is_scored_and_ends_the_rollout(tokenizer, engine_for, environments):
+    [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 3})), 1)
+    collector(engine_for(lambda text: ("ok", True)), environments, tokenizer).collect([row], stream=1)
+    assert (row.turns, row.reward, row.truncated) == (1, 1.0, True)
+
+
+def test_seeds_differ_between_samples_steps_and_turns_and_repeat_for_the_same(tokenizer, engine_for, environments):
+    def seeds(stream):
+        engine = engine_for(finished("x"))
+        rows = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 2}), ("q", "count", {"turns": 2})), 3)
+        collector(engine, environments, tokenizer).collect(rows, stream=stream)
+        return [seed for call in engine.asked for seed in call["seeds"]]
+
+    first = seeds(1)
+    assert len(set(first)) == 12
+    assert first == seeds(1)
+    assert not set(first) & set(seeds(2))
+
+
+def test_the_environments_stop_strings_reach_the_next_turn(tokenizer, engine_for, environments):
+    engine = engine_for(finished("x"))
+    [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 2})), 1)
+    collector(engine, environments, tokenizer).collect([row], stream=1)
+    assert [call["stop_strings"] for call in engine.asked] == [[None], [["!"]]]
+
+
+def test_a_task_without_an_environment_is_refused_before_anything_is_sampled(tokenizer, engine_for, environments):
+    engine = engine_for(finished("x"))
+    rows = start_rollouts(prompts(tokenizer, ("q", "chess", {})), 1)
+    with pytest.raises(ConfigError, match=r"\['chess'\].*\['count', 'judge'\]"):
+        collector(engine, environments, tokenizer).collect(rows, stream=1)
+    assert engine.asked == []
+
+
+def test_a_reward_that_is_no_number_stops_the_run_and_names_the_task(tokenizer, engine_for, environments):
+    class Broken(type(environments["judge"])):
+        def step(self, logs, metadata):
+            return EnvironmentReturn(*super().step(logs, metadata))._replace(rewards=torch.tensor([float("nan")]))
+
+    rows = start_rollouts(prompts(tokenizer, ("q", "judge", {"expected": "a"})), 1)
+    with pytest.raises(RLCoreError, match="'judge' gave row 0 the reward nan"):
+        collector(engine_for(finished("x")), {"judge": Broken()}, tokenizer).collect(rows, stream=1)
+
+
+def test_records_of_rollouts_hold_what_a_log_needs(tokenizer, engine_for, environments):
+    rows = start_rollouts(prompts(tokenizer, ("q", "judge", {"expected": "a"})), 2)
+    collector(engine_for(finished("a")), environments, tokenizer).collect(rows, stream=1)
+    [record, _] = rollout_records(rows, torch.tensor([0.5, -0.5]))
+    assert record["prompt"] == "q"
+    assert record["completion"] == "a"
+    assert record["advantage"] == 0.5
+    assert record["reward_parts"] == {"right": 1.0, "bonus": 0.25}
+    assert len(record["tokens"]) == len(record["logprobs"]) == 2
+    assert record["weight_version"] == 3

@@ -1,0 +1,89 @@
+"""The house as a whole: versions in lockstep, rooms of a size, a README that is true, nothing that should not be in git."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("rl_core", "rl_backends_hf", "rl_envs", "cli")
+MOST_LINES = 400
+MOST_BYTES = 5_000_000
+
+
+def tracked(*patterns):
+    out = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / line for line in out.splitlines()]
+
+
+def description(package):
+    return tomllib.loads((ROOT / package / "pyproject.toml").read_text())
+
+
+def test_versions_are_literal_and_in_lockstep():
+    versions = {package: description(package)["project"]["version"] for package in PACKAGES}
+    assert len(set(versions.values())) == 1, versions
+    version = versions["rl_core"]
+    minor = version.rsplit(".", 1)[0]
+    for package in PACKAGES:
+        for requirement in description(package)["project"]["dependencies"]:
+            if requirement.startswith(("rl-", "rlcore")):
+                assert requirement == f"rl-core~={minor}.0", f"{package} asks for {requirement}"
+    from rl_core import __version__
+
+    assert __version__ == version
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_distribution_is_typed_and_has_a_readme_of_its_own(package):
+    [source] = (ROOT / package / "src").iterdir()
+    assert (source / "py.typed").is_file()
+    assert len((ROOT / package / "README.md").read_text().splitlines()) > 5
+
+
+def test_rooms_are_of_a_size():
+    sizes = {path: len(path.read_text().splitlines()) for path in tracked("*/src/**/*.py")}
+    assert {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > MOST_LINES} == {}
+
+
+def test_every_room_says_what_it_is_for():
+    silent = [path for path in tracked("*/src/**/*.py") if not path.read_text().startswith('"""')]
+    assert silent == []
+
+
+def test_no_room_is_called_after_nothing():
+    assert [path for path in tracked() if path.stem in {"utils", "helpers", "common", "misc"}] == []
+
+
+def test_git_holds_neither_generated_files_nor_large_ones():
+    large = [str(path) for path in tracked() if path.is_file() and path.stat().st_size > MOST_BYTES]
+    generated = [str(p) for p in tracked() if {"__pycache__", "runs", ".venv", "dist"} & set(p.relative_to(ROOT).parts)]
+    assert large == []
+    assert generated == []
+
+
+def test_every_relative_link_of_the_documents_leads_somewhere():
+    broken = []
+    for page in tracked("*.md"):
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+            if not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(ROOT)} -> {target}")
+    assert broken == []
+
+
+def test_the_map_in_the_readme_is_true():
+    text = (ROOT / "README.md").read_text()
+    named = re.findall(r"^    (\S+/)\s", text, flags=re.MULTILINE)
+    assert set(PACKAGES) <= {name.rstrip("/") for name in named}
+    assert [name for name in named if not (ROOT / name).is_dir()] == []
+
+
+def test_every_pinned_requirement_is_in_the_constraints():
+    pinned = {re.split(r"[=<>]", line)[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().split()}
+    for package in PACKAGES:
+        project = description(package)["project"]
+        for requirement in project["dependencies"]:
+            name = re.split(r"[\[=<>~ ]", requirement)[0].lower().replace("_", "-")
+            assert name in pinned or name.startswith(("rl-", "rlcore")), f"{package}: {name} is not pinned"
