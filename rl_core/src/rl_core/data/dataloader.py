@@ -6,7 +6,7 @@ One loader serves all ranks (batches are sharded after it), so that the order do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -14,24 +14,6 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
-
-
-class LoaderState(TypedDict):
-    """Where a loader stands: enough to go on as if it had never stopped.
-
-    Attributes:
-        seed: Of the shuffle.
-        shuffle: Whether rows are shuffled.
-        epoch: Whole passes done.
-        cursor: Rows of the current pass handed out.
-        rows: Rows of the dataset.
-    """
-
-    seed: int
-    shuffle: bool
-    epoch: int
-    cursor: int
-    rows: int
 
 
 class BatchedDataLoader:
@@ -106,11 +88,22 @@ class BatchedDataLoader:
         while True:
             yield from self
 
-    def state_dict(self) -> LoaderState:
-        """Where the loader stands, as plain numbers."""
-        return LoaderState(seed=self.seed, shuffle=self.shuffle, epoch=self._epoch, cursor=self._cursor, rows=len(self.dataset))
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: enough to go on as if it had never stopped.
 
-    def load_state_dict(self, state: LoaderState) -> None:
+        Returns:
+            `seed` and `shuffle` of the order, `epoch` (whole passes done), `cursor` (rows of the current pass handed out)
+            and `rows` of the dataset.
+        """
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "rows": len(self.dataset),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, under its seed; the batch size may be another.
 
         Raises:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
+from rl_core.config.schema import DatasetConfig
 
 
 class OnBadRow(StrEnum):
@@ -22,12 +26,11 @@ class OnTooLong(StrEnum):
     ERROR = "error"
 
 
-class JsonlDatasetConfig(BaseModel):
+class JsonlDatasetConfig(DatasetConfig):
     """A dataset of JSON lines."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: Path = Field(description="The file: one JSON object a line.")
+    dataset_name: str = Field("jsonl", description="The dataset component, or a dotted path.")
+    path: Annotated[Path, INPUT_PATH] = Field(description="The file: one JSON object a line.")
     input_key: str = Field("question", description="The field that is asked: a text, or a list of {role, content} messages.")
     output_key: str | None = Field(
         "expected_answer",
@@ -39,7 +42,7 @@ class JsonlDatasetConfig(BaseModel):
     env_keys: tuple[str, ...] = Field((), description="Further fields that the environment gets, under their names.")
     stop_strings_key: str | None = Field(None, description="The field with a list of texts that end a completion.")
     task_name: str = Field("default", description="Which environment answers and scores.")
-    prompt: str | None = Field(
+    prompt: Annotated[str | None, NAME_OR_PATH] = Field(
         None, description="A prompt template: a path, or a packaged name such as `generic/math`; for text inputs."
     )
     system_prompt: str | None = Field(None, description="A system message before every conversation that has none.")

@@ -94,35 +94,6 @@ def get_formatted_message_log(
     ]
 
 
-def next_turn_token_ids(message_log: Sequence[Mapping[str, Any]], message: Mapping[str, Any], tokenizer: Any) -> torch.Tensor:
-    """Tokens [t] int64 to append to a conversation that a model has just answered, up to its next turn's header.
-
-    The answer's own tokens stay as they were sampled; what is added is what the template puts between the answer's last
-    character and the model's next turn: the end of the turn (unless the model sampled it), the message, the header.
-
-    Args:
-        message_log: Ends with the assistant's message, whose `token_ids` are those sampled.
-        message: The environment's answer, of `role` and `content`.
-        tokenizer: A Transformers tokenizer.
-
-    Raises:
-        DataError: The template does not show the answer as it is, so that no such text exists.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        return torch.tensor(_encode(tokenizer, message["content"]), dtype=torch.int64)
-    # The answer is replaced by a mark that no template trims or rewrites: only what follows it is wanted.
-    mark = "\u2063answer\u2063"
-    marked = [*message_log[:-1], {"role": "assistant", "content": mark}, message]
-    _, found, after = _render(marked, tokenizer, add_generation_prompt=True, tools=None).rpartition(mark)
-    if not found:
-        raise DataError(f"the chat template drops the assistant's message before a {message['role']!r} message")
-    tokens = _encode(tokenizer, after)
-    sampled = message_log[-1]["token_ids"]
-    if len(sampled) and tokens and int(sampled[-1]) == tokens[0]:
-        tokens = tokens[1:]
-    return torch.tensor(tokens, dtype=torch.int64)
-
-
 def add_loss_mask_to_message_log(
     message_logs: Iterable[MessageLog],
     roles_to_train_on: Sequence[str] = ("assistant",),

@@ -1,0 +1,41 @@
+"""What the tests of the data room share: a small real tokenizer, and batches drawn at random."""
+
+import pytest
+from hypothesis import settings
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# The machine is shared: a slow example is no fault of the code.
+settings.register_profile("shared", deadline=None, max_examples=60)
+settings.load_profile("shared")
+
+
+def byte_level_bpe() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["the answer is forty two and the question is what is six times seven"] * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|im_end|>", bos_token="<|im_start|>")
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer() -> PreTrainedTokenizerFast:
+    return byte_level_bpe()
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = byte_level_bpe()
+    tokenizer.chat_template = CHATML
+    return tokenizer

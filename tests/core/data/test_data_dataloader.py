@@ -1,0 +1,85 @@
+"""The loader's order: its own for each epoch, the same wherever it is resumed."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.data.dataloader import BatchedDataLoader, epoch_order
+from rl_core.errors import DataError
+
+SETTINGS = st.fixed_dictionaries(
+    {"batch_size": st.integers(1, 5), "shuffle": st.booleans(), "drop_last": st.booleans(), "seed": st.integers(0, 3)}
+)
+
+
+def loader_of(rows: int, **settings) -> BatchedDataLoader:
+    return BatchedDataLoader(list(range(rows)), collate=list, **settings)
+
+
+@given(rows=st.integers(5, 13), settings=SETTINGS)
+def test_a_loader_resumed_at_any_batch_goes_on_as_if_it_had_never_stopped(rows, settings):
+    whole = list(itertools.islice(loader_of(rows, **settings).forever(), 14))
+    for stop in range(14):
+        interrupted = loader_of(rows, **settings)
+        seen = list(itertools.islice(interrupted.forever(), stop))
+        resumed = loader_of(rows, **settings)
+        resumed.load_state_dict(interrupted.state_dict())
+        assert seen + list(itertools.islice(resumed.forever(), 14 - stop)) == whole
+
+
+@given(rows=st.integers(5, 13), settings=SETTINGS)
+def test_an_epoch_has_every_row_once_but_the_dropped_ones(rows, settings):
+    loader = loader_of(rows, **settings)
+    for epoch in range(3):
+        assert loader.epoch == epoch
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        seen = [row for batch in batches for row in batch]
+        assert len(set(seen)) == len(seen)
+        assert len(seen) == (rows - rows % settings["batch_size"] if settings["drop_last"] else rows)
+
+
+def test_a_state_at_the_end_of_an_epoch_resumes_to_a_whole_next_one():
+    stopped = loader_of(4, batch_size=2)
+    list(stopped)
+    resumed = loader_of(4, batch_size=2)
+    resumed.load_state_dict(stopped.state_dict())
+    assert sorted(row for batch in resumed for row in batch) == [0, 1, 2, 3]
+
+
+def test_leaving_a_for_early_and_looping_again_goes_on_where_it_stopped():
+    loader = loader_of(6, batch_size=2, shuffle=False)
+    assert next(iter(loader)) == [0, 1]
+    assert list(loader) == [[2, 3], [4, 5]]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own_and_the_global_generator_is_left_alone():
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    orders = {tuple(epoch_order(20, seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_loader_of_nothing_but_a_dataset_gives_one_row_batches_of_a_model():
+    rows = [{"input_ids": torch.arange(length), "answer": "x", "level": length} for length in (2, 3)]
+    batches = list(BatchedDataLoader(rows, shuffle=False))
+    assert [batch["input_lengths"].tolist() for batch in batches] == [[2], [3]]
+    whole = next(iter(BatchedDataLoader(rows, shuffle=False, batch_size=2)))
+    assert whole["input_ids"].tolist() == [[0, 1, 0], [0, 1, 2]]
+    assert whole["answer"] == ["x", "x"]
+    assert whole["level"].tolist() == [2, 3]
+
+
+def test_what_gives_no_batch_or_another_order_is_refused():
+    with pytest.raises(DataError, match="no batch at all"):
+        loader_of(0)
+    with pytest.raises(DataError, match="no batch at all"):
+        loader_of(2, batch_size=3, drop_last=True)
+    with pytest.raises(DataError, match="state is of 4 rows"):
+        loader_of(5).load_state_dict(loader_of(4).state_dict())
+    with pytest.raises(DataError, match="rows of one form"):
+        list(BatchedDataLoader([{"a": 1}, {"b": 1}], batch_size=2))

@@ -1,0 +1,139 @@
+"""Message logs: their tokens are the template's, and what is not a token is not trained."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rl_core.data.messages import (
+    add_loss_mask_to_message_log,
+    batched_message_log_to_flat_message,
+    get_first_index_that_differs,
+    get_formatted_message_log,
+    message_log_to_flat_messages,
+)
+from rl_core.errors import DataError
+
+CONTENTS = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=20)
+TURNS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), CONTENTS), min_size=1, max_size=6)
+
+
+def log_of(*turns: tuple[str, str]) -> list[dict]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def tokens_of(log: list[dict]) -> list[int]:
+    return torch.cat([message["token_ids"] for message in log]).tolist()
+
+
+@given(turns=TURNS, header=st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_concatenated_token_ids_are_the_template_of_the_whole_conversation(chat_tokenizer, turns, header):
+    log = log_of(*turns)
+    formatted = get_formatted_message_log(log, chat_tokenizer, add_generation_prompt=header)
+    whole = chat_tokenizer.apply_chat_template(log, add_generation_prompt=header, return_dict=False)
+    assert tokens_of(formatted) == whole
+    assert [(message["role"], message["content"]) for message in formatted] == list(turns)
+
+
+def test_the_header_of_an_answer_belongs_to_the_message_before_it(chat_tokenizer):
+    formatted = get_formatted_message_log(log_of(("user", "six times seven"), ("assistant", "forty two")), chat_tokenizer)
+    texts = [chat_tokenizer.decode(message["token_ids"]) for message in formatted]
+    assert texts == ["<|im_start|>user\nsix times seven<|im_end|>\n<|im_start|>assistant\n", "forty two<|im_end|>\n"]
+
+
+def test_what_is_sampled_from_the_prompt_and_what_is_trained_start_from_the_same_tokens(chat_tokenizer):
+    question, answer = ("user", "what is six"), ("assistant", " is it?")
+    prompt = get_formatted_message_log(log_of(question), chat_tokenizer, add_generation_prompt=True)
+    trained = get_formatted_message_log(log_of(question, answer), chat_tokenizer)
+    assert tokens_of(prompt) == trained[0]["token_ids"].tolist()
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused(chat_tokenizer):
+    template = "{% for m in messages %}{{ m['role'] }}{% if loop.last %}: {{ m['content'] }}{% endif %};{% endfor %}"
+    chat_tokenizer = _with_template(chat_tokenizer, template)
+    with pytest.raises(DataError, match="not prefix-stable: with message 1"):
+        get_formatted_message_log(log_of(("user", "a"), ("assistant", "b")), chat_tokenizer)
+
+
+def test_a_beginning_that_the_template_refuses_gives_its_tokens_to_the_next_message(chat_tokenizer):
+    needs_user = "{% if messages[-1]['role'] == 'system' %}{{ raise_exception('no user') }}{% endif %}"
+    tokenizer = _with_template(chat_tokenizer, needs_user + chat_tokenizer.chat_template)
+    log = log_of(("system", "be brief"), ("user", "six"))
+    formatted = get_formatted_message_log(log, tokenizer)
+    assert formatted[0]["token_ids"].tolist() == []
+    assert tokens_of(formatted) == tokenizer.apply_chat_template(log, return_dict=False)
+    with pytest.raises(DataError, match=r"cannot render messages of the roles \['system'\]: no user"):
+        get_formatted_message_log(log[:1], tokenizer)
+
+
+def test_without_a_template_contents_are_joined_between_bos_and_eos(plain_tokenizer):
+    log = log_of(("user", "six times"), ("assistant", " seven"))
+    formatted = get_formatted_message_log(log, plain_tokenizer)
+    assert [plain_tokenizer.decode(message["token_ids"]) for message in formatted] == [
+        "<|im_start|>six times",
+        " seven<|im_end|>",
+    ]
+    bare = get_formatted_message_log(log, plain_tokenizer, add_bos_token=False, add_eos_token=False)
+    assert plain_tokenizer.decode(tokens_of(bare)) == "six times seven"
+
+
+def _with_template(tokenizer, template):
+    from copy import deepcopy
+
+    changed = deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def tokenised(*turns: tuple[str, int]) -> list[dict]:
+    return [{"role": role, "content": role, "token_ids": torch.arange(length)} for role, length in turns]
+
+
+@pytest.mark.parametrize(
+    ("roles", "only_final", "expected"),
+    [
+        (["assistant"], False, [0, 0, 1, 0, 1]),
+        (["assistant"], True, [0, 0, 0, 0, 1]),
+        (["user", "assistant"], False, [1, 1, 1, 1, 1]),
+        (["tool"], True, [0, 0, 0, 0, 0]),
+    ],
+)
+def test_the_loss_mask_is_one_on_trained_roles(roles, only_final, expected):
+    log = tokenised(("user", 2), ("assistant", 1), ("user", 1), ("assistant", 1))
+    add_loss_mask_to_message_log([log], roles, only_final)
+    assert torch.cat([message["token_loss_mask"] for message in log]).tolist() == expected
+
+
+def test_flat_messages_fill_fields_that_some_messages_lack_with_their_padding():
+    log = tokenised(("user", 2), ("assistant", 2))
+    log[1]["generation_logprobs"] = torch.tensor([-1.0, -2.0])
+    log[1]["name"] = "bot"
+    flat = message_log_to_flat_messages(log)
+    assert flat["token_ids"].tolist() == [0, 1, 0, 1]
+    assert flat["generation_logprobs"].tolist() == [0.0, 0.0, -1.0, -2.0]
+    assert flat["role"] == ["user", "assistant"]
+    assert flat["name"] == [None, "bot"]
+
+
+def test_flat_batches_are_right_padded_to_the_multiple_and_report_lengths():
+    logs = [tokenised(("user", 2)), tokenised(("user", 2), ("assistant", 3))]
+    logs[1][1]["generation_logprobs"] = torch.full((3,), -1.0)
+    batch, lengths = batched_message_log_to_flat_message(logs, {"token_ids": 9}, make_sequence_length_divisible_by=4)
+    assert lengths.tolist() == [2, 5]
+    assert batch["token_ids"].tolist() == [[0, 1, 9, 9, 9, 9, 9, 9], [0, 1, 0, 1, 2, 9, 9, 9]]
+    assert batch["generation_logprobs"].tolist() == [[0] * 8, [0, 0, -1, -1, -1, 0, 0, 0]]
+    assert batch["role"] == [["user"], ["user", "assistant"]]
+
+
+def test_a_field_of_another_length_than_its_tokens_is_refused():
+    log = tokenised(("user", 2))
+    log[0]["advantages"] = torch.ones(3)
+    with pytest.raises(DataError, match="2 token_ids and 3 advantages"):
+        message_log_to_flat_messages(log)
+
+
+def test_the_first_difference_of_two_texts():
+    assert get_first_index_that_differs("abc", "abd") == 2
+    assert get_first_index_that_differs("ab", "abc") == 2
+    assert get_first_index_that_differs([1], [2]) == 0

@@ -1,0 +1,146 @@
+"""Packers against their capacity, a lower bound, and the layout of packed rows against plain rows."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.data.packed import pack_rows, pack_values, unpack_rows
+from rl_core.data.packing import PackingAlgorithm, SequencePacker, get_packer
+from rl_core.errors import DataError
+
+LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=40)
+ALGORITHMS = st.sampled_from(list(PackingAlgorithm))
+
+
+@given(LENGTHS, ALGORITHMS)
+def test_every_packer_places_every_row_once_and_respects_the_capacity(lengths, algorithm):
+    bins = get_packer(algorithm, 50).pack(lengths)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(rows and sum(lengths[row] for row in rows) <= 50 for rows in bins)
+
+
+@given(LENGTHS, ALGORITHMS, st.integers(1, 6), st.integers(1, 4))
+def test_bin_counts_are_as_asked_or_the_rows_are_said_to_be_too_few(lengths, algorithm, least, multiple):
+    plain = len(get_packer(algorithm, 50).pack(lengths))
+    wanted = -(-max(plain, least) // multiple) * multiple
+    packer = get_packer(algorithm, 50, min_bin_count=least, bin_count_multiple=multiple)
+    if wanted > len(lengths):
+        with pytest.raises(DataError, match="cannot fill"):
+            packer.pack(lengths)
+        return
+    bins = packer.pack(lengths)
+    assert len(bins) == wanted
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(rows and sum(lengths[row] for row in rows) <= 50 for rows in bins)
+
+
+def fewest_bins(lengths: list[int], capacity: int) -> int:
+    """The optimum, by exhaustive search: an independent reference for few rows."""
+    best = len(lengths)
+
+    def place(row: int, loads: tuple[int, ...]) -> None:
+        nonlocal best
+        if len(loads) >= best:
+            return
+        if row == len(lengths):
+            best = len(loads)
+            return
+        for number, load in enumerate(loads):
+            if load + lengths[row] <= capacity:
+                place(row + 1, (*loads[:number], load + lengths[row], *loads[number + 1 :]))
+        place(row + 1, (*loads, lengths[row]))
+
+    place(0, ())
+    return best
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8))
+def test_decreasing_packers_stay_within_their_proven_bounds_of_the_optimum(lengths):
+    optimum = fewest_bins(lengths, 60)
+    assert len(get_packer("first_fit_decreasing", 60).pack(lengths)) <= 11 / 9 * optimum + 6 / 9
+    assert len(get_packer("modified_first_fit_decreasing", 60).pack(lengths)) <= 71 / 60 * optimum + 1
+
+
+def test_modified_first_fit_decreasing_beats_first_fit_decreasing_where_it_was_made_for():
+    # Optimum 6 (51 + 27 + 22 each): FFD pairs 27s with 27s first and opens an eighth bin.
+    lengths = [51] * 6 + [27] * 6 + [26] * 6 + [23] * 12
+    mffd = len(get_packer("MODIFIED_FIRST_FIT_DECREASING", 100).pack(lengths))
+    assert mffd <= len(get_packer("first_fit_decreasing", 100).pack(lengths))
+
+
+def test_the_concatenative_packer_keeps_the_order():
+    assert get_packer(PackingAlgorithm.CONCATENATIVE, 10).pack([4, 6, 1, 9, 10]) == [[0, 1], [2, 3], [4]]
+
+
+def test_metrics_count_over_calls_until_reset():
+    packer = get_packer("first_fit_decreasing", 10, collect_metrics=True)
+    assert isinstance(packer, SequencePacker)
+    packer.pack([6, 4, 5])
+    packer.pack([10])
+    metrics = packer.metrics
+    assert (metrics.sequences, metrics.tokens, metrics.bins, metrics.lower_bound) == (4, 25, 3, 3)
+    assert metrics.utilization == pytest.approx(25 / 30)
+    packer.reset_metrics()
+    assert packer.metrics.bins == 0
+
+
+def test_an_unknown_algorithm_and_a_capacity_of_zero_are_refused():
+    with pytest.raises(DataError, match="'best_fit' is unknown: choose one of"):
+        get_packer("best_fit", 10)
+    with pytest.raises(DataError, match="bin_capacity is 0"):
+        get_packer("concatenative", 0)
+
+
+ROWS = st.lists(st.integers(0, 7), min_size=1, max_size=5)
+
+
+def rows_of(lengths: list[int], padding: int = 0) -> dict[str, torch.Tensor]:
+    length = torch.tensor(lengths)
+    tokens = torch.randint(1, 99, (len(lengths), 8))
+    tokens[torch.arange(8) >= length.unsqueeze(1)] = padding
+    return {"input_ids": tokens, "input_lengths": length}
+
+
+@given(ROWS, st.sampled_from([1, 2, 4]))
+def test_unpacking_a_pack_gives_the_rows_with_zero_on_padding(lengths, multiple):
+    data = rows_of(lengths)
+    packed = pack_rows(data, pad_multiple=multiple)
+    assert torch.equal(unpack_rows(packed.input_ids, packed, 8), data["input_ids"])
+    assert torch.equal(pack_values(data["input_ids"], packed), packed.input_ids)
+
+
+@given(ROWS, st.sampled_from([1, 2, 4]))
+def test_each_packed_row_starts_at_a_border_with_position_zero(lengths, multiple):
+    packed = pack_rows(rows_of(lengths), pad_multiple=multiple)
+    padded = [-(-length // multiple) * multiple for length in lengths]
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.cu_seqlens.tolist() == [sum(padded[:row]) for row in range(len(lengths) + 1)]
+    assert packed.position_ids[0].tolist() == [place for length in padded for place in range(length)]
+    assert packed.max_seqlen == max(padded)
+    expected = [row if place < lengths[row] else -1 for row, length in enumerate(padded) for place in range(length)]
+    assert packed.row_index.tolist() == expected
+
+
+@given(ROWS, st.integers(1, 99))
+def test_what_lies_in_the_padding_never_enters_a_pack(lengths, garbage):
+    torch.manual_seed(0)
+    clean = rows_of(lengths)
+    dirty = dict(clean)
+    beyond = torch.arange(8) >= clean["input_lengths"].unsqueeze(1)
+    dirty["input_ids"] = torch.where(beyond, garbage, clean["input_ids"])
+    one, other = pack_rows(clean, pad_multiple=4, pad_value=3), pack_rows(dirty, pad_multiple=4, pad_value=3)
+    assert torch.equal(one.input_ids, other.input_ids)
+
+
+def test_gradients_flow_through_unpacking_to_tokens_and_not_to_padding():
+    packed = pack_rows(rows_of([2, 3]), pad_multiple=4)
+    values = torch.randn(1, 8, requires_grad=True)
+    unpack_rows(values.masked_fill(packed.row_index < 0, float("nan")), packed, 5).sum().backward()
+    assert values.grad is not None
+    assert values.grad[0].tolist() == [1, 1, 0, 0, 1, 1, 1, 0]
+
+
+def test_a_pack_refuses_lengths_beyond_its_rows():
+    with pytest.raises(DataError, match="where 'input_ids' has 8 tokens"):
+        pack_rows({**rows_of([1]), "input_lengths": torch.tensor([9])})

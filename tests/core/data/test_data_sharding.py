@@ -1,0 +1,177 @@
+"""Sharding and microbatching: no row lost or doubled, budgets kept, ranks in step."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.packing import PackingAlgorithm
+from rl_core.errors import DataError
+
+BUDGET = 24
+ALGORITHMS = st.sampled_from(list(PackingAlgorithm))
+
+
+def batch_of(lengths: list[int], width: int | None = None) -> BatchedDataDict[Any]:
+    """Row r holds the token r + 1 `lengths[r]` times."""
+    width = width or max(lengths)
+    place = torch.arange(width)
+    length = torch.tensor(lengths)
+    number = torch.arange(1, len(lengths) + 1)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.where(place < length.unsqueeze(1), number.unsqueeze(1), 0),
+            "input_lengths": length,
+            "idx": list(range(len(lengths))),
+        }
+    )
+
+
+def dynamic(round_to: int = 1, budget: int = BUDGET) -> Any:
+    return {
+        "max_tokens_per_microbatch": budget,
+        "sequence_length_round": round_to,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+    }
+
+
+def packing(algorithm: Any = "first_fit_decreasing", multiple: int = 1) -> Any:
+    return {
+        "max_tokens_per_microbatch": BUDGET,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "algorithm": algorithm,
+        "sequence_length_pad_multiple": multiple,
+    }
+
+
+@st.composite
+def sharded_cases(draw):
+    """Lengths of whole global batches, shards that divide a global batch, rows of a global batch."""
+    shards = draw(st.integers(1, 4))
+    batch_size = shards * draw(st.integers(1, 4))
+    rows = batch_size * draw(st.integers(1, 3))
+    return draw(st.lists(st.integers(0, 20), min_size=rows, max_size=rows)), shards, batch_size
+
+
+def test_the_example_of_the_design_deals_every_chunk_to_every_shard():
+    batch = BatchedDataDict({"x": list("AABBCCDD")})
+    assert [shard["x"] for shard in batch.shard_by_batch_size(2, 2)] == [list("ABCD"), list("ABCD")]
+
+
+def test_without_a_batch_size_each_shard_is_one_contiguous_part():
+    shards = BatchedDataDict({"x": list("ABCDEF")}).shard_by_batch_size(2)
+    assert [shard["x"] for shard in shards] == [list("ABC"), list("DEF")]
+
+
+@given(rows=st.integers(1, 20), shards=st.integers(1, 6))
+def test_uneven_shards_differ_by_one_row_at_most_and_join_to_the_whole(rows, shards):
+    batch = BatchedDataDict({"x": list(range(rows))})
+    parts = batch.shard_by_batch_size(shards, allow_uneven_shards=True)
+    sizes = [part.size for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert BatchedDataDict.from_batches(parts)["x"] == list(range(rows))
+
+
+@given(sharded_cases())
+def test_plain_shards_keep_global_batches_and_every_row_once(case):
+    lengths, shards, batch_size = case
+    batch = batch_of([max(length, 1) for length in lengths])
+    parts = batch.shard_by_batch_size(shards, batch_size)
+    for number in range(len(lengths) // batch_size):
+        dealt = [row for part in parts for row in part.get_batch(number)["idx"]]
+        assert dealt == list(range(number * batch_size, (number + 1) * batch_size))
+
+
+def check_plan(batch: BatchedDataDict[Any], parts: list[Any], order: list[int], batch_size: int) -> None:
+    joined = BatchedDataDict.from_batches(parts)
+    assert joined["idx"] == order
+    joined.reorder_data(order)
+    assert joined["idx"] == batch["idx"]
+    assert torch.equal(joined["input_ids"], batch["input_ids"])
+    for number in range(batch.size // batch_size):
+        chunks = [part.get_batch(number) for part in parts]
+        rows = sorted(row for chunk in chunks for row in chunk["idx"])
+        assert rows == list(range(number * batch_size, (number + 1) * batch_size))
+        assert len({len(chunk.micro_batch_indices[0]) for chunk in chunks}) == 1
+
+
+@given(sharded_cases(), st.sampled_from([1, 4, 8]))
+def test_a_token_budget_loses_no_row_keeps_ranks_in_step_and_reorders_to_the_identity(case, round_to):
+    lengths, shards, batch_size = case
+    batch = batch_of([max(length, 1) for length in lengths])
+    parts, order = batch.shard_by_batch_size(shards, batch_size, dynamic_batching_args=dynamic(round_to))
+    check_plan(batch, parts, order, batch_size)
+    for part in parts:
+        microbatches = list(part.make_microbatch_iterator_with_dynamic_shapes())
+        assert len(microbatches) == part.get_microbatch_iterator_dynamic_shapes_len()
+        assert [row for microbatch in microbatches for row in microbatch["idx"]] == part["idx"]
+        for microbatch in microbatches:
+            tokens = microbatch["input_ids"]
+            assert tokens.numel() <= BUDGET
+            assert tokens.shape[1] % round_to == 0 or tokens.shape[1] == batch["input_ids"].shape[1]
+            assert torch.equal((tokens != 0).sum(1), microbatch["input_lengths"])
+
+
+@given(sharded_cases(), ALGORITHMS, st.sampled_from([1, 4]))
+def test_packing_loses_no_row_keeps_ranks_in_step_and_reorders_to_the_identity(case, algorithm, multiple):
+    lengths, shards, batch_size = case
+    batch = batch_of([max(length, 1) for length in lengths])
+    parts, order = batch.shard_by_batch_size(shards, batch_size, sequence_packing_args=packing(algorithm, multiple))
+    check_plan(batch, parts, order, batch_size)
+    for part in parts:
+        microbatches = list(part.make_microbatch_iterator_for_packable_sequences())
+        most_rows = max(microbatch.size for microbatch in microbatches)
+        assert part.get_microbatch_iterator_for_packable_sequences_len() == (len(microbatches), most_rows)
+        assert [row for microbatch in microbatches for row in microbatch["idx"]] == part["idx"]
+        totals = [length for lengths in part.micro_batch_lengths for length in lengths]
+        padded = [int((-(-each["input_lengths"] // multiple) * multiple).sum()) for each in microbatches]
+        assert padded == totals
+        assert max(totals) <= BUDGET
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 4))
+def test_uneven_rows_shard_under_a_budget_or_say_that_they_are_too_few(lengths, shards):
+    batch = batch_of(lengths)
+    try:
+        parts, order = batch.shard_by_batch_size(shards, dynamic_batching_args=dynamic())
+    except DataError as error:
+        if "fewer shards" not in str(error):
+            raise
+        reject()
+    check_plan(batch, parts, order, batch.size)
+
+
+def test_a_row_over_the_budget_is_refused_with_its_number():
+    with pytest.raises(DataError, match="row 1 takes 30 tokens and a microbatch holds 24"):
+        batch_of([3, 30]).shard_by_batch_size(1, dynamic_batching_args=dynamic())
+    with pytest.raises(DataError, match="row 1 has 30 tokens and a bin holds 24"):
+        batch_of([3, 30]).shard_by_batch_size(1, sequence_packing_args=packing())
+
+
+def test_what_does_not_divide_is_refused():
+    batch = batch_of([1] * 6)
+    with pytest.raises(DataError, match="does not split evenly over 4 shards"):
+        batch.shard_by_batch_size(4)
+    with pytest.raises(DataError, match="whole global batches of 4"):
+        batch.shard_by_batch_size(2, 4)
+    with pytest.raises(DataError, match="exclude each other"):
+        batch.shard_by_batch_size(2, dynamic_batching_args=dynamic(), sequence_packing_args=packing())
+
+
+def test_a_plan_is_asked_for_before_its_microbatches():
+    with pytest.raises(DataError, match="dynamic_batching_args"):
+        list(batch_of([1]).make_microbatch_iterator_with_dynamic_shapes())
+
+
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=4), st.integers(0, 2**31))
+def test_what_lies_in_the_padding_changes_no_plan(lengths, garbage):
+    clean = batch_of(lengths, width=10)
+    dirty = batch_of(lengths, width=10)
+    dirty["input_ids"] = torch.where(clean["input_ids"] == 0, garbage, clean["input_ids"])
+    for args in ({"dynamic_batching_args": dynamic()}, {"sequence_packing_args": packing()}):
+        assert clean.shard_by_batch_size(2, **args)[1] == dirty.shard_by_batch_size(2, **args)[1]
