@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rl_core.errors import ResourceInsufficientError, UserError
@@ -134,7 +134,7 @@ def _advice(request: Request, nodes: Sequence[Node]) -> str:
         advice.append("take CPUs with use_gpus=False")
     elif request.cpus_per_bundle > 1:
         advice.append(f"lower cpus_per_bundle={request.cpus_per_bundle:g}")
-    if len(nodes) < len(request.entries) and request.strategy == "STRICT_SPREAD":
+    if plan(replace(request, strategy="PACK"), nodes, free=False) is not None:
         advice.append("let entries share a node with placement_group_strategy='PACK'")
     advice.append(f"or add nodes with more {kind} (`ray start --address=...`, then set RAY_ADDRESS)")
     return "Change: " + "; ".join(advice) + "."

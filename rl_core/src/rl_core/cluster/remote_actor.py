@@ -123,7 +123,7 @@ class RemoteActor:
         """Ends the process at once, and what it started."""
         ray.kill(self._handle, no_restart=True)
 
-    def wait_gone(self, timeout_s: float = 5.0) -> None:
+    def wait_gone(self, timeout_s: float = 3.0) -> None:
         """Waits for the end of a killed process on this host, then insists; elsewhere its node sees to it."""
         if self.identity is None or self.identity.host != gethostname():
             return
@@ -175,7 +175,8 @@ class RemoteActor:
         log = Path(self.identity.log_file)
         if self.identity.host != gethostname() or not log.is_file():
             return f"Its log: {log} on host {self.identity.host}."
-        tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-lines:]
+        text = log.read_text(errors="replace").splitlines()
+        tail = [line for line in text if line.strip() and not line.startswith((":job_id:", ":actor_name:"))][-lines:]
         return f"The end of its log, {log}:\n" + "\n".join(f"    {line}" for line in tail) if tail else ""
 
 

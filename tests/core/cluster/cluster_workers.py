@@ -1,0 +1,187 @@
+"""The workers of these tests; sent to their processes by value, so that no process needs this folder on its path."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+class Worker:
+    """Knows its context and misbehaves on request."""
+
+    def __init__(self, context, *, base=0, fail_on=None):
+        if fail_on == context.rank:
+            raise ValueError(f"no model on rank {context.rank}")
+        self.context = context
+        self.base = base
+        self.calls = 0
+
+    def add(self, x, y=0):
+        self.calls += 1
+        return self.base + x + y
+
+    def whoami(self):
+        return self.context
+
+    def environ(self):
+        return dict(os.environ)
+
+    def seen(self, shard, suffix=""):
+        self.last = (self.context.rank, shard, suffix)
+        return self.last
+
+    def last_seen(self):
+        return self.last
+
+    def count(self):
+        return self.calls
+
+    def on_main_thread(self):
+        return threading.current_thread() is threading.main_thread()
+
+    def raise_on(self, rank, error):
+        if self.context.rank == rank:
+            raise error
+        return self.context.rank
+
+    def raise_unpicklable(self):
+        class Local(Exception):
+            def __init__(self, a, b):
+                super().__init__(f"{a} and {b}")
+                self.lock = threading.Lock()
+
+        raise Local(1, 2)
+
+    def sleep_on(self, rank, seconds):
+        if self.context.rank == rank:
+            self.wait_for_a_peer_that_never_comes(seconds)
+
+    def wait_for_a_peer_that_never_comes(self, seconds):
+        time.sleep(seconds)
+
+    def hold_the_lock_on(self, rank, seconds):
+        """Busy in C code that keeps the interpreter lock."""
+        if self.context.rank == rank:
+            self.long_c_call(seconds)
+
+    def long_c_call(self, seconds):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            sum(range(30_000_000))
+
+    def stop_on(self, rank):
+        if self.context.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def die_on(self, rank):
+        if self.context.rank == rank:
+            print("last words", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3)
+        raise RuntimeError("my peer hung up")
+
+    async def later(self, x):
+        return x + 1
+
+    def spawn(self):
+        """Starts a child in a session of its own and a forked one; their pids."""
+        own_session = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        forked.start()
+        return [own_session.pid, forked.pid]
+
+    def interpreter(self):
+        return sys.prefix, os.getpid()
+
+    def sum_over_ranks(self):
+        """1 + 2 + ... over the ranks, by gloo at the meeting point of the context."""
+        import torch
+        import torch.distributed as dist
+
+        context = self.context
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{context.master_address}:{context.master_port}",
+            rank=context.rank,
+            world_size=context.world_size,
+        )
+        value = torch.tensor(context.rank + 1)
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        return int(value)
+
+    def total(self, array):
+        return float(array.sum()), bool(array.flags.writeable)
+
+
+class ContextFree:
+    """A policy class that knows nothing of ranks."""
+
+    def __init__(self, size=3):
+        self.size = size
+
+    def get_size(self):
+        return self.size
+
+
+class Scorer:
+    """An environment-like actor."""
+
+    def __init__(self, folder=None):
+        self.folder = Path(folder) if folder else None
+
+    def square(self, x):
+        return x * x
+
+    def pid(self):
+        return os.getpid()
+
+    def die_once(self, x, name):
+        """Kills its own process in the first try of a name, and squares in the next."""
+        if self._first(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x * x
+
+    def hang_once(self, x, name):
+        if self._first(name):
+            time.sleep(600)
+        return x * x
+
+    def die_always(self, x):
+        if x == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x * x
+
+    def hang_always(self, x):
+        if x == 2:
+            self.loop_that_never_ends()
+        return x * x
+
+    def loop_that_never_ends(self):
+        while True:
+            time.sleep(0.01)
+
+    def divide(self, x):
+        return 1 / x
+
+    def slow_square(self, x):
+        with (self.folder / "slow").open("a") as started:
+            started.write(f"{x}\n")
+        time.sleep(1.0)
+        return x * x
+
+    def where(self):
+        return str(self.folder)
+
+    def _first(self, name):
+        try:
+            (self.folder / name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True

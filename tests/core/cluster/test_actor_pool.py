@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from cluster_workers import Scorer
+
+from rl_core.cluster import ActorPool, Deadlines, InProcessPool, RayVirtualCluster
+from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+@pytest.fixture(scope="module")
+def pool(local_ray, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pool")
+    with ActorPool(None, Scorer, 2, {"folder": str(folder)}, deadline_s=60.0, name="scorers") as made:
+        yield made
+
+
+def test_results_come_back_in_the_order_of_the_calls(pool):
+    assert pool.map("square", range(20)) == [x * x for x in range(20)]
+    assert pool.run_one("square", 7) == 49
+    assert pool.map("square", []) == []
+
+
+def test_the_calls_are_shared_out_over_all_actors(pool):
+    assert sorted(set(pool.map("pid", [()] * 8))) == sorted(pool.pids())
+
+
+def test_an_actor_killed_in_the_middle_of_a_call_is_replaced_and_only_its_call_runs_again(pool):
+    before = pool.pids()
+    killer = threading.Timer(0.5, os.kill, (before[0], 9))
+    killer.start()
+    assert pool.map("slow_square", [1, 2, 3, 4]) == [1, 4, 9, 16]
+    killer.join()
+    assert before[0] not in pool.pids()
+    assert before[1] in pool.pids()
+    started = (pool_folder(pool) / "slow").read_text().split()
+    assert sorted(started) == ["1", "1", "2", "3", "4"]
+
+
+def pool_folder(pool) -> Path:
+    return Path(pool.run_one("where"))
+
+
+def test_a_call_that_kills_its_actor_once_succeeds_in_the_next_process(pool):
+    calls = [(x, f"die-{x}") for x in range(3)]
+    assert pool.map("die_once", calls) == [0, 1, 4]
+
+
+def test_a_call_that_kills_every_actor_is_named_and_the_pool_lives_on(pool):
+    with pytest.raises(WorkerDiedError, match=r"pool 'scorers': call 2 of die_always\(\) failed 3 times"):
+        pool.map("die_always", range(4))
+    assert pool.map("square", [5, 6]) == [25, 36]
+
+
+def test_a_call_past_its_deadline_is_killed_and_runs_again(pool):
+    assert pool.map("hang_once", [(x, f"hang-{x}") for x in range(2)], deadline_s=1.0) == [0, 1]
+
+
+def test_a_call_that_always_hangs_fails_with_the_stack_of_the_last_try(local_ray):
+    with (
+        ActorPool(None, Scorer, 1, deadline_s=0.5, max_restarts=1) as pool,
+        pytest.raises(DeadlineExceededError, match=r"(?s)call 1 of hang_always\(\) failed 2 times.*loop_that_never_ends"),
+    ):
+        pool.map("hang_always", [1, 2])
+
+
+def test_an_error_in_a_call_is_not_retried_and_names_the_actor(pool):
+    with pytest.raises(WorkerError, match=r"(?s)actor \d of pool 'scorers'.*divide\(\).*ZeroDivisionError") as caught:
+        pool.map("divide", [1, 0, 2])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert pool.map("divide", [1, 2]) == [1.0, 0.5]
+
+
+@ray.remote(num_cpus=0, max_restarts=-1)
+class Wrapped:
+    """An environment as some documents write it: already an actor class."""
+
+    def __init__(self, offset=0):
+        self.offset = offset
+
+    def step(self, x):
+        return x + self.offset
+
+
+def test_a_class_already_wrapped_in_ray_remote_is_a_pool_of_one_with_its_own_options(local_ray):
+    with ActorPool(None, Wrapped, 4, {"offset": 1}) as pool:
+        assert pool.num_actors == 1
+        assert pool.map("step", [1, 2, 3]) == [2, 3, 4]
+    with InProcessPool(Wrapped, {"offset": 1}) as pool:
+        assert pool.map("step", [1, 2, 3]) == [2, 3, 4]
+
+
+def test_a_pool_that_was_shut_down_says_so_and_leaves_no_process(local_ray):
+    pool = ActorPool(None, Scorer, 1, deadlines=Deadlines(stop_s=5.0))
+    (pid,) = pool.pids()
+    pool.shutdown()
+    pool.shutdown()
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with pytest.raises(UserError, match="shut down"):
+        pool.map("square", [1])
+
+
+def test_a_rank_without_a_stated_number_of_cpus_has_its_share_of_the_node_as_threads(local_ray):
+    cpus = int(ray.cluster_resources()["CPU"])
+    with RayVirtualCluster([1], use_gpus=False) as cluster:
+        assert cluster.threads_of(cluster.bundles[0]) == cpus
+        assert cluster.worker_share()["num_cpus"] == 1.0

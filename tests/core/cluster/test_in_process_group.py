@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from cluster_workers import ContextFree, Scorer, Worker
+
+from rl_core.cluster import InProcessPool, InProcessWorkerGroup, NamedSharding, wait_together
+from rl_core.errors import UserError, WorkerError
+
+
+def test_the_one_worker_answers_every_kind_of_call():
+    with InProcessWorkerGroup(Worker, worker_kwargs={"base": 10}) as group:
+        assert group.world_size == 1
+        assert group.run_all("add", 1, y=2) == [13]
+        assert group.run_one("add", 1) == 11
+        assert group.run_each("add", [(1, 2)]) == [13]
+        assert group.run_sharded("seen", ["shard"], "!") == [(0, "shard", "!")]
+        assert wait_together([group.submit_all("add", 1), group.submit_one("add", 2)], 5.0) == [[11], 12]
+        assert group.run_one("whoami").run_in_process
+
+
+def test_arguments_and_results_are_passed_by_reference():
+    batch = object()
+    with InProcessWorkerGroup(Worker) as group:
+        assert group.run_one("seen", batch)[1] is batch
+
+
+def test_an_error_keeps_the_frames_of_the_worker_for_a_debugger():
+    with InProcessWorkerGroup(Worker) as group, pytest.raises(WorkerError, match=r"rank 0 .*raise_on\(\)") as caught:
+        group.run_one("raise_on", 0, KeyError("k"))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__.__traceback__ is not None
+
+
+def test_a_restart_forgets_the_state_and_a_shut_down_group_says_so():
+    group = InProcessWorkerGroup(Worker)
+    group.run_one("add", 1)
+    group.restart(0)
+    assert group.run_one("count") == 0
+    group.shutdown()
+    assert group.workers_alive() == [False]
+    with pytest.raises(UserError, match="shut down"):
+        group.run_one("count")
+
+
+def test_more_than_one_rank_is_refused():
+    with pytest.raises(UserError, match="one worker"):
+        InProcessWorkerGroup(ContextFree, sharding=NamedSharding.grid(data=2))
+
+
+def test_the_in_process_pool_maps_in_order():
+    with InProcessPool(Scorer) as pool:
+        assert pool.map("square", [3, 1, 2]) == [9, 1, 4]
+        assert pool.run_one("square", 5) == 25
+
+
+def test_the_in_process_group_needs_no_ray():
+    code = (
+        "import sys; from rl_core.cluster import InProcessWorkerGroup, NamedSharding, WorkerContext; "
+        "print(sorted({'ray', 'torch'} & set(sys.modules)))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

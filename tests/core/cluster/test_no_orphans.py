@@ -1,0 +1,116 @@
+"""Drivers that end in every way there is; what they started must end with them."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+_DRIVER = """
+import multiprocessing, os, subprocess, sys, time
+from rl_core.cluster import ActorPool, RayVirtualCluster, RayWorkerGroup
+
+class Parent:
+    def spawn(self):
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+    def hang(self):
+        time.sleep(600)
+
+if __name__ == "__main__":
+    cluster = RayVirtualCluster([1], use_gpus=False)
+    group = RayWorkerGroup(cluster, Parent)
+    pool = ActorPool(cluster, Parent)
+    group.run_all("spawn")
+    pool.run_one("spawn")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    end = sys.argv[1]
+    if end == "exception":
+        raise RuntimeError("the driver failed")
+    if end != "success":
+        group.run_all("hang")
+"""
+
+
+# How a driver ends -> its signal and its exit status. SIGINT goes to its whole process group, as from a terminal.
+_ENDS = {
+    "success": (None, 0),
+    "exception": (None, 1),
+    "ctrl-c": (signal.SIGINT, None),
+    "sigterm": (signal.SIGTERM, None),
+    "kill": (signal.SIGKILL, -signal.SIGKILL),
+}
+
+
+class _Driver:
+    def __init__(self, end: str, script: Path) -> None:
+        self.scratch = tempfile.mkdtemp(prefix="t")  # short: Ray keeps sockets under it
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), end],
+            env={**os.environ, "TMPDIR": self.scratch},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+    def descendants_when_ready(self) -> list[psutil.Process]:
+        assert self.process.stdout is not None
+        assert any(line.startswith("ready") for line in self.process.stdout)
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, sign: signal.Signals | None) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        if sign is not None:
+            time.sleep(0.5)
+            os.killpg(self.process.pid, sign) if sign is signal.SIGINT else self.process.send_signal(sign)
+        return self.process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def drivers(tmp_path_factory):
+    """All of them at once: most of their start is waiting."""
+    script = tmp_path_factory.mktemp("drivers") / "driver.py"
+    script.write_text(_DRIVER)
+    made = {end: _Driver(end, script) for end in _ENDS}
+    yield made
+    for driver in made.values():
+        driver.process.kill()
+        driver.process.wait()
+        shutil.rmtree(driver.scratch, ignore_errors=True)
+
+
+@pytest.mark.parametrize("end", list(_ENDS))
+def test_nothing_outlives_a_driver_that_ends_by(end, drivers):
+    sign, status = _ENDS[end]
+    started = drivers[end].descendants_when_ready()
+    names = [process.name() for process in started]
+    assert names.count("sleep") == 2, names
+    returned = drivers[end].end(sign)
+    assert returned == status if status is not None else returned != 0
+    until = time.monotonic() + 15
+    while any(map(_lives, started)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert [(process.pid, process.name()) for process in started if _lives(process)] == []
+    if end != "kill":
+        assert glob.glob(f"{drivers[end].scratch}/rlcore-ray-*") == []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

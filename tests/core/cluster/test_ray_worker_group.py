@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from cluster_workers import ContextFree, Worker
+
+from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, wait_together
+from rl_core.errors import (
+    CheckpointError,
+    DeadlineExceededError,
+    ResourceInsufficientError,
+    UserError,
+    WorkerDiedError,
+    WorkerError,
+)
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+@pytest.fixture(scope="module")
+def cluster(local_ray):
+    # Half a CPU a bundle: four ranks on a machine of two cores.
+    with RayVirtualCluster([4], use_gpus=False, cpus_per_bundle=0.5, max_colocated_worker_groups=2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def square(cluster):
+    """Four workers on a 2 x 2 grid."""
+    grid = NamedSharding.grid(data=2, tensor=2)
+    with RayWorkerGroup(cluster, Worker, worker_kwargs={"base": 10}, sharding=grid, name="square") as group:
+        yield group
+
+
+@pytest.fixture
+def pair(cluster):
+    """Two workers that a test may ruin."""
+    with RayWorkerGroup(cluster, Worker, num_workers=2, name="pair", deadlines=Deadlines(stop_s=1.0)) as group:
+        yield group
+
+
+def test_every_rank_is_told_its_place(square):
+    contexts = square.run_all("whoami")
+    assert [context.rank for context in contexts] == [0, 1, 2, 3]
+    assert [dict(context.coords) for context in contexts] == [
+        {"data": data, "tensor": tensor} for data in range(2) for tensor in range(2)
+    ]
+    assert {context.world_size for context in contexts} == {4}
+    assert [context.local_rank for context in contexts] == [0, 1, 2, 3]
+    assert len({(context.master_address, context.master_port) for context in contexts}) == 1
+
+
+def test_the_environment_of_a_process_agrees_with_its_context(square):
+    for context, environ in zip(square.run_all("whoami"), square.run_all("environ"), strict=True):
+        assert environ["RANK"] == str(context.rank)
+        assert environ["WORLD_SIZE"] == "4"
+        assert environ["LOCAL_RANK"] == str(context.local_rank)
+        assert environ["MASTER_ADDR"] == context.master_address
+        assert environ["MASTER_PORT"] == str(context.master_port)
+        assert environ["OMP_NUM_THREADS"] == str(context.num_threads) == "1"
+        assert environ["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_each_kind_of_call_returns_one_result_per_input_in_order(square):
+    assert square.run_all("add", 1, y=2) == [13, 13, 13, 13]
+    assert square.run_one("add", 5, rank=3) == 15
+    assert square.run_each("add", [(1, 2), 2, (3,), (4, 1)]) == [13, 12, 13, 15]
+
+
+@pytest.mark.parametrize(("axis", "expected"), [("data", ["A", "A", "B", "B"]), ("tensor", ["A", "B", "A", "B"])])
+def test_shards_are_replicated_over_the_other_axis_and_answered_once(square, axis, expected):
+    results = square.run_sharded("seen", ["A", "B"], "!", axis=axis)
+    leaders = [0, 2] if axis == "data" else [0, 1]
+    assert results == [(leaders[0], "A", "!"), (leaders[1], "B", "!")]
+    assert square.run_all("last_seen") == [(rank, shard, "!") for rank, shard in enumerate(expected)]
+
+
+def test_shards_that_are_not_as_many_as_the_axis_is_long_are_refused(square):
+    with pytest.raises(UserError, match=r"3 shards .* axis 'data' of size 2"):
+        square.run_sharded("seen", ["A", "B", "C"])
+    with pytest.raises(UserError, match="pipeline"):
+        square.run_sharded("seen", ["A", "B"], axis="pipeline")
+
+
+def test_a_large_argument_is_stored_once_and_read_without_a_copy(square):
+    array = np.ones(4_000_000)
+    # A read-only array is a view of the shared object store: no rank holds a copy.
+    assert square.run_all("total", array) == [(4e6, False)] * 4
+
+
+def test_methods_run_on_the_main_thread_and_coroutines_are_awaited(square):
+    assert all(square.run_all("on_main_thread"))
+    assert square.run_one("later", 1) == 2
+
+
+def test_calls_of_two_groups_are_under_way_together(square, pair):
+    started = time.monotonic()
+    results = wait_together(
+        [square.submit_one("sleep_on", 0, 1.0, rank=0), pair.submit_all("sleep_on", 0, 1.0)], deadline_s=20.0
+    )
+    assert results == [None, [None, None]]
+    assert time.monotonic() - started < 1.9
+
+
+def test_the_failure_of_one_group_ends_the_wait_for_both(square, pair):
+    started = time.monotonic()
+    hanging = pair.submit_one("sleep_on", 0, 3.0)
+    with pytest.raises(WorkerError, match="the sender failed"):
+        wait_together([hanging, square.submit_all("raise_on", 1, RuntimeError("the sender failed"))], deadline_s=60.0)
+    assert time.monotonic() - started < 2.5
+
+
+def test_two_groups_that_hang_are_both_in_the_report(square, pair):
+    with pytest.raises(DeadlineExceededError, match=r"(?s)of 'square'.*of 'pair'"):
+        wait_together([square.submit_one("sleep_on", 0, 1.5), pair.submit_one("sleep_on", 0, 1.5)], deadline_s=0.3)
+
+
+def test_ranks_meet_at_the_address_and_port_of_their_context(pair):
+    assert pair.run_all("sum_over_ranks") == [3, 3]
+
+
+def test_an_error_names_rank_method_and_host_and_carries_the_original_traceback(square):
+    with pytest.raises(WorkerError) as caught:
+        square.run_all("raise_on", 2, ValueError("odd number of heads"))
+    text = str(caught.value)
+    for part in ("rank 2 (data=1, tensor=0) of 'square'", os.uname().nodename, "raise_on()", "odd number of heads"):
+        assert part in text
+    assert "in raise_on\n" in text
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_an_error_of_ours_keeps_its_exit_code_and_one_that_cannot_be_pickled_its_text(square):
+    with pytest.raises(WorkerError) as caught:
+        square.run_one("raise_on", 1, CheckpointError("torn"), rank=1)
+    assert caught.value.exit_code == CheckpointError.exit_code == 2
+    with pytest.raises(WorkerError, match="1 and 2"):
+        square.run_one("raise_unpicklable")
+
+
+def test_a_constructor_that_raises_is_attributed_and_leaves_no_process(cluster, square):
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with pytest.raises(WorkerError, match=r"rank 1 \(data=1\) of 'Worker'.*__init__\(\).*no model on rank 1"):
+        RayWorkerGroup(cluster, Worker, num_workers=2, worker_kwargs={"fail_on": 1})
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before and p.name().startswith("ray::")]
+    assert [p.pid for p in left if "rank" in p.name()] == []
+
+
+def test_a_class_that_knows_nothing_of_ranks_is_built_as_it_is(cluster):
+    with RayWorkerGroup(cluster, ContextFree, num_workers=1) as group:
+        assert group.run_all("get_size") == [3]
+
+
+def test_the_deadline_report_names_the_rank_and_the_function_that_hangs(pair):
+    with pytest.raises(DeadlineExceededError) as caught:
+        pair.run_all("sleep_on", 1, 60.0, deadline_s=0.5)
+    text = str(caught.value)
+    for part in ("rank 1 (data=1) of 'pair'", f"pid {pair.pids()[1]}", "sleep_on()", "wait_for_a_peer_that_never_comes"):
+        assert part in text
+    assert "Answered: rank 0 (data=0) of 'pair'." in text
+    pair.restart(1)
+    assert pair.run_all("add", 1) == [1, 1]
+
+
+def test_the_stack_is_seen_even_of_a_worker_that_holds_the_interpreter_lock(pair):
+    with pytest.raises(DeadlineExceededError, match="long_c_call"):
+        pair.run_all("hold_the_lock_on", 0, 3.0, deadline_s=0.5)
+
+
+def test_a_stopped_worker_is_said_to_answer_nothing_and_is_ended_all_the_same(cluster):
+    deadlines = Deadlines(stop_s=0.5, stack_s=0.5)
+    group = RayWorkerGroup(cluster, Worker, num_workers=1, deadlines=deadlines)
+    process = psutil.Process(group.pids()[0])
+    with pytest.raises(DeadlineExceededError, match="state: stopped"):
+        group.run_all("stop_on", 0, deadline_s=0.5)
+    group.shutdown()
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_dead_worker_is_the_reported_cause_and_not_its_peers_hang_up(pair):
+    with pytest.raises(WorkerDiedError) as caught:
+        pair.run_all("die_on", 1)
+    text = str(caught.value)
+    assert "rank 1 (data=1) of 'pair'" in text
+    assert "last words" in text
+    assert pair.workers_alive() == [True, False]
+    pair.restart()
+    assert pair.run_all("add", 1) == [1, 1]
+
+
+def test_a_dead_worker_is_replaced_before_the_next_call_while_restarts_last(cluster):
+    with RayWorkerGroup(cluster, Worker, num_workers=1, max_restarts=1) as group:
+        for _ in range(2):
+            with pytest.raises(WorkerDiedError):
+                group.run_all("die_on", 0)
+            if group._restarts_left:
+                assert group.run_all("add", 1) == [1]
+        with pytest.raises(WorkerDiedError):
+            group.run_all("add", 1)
+
+
+def test_what_a_worker_started_ends_with_it_even_in_a_session_of_its_own(cluster):
+    with RayWorkerGroup(cluster, Worker, num_workers=1) as group:
+        pids = group.run_one("spawn")
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        os.kill(group.pids()[0], 9)
+        until = time.monotonic() + 10
+        while any(map(_lives, pids)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(map(_lives, pids))
+
+
+def test_a_third_group_on_bundles_for_two_is_refused_at_once(cluster, square):
+    with (
+        RayWorkerGroup(cluster, ContextFree, num_workers=1),
+        pytest.raises(ResourceInsufficientError, match="max_colocated_worker_groups=3"),
+    ):
+        RayWorkerGroup(cluster, ContextFree, num_workers=1)
+
+
+def test_more_workers_than_bundles_are_refused(cluster):
+    with pytest.raises(ResourceInsufficientError, match=r"5 workers .* 4 bundles"):
+        RayWorkerGroup(cluster, ContextFree, num_workers=5)
+
+
+def test_eight_and_eight_on_a_laptop_is_a_prompt_error_that_teaches(local_ray):
+    started = time.monotonic()
+    with pytest.raises(ResourceInsufficientError) as caught:
+        RayVirtualCluster([8, 8])
+    assert time.monotonic() - started < 5.0
+    text = str(caught.value)
+    for part in ("[8, 8]", "16 bundles", "Ray has 1 node", "Change:"):
+        assert part in text
+
+
+def test_resources_that_other_work_holds_are_told_from_resources_that_are_not_there(cluster):
+    total = ray.cluster_resources()["CPU"]
+    with pytest.raises(ResourceInsufficientError, match="other work holds what is missing"):
+        RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=total)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
