@@ -1,0 +1,149 @@
+"""Log-probabilities of given tokens from chunks of the LM head; knows hidden states and a head, no model.
+
+The logits of N positions over a vocabulary of V are the largest tensor of a language model. Here at most `chunk` rows of them
+exist at one time, forward and backward: the backward pass computes them again. Gradients are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitTransform:
+    """What a model family does to the LM head's output, and then the temperature.
+
+    logits = cap * tanh(scale * raw / cap) / temperature, in float32; no cap where `softcap` is None.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def __call__(self, raw: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] float32 of the head's output [n, V]; may overwrite it."""
+        logits = raw.float()
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """Derivative of the logits by the head's output: a number, or [n, V] float32."""
+        constant = self.scale / self.temperature
+        if self.softcap is None:
+            return constant
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0).mul_(constant)
+
+
+def chunked_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    transform: LogitTransform,
+    chunk: int,
+) -> torch.Tensor:
+    """Log-probability of each target token, in nats.
+
+    Args:
+        hidden: [N, H] last hidden states, one a predicted token.
+        weight: [V, H] of the LM head; may be the embedding's.
+        bias: [V] of the LM head, or None.
+        targets: [N] int64 token ids.
+        transform: from the head's output to logits.
+        chunk: rows of logits that exist at one time.
+
+    Returns:
+        [N] float32, differentiable in `hidden`, `weight` and `bias`.
+    """
+    logprobs: torch.Tensor = _ChunkedTokenLogprobs.apply(hidden, weight, bias, targets, transform, chunk)
+    return logprobs
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transform: LogitTransform) -> torch.Tensor:
+    return transform(torch.nn.functional.linear(hidden, weight, bias))
+
+
+class _ChunkedTokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        transform: LogitTransform,
+        chunk: int,
+    ) -> torch.Tensor:
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        normaliser = torch.empty_like(logprobs)
+        logits = None
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits = _logits(hidden[rows], weight, bias, transform)
+            normaliser[rows] = torch.logsumexp(logits, dim=-1)
+            logprobs[rows] = logits.gather(1, targets[rows].unsqueeze(1)).squeeze(1) - normaliser[rows]
+        # A single chunk is within the budget anyway: keep it, and the backward pass need not compute it again.
+        kept = logits if len(hidden) <= chunk and any(ctx.needs_input_grad[:3]) else None
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, kept)
+        ctx.transform, ctx.chunk = transform, chunk
+        return logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, targets, normaliser, kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        several = len(hidden) > ctx.chunk
+        # Sums over chunks are float32, so that a bfloat16 head loses nothing by being cut up.
+        sum_dtype = torch.float32 if several else weight.dtype
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if needs_bias and bias is not None else None
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = kept if kept is not None else _logits(hidden[rows], weight, bias, ctx.transform)
+            raw = _grad_of_raw(logits, normaliser[rows], targets[rows], grad[rows], ctx.transform).to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(raw, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                _add_product(grad_weight, raw, hidden[rows])
+            if grad_bias is not None:
+                grad_bias += raw.sum(0, dtype=sum_dtype)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _grad_of_raw(
+    logits: torch.Tensor,
+    normaliser: torch.Tensor,
+    targets: torch.Tensor,
+    grad: torch.Tensor,
+    transform: LogitTransform,
+) -> torch.Tensor:
+    """Gradient [n, V] float32 by the head's output: grad * (one-hot of the target - softmax) * slope."""
+    slope = transform.slope(logits)
+    result = torch.sub(logits, normaliser.unsqueeze(1)).exp_().mul_(-grad.unsqueeze(1))
+    result.scatter_add_(1, targets.unsqueeze(1), grad.unsqueeze(1))
+    return result.mul_(slope)
+
+
+def _add_product(total: torch.Tensor, raw: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add raw^T hidden to `total` [V, H]."""
+    if total.dtype == raw.dtype:
+        total.addmm_(raw.t(), hidden)
+    else:
+        total += raw.t() @ hidden

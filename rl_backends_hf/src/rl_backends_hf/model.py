@@ -1,0 +1,203 @@
+"""Loads a causal LM of Transformers from a name, a folder or a GGUF file; does not know what it will be used for."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import HfApi, try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rl_backends_hf.config import HFModelConfig
+from rl_core.errors import NotSupportedError, UserError
+from rl_core.plugins.component import did_you_mean
+
+_log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_HUB_TIMEOUT_S = 10.0
+
+
+def load_model(name: str, *, options: HFModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """A plain model in evaluation mode, its weights of `dtype`, on `device` (or where `device_map` puts it).
+
+    A GGUF file is unpacked to dense weights, so that the model trains and saves like any other.
+
+    Args:
+        name: name on the hub (or in its cache), folder with a `config.json`, or path of a `.gguf` file.
+        options: how to load it.
+        dtype: float32 or bfloat16.
+        device: where the weights go.
+
+    Raises:
+        UserError: there is no such model, or the options cannot be honoured; nothing was loaded.
+    """
+    _check_options(options, name)
+    where = _where(name)
+    config = _load_config(name, where, options)
+    arguments: dict[str, Any] = {
+        **where,
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": options.attn_implementation or "sdpa",
+        "trust_remote_code": options.trust_remote_code,
+    }
+    if options.device_map is not None:
+        arguments["device_map"] = options.device_map
+    if options.load_in_8bit or options.load_in_4bit:
+        arguments["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_8bit=options.load_in_8bit, load_in_4bit=options.load_in_4bit, bnb_4bit_compute_dtype=dtype
+        )
+        arguments.setdefault("device_map", {"": device})
+    if "gguf_file" in where:
+        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = _explained(name, options, lambda: AutoModelForCausalLM.from_pretrained(**arguments))
+    if "gguf_file" in where:
+        model = _plain(model, dtype)
+    if "device_map" not in arguments:
+        model.to(device)
+    _refuse_offloaded(model, name)
+    return model.eval()
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    """Whether weights are packed below their dtype, so that an optimizer cannot step on them."""
+    return bool(getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False))
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute each decoder layer's activations in the backward pass.
+
+    Raises:
+        NotSupportedError: the model's class cannot.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise NotSupportedError(
+            f"{type(model).__name__} has no activation checkpointing in Transformers. Set "
+            "`policy.activation_checkpointing: false`, and make microbatches smaller where memory is short."
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _check_options(options: HFModelConfig, name: str) -> None:
+    for key in ("load_in_8bit", "load_in_4bit"):
+        if not getattr(options, key):
+            continue
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise UserError(
+                f"`{key}` needs bitsandbytes, which is not installed. Install it with "
+                f"`pip install 'rl-backends-hf[quantized]'`, or load {name} without `{key}`."
+            )
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"`{key}` needs a CUDA GPU, and torch {torch.__version__} sees none. Load {name} without `{key}`; "
+                "`precision: bfloat16` halves the memory of float32 everywhere."
+            )
+    wants_gpu = isinstance(options.device_map, str) and options.device_map.startswith("cuda")
+    if wants_gpu and not torch.cuda.is_available():
+        raise UserError(
+            f"`device_map: {options.device_map}` needs a CUDA GPU, and torch {torch.__version__} sees none. "
+            "Leave device_map out to use the device that the rank was given."
+        )
+    if options.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(
+            "`attn_implementation: flash_attention_2` needs the package flash-attn, which is not installed. "
+            "Use `sdpa`, the default, or install flash-attn on a machine with a CUDA GPU."
+        )
+
+
+def _where(name: str) -> dict[str, Any]:
+    """What tells `from_pretrained` where the model is."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"The GGUF file {name} does not exist (looked at {path.absolute()}). Check `model_name`.")
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"The folder {name} holds no config.json, so it is no model of Transformers. Give the folder that "
+                "`save_pretrained` (or `rlcore convert`) wrote."
+            )
+        return {"pretrained_model_name_or_path": str(path)}
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
+        raise UserError(f"The folder {name} does not exist (looked at {path.absolute()}). Check `model_name`.")
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        _ask_hub(name)
+    return {"pretrained_model_name_or_path": name}
+
+
+def _ask_hub(name: str) -> None:
+    """One quick question, since Transformers itself retries an unreachable hub for most of a minute."""
+    api = HfApi()
+    try:
+        api.model_info(name, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:
+        raise UserError(
+            f"No model {name!r}: no folder of that name at {Path(name).absolute()}, nothing in the hub's cache, and "
+            f"{api.endpoint} answered: {type(error).__name__}: {error}. Give the path of a model folder or of a .gguf "
+            "file, or connect to the hub (HF_ENDPOINT names another, HF_TOKEN opens gated models)."
+        ) from error
+
+
+def _load_config(name: str, where: Mapping[str, Any], options: HFModelConfig) -> PretrainedConfig:
+    config: PretrainedConfig = _explained(
+        name, options, lambda: AutoConfig.from_pretrained(**where, trust_remote_code=options.trust_remote_code)
+    )
+    fields = sorted(config.to_dict())
+    for key, value in options.config_overrides.items():
+        if not hasattr(config, key):
+            raise UserError(
+                f"`config_overrides.{key}`: the {type(config).__name__} of {name} has no such field.{did_you_mean(key, fields)}"
+            )
+        setattr(config, key, value)
+    return config
+
+
+def _explained(name: str, options: HFModelConfig, load: Any) -> Any:
+    """What `load` gives, its failures as errors of the user's."""
+    try:
+        return load()
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        if "trust_remote_code" in str(error) and not options.trust_remote_code:
+            raise UserError(
+                f"{name} brings Python code of its own, which would run on this machine. Read it, and if you trust it "
+                "set `policy.hf_cfg.trust_remote_code: true`; or choose a model that Transformers "
+                f"{transformers.__version__} knows by itself."
+            ) from error
+        raise UserError(
+            f"Transformers {transformers.__version__} cannot load {name} as a causal language model: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _plain(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The same weights in a model that knows nothing of quantisation: one read from GGUF refuses `save_pretrained`."""
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain: PreTrainedModel = type(model).from_pretrained(
+        None,
+        config=config,
+        state_dict=model.state_dict(),
+        dtype=dtype,
+        attn_implementation=config._attn_implementation,
+    )
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def _refuse_offloaded(model: PreTrainedModel, name: str) -> None:
+    offloaded = [key for key, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if offloaded:
+        raise UserError(
+            f"`device_map` left {len(offloaded)} tensors of {name} (the first: {offloaded[0]}) on disk or in CPU memory for "
+            "lack of room on the GPU; such a model can be neither trained nor handed on. Use more GPUs with "
+            "`data_parallel: fsdp2`, a smaller model, or no device_map."
+        )

@@ -1,0 +1,208 @@
+"""How ranks share one model: whole copies, or shards (FSDP2); knows collectives, no loss and no optimizer.
+
+The gradient of a global batch is the *sum* over ranks: a loss is divided by the global count, so every rank holds its share
+already. FSDP2 averages by itself; that is turned off here. Reductions are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rl_backends_hf.scoring import ScoringModel
+from rl_core.cluster.worker_context import WorkerContext
+
+BUCKET_BYTES = 32 * 2**20
+"""Gradients travel in flat buckets of this size."""
+
+
+class Parallel(ABC):
+    """The ranks that train one model.
+
+    Attributes:
+        rank: this one.
+        world_size: how many.
+        device: what this one computes on.
+        shards: whether a rank holds a part of each weight only.
+    """
+
+    shards: bool = False
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.rank = context.rank
+        self.world_size = context.world_size
+        self.device = torch.device("cuda:0" if context.device == "cuda" else "cpu")
+
+    @abstractmethod
+    def distribute(self, scoring: ScoringModel, *, trainable: bool = True) -> None:
+        """Bring a whole model to the form in which the ranks hold it.
+
+        Args:
+            scoring: the model, alike on all ranks.
+            trainable: a frozen one rests in CPU memory and comes to the device as it is used.
+        """
+
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Make each gradient the sum over ranks, float32; collective.
+
+        A weight that no token reached (an expert, say) has a gradient of zeros, so that all ranks meet for it and any
+        number of ranks steps alike.
+        """
+        for parameter in parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @abstractmethod
+    def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Scalar float32, the 2-norm of the whole gradient; the same on every rank; collective."""
+
+    def after_forward(self, scoring: ScoringModel) -> None:
+        """Free what a pass without a backward one left gathered."""
+        return None
+
+    def any(self, flag: torch.Tensor) -> torch.Tensor:
+        """Scalar float32, 1 where `flag` (a scalar bool) holds on any rank; collective."""
+        flag = flag.float()
+        if self.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return flag
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+class Replicate(Parallel):
+    """Every rank holds the whole model."""
+
+    def distribute(self, scoring: ScoringModel, *, trainable: bool = True) -> None:
+        if not trainable:
+            scoring.requires_grad_(False)
+
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().sum_gradients(parameters)
+        if self.world_size == 1:
+            return
+        for bucket in _buckets([p.grad for p in parameters.values() if p.grad is not None]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _norm(gradients, self.device)
+
+
+class FullyShard(Parallel):
+    """Weights, gradients and optimizer state are divided over the ranks: FSDP2, a unit a decoder layer, then the root.
+
+    Args:
+        context: this rank.
+        compute_dtype: the type that float32 shards are rounded to as they are gathered.
+    """
+
+    shards = True
+
+    def __init__(self, context: WorkerContext, *, compute_dtype: torch.dtype) -> None:
+        super().__init__(context)
+        self._compute_dtype = compute_dtype
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.world_size,))
+
+    def distribute(self, scoring: ScoringModel, *, trainable: bool = True) -> None:
+        offload = OffloadPolicy()
+        if trainable:
+            scoring.float()
+        else:
+            scoring.requires_grad_(False)
+            if self.device.type == "cuda":
+                scoring.cpu()
+                offload = CPUOffloadPolicy()
+        precision = MixedPrecisionPolicy()
+        if trainable:
+            precision = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
+        layer_names = set(getattr(scoring.model, "_no_split_modules", None) or ())
+        layers = [module for module in scoring.modules() if type(module).__name__ in layer_names]
+        for module in (*layers, scoring):
+            unit = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+    def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        squared = _norm([local(gradient) for gradient in gradients], self.device).square()
+        dist.all_reduce(squared)
+        return squared.sqrt()
+
+    def after_forward(self, scoring: ScoringModel) -> None:
+        # The root stays gathered after a forward pass, in the hope of a backward one.
+        assert isinstance(scoring, FSDPModule)
+        scoring.reshard()
+
+
+def make_parallel(context: WorkerContext, mode: Literal["replicate", "fsdp2"], *, dtype: torch.dtype) -> Parallel:
+    """The chosen way, its process group joined. One rank holds all either way, and needs no group."""
+    if context.device == "cuda":
+        torch.cuda.set_device(0)
+    if context.world_size == 1:
+        return Replicate(context)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo",
+        init_method=f"tcp://{context.master_address}:{context.master_port}",
+        rank=context.rank,
+        world_size=context.world_size,
+    )
+    return FullyShard(context, compute_dtype=dtype) if mode == "fsdp2" else Replicate(context)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, or the tensor itself where it is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor; collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fill(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Set `target`, whole or sharded, to the whole tensor `value`, which every rank has."""
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            value = value.to(device=target.device, dtype=target.dtype)
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(value)
+
+
+def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that their norm is at most `max_norm`; nothing waits for the device."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        local(gradient).mul_(scale.to(gradient.device))
+
+
+def _norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.float()).to(device) for t in tensors]))
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    buckets: list[list[torch.Tensor]] = []
+    room = -math.inf
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if size > room:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(tensor)
+        room -= size
+    return buckets

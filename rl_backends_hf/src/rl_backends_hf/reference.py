@@ -1,0 +1,46 @@
+"""The frozen reference policy: the initial weights, read again from their source when first asked for; knows no training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.model import DTYPES, load_model
+from rl_backends_hf.parallel import Parallel
+from rl_backends_hf.scoring import ScoringModel
+
+
+class ReferencePolicy:
+    """A second model that rests in CPU memory and visits the device while it scores.
+
+    It is read from `model_name`, not copied from the policy: so it is the initial policy after a resume as well, and costs
+    nothing before something asks for it.
+
+    Args:
+        config: the policy's section.
+        parallel: how the ranks share a model.
+        temperature: logits are divided by it.
+    """
+
+    def __init__(self, config: HFPolicyConfig, parallel: Parallel, *, temperature: float) -> None:
+        model = load_model(config.model_name, options=config.hf_cfg, dtype=DTYPES[config.precision], device="cpu")
+        self._scoring = ScoringModel(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=temperature)
+        self._parallel = parallel
+        self._visits = not parallel.shards and config.hf_cfg.device_map is None and parallel.device.type != "cpu"
+        parallel.distribute(self._scoring, trainable=False)
+
+    @contextmanager
+    def on_device(self) -> Iterator[ScoringModel]:
+        """The model, ready to score on the rank's device for as long as the block runs."""
+        if self._visits:
+            self._scoring.to(self._parallel.device)
+        try:
+            with torch.no_grad():
+                yield self._scoring.eval()
+        finally:
+            self._parallel.after_forward(self._scoring)
+            if self._visits:
+                self._scoring.to("cpu")

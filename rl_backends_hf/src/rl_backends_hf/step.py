@@ -1,0 +1,133 @@
+"""One optimizer step over the microbatches of a global batch; knows no config and no data format.
+
+Nothing waits for the device before the end: losses, metrics and the gradient norm cross to the CPU once, in one tensor, and
+only then is it decided whether to step. So a NaN anywhere leaves weights and optimizer as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from rl_backends_hf.parallel import Parallel, clip_, local
+from rl_backends_hf.scoring import ScoringInput, ScoringModel
+from rl_backends_hf.training_state import TrainingState
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import NonFiniteError
+from rl_core.interfaces.loss import LossFunction, Reduction
+from rl_core.interfaces.worker import GlobalCounts, StepResult
+
+
+def optimizer_step(
+    scoring: ScoringModel,
+    microbatches: Iterable[tuple[ScoringInput, BatchedDataDict[Any]]],
+    loss_fn: LossFunction,
+    counts: GlobalCounts,
+    *,
+    state: TrainingState | None,
+    parallel: Parallel,
+    max_grad_norm: float | None,
+) -> StepResult:
+    """Add up the gradients of all microbatches and ranks, clip, and step.
+
+    Args:
+        scoring: the model.
+        microbatches: each as the model reads it and as the loss sees it.
+        loss_fn: the loss.
+        counts: what the global batch is normalised by.
+        state: what steps; None to compute loss and metrics only.
+        parallel: the ranks.
+        max_grad_norm: clip to it; None leaves the gradient.
+
+    Raises:
+        NonFiniteError: on every rank, where a loss or gradient on any rank is NaN or infinite; nothing has changed.
+    """
+    scoring.train(state is not None)
+    if state is not None:
+        state.masters.drop_gradients()
+    losses, metrics = _forward_backward(scoring, microbatches, loss_fn, counts, parallel=parallel, learn=state is not None)
+    norm = torch.zeros((), device=parallel.device)
+    if state is not None:
+        parallel.sum_gradients(state.masters.parameters)
+        norm = parallel.gradient_norm(list(state.masters.gradients().values()))
+    else:
+        parallel.after_forward(scoring)
+    loss = torch.stack(losses).sum()
+    broken = parallel.any(~(torch.isfinite(loss) & torch.isfinite(norm)))
+    reduced = _reduce(metrics, loss_fn.metric_reductions)
+    numbers = torch.stack([broken, loss, norm, *reduced.values()]).tolist()
+    if numbers[0] > 0:
+        raise _non_finite(losses, state, parallel, norm=numbers[2])
+    if state is not None and max_grad_norm is not None:
+        clip_(list(state.masters.gradients().values()), norm, max_grad_norm)
+    lr = _step(state) if state is not None else 0.0
+    return StepResult(loss=numbers[1], grad_norm=numbers[2], lr=lr, metrics=dict(zip(reduced, numbers[3:], strict=True)))
+
+
+def _forward_backward(
+    scoring: ScoringModel,
+    microbatches: Iterable[tuple[ScoringInput, BatchedDataDict[Any]]],
+    loss_fn: LossFunction,
+    counts: GlobalCounts,
+    *,
+    parallel: Parallel,
+    learn: bool,
+) -> tuple[list[torch.Tensor], list[Mapping[str, torch.Tensor]]]:
+    seqs = torch.tensor(counts.valid_seqs, dtype=torch.float32, device=parallel.device)
+    toks = torch.tensor(counts.valid_toks, dtype=torch.float32, device=parallel.device)
+    losses: list[torch.Tensor] = []
+    metrics: list[Mapping[str, torch.Tensor]] = []
+    with nullcontext() if learn else torch.no_grad():
+        for inputs, batch in microbatches:
+            loss, found = loss_fn(scoring.score(inputs), batch, seqs, toks)
+            if learn:
+                loss.backward()
+            losses.append(loss.detach().float())
+            metrics.append(found)
+    return losses, metrics
+
+
+def _reduce(metrics: list[Mapping[str, torch.Tensor]], how: Mapping[str, Reduction]) -> dict[str, torch.Tensor]:
+    """Each metric over the microbatches, still on the device."""
+    reducers = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
+    return {
+        name: reducers[how.get(name, "sum")](torch.stack([found[name].detach().float() for found in metrics]))
+        for name in (metrics[0] if metrics else ())
+    }
+
+
+def _step(state: TrainingState) -> float:
+    """Step, and say at which learning rate."""
+    lr = float(state.optimizer.param_groups[0]["lr"])
+    state.optimizer.step()
+    state.scheduler.step()
+    state.masters.publish()
+    state.masters.drop_gradients()
+    state.weight_version += 1
+    return lr
+
+
+def _non_finite(losses: list[torch.Tensor], state: TrainingState | None, parallel: Parallel, *, norm: float) -> NonFiniteError:
+    """The error that names the first offender on this rank, and drops the gradients."""
+    where = "Another rank's loss is the offender; its own error names it."
+    for number, loss in enumerate(losses, start=1):
+        if not bool(torch.isfinite(loss)):
+            where = f"The loss of microbatch {number} of {len(losses)} on rank {parallel.rank} is {float(loss)}."
+            break
+    else:
+        for name, gradient in state.masters.gradients().items() if state is not None else ():
+            if not bool(torch.isfinite(local(gradient)).all()):
+                where = f"The losses are finite; the first bad gradient on rank {parallel.rank} is that of {name}."
+                break
+    step = 1
+    if state is not None:
+        state.masters.drop_gradients()
+        step = state.weight_version + 1
+    return NonFiniteError(
+        f"Optimizer step {step} was not taken: its gradient norm is {norm}. {where} Weights and optimizer are as they were. "
+        "Look at the batch's rewards, advantages and log-probabilities; a smaller learning rate or a clipped ratio helps "
+        "where they are extreme."
+    )

@@ -1,0 +1,190 @@
+"""Writes and reads what training goes on from: optimizer, masters, schedule, random state; knows no model's forward pass.
+
+Tensors are kept whole, by parameter name, through torch.distributed.checkpoint, so that another number of ranks, or another way
+of sharing them, reads its own part. Beside them: `trainer.pt` (from rank 0) and `rng-<rank>.pt`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Replicate
+
+from rl_backends_hf.master import MasterWeights
+from rl_core.errors import CheckpointError
+
+_FORMAT: Final = 1
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """What steps, and what it steps on."""
+
+    masters: MasterWeights
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    weight_version: int = 0
+
+    def save(self, folder: Path, *, rank: int, world_size: int) -> None:
+        """Write this rank's part into `folder`; collective."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors, scalars = self._split_state()
+        dcp.save(tensors or {"empty": torch.zeros(1)}, checkpoint_id=folder, no_dist=world_size == 1)
+        torch.save(_random_state(), folder / _rng_file(rank))
+        if rank == 0:
+            trainer = {
+                "format": _FORMAT,
+                "world_size": world_size,
+                "weight_version": self.weight_version,
+                "scalars": scalars,
+                "param_groups": _hyperparameters(self.optimizer),
+                "scheduler": self.scheduler.state_dict(),
+            }
+            torch.save(trainer, folder / "trainer.pt")
+
+    def load(self, folder: Path, *, rank: int, world_size: int) -> None:
+        """Go on from what `save` wrote, by any number of ranks.
+
+        Random state is restored where this rank had one; with more ranks than before, the further ones keep theirs.
+
+        Raises:
+            CheckpointError: the folder is absent, torn, or of another model or optimizer.
+        """
+        trainer = _read(folder / "trainer.pt")
+        groups = self.optimizer.param_groups
+        if trainer.get("format") != _FORMAT or len(trainer["param_groups"]) != len(groups):
+            raise CheckpointError(
+                f"{folder} was written by another format or optimizer (format {trainer.get('format')}, "
+                f"{len(trainer.get('param_groups', ()))} parameter groups; this optimizer has {len(groups)}). Resume under "
+                "the config that wrote it."
+            )
+        state = self._load_tensors(folder, no_dist=world_size == 1)
+        for name, values in trainer["scalars"].items():
+            state.setdefault(name, {}).update(values)
+        self._take(state, folder)
+        for group, saved in zip(groups, trainer["param_groups"], strict=True):
+            group.update(saved)
+        self.scheduler.load_state_dict(trainer["scheduler"])
+        self.weight_version = trainer["weight_version"]
+        if (folder / _rng_file(rank)).is_file():
+            _restore_random_state(_read(folder / _rng_file(rank)))
+        elif rank < trainer["world_size"]:
+            raise CheckpointError(
+                f"{folder} is torn: {_rng_file(rank)} is missing, though {trainer['world_size']} ranks wrote it."
+            )
+
+    def move(self, device: torch.device) -> None:
+        """Bring optimizer state and float32 copies to `device`."""
+        for values in self.optimizer.state.values():
+            for key, value in values.items():
+                # Adam keeps step counts on the CPU unless it is told otherwise.
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    values[key] = value.to(device)
+        self.masters.move(device)
+
+    def _split_state(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+        tensors: dict[str, torch.Tensor] = {}
+        scalars: dict[str, dict[str, Any]] = {}
+        for name, parameter in self.masters.parameters.items():
+            if self.masters.are_rounded:
+                tensors[f"master.{name}"] = parameter.detach()
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"optimizer.{name}.{key}"] = value
+                else:
+                    scalars.setdefault(name, {})[key] = value
+        return tensors, scalars
+
+    def _load_tensors(self, folder: Path, *, no_dist: bool) -> dict[str, dict[str, Any]]:
+        """Fill the masters; return the optimizer's tensors by parameter name."""
+        try:
+            stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        except (OSError, EOFError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} holds no readable optimizer state: {error}") from error
+        wanted: dict[str, torch.Tensor] = {}
+        state: dict[str, dict[str, Any]] = {}
+        for key, metadata in stored.items():
+            if not isinstance(metadata, TensorStorageMetadata) or key == "empty":
+                continue
+            kind, _, rest = key.partition(".")
+            name, entry = (rest, "") if kind == "master" else rest.rpartition(".")[::2]
+            parameter = self.masters.parameters.get(name)
+            if parameter is None:
+                raise CheckpointError(f"{folder} is of another model: it has state of {name}, which this model lacks.")
+            if kind == "master":
+                wanted[key] = parameter.detach()
+                _check_shape(name, metadata.size, parameter.shape, folder)
+            else:
+                wanted[key] = _room_for(metadata, parameter)
+                state.setdefault(name, {})[entry] = wanted[key]
+        try:
+            dcp.load(wanted, checkpoint_id=folder, no_dist=no_dist)
+        except (dcp.api.CheckpointException, OSError, EOFError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} is torn: {error}") from error
+        return state
+
+    def _take(self, state: Mapping[str, dict[str, Any]], folder: Path) -> None:
+        if state and (missing := self.masters.parameters.keys() - state.keys()):
+            raise CheckpointError(f"{folder} is of another model: it has no optimizer state of {sorted(missing)[0]}.")
+        self.optimizer.state.clear()
+        for name, values in state.items():
+            self.optimizer.state[self.masters.parameters[name]] = values
+        self.masters.publish()
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _room_for(metadata: TensorStorageMetadata, parameter: nn.Parameter) -> torch.Tensor:
+    """An empty tensor of the stored shape, sharded as its parameter is."""
+    dtype = metadata.properties.dtype
+    if tuple(metadata.size) == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    room = torch.empty(metadata.size, dtype=dtype, device=parameter.device if len(metadata.size) else "cpu")
+    if isinstance(parameter, DTensor) and len(metadata.size):
+        return DTensor.from_local(room, parameter.device_mesh, [Replicate()])
+    return room
+
+
+def _check_shape(name: str, found: Any, wanted: Any, folder: Path) -> None:
+    if tuple(found) != tuple(wanted):
+        raise CheckpointError(f"{folder} is of another model: {name} is {tuple(found)} there and {tuple(wanted)} here.")
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng-{rank:05d}.pt"
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist, so there is no training state to go on from.") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is torn: {type(error).__name__}: {error}") from error
+    return found

@@ -1,0 +1,127 @@
+"""Writes and reads a policy's weights as a folder that Transformers loads; knows neither optimizer nor loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.parallel import fill, whole
+from rl_core.data.tokenizer import load_tokenizer
+from rl_core.errors import CheckpointError
+from rl_core.weights.manifest import weights_of
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
+
+
+def full_weights(
+    model: PreTrainedModel, *, dtype: torch.dtype, names: list[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole tensor of each weight, of tied ones the first alone; collective where they are sharded.
+
+    Args:
+        model: whole or sharded.
+        dtype: float32 parameters that are the masters of another type are rounded to it.
+        names: these, in this order; all by default.
+    """
+    weights = weights_of(model)
+    for name in weights if names is None else names:
+        tensor = whole(weights[name].detach())
+        is_master = isinstance(weights[name], torch.nn.Parameter) and tensor.dtype == torch.float32
+        yield name, tensor.to(dtype) if is_master else tensor
+
+
+def save_weights(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, rank: int) -> None:
+    """Write safetensors and config.json into `folder` from rank 0; collective."""
+    gathered: dict[str, torch.Tensor] = {}
+    for name, tensor in full_weights(model, dtype=dtype):
+        if rank == 0:
+            gathered[name] = tensor.cpu()
+    if rank != 0:
+        return
+    for name, tied_to in tied_names(model).items():
+        gathered[name] = gathered[tied_to]
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, state_dict=gathered)
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Each name of a tied weight that `weights_of` leaves out, to the name under which it is there."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            tied[name] = first[id(parameter)]
+        first.setdefault(id(parameter), name)
+    return tied
+
+
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Set the model's weights, whole or sharded, to those in `folder`; every rank reads them.
+
+    Raises:
+        CheckpointError: the folder is absent, torn, or of another model; the weights are as before.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} holds no config.json, so no weights were saved there.")
+    try:
+        found, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=model.dtype, output_loading_info=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise CheckpointError(f"The weights in {folder} cannot be read: {type(error).__name__}: {error}") from error
+    saved, own = weights_of(found), weights_of(model)
+    _refuse_differences(saved, own, report, folder)
+    for name, tensor in own.items():
+        fill(tensor, saved[name].detach())
+
+
+def _refuse_differences(
+    saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], report: Mapping[str, Any], folder: Path
+) -> None:
+    torn = sorted(map(str, report.get("missing_keys", ())))
+    if torn:
+        raise CheckpointError(f"{folder} is torn: it lacks {len(torn)} tensors, the first {torn[0]}.")
+    odd = sorted(saved.keys() ^ own.keys())
+    if odd:
+        raise CheckpointError(f"{folder} is of another model: {odd[0]} is in one of the two only ({len(odd)} such names).")
+    for name, tensor in own.items():
+        if saved[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{folder} is of another model: {name} is {tuple(saved[name].shape)} there and {tuple(tensor.shape)} here."
+            )
+
+
+def save_tokenizer(config: HFPolicyConfig, folder: Path) -> None:
+    """Write the tokenizer's files beside the weights, so that the folder is whole; nothing where the model has none.
+
+    Raises:
+        UserError: the tokenizer that the config names cannot be loaded.
+    """
+    tokenizer = find_tokenizer(config)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def find_tokenizer(config: HFPolicyConfig) -> Any:
+    """The policy's tokenizer, or None where its model's folder has none and the config names no other.
+
+    Raises:
+        UserError: there should be one, and it cannot be loaded.
+    """
+    source = config.tokenizer.name or config.model_name
+    folder = Path(source).expanduser()
+    # Asked for a tokenizer that is not there, Transformers may make an empty one.
+    if (
+        config.tokenizer.name is None
+        and folder.is_dir()
+        and not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern))
+    ):
+        return None
+    return load_tokenizer(
+        source, chat_template=config.tokenizer.chat_template, trust_remote_code=config.hf_cfg.trust_remote_code
+    )

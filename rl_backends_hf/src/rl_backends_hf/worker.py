@@ -1,0 +1,259 @@
+"""One rank of the Transformers policy: scores, steps, saves and hands on its weights; knows no other rank's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
+from rl_backends_hf.master import MasterWeights
+from rl_backends_hf.microbatches import Microbatcher
+from rl_backends_hf.model import DTYPES, checkpoint_activations, is_quantised, load_model
+from rl_backends_hf.optimizer import build_optimizer, build_scheduler
+from rl_backends_hf.parallel import Parallel, make_parallel
+from rl_backends_hf.probe import probe_scoring
+from rl_backends_hf.reference import ReferencePolicy
+from rl_backends_hf.scoring import ScoringModel
+from rl_backends_hf.step import optimizer_step
+from rl_backends_hf.training_state import TrainingState
+from rl_backends_hf.weights_folder import find_tokenizer, full_weights, load_weights, save_tokenizer, save_weights
+from rl_core.cluster.worker_context import WorkerContext
+from rl_core.config.schema import GenerationConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import CheckpointError, NotSupportedError, UserError
+from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.weights.manifest import dtype_name, weights_of
+from rl_core.weights.source import WeightSource
+
+_CPU = torch.device("cpu")
+
+
+class HFPolicyWorker(WeightSource, PolicyWorker):
+    """One rank of a policy on Transformers.
+
+    Args:
+        context: rank, meeting point and device.
+        config: the section `policy`.
+    """
+
+    def __init__(self, context: WorkerContext, config: HFPolicyConfig) -> None:
+        self.context = context
+        self._config = config
+        self._dtype = DTYPES[config.precision]
+        self._temperature = config.generation.temperature if config.generation is not None else 1.0
+        self._reference: ReferencePolicy | None = None
+        self._state: TrainingState | None = None
+        self._sampler: Any = None
+
+    def setup(self) -> Mapping[str, Any]:
+        self._check_config()
+        if not self.context.run_in_process:
+            torch.set_num_threads(self.context.num_threads)
+        hf = self._config.hf_cfg
+        self._parallel: Parallel = make_parallel(self.context, hf.data_parallel, dtype=self._dtype)
+        device = self._parallel.device
+        self._microbatcher = Microbatcher(self._config, device=device)
+        model = load_model(self._config.model_name, options=hf, dtype=self._dtype, device=device)
+        self._quantised = is_quantised(model)
+        self._scoring = ScoringModel(model, chunk_tokens=hf.logprob_chunk_tokens, temperature=self._temperature)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        probe_scoring(
+            self._scoring,
+            device=device,
+            packing=self._microbatcher.packing,
+            variable_length_kernel=self._microbatcher.variable_length_kernel,
+        )
+        if self._config.activation_checkpointing:
+            checkpoint_activations(model)
+        self._parallel.distribute(self._scoring)
+        if not self._quantised:
+            self._state = self._make_state()
+        return {"num_parameters": num_parameters, "device": str(device), "vocab_size": self._scoring.vocab_size}
+
+    def get_logprobs(self, data: BatchedDataDict[Any], *, reference: bool = False) -> BatchedDataDict[Any]:
+        if reference:
+            with self._reference_policy().on_device() as scoring:
+                return self._score(scoring, data)
+        self._bring(weights=self._parallel.device)
+        try:
+            with torch.no_grad():
+                return self._score(self._scoring.eval(), data)
+        finally:
+            self._parallel.after_forward(self._scoring)
+
+    def _score(self, scoring: ScoringModel, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        columns = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
+        columns.micro_batch_indices, columns.micro_batch_lengths = data.micro_batch_indices, data.micro_batch_lengths
+        parts = [
+            scoring.score(self._microbatcher.form(microbatch, training=False))
+            for microbatch in self._microbatcher.split(columns, rows=self._config.logprob_batch_size)
+        ]
+        logprobs = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
+        start = 0
+        for part in parts:
+            logprobs[start : start + len(part), : part.shape[1]] = part.to("cpu")
+            start += len(part)
+        return BatchedDataDict({"logprobs": logprobs})
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        *,
+        counts: Sequence[GlobalCounts],
+        eval_mode: bool = False,
+        mbs: int | None = None,
+    ) -> list[StepResult]:
+        self._bring(weights=self._parallel.device, state=self._parallel.device)
+        rows = max(1, data.size // len(counts))
+        results = []
+        for number, count in enumerate(counts):
+            batch = data.get_batch(number, rows)
+            microbatches = self._microbatcher.split(batch, rows=mbs or self._config.train_micro_batch_size)
+            result = optimizer_step(
+                self._scoring,
+                ((self._microbatcher.form(each, training=True), each.to(self._parallel.device)) for each in microbatches),
+                loss_fn,
+                count,
+                state=None if eval_mode else self._trainable(),
+                parallel=self._parallel,
+                max_grad_norm=self._config.max_grad_norm,
+            )
+            results.append(result)
+        return results
+
+    def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
+        from rl_backends_hf.sampler import Sampler, SamplerSettings
+
+        if self._parallel.shards:
+            raise NotSupportedError(
+                "A policy with `data_parallel: fsdp2` on several ranks has its weights in shards and does not sample. "
+                "Name a generation backend under `policy.generation`, or use `data_parallel: replicate`."
+            )
+        self._bring(weights=self._parallel.device)
+        if self._sampler is None:
+            given = self._config.generation
+            section = given if isinstance(given, HFGenerationConfig) else _as_hf(given)
+            settings = SamplerSettings.from_config(section, max_model_len=self._config.max_total_sequence_length)
+            self._sampler = Sampler(self._scoring.model, settings=settings, tokenizer=find_tokenizer(self._config))
+        answer: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
+        return answer
+
+    def prepare_for_training(self) -> None:
+        self._bring(weights=self._parallel.device, state=self._parallel.device)
+
+    def finish_training(self) -> None:
+        self._drop_gradients()
+
+    def offload_before_refit(self) -> None:
+        """Gradients are freed, and optimizer state leaves the device; the weights stay, to be sent."""
+        self._drop_gradients()
+        self._bring(weights=self._parallel.device, state=_CPU)
+
+    def offload_after_refit(self) -> None:
+        """The weights leave the device as well."""
+        self._bring(weights=_CPU, state=_CPU)
+
+    def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
+        if self._quantised:
+            raise NotSupportedError(f"The quantised weights of {self._config.model_name} never change and are not saved.")
+        save_weights(self._scoring.model, Path(weights_path), dtype=self._dtype, rank=self.context.rank)
+        if self.context.rank == 0:
+            save_tokenizer(self._config, Path(weights_path))
+        if optimizer_path is not None:
+            self._trainable().save(Path(optimizer_path), rank=self.context.rank, world_size=self.context.world_size)
+        self._parallel.barrier()
+
+    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
+        state = self._trainable()
+        if optimizer_path is not None and not Path(optimizer_path).is_dir():
+            raise CheckpointError(f"{optimizer_path} does not exist, so there is no training state to go on from.")
+        load_weights(self._scoring.model, Path(weights_path))
+        state.masters.take()
+        if optimizer_path is not None:
+            state.load(Path(optimizer_path), rank=self.context.rank, world_size=self.context.world_size)
+
+    def get_weight_version(self) -> int:
+        return self._state.weight_version if self._state is not None else 0
+
+    def weight_manifest(self) -> RefitManifest:
+        master = torch.float32
+        return {
+            name: (
+                tuple(tensor.shape),
+                dtype_name(self._dtype if tensor.dtype == master and tensor.requires_grad else tensor.dtype),
+            )
+            for name, tensor in weights_of(self._scoring.model).items()
+        }
+
+    def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        return full_weights(self._scoring.model, dtype=self._dtype, names=None if names is None else list(names))
+
+    def shutdown(self) -> None:
+        self.leave_refit()
+        if self.context.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _check_config(self) -> None:
+        """Refuse what cannot go together, before anything is loaded."""
+        hf, ranks = self._config.hf_cfg, self.context.world_size
+        if ranks > 1 and hf.device_map is not None:
+            raise UserError(
+                f"`device_map: {hf.device_map}` spreads one model over devices, and {ranks} ranks have one device each. "
+                "Leave device_map out; `data_parallel: fsdp2` shards a model that is too large for one device."
+            )
+        if ranks > 1 and hf.data_parallel == "fsdp2" and (hf.load_in_8bit or hf.load_in_4bit):
+            raise UserError(
+                "Quantised weights cannot be sharded by FSDP2: leave load_in_8bit and load_in_4bit out, or use "
+                "`data_parallel: replicate`."
+            )
+
+    def _make_state(self) -> TrainingState:
+        masters = MasterWeights(self._scoring.model, published=self._dtype)
+        optimizer = build_optimizer(masters.parameters, self._config.optimizer)
+        return TrainingState(masters=masters, optimizer=optimizer, scheduler=build_scheduler(optimizer, self._config.scheduler))
+
+    def _trainable(self) -> TrainingState:
+        if self._state is None:
+            raise NotSupportedError(
+                f"{self._config.model_name} was loaded with quantised weights (load_in_8bit or load_in_4bit), and this "
+                "policy trains all weights: rounded integers cannot take a gradient step. Load it without quantisation, with "
+                "`precision: bfloat16` to save memory; scoring and sampling work as it is."
+            )
+        return self._state
+
+    def _reference_policy(self) -> ReferencePolicy:
+        if not self._config.hf_cfg.reference:
+            raise NotSupportedError(
+                "This policy has no reference: `policy.hf_cfg.reference` is false. Set it to true, or use a loss without a "
+                "KL term against the reference policy."
+            )
+        if self._reference is None:
+            self._reference = ReferencePolicy(self._config, self._parallel, temperature=self._temperature)
+        return self._reference
+
+    def _bring(self, *, weights: torch.device, state: torch.device | None = None) -> None:
+        """Move weights, and optimizer state where it is named, between the device and CPU memory."""
+        if self._parallel.device == _CPU or self._config.hf_cfg.device_map is not None:
+            return
+        if next(self._scoring.parameters()).device != weights:
+            self._scoring.to(weights)
+        if state is not None and self._state is not None:
+            self._state.move(state)
+
+    def _drop_gradients(self) -> None:
+        if self._state is not None:
+            self._state.masters.drop_gradients()
+
+
+def _as_hf(section: GenerationConfig | None) -> HFGenerationConfig:
+    """How this policy samples by itself where `policy.generation` names another backend, or nothing."""
+    shared = set(GenerationConfig.model_fields) - {"backend"}
+    values = {key: getattr(section, key) for key in shared} if section is not None else {}
+    return HFGenerationConfig(**values)
