@@ -46,17 +46,18 @@ class RefitLedger:
             WeightSyncError: it belongs to another refit or version, or a tensor is unknown, repeated or of another form.
         """
         self._admit_refit(refit, version, forms)
-        for name, form in forms.items():
-            expected = self.manifest.get(name)
-            if expected is None:
-                raise WeightSyncError(f"Weight {name!r} arrived and is not in the manifest: the policy sent a stranger.")
-            if name in self._arrived:
-                raise WeightSyncError(f"Weight {name!r} arrived twice in the refit to version {version}.")
-            if (tuple(form[0]), form[1]) != (tuple(expected[0]), expected[1]):
-                raise WeightSyncError(
-                    f"Weight {name!r} arrived as {form[1]} {list(form[0])}; the manifest says {expected[1]} "
-                    f"{list(expected[0])}."
-                )
+        found = [f"{name!r} is not in the manifest" for name in forms if name not in self.manifest]
+        found += [f"{name!r} arrived twice" for name in forms if name in self._arrived]
+        found += [
+            f"{name!r} arrived as {_described(form)}; the manifest says {_described(self.manifest[name])}"
+            for name, form in forms.items()
+            if name in self.manifest and _plain(form) != _plain(self.manifest[name])
+        ]
+        if found:
+            raise WeightSyncError(
+                f"Weights are refused in the refit to version {version}: {'; '.join(found[:5])}"
+                + (f"; and {len(found) - 5} more." if len(found) > 5 else ".")
+            )
 
     def note(self, names: Iterable[str]) -> None:
         """These have been loaded."""
@@ -84,6 +85,14 @@ class RefitLedger:
             raise WeightSyncError(
                 f"Weights {', '.join(list(names)[:3])}, ... arrived as version {version} in a refit to version {self._version}."
             )
+
+
+def _plain(form: tuple[tuple[int, ...], str]) -> tuple[tuple[int, ...], str]:
+    return tuple(form[0]), form[1]
+
+
+def _described(form: tuple[tuple[int, ...], str]) -> str:
+    return f"{form[1]} {list(form[0])}"
 
 
 def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:

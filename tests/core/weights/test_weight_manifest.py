@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_refit_workers import TinyModel
+
+from rl_core.errors import WeightSyncError
+from rl_core.weights.manifest import (
+    fill,
+    lay_out,
+    manifest_of,
+    refuse_differences,
+    split_into_buckets,
+    weights_of,
+)
+
+forms = st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(["float32", "bfloat16", "int8"]))
+manifests = st.dictionaries(st.text("abcdef.", min_size=1, max_size=8), forms, max_size=12)
+
+
+@given(manifest=manifests, budget=st.integers(1, 2000))
+def test_buckets_hold_every_name_once_in_order_and_keep_to_the_budget(manifest, budget):
+    buckets = split_into_buckets(manifest, budget_bytes=budget)
+    assert [name for bucket in buckets for name in bucket] == list(manifest)
+    assert all(len(bucket) == 1 or lay_out(manifest, bucket)[1] <= budget for bucket in buckets)
+
+
+@given(manifest=manifests)
+def test_what_is_laid_out_in_a_bucket_comes_back_bit_for_bit(manifest):
+    tensors = {name: torch.randint(-100, 100, shape).to(getattr(torch, dtype)) for name, (shape, dtype) in manifest.items()}
+    placements, size = lay_out(manifest, manifest)
+    buffer = torch.empty(size, dtype=torch.uint8)
+    fill(buffer, placements, iter(tensors.items()))
+    assert all(torch.equal(placements[name].view(buffer), tensor) for name, tensor in tensors.items())
+
+
+def test_a_bucket_is_refused_where_the_policy_gives_other_tensors_than_its_manifest():
+    manifest = {"a": ((2,), "float32"), "b": ((2,), "float32")}
+    placements, size = lay_out(manifest, manifest)
+    buffer = torch.empty(size, dtype=torch.uint8)
+    for given_tensors, culprit in [
+        ([("a", torch.zeros(2))], "'?b"),
+        ([("a", torch.zeros(2)), ("a", torch.zeros(2))], "'a'"),
+        ([("c", torch.zeros(2))], "'c'"),
+        ([("a", torch.zeros(3))], r"'a' as float32 \[3\]"),
+        ([("a", torch.zeros(2, dtype=torch.bfloat16))], "'a' as bfloat16"),
+    ]:
+        with pytest.raises(WeightSyncError, match=culprit):
+            fill(buffer, placements, iter(given_tensors))
+
+
+def test_weights_of_a_module_leaves_out_tied_names_and_buffers_that_are_not_saved():
+    names = set(weights_of(TinyModel(0)))
+    assert "embed.weight" in names
+    assert "running" in names
+    assert names.isdisjoint({"head.weight", "scratch"})
+
+
+def test_one_error_names_every_difference_between_policy_and_engine():
+    manifest = {"a": ((2, 3), "float32"), "b": ((4,), "float32"), "c": ((), "float32")}
+    engine = {"a": torch.zeros(3, 2), "c": torch.zeros(()), "d": torch.zeros(1)}
+    with pytest.raises(WeightSyncError) as caught:
+        refuse_differences(manifest, engine)
+    text = str(caught.value)
+    assert "a: [2, 3] in the policy, [3, 2] in the engine" in text
+    assert "b: the policy sends it, the engine has no such weight" in text
+    assert "d: the engine has it, the policy does not send it" in text
+
+
+def test_a_manifest_lists_shapes_and_dtypes():
+    assert manifest_of({"x": torch.zeros(2, 3, dtype=torch.bfloat16)}) == {"x": ((2, 3), "bfloat16")}

@@ -1,0 +1,116 @@
+"""Segments of shared memory: nothing is left in /dev/shm, whatever happens to the process that made them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_core.errors import WeightSyncError
+from rl_core.weights.shared_memory import DIRECTORY, Segment, SegmentPair, map_segment, sweep
+
+OWNER = """
+import time
+from rl_core.weights.shared_memory import Segment
+segment = Segment(1000)
+segment.buffer.fill_(7)
+print(segment.name, flush=True)
+{then}
+"""
+
+
+def owner(then: str) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen([sys.executable, "-c", OWNER.format(then=then)], stdout=subprocess.PIPE, text=True)
+    return process, DIRECTORY / process.stdout.readline().strip()
+
+
+def test_another_process_reads_what_was_written_and_cannot_change_it():
+    process, path = owner("time.sleep(60)")
+    mapped = map_segment(path.name)
+    assert torch.equal(mapped, torch.full((1000,), 7, dtype=torch.uint8))
+    mapped.zero_()
+    assert torch.equal(map_segment(path.name), torch.full((1000,), 7, dtype=torch.uint8))
+    process.kill()
+    process.wait()
+    assert sweep() == [path.name]
+
+
+def test_a_segment_of_a_living_process_is_not_swept_and_one_of_a_killed_process_is():
+    process, path = owner("time.sleep(60)")
+    assert sweep() == []
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert path.exists()
+    assert sweep() == [path.name]
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("then", ["", "raise SystemExit(3)", "raise RuntimeError"])
+def test_a_process_that_ends_by_itself_leaves_no_segment(then):
+    process, path = owner(then)
+    process.wait()
+    assert not path.exists()
+
+
+def test_a_segment_that_is_forgotten_is_unlinked():
+    segment = Segment(10)
+    path = segment.path
+    del segment
+    gc.collect()
+    assert not path.exists()
+
+
+def test_mapped_bytes_outlive_the_unlinking():
+    segment = Segment(10)
+    segment.buffer.fill_(3)
+    mapped = map_segment(segment.name)
+    segment.close()
+    segment.close()
+    del segment
+    gc.collect()
+    assert mapped.tolist() == [3] * 10
+
+
+def test_a_name_tells_the_owner():
+    segment = Segment(1)
+    assert segment.name.startswith(f"rlcore-{os.getpid()}-")
+    segment.close()
+
+
+def test_a_forked_child_that_ends_does_not_unlink_its_parents_segment():
+    segment = Segment(10)
+    child = os.fork()
+    if child == 0:
+        segment.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert segment.path.exists()
+    segment.close()
+
+
+def test_two_segments_take_turns_and_grow_where_a_bucket_needs_more():
+    pair = SegmentPair()
+    first, second, third = pair.next(100), pair.next(100), pair.next(50)
+    assert first is third
+    assert first is not second
+    larger = pair.next(200)
+    assert larger.size == 200
+    assert not second.path.exists()
+    pair.close()
+    assert not first.path.exists()
+
+
+def test_too_little_shared_memory_is_said_before_anything_is_written():
+    with pytest.raises(WeightSyncError, match="--shm-size"):
+        Segment(1 << 60)
+
+
+def test_a_segment_of_another_node_is_said_to_be_missing():
+    with pytest.raises(WeightSyncError, match="not on this node"):
+        map_segment("rlcore-1-0-of-another-node")

@@ -1,0 +1,332 @@
+"""A refit through the facades in one process: what arrives, what is proven, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_refit_workers import (
+    ForgetfulEngine,
+    HalfPrecisionEngine,
+    PolicyThatBreaks,
+    PolicyThatLoses,
+    PolicyThatRepeats,
+    TinyEngine,
+    TinyPolicy,
+)
+
+from rl_core.config.schema import GenerationConfig, PolicyConfig
+from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.errors import DeadlineExceededError, MissingCapabilityError, WeightSyncError
+from rl_core.weights.by_reference import ByReferenceTransport
+from rl_core.weights.collective import CollectiveTransport
+from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
+from rl_core.weights.synchronizer import WeightSynchronizer, choose_transport
+
+ALL = [ByReferenceTransport, SharedMemoryTransport, CollectiveTransport]
+NAMES = [transport.name for transport in ALL]
+SMALL_BUCKETS = 700
+"""Bytes: the tiny model travels in several buckets, one of them a tensor that is larger than the budget."""
+
+
+def make_policy(worker_class=TinyPolicy, face=DistributedPolicy):
+    policy = face(worker_class=worker_class, config=PolicyConfig(backend="tiny", model_name="tiny"))
+    policy.group.run_all("step")
+    return policy
+
+
+def make_engine(worker_class=TinyEngine, face=DistributedGeneration):
+    return face(worker_class=worker_class, config=GenerationConfig(backend="tiny"))
+
+
+def synchronizer(policy, engine, transport="shared_memory", **options):
+    return WeightSynchronizer(
+        policy,
+        engine,
+        transports=ALL,
+        policy_capabilities=NAMES,
+        generation_capabilities=NAMES,
+        transport=transport,
+        **{"buffer_bytes": SMALL_BUCKETS, **options},
+    )
+
+
+def weights_equal(policy, engine) -> bool:
+    sent, held = policy.group.run_one("weights"), engine.group.run_one("weights")
+    return sent.keys() == held.keys() and all(
+        torch.equal(tensor.to(held[name].dtype), held[name]) for name, tensor in sent.items()
+    )
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "by_reference"])
+def test_after_a_sync_the_engine_computes_with_the_policys_weights(transport):
+    policy, engine = make_policy(), make_engine()
+    sync = synchronizer(policy, engine, transport)
+    assert sync.is_stale
+    metrics = sync.sync()
+    assert weights_equal(policy, engine)
+    assert not sync.is_stale
+    assert engine.weight_version == policy.weight_version == metrics["refit/weight_version"] == 1
+    assert engine.group.worker.changes == 1
+    assert (metrics["refit/bytes"] > 0) == (transport == "shared_memory")
+
+
+def test_every_further_step_needs_and_gets_a_further_sync():
+    policy, engine = make_policy(), make_engine()
+    sync = synchronizer(policy, engine)
+    for version in range(1, 4):
+        sync.sync()
+        assert weights_equal(policy, engine)
+        assert engine.weight_version == version
+        policy.group.run_all("step")
+        assert sync.is_stale
+
+
+def test_weights_are_cast_to_the_engines_precision_and_proven_in_it():
+    policy, engine = make_policy(), make_engine(HalfPrecisionEngine)
+    synchronizer(policy, engine).sync()
+    assert weights_equal(policy, engine)
+    assert engine.group.worker.model.q.weight.dtype == torch.bfloat16
+
+
+def test_nothing_of_the_shared_buffer_is_kept():
+    policy, engine = make_policy(), make_engine()
+    synchronizer(policy, engine).sync()
+    before = engine.weight_fingerprint()
+    policy.group.run_all("step")
+    assert engine.weight_fingerprint() == before
+
+
+def test_by_reference_both_sides_share_memory():
+    policy, engine = make_policy(), make_engine()
+    synchronizer(policy, engine, "by_reference").sync()
+    sent, held = policy.group.worker.model, engine.group.worker.model
+    assert sent.q.weight.data_ptr() == held.q.weight.data_ptr()
+    assert sent.running.data_ptr() == held.running.data_ptr()
+    assert held.head.weight is held.embed.weight
+
+
+def test_by_reference_needs_one_precision():
+    with pytest.raises(WeightSyncError, match=r"(?s)float32 on cpu in the policy.*shared_memory"):
+        synchronizer(make_policy(), make_engine(HalfPrecisionEngine), "by_reference").sync()
+
+
+def test_equal_weights_are_left_alone_only_where_that_is_asked_for():
+    policy, engine = make_policy(), make_engine()
+    sync = synchronizer(policy, engine)
+    assert sync.sync(only_if_stale=True)["refit/moved"] == 1.0
+    assert sync.sync(only_if_stale=True)["refit/moved"] == 0.0
+    assert sync.sync()["refit/moved"] == 1.0
+    assert engine.group.worker.changes == 2
+
+
+def test_equal_versions_of_unequal_weights_are_synced_again():
+    policy, engine = make_policy(), make_engine()
+    sync = synchronizer(policy, engine)
+    sync.sync()
+    engine.group.worker.model.q.weight.data[0, 0] += 1
+    assert sync.sync(only_if_stale=True)["refit/moved"] == 1.0
+    assert weights_equal(policy, engine)
+
+
+def corrupt_segment(handles, change) -> None:
+    """Change the bytes of a bucket on their way, in the shared memory itself."""
+    path = DIRECTORY / handles["segment"]
+    content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    change({name: place.view(content) for name, place in handles["placements"].items()})
+    path.write_bytes(bytes(content.numpy()))
+
+
+def transposed(handles):
+    corrupt_segment(handles, lambda tensors: tensors["q.weight"].copy_(tensors["q.weight"].T.clone()))
+    return [handles]
+
+
+def one_bit_flipped(handles):
+    def flip(tensors):
+        tensors["q.weight"].view(torch.int32)[0, 0] ^= 1
+
+    corrupt_segment(handles, flip)
+    return [handles]
+
+
+def swapped(handles):
+    places = dict(handles["placements"])
+    places["q.weight"], places["k.weight"] = places["k.weight"], places["q.weight"]
+    return [{**handles, "placements": places}]
+
+
+def lost(handles):
+    return [{**handles, "placements": {n: p for n, p in handles["placements"].items() if n != "q.weight"}}]
+
+
+def sent_twice(handles):
+    return [handles, handles]
+
+
+def renamed(handles):
+    places = dict(handles["placements"])
+    places["q.wieght"] = places.pop("q.weight")
+    return [{**handles, "placements": places}]
+
+
+def reshaped(handles):
+    places = dict(handles["placements"])
+    places["q.weight"] = replace(places["q.weight"], shape=(4, 16))
+    return [{**handles, "placements": places}]
+
+
+def stated_as_the_version_before(handles):
+    return [{**handles, "weight_version": handles["weight_version"] - 1}]
+
+
+class Tampering(DistributedGeneration):
+    """What happens to a bucket between policy and engine."""
+
+    fault = None
+
+    def update_weights(self, ipc_handles):
+        affected = self.fault is not None and "q.weight" in ipc_handles["placements"]
+        for handles in self.fault(ipc_handles) if affected else [ipc_handles]:
+            super().update_weights(handles)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lost, r"1 of 8 weights have not arrived.*q\.weight"),
+        (transposed, r"(?s)differ.*q\.weight: float32\[8,8\]"),
+        (one_bit_flipped, r"(?s)differ.*q\.weight: float32\[8,8\]"),
+        (swapped, r"(?s)k\.weight: .*which is the policy's q\.weight.*q\.weight: .*which is the policy's k\.weight"),
+        (sent_twice, r"'q\.weight' arrived twice"),
+        (renamed, r"'q\.wieght' is not in the manifest"),
+        (reshaped, r"'q\.weight' arrived as float32 \[4, 16\]; the manifest says float32 \[8, 8\]"),
+    ],
+)
+def test_a_fault_on_the_way_stops_the_run_and_names_the_tensor(fault, said):
+    policy, engine = make_policy(), make_engine(face=Tampering)
+    # One bucket, so that the swapped pair is in it.
+    sync = synchronizer(policy, engine, buffer_bytes=1 << 20)
+    sync.sync()
+    policy.group.run_all("step")
+    engine.fault = fault
+    with pytest.raises(WeightSyncError, match=said):
+        sync.sync()
+    engine.fault = None
+    sync.sync()
+    assert weights_equal(policy, engine)
+
+
+def test_a_bucket_of_the_version_before_stops_the_run_and_names_its_tensors():
+    policy, engine = make_policy(), make_engine(face=Tampering)
+    engine.fault = stated_as_the_version_before
+    with pytest.raises(WeightSyncError, match=r"q\.weight.* arrived as version 0 in a refit to version 1"):
+        synchronizer(policy, engine).sync()
+
+
+def test_all_weights_of_the_version_before_stop_the_run():
+    class Late(DistributedGeneration):
+        def update_weights(self, ipc_handles):
+            super().update_weights(stated_as_the_version_before(ipc_handles)[0])
+
+    with pytest.raises(WeightSyncError, match="policy is at weight version 1 and the generation backend at 0"):
+        synchronizer(make_policy(), make_engine(face=Late)).sync()
+
+
+def test_content_of_the_version_before_under_the_new_number_stops_the_run_and_names_its_tensors():
+    class Delayed(TinyPolicy):
+        def iter_weights(self, names=None):
+            sending = self._refit is not None and names is not None
+            for name, tensor in super().iter_weights(names):
+                yield name, self.previous[name] if sending and hasattr(self, "previous") else tensor
+
+        def step(self):
+            self.previous = self.weights()
+            return super().step()
+
+    with pytest.raises(WeightSyncError, match=r"(?s)differ.*at version 1.*k\.weight"):
+        synchronizer(make_policy(Delayed), make_engine()).sync()
+
+
+@pytest.mark.parametrize(
+    ("policy_class", "engine_class", "said"),
+    [
+        (PolicyThatLoses, TinyEngine, r"not arrived.*q\.weight"),
+        (PolicyThatRepeats, TinyEngine, r"'q\.weight' arrived twice"),
+        (PolicyThatBreaks, TinyEngine, r"the disk of k\.weight is gone"),
+        (TinyPolicy, ForgetfulEngine, r"(?s)differ.*k\.weight"),
+    ],
+)
+def test_a_worker_that_does_its_part_wrong_stops_the_run(policy_class, engine_class, said):
+    sync = synchronizer(make_policy(policy_class), make_engine(engine_class))
+    with pytest.raises(WeightSyncError, match=said):
+        sync.sync()
+
+
+def test_between_a_refits_start_and_its_end_the_engine_has_no_version():
+    policy, engine = make_policy(), make_engine()
+    synchronizer(policy, engine).sync()
+    engine.prepare_refit_info(policy.prepare_refit_info())
+    buckets = policy.prepare_weights_for_ipc(SMALL_BUCKETS)
+    assert len(buckets) > 2
+    for keys in buckets:
+        engine.update_weights(policy.get_weights_ipc_handles(keys))
+        assert engine.weight_version == (1 if keys is buckets[-1] else -1)
+    policy.finish_refit()
+
+
+def test_models_that_do_not_fit_are_refused_before_anything_is_loaded():
+    class Wider(TinyEngine):
+        def __init__(self, context, config=None):
+            super().__init__(context, width=16)
+
+    policy, engine = make_policy(), make_engine(Wider)
+    before = engine.weight_fingerprint()
+    with pytest.raises(WeightSyncError, match=r"(?s)k\.weight: \[8, 8\] in the policy, \[16, 16\].*q\.bias.*running"):
+        synchronizer(policy, engine).sync()
+    assert engine.weight_fingerprint() == before
+
+
+def test_a_prefix_cache_that_cannot_be_emptied_stops_the_run():
+    class Busy(TinyEngine):
+        def invalidate_kv_cache(self):
+            return False
+
+    with pytest.raises(WeightSyncError, match="prefix cache"):
+        synchronizer(make_policy(), make_engine(Busy)).sync()
+
+
+def test_training_in_the_middle_of_a_refit_is_refused():
+    policy = make_policy()
+    keys = policy.prepare_weights_for_ipc(SMALL_BUCKETS)[0]
+    policy.group.run_all("step")
+    with pytest.raises(Exception, match="from weight version 1 to 2 in the middle of a refit"):
+        policy.get_weights_ipc_handles(keys)
+    policy.finish_refit()
+
+
+def test_an_engine_that_loads_too_slowly_is_a_passed_deadline():
+    class Slow(DistributedGeneration):
+        def update_weights(self, ipc_handles):
+            time.sleep(0.5)
+            super().update_weights(ipc_handles)
+
+    with pytest.raises(DeadlineExceededError, match="has not loaded bucket"):
+        synchronizer(make_policy(), make_engine(face=Slow), deadline_s=0.2).sync()
+    time.sleep(0.6)  # the late loading ends before the next test begins
+
+
+def test_the_first_transport_that_both_sides_speak_is_chosen():
+    def chosen(policy, engine, name=None):
+        return choose_transport(ALL, policy_speaks=policy, generation_speaks=engine, name=name).name
+
+    assert chosen(NAMES, ["collective", "shared_memory", "packing"]) == "shared_memory"
+    assert chosen(["collective"], NAMES) == "collective"
+    assert chosen(NAMES, NAMES, "collective") == "collective"
+    with pytest.raises(MissingCapabilityError, match="the generation backend collective"):
+        chosen(["shared_memory"], ["collective"])
+    with pytest.raises(MissingCapabilityError, match=r"'nvlink'.*Known are by_reference, shared_memory, collective"):
+        chosen(NAMES, NAMES, "nvlink")

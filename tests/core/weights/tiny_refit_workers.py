@@ -1,0 +1,139 @@
+"""A small model as a policy worker and as a generation worker that only refit; real tensors, real verbs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from rl_core.weights.manifest import manifest_of, weights_of
+from rl_core.weights.sink import WeightSink
+from rl_core.weights.source import WeightSource
+
+
+class TinyModel(nn.Module):
+    """Square matrices of equal shape (so that a swap or a transposition fits), a tied head, a buffer, a scalar, a bias."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(32, width)
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.norm = nn.Parameter(torch.randn(width))
+        self.temperature = nn.Parameter(torch.randn(()))
+        self.head = nn.Linear(width, 32, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("running", torch.randn(width))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.to(dtype)
+
+
+def context(rank: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(rank=rank, device="cpu")
+
+
+class TinyPolicy(WeightSource):
+    def __init__(self, context, config=None, seed: int = 1, width: int = 8) -> None:
+        self.context = context
+        self.model = TinyModel(seed, width=width)
+        self.version = 0
+
+    def setup(self):
+        return {"device": "cpu"}
+
+    def iter_weights(self, names=None):
+        weights = weights_of(self.model)
+        for name in names if names is not None else weights:
+            yield name, weights[name]
+
+    def weight_manifest(self):
+        return manifest_of(weights_of(self.model))
+
+    def get_weight_version(self) -> int:
+        return self.version
+
+    def step(self) -> int:
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for tensor in weights_of(self.model).values():
+                tensor.add_(torch.randn(tensor.shape, generator=generator))
+        self.version += 1
+        return self.version
+
+    def offload_before_refit(self) -> None: ...
+
+    def offload_after_refit(self) -> None: ...
+
+    def weights(self):
+        return {name: tensor.detach().clone() for name, tensor in weights_of(self.model).items()}
+
+    def shutdown(self) -> None:
+        self.leave_refit()
+
+
+class TinyEngine(WeightSink):
+    dtype = torch.float32
+
+    def __init__(self, context, config=None, seed: int = 2, width: int = 8) -> None:
+        self.context = context
+        self.model = TinyModel(seed, self.dtype, width=width)
+        self.changes = 0
+
+    def setup(self):
+        return {"device": "cpu"}
+
+    def named_weights(self):
+        return weights_of(self.model)
+
+    def weights_changed(self) -> None:
+        self.changes += 1
+
+    def invalidate_kv_cache(self) -> bool:
+        return True
+
+    def weights(self):
+        return {name: tensor.detach().clone() for name, tensor in weights_of(self.model).items()}
+
+    def num_changes(self) -> int:
+        return self.changes
+
+    def shutdown(self) -> None:
+        self.leave_refit()
+
+
+class HalfPrecisionEngine(TinyEngine):
+    dtype = torch.bfloat16
+
+
+class ForgetfulEngine(TinyEngine):
+    """Says that it loaded everything and leaves one tensor as it was."""
+
+    def load_weights(self, tensors) -> None:
+        super().load_weights({name: tensor for name, tensor in tensors.items() if name != "k.weight"})
+
+
+class PolicyThatLoses(TinyPolicy):
+    def prepare_weights_for_ipc(self, budget_bytes: int = 2**20):
+        for bucket in super().prepare_weights_for_ipc(budget_bytes):
+            if "q.weight" in bucket:
+                bucket.remove("q.weight")
+        self._refit.buckets[:] = [bucket for bucket in self._refit.buckets if bucket]
+        return self._refit.buckets
+
+
+class PolicyThatRepeats(TinyPolicy):
+    def prepare_weights_for_ipc(self, budget_bytes: int = 2**20):
+        super().prepare_weights_for_ipc(budget_bytes).append(["q.weight"])
+        return self._refit.buckets
+
+
+class PolicyThatBreaks(TinyPolicy):
+    """Its weights cannot be gathered beyond the third tensor, as when another rank dies."""
+
+    def iter_weights(self, names=None):
+        for name, tensor in super().iter_weights(names):
+            if name == "k.weight":
+                raise OSError("the disk of k.weight is gone")
+            yield name, tensor
