@@ -1,7 +1,7 @@
-"""Makes the quickstart's model before any training: a Llama of about a million parameters with random weights, and its tokenizer.
+"""Makes the quickstart's model before any training: a small Llama with random weights, and its tokenizer.
 
-    python examples/addition/make_init_model.py runs/addition-init
-    rlcore train examples/sft_addition.yaml
+python examples/addition/make_init_model.py runs/addition-init
+rlcore train examples/sft_addition.yaml
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes the quickstart's tokenizer: one token a character, so that `12+34=` is six tokens and its answer two and an end.
 
-    python examples/addition/make_tokenizer.py examples/addition/tokenizer
+python examples/addition/make_tokenizer.py examples/addition/tokenizer
 """
 
 from __future__ import annotations

@@ -114,7 +114,9 @@ def test_the_models_last_message_alone_is_read(grader):
 
 def test_ground_truth_and_numbers_are_accepted_as_expected_answers(grader):
     conversation = [{"role": "assistant", "content": r"\boxed{0.5}"}]
-    graded = grader.environment.step([conversation] * 3, [{"ground_truth": "1/2"}, {"expected_answer": 0.5}, {"expected_answer": 1}])
+    graded = grader.environment.step(
+        [conversation] * 3, [{"ground_truth": "1/2"}, {"expected_answer": 0.5}, {"expected_answer": 1}]
+    )
     assert graded.rewards.tolist() == [1.0, 1.0, 0.0]
 
 
@@ -130,7 +132,9 @@ def test_an_unknown_key_of_the_config_is_named():
 
 def test_require_box_reads_nothing_else():
     environment = MathEnvironment(MathEnvironmentConfig(require_box=True))
-    graded = environment.step([[{"role": "assistant", "content": text}] for text in ("4", r"\boxed{4}")], [{"expected_answer": "4"}] * 2)
+    graded = environment.step(
+        [[{"role": "assistant", "content": text}] for text in ("4", r"\boxed{4}")], [{"expected_answer": "4"}] * 2
+    )
     environment.shutdown()
     assert graded.rewards.tolist() == [0.0, 1.0]
     assert graded.answers == [None, "4"]

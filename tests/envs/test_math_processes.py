@@ -134,13 +134,15 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("then", ["input()", "ask('\\\\boxed{10000000!}'); ask('\\\\boxed{9^{9^{9^9}}}'); input()"], ids=["idle", "busy"])
-def test_no_process_outlives_a_killed_parent(then):
-    # A script without `if __name__ == "__main__"`: what a user writes first.
-    script = textwrap.dedent(SCRIPT).replace("{then}", then)
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+HANG = r"ask('\boxed{10000000!}'); ask('\boxed{9^{9^{9^9}}}')"
+
+
+@pytest.mark.parametrize("then", ["input()", HANG], ids=["idle", "busy"])
+def test_no_process_outlives_a_killed_parent(then, tmp_path):
+    # A script without `if __name__ == "__main__"`, which is what a user writes first.
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).replace("{then}", then))
+    parent = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     time.sleep(0.5)
     parent.kill()

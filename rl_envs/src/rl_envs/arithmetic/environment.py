@@ -1,4 +1,4 @@
-"""The environment `arithmetic`: 1.0 where the completion is exactly the right whole number; compares texts, never evaluates them."""
+"""The environment `arithmetic`: 1.0 where the completion is the right whole number; it compares texts, it computes nothing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LAST_BOX = re.compile(r".*\\boxed\{([^{}]*)\}", re.DOTALL)
 class ArithmeticEnvironment(EnvironmentInterface):
     r"""Checks the numbers of `ArithmeticDataset`.
 
-    A bare question is right where the completion, without white space around it, is the number and nothing else: `046`, `+46` and
-    `46 or 47` are wrong where `46` is expected. A question in words (`in_box` in the row's metadata) is right where its last
-    `\boxed{}` holds the number and nothing else. Whether the model ended by itself shows in that nothing follows.
+    A bare question is right where the completion, without white space around it, is the number and nothing else: `046`,
+    `+46` and `46 or 47` are wrong where `46` is expected. A question in words (`in_box` in the row's metadata) is right
+    where its last `\boxed{}` holds the number and nothing else.
 
     Args:
         config: `ArithmeticEnvironmentConfig`, a dict of its keys, or None for its defaults.

@@ -104,7 +104,7 @@ def _bare(expected: str) -> str:
 
 
 def _plain(answer: str) -> str:
-    """The answer without `\\text{}`, with single spaces."""
+    r"""The answer without `\text{}`, with single spaces."""
     return " ".join(_TEXT_MACRO.sub(r"\1", answer).split())
 
 

@@ -1,4 +1,4 @@
-"""The environment `math`: 1.0 where the completion's final answer equals the expected one; knows how to ask, not how to compare."""
+"""The environment `math`: 1.0 where the final answer equals the expected one; knows how to ask, not how to compare."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Compares many answers in a few processes that can be killed; knows neither message logs nor rewards.
 
-Why processes of our own: a comparison can hang in one C call, which only ending its process stops; `fork` copies the locks of
-torch's and Ray's threads, and multiprocessing's `spawn` runs the user's script again in each child, which must then be guarded by
-`if __name__ == "__main__"`. A plain child program with a pipe has none of the three troubles, and no daemon is forbidden to own one.
+Why child programs of our own: a comparison can hang in one C call, which only ending its process stops; `fork` copies the
+locks of torch's and Ray's threads; multiprocessing's `spawn` runs the user's script again in each child, so that it must be
+guarded by `if __name__ == "__main__"`. A child program with a pipe has none of these troubles, and a daemon may own one.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def _start() -> subprocess.Popen[bytes]:
     except (EOFError, TimeoutError) as error:
         child.kill()
         raise WorkerDiedError(
-            f"The process that compares answers did not start ({type(error).__name__}, exit code {child.wait()}); what it said is on "
-            f"standard error. Try it by hand: {' '.join(command)}"
+            f"The process that compares answers did not start ({type(error).__name__}, exit code {child.wait()}); "
+            f"what it said is on standard error. Try it by hand: {' '.join(command)}"
         ) from error
     return child
 

@@ -1,7 +1,7 @@
 """The process that compares answers: one line of JSON in, one line out; imports no torch and knows no environment.
 
-Started by `rl_envs.math.grading` as `python -m rl_envs.math.worker`. It ends when its input closes, so it does not outlive its
-parent; a comparison that outruns its time is ended by the kernel, also inside one long C call, where no Python code gets a turn.
+Started by `rl_envs.math.grading` as `python -m rl_envs.math.worker`. It ends when its input closes, so it does not outlive
+its parent; a comparison that outruns its time is ended by the kernel, also inside one C call where no Python gets a turn.
 """
 
 from __future__ import annotations

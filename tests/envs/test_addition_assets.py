@@ -1,0 +1,47 @@
+"""The quickstart's tokenizer and untrained model: the scripts make what Transformers loads, and text comes back exactly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_envs.arithmetic.dataset import ArithmeticDataset
+
+ADDITION = Path(__file__).parents[2] / "examples" / "addition"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("addition") / "model"
+    subprocess.run([sys.executable, ADDITION / "make_init_model.py", folder], check=True, capture_output=True)
+    return folder
+
+
+def test_a_question_is_its_characters_and_an_answer_ends_with_the_end(made):
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    messages = [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": "46"}]
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template(messages)["input_ids"]
+    assert prompt == "12+34="
+    assert whole == [*tokenizer("12+34=")["input_ids"], *tokenizer("46")["input_ids"], tokenizer.eos_token_id]
+    assert len(whole) == 9
+
+
+def test_every_generated_text_survives_the_tokenizer(made):
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    dataset = ArithmeticDataset({"operations": ["+", "-", "*"], "with_response": True, "num_samples": 300})
+    texts = [message["content"] for i in range(300) for message in dataset[i]["messages"]]
+    ids = tokenizer(texts)["input_ids"]
+    assert tokenizer.batch_decode(ids) == texts
+    assert not any(tokenizer.unk_token_id in row for row in ids)
+
+
+def test_the_untrained_model_loads_and_is_the_same_each_time(made, tmp_path):
+    subprocess.run([sys.executable, ADDITION / "make_init_model.py", tmp_path], check=True, capture_output=True)
+    model, again = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (made, tmp_path))
+    assert all(torch.equal(model[name], again[name]) for name in model)

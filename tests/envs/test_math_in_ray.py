@@ -1,0 +1,41 @@
+"""The mathematics environment inside a Ray actor: it works there, and killing the actor leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import ray
+
+from rl_envs.math.environment import MathEnvironment
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def test_it_grades_in_an_actor_and_its_processes_end_with_the_actor(local_ray):
+    actor = ray.remote(MathEnvironment).remote({"num_processes": 2})
+    conversations = [[{"role": "assistant", "content": rf"\boxed{{{n}}}"}] for n in (1, 2, 3)]
+    graded = ray.get(actor.step.remote(conversations, [{"expected_answer": "2"}] * 3), timeout=120)
+    pids = ray.get(actor.process_ids.remote(), timeout=60)
+    assert graded.rewards.tolist() == [0.0, 1.0, 0.0]
+    assert len(pids) == 2
+
+    ray.kill(actor)
+    deadline = time.monotonic() + 20.0
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in pids if is_running(pid)] == []
