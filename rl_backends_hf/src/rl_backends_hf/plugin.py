@@ -16,7 +16,7 @@ def rlcore_policies() -> list[Component]:
             target="rl_backends_hf.policy:HuggingFacePolicy",
             config="rl_backends_hf.config:HFPolicyConfig",
             summary="Any causal LM of Transformers: one process, replicas or FSDP2",
-            capabilities=WEIGHT_TRANSPORTS,
+            capabilities=("dynamic_batching", "sequence_packing", "in_process", "generate", "reference", *WEIGHT_TRANSPORTS),
         )
     ]
 
@@ -30,6 +30,6 @@ def rlcore_generations() -> list[Component]:
             target="rl_backends_hf.generation:HuggingFaceGeneration",
             config="rl_backends_hf.config:HFGenerationConfig",
             summary="Batched decoding with Transformers, one prefill a prompt",
-            capabilities=WEIGHT_TRANSPORTS,
+            capabilities=("in_process", "seeds", "top_p", "top_k", *WEIGHT_TRANSPORTS),
         )
     ]

@@ -7,7 +7,7 @@ a dataset's `DatasetConfig`, an algorithm's `AlgorithmConfig`, a loss's `LossCon
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 

@@ -1,0 +1,129 @@
+"""What no single section can know: whether algorithm, backends, data and cluster of one config fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_core.config.parts import Layout
+from rl_core.config.schema import RunConfig
+from rl_core.config.written import Path, dotted
+from rl_core.errors import PluginError
+from rl_core.plugins.component import Kind, is_path
+from rl_core.plugins.registry import Registry
+
+Finding = tuple[Path, str]
+"""The key that is to blame, and what is wrong."""
+
+
+def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[Finding]:
+    """Everything about a run that its sections are each right about and are wrong about together.
+
+    Args:
+        run: The valid sections.
+        layout: The components that they name.
+        registry: Asked for the capabilities of the components.
+    """
+    yield from _what_the_algorithm_needs(run)
+    yield from _sampling(run)
+    yield from _lengths(run)
+    yield from _capabilities(run, layout, registry)
+    yield from _transport(run, registry)
+
+
+def _what_the_algorithm_needs(run: RunConfig) -> Iterator[Finding]:
+    name, algorithm = run.algorithm_name, run.algorithm
+    if algorithm.needs_generation and run.policy.generation is None:
+        yield ("policy", "generation"), f"must be set: {name} samples from the policy. Say which `backend` generates."
+    if algorithm.needs_generation and not run.env:
+        yield ("env",), f"must be set: {name} trains on the rewards of an environment. Name one, such as `math:`."
+    if algorithm.needs_training_data and run.data.train is None:
+        yield ("data", "train"), f"must be set: {name} trains on it. Say `dataset_name`, or `data.train_data_path`."
+    if (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end) and run.data.validation is None:
+        asked = next(key for key in ("val_period", "val_at_start", "val_at_end") if getattr(algorithm, key))
+        yield (name, asked), "asks for validation, and there is no data.validation: set it, or leave validation off."
+
+
+def _sampling(run: RunConfig) -> Iterator[Finding]:
+    generation = run.policy.generation
+    if generation is None or not run.algorithm.needs_generation or run.algorithm.allows_filtered_sampling:
+        return
+    filters = (("top_p", generation.top_p < 1.0, "1.0"), ("top_k", generation.top_k is not None, "null"))
+    for key, is_set, neutral in filters:
+        if is_set:
+            yield (
+                ("policy", "generation", key),
+                f"{run.algorithm_name} cannot train on it: tokens would be drawn from a filtered distribution while the "
+                "policy scores them under the whole one, so every probability ratio would be wrong. Set it to "
+                f"{neutral}; temperature is accounted for.",
+            )
+
+
+def _lengths(run: RunConfig) -> Iterator[Finding]:
+    policy, generation = run.policy, run.policy.generation
+    if generation is not None and generation.max_new_tokens >= policy.max_total_sequence_length:
+        yield (
+            ("policy", "generation", "max_new_tokens"),
+            f"{generation.max_new_tokens} leaves no room for a prompt: policy.max_total_sequence_length is "
+            f"{policy.max_total_sequence_length}, prompt and completion together.",
+        )
+    for batching, section in (
+        ("dynamic_batching", policy.dynamic_batching),
+        ("sequence_packing", policy.sequence_packing),
+    ):
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            budget = getattr(section, key)
+            if section.enabled and budget < policy.max_total_sequence_length:
+                yield (
+                    ("policy", batching, key),
+                    f"{budget} tokens cannot hold one row of policy.max_total_sequence_length "
+                    f"({policy.max_total_sequence_length}): raise it to that, or lower the length.",
+                )
+
+
+def _capabilities(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[Finding]:
+    for asked_at, asked, section, kind, capability in _asked_capabilities(run):
+        part = layout.parts.get(section)
+        # A backend given by its path states its capabilities on its class, which only the run imports.
+        if part is None or part.component is None or is_path(part.component.name):
+            continue
+        try:
+            registry.find(kind, part.component.name, requires=(capability,))
+        except PluginError as error:
+            yield asked_at, f"{asked} asks {dotted(section)} for what it cannot do. {error}"
+
+
+def _asked_capabilities(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, str]]:
+    policy, generation = run.policy, run.policy.generation
+    policy_at, generation_at = ("policy",), ("policy", "generation")
+    for batching in ("dynamic_batching", "sequence_packing"):
+        if getattr(policy, batching).enabled:
+            yield (*policy_at, batching, "enabled"), "true", policy_at, Kind.POLICY, batching
+    if run.cluster.backend == "in_process":
+        at = ("cluster", "backend")
+        yield at, "in_process", policy_at, Kind.POLICY, "in_process"
+        if generation is not None:
+            yield at, "in_process", generation_at, Kind.GENERATION, "in_process"
+    if generation is not None and generation.top_p < 1.0:
+        yield (*generation_at, "top_p"), f"{generation.top_p}", generation_at, Kind.GENERATION, "top_p"
+    if generation is not None and generation.top_k is not None:
+        yield (*generation_at, "top_k"), f"{generation.top_k}", generation_at, Kind.GENERATION, "top_k"
+
+
+def _transport(run: RunConfig, registry: Registry) -> Iterator[Finding]:
+    generation = run.policy.generation
+    if generation is None or generation.refit_transport is None:
+        return
+    at = ("policy", "generation", "refit_transport")
+    transport = generation.refit_transport
+    try:
+        registry.find(Kind.WEIGHT_TRANSPORT, transport)
+    except PluginError as error:
+        yield at, str(error)
+        return
+    for kind, backend in ((Kind.POLICY, run.policy.backend), (Kind.GENERATION, generation.backend)):
+        if is_path(backend):
+            continue
+        speaks = registry.find(kind, backend).capabilities
+        if transport not in speaks:
+            known = [name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name in speaks]
+            yield at, f"the {kind.label} {backend!r} does not speak {transport!r}. It speaks: {', '.join(known) or 'none'}."

@@ -1,0 +1,129 @@
+"""What is wrong with a config, one line each: place, key, what was found, what is allowed, what may have been meant.
+
+Knows neither YAML nor the sections; the other rooms hand it what they found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from rl_core.config.written import Path, Place, dotted
+from rl_core.errors import ConfigError
+
+_LONGEST_VALUE = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        place: Where it is written; None where nothing was read.
+        path: The key it is about; empty for the file as a whole.
+        message: What is wrong, without place and key, and what to do.
+    """
+
+    place: Place | None
+    path: Path = ()
+    message: str
+
+    def __str__(self) -> str:
+        parts = [str(self.place)] if self.place is not None else []
+        if self.path:
+            parts.append(dotted(self.path))
+        return ": ".join([*parts, self.message])
+
+
+class InvalidConfigError(ConfigError):
+    """The config cannot be honoured.
+
+    Attributes:
+        problems: Everything that is wrong, in the order of the files.
+    """
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+@dataclass
+class Problems:
+    """Collects what is wrong, so that all of it is said at once.
+
+    Attributes:
+        found: The problems so far.
+        poisoned: Paths whose value is known to be wrong: what follows from that is not said again.
+        is_partial: Whether some file could not be read, so that what is absent may well be written.
+    """
+
+    found: list[Problem] = field(default_factory=list)
+    poisoned: set[Path] = field(default_factory=set)
+    is_partial: bool = False
+
+    def add(self, message: str, *, place: Place | None, path: Path = ()) -> None:
+        """Keeps one problem."""
+        problem = Problem(place=place, path=path, message=message)
+        if problem not in self.found:
+            self.found.append(problem)
+
+    def poison(self, message: str, *, place: Place | None, path: Path) -> None:
+        """Keeps one problem whose value must not be looked at again."""
+        self.add(message, place=place, path=path)
+        self.poisoned.add(path)
+
+    def is_poisoned(self, path: Path) -> bool:
+        """Whether the value here, or one that holds it, is already known to be wrong."""
+        return any(path[:length] in self.poisoned for length in range(len(path) + 1))
+
+    def raise_if_any(self) -> None:
+        """Ends the loading.
+
+        Raises:
+            InvalidConfigError: Something was found.
+        """
+        if self.found:
+            raise InvalidConfigError(sorted(self.found, key=_in_order_of_files))
+
+
+def show(value: Any) -> str:
+    """A value as an error prints it: YAML's words, long ones cut short."""
+    match value:
+        case None:
+            text = "null"
+        case bool():
+            text = "true" if value else "false"
+        case dict():
+            keys = ", ".join(str(key) for key in value)
+            text = f"a mapping of {keys}" if value else "an empty mapping"
+        case list():
+            text = f"a list of {len(value)}" if value else "an empty list"
+        case float() if not math.isfinite(value):
+            text = {"nan": ".nan", "inf": ".inf", "-inf": "-.inf"}[str(value)]
+        case _:
+            text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that was probably meant, or None; letter case does not count."""
+    by_folded = {candidate.casefold(): candidate for candidate in candidates}
+    matches = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
+    return by_folded[matches[0]] if matches else None
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a sentence: `a, b, c`."""
+    return ", ".join(names)
+
+
+def _in_order_of_files(problem: Problem) -> tuple[bool, str, int, int]:
+    place = problem.place
+    if place is None:
+        return (False, "", 0, 0)
+    if place.number is not None:
+        return (True, "", place.number, 0)
+    return (False, place.source, place.line or 0, place.column or 0)

@@ -1,0 +1,251 @@
+"""Looks into the models of sections: which keys they have, what each allows, what it defaults to; knows no section by name."""
+
+from __future__ import annotations
+
+import enum
+import pathlib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+from rl_core.config.diagnostics import show
+from rl_core.config.written import Path
+
+Model = type[BaseModel]
+
+NOTHING = object()
+"""Stands for a default that is not there; null is a default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One key of a model, or of a free mapping within it.
+
+    Attributes:
+        path: The whole key.
+        owner: The model that declares it.
+        name: The field of that model; for a free key, the field that holds the mapping.
+        info: That field.
+        is_free: Whether the key is one of a free mapping, which may hold any.
+        default: Its value where none is given, as plain data; `NOTHING` where one must be.
+    """
+
+    path: Path
+    owner: Model
+    name: str
+    info: FieldInfo
+    is_free: bool = False
+    default: Any = NOTHING
+
+    @property
+    def model(self) -> Model | None:
+        """The model of a section; None for a value."""
+        return None if self.is_free else section_model(self.info.annotation)
+
+    @property
+    def type_name(self) -> str:
+        """Its type in Python's words; `Any` for a free key."""
+        return "Any" if self.is_free else type_name(self.info.annotation)
+
+    @property
+    def allowed(self) -> str:
+        """What it may hold, for a sentence: `a whole number, 1 or more`."""
+        return "anything" if self.is_free else describe(self.info)
+
+
+def find_field(model: Model, path: Path, *, prefix: Path = ()) -> Field | None:
+    """The field at a path within a model, or None where the model has no such key.
+
+    Args:
+        model: Where to begin.
+        path: The key, from the model on.
+        prefix: The key of the model itself.
+    """
+    if not path:
+        return None
+    name, rest = str(path[0]), path[1:]
+    info = model.model_fields.get(name)
+    if info is None:
+        return None
+    field = Field(path=(*prefix, name), owner=declaring_model(model, name), name=name, info=info, default=plain_default(info))
+    if not rest:
+        return field
+    inner = section_model(info.annotation)
+    if inner is not None:
+        return find_field(inner, rest, prefix=field.path)
+    if holds_free_keys(info.annotation):
+        default = field.default
+        for part in rest:
+            default = default.get(part, NOTHING) if isinstance(default, dict) else NOTHING
+        return Field(path=(*field.path, *rest), owner=field.owner, name=name, info=info, is_free=True, default=default)
+    return None
+
+
+def all_fields(model: Model, *, prefix: Path = (), depth: int = 8) -> Iterator[Field]:
+    """Every field of a model and of the sections within it, in the order of declaration."""
+    for name, info in model.model_fields.items():
+        path = (*prefix, name)
+        yield Field(path=path, owner=declaring_model(model, name), name=name, info=info, default=plain_default(info))
+        inner = section_model(info.annotation)
+        if inner is not None and depth > 0:  # a model may hold itself
+            yield from all_fields(inner, prefix=path, depth=depth - 1)
+
+
+def declaring_model(model: Model, name: str) -> Model:
+    """The class that declares a field, which may be a base of the model."""
+    return next((base for base in model.__mro__ if name in vars(base).get("__annotations__", {})), model)
+
+
+def plain_default(info: FieldInfo) -> Any:
+    """What a field holds where nothing is given, as plain data; `NOTHING` where it must be given."""
+    if info.is_required():
+        return NOTHING
+    return to_jsonable_python(info.get_default(call_default_factory=True, validated_data={}))
+
+
+def section_model(annotation: Any) -> Model | None:
+    """The model of a section, also of one that may be null; None for a value or a choice between models."""
+    models = [option for option in _options(annotation) if isinstance(option, type) and issubclass(option, BaseModel)]
+    return models[0] if len(models) == 1 else None
+
+
+def holds_free_keys(annotation: Any) -> bool:
+    """Whether the value may be a mapping of keys that no model states."""
+    return any(option is Any or (get_origin(option) or option) in (dict, Mapping) for option in _options(annotation))
+
+
+def allows_bool(annotation: Any) -> bool:
+    """Whether true and false are values of their own, not numbers by accident."""
+    return any(
+        option in (bool, Any, object) or (get_origin(option) is Literal and any(isinstance(v, bool) for v in get_args(option)))
+        for option in _options(annotation)
+    )
+
+
+def choices(annotation: Any) -> list[Any]:
+    """The values that a choice (`Literal` or an enum) allows."""
+    found: list[Any] = []
+    for option in _options(annotation):
+        if get_origin(option) is Literal:
+            found.extend(get_args(option))
+        elif isinstance(option, type) and issubclass(option, enum.Enum):
+            found.extend(member.value for member in option)
+    return found
+
+
+def inner_annotation(annotation: Any, path: Path) -> Any:
+    """The type of the items of a list, or of the values of a mapping, as many levels deep as the path is long."""
+    for part in path:
+        inner = Any
+        for option in _options(annotation):
+            origin, arguments = get_origin(option), get_args(option)
+            if isinstance(part, int) and origin in _LISTS and arguments:
+                inner = arguments[0]
+            elif isinstance(part, str) and origin in (dict, Mapping) and len(arguments) == 2:
+                inner = arguments[1]
+        annotation = inner
+    return annotation
+
+
+def type_name(annotation: Any) -> str:
+    """A type in Python's words, modules left out: `float | None`."""
+    if annotation is None or annotation is type(None):
+        return "None"
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return " | ".join(type_name(option) for option in get_args(annotation))
+    if origin is Literal:
+        return f"Literal[{', '.join(repr(value) for value in get_args(annotation))}]"
+    if hasattr(annotation, "__metadata__"):
+        return type_name(get_args(annotation)[0])
+    if origin is not None:
+        return f"{type_name(origin)}[{', '.join(type_name(item) for item in get_args(annotation))}]"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def describe(info: FieldInfo) -> str:
+    """What a field may hold, for a sentence."""
+    bounds = [item for item in info.metadata if isinstance(item, Ge | Gt | Le | Lt | MinLen | MaxLen | MultipleOf)]
+    return describe_type(info.annotation, bounds)
+
+
+def describe_type(annotation: Any, bounds: Sequence[Any] = ()) -> str:
+    """What a type allows, within bounds of `annotated_types`, for a sentence."""
+    texts = []
+    for option in _options(annotation):
+        text = _describe_one(option)
+        if option in (int, float, str) or get_origin(option) in (list, dict, tuple):
+            text += _bounds(bounds, of=option)
+        if text not in texts:
+            texts.append(text)
+    # null comes last, after what it stands in for
+    texts.sort(key=lambda text: text == "null")
+    return " or ".join(texts)
+
+
+_LISTS = (list, tuple, set, frozenset)
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    pathlib.Path: "a path",
+    list: "a list",
+    dict: "a mapping",
+    type(None): "null",
+    Any: "anything",
+}
+
+
+def _describe_one(option: Any) -> str:
+    if option in _WORDS:
+        return _WORDS[option]
+    allowed = choices(option)
+    if allowed:
+        return " or ".join(show(value) for value in allowed)
+    origin, arguments = get_origin(option), get_args(option)
+    if origin in _LISTS and arguments:
+        return f"a list of {describe_type(arguments[0])}"
+    if origin in (dict, Mapping) and len(arguments) == 2:
+        return "a mapping" if arguments[1] is Any else f"a mapping to {describe_type(arguments[1])}"
+    if isinstance(option, type) and issubclass(option, BaseModel):
+        return "a section" + (f" of {', '.join(option.model_fields)}" if option.model_fields else "")
+    return type_name(option)
+
+
+def _bounds(bounds: Sequence[Any], *, of: Any) -> str:
+    sized = get_origin(of) is not None or of is str
+    unit = "characters" if of is str else "items"
+    words = []
+    for bound in bounds:
+        match bound:
+            case Ge(ge=limit) if not sized:
+                words.append(f"{limit} or more")
+            case Gt(gt=limit) if not sized:
+                words.append(f"more than {limit}")
+            case Le(le=limit) if not sized:
+                words.append(f"at most {limit}")
+            case Lt(lt=limit) if not sized:
+                words.append(f"less than {limit}")
+            case MultipleOf(multiple_of=factor) if not sized:
+                words.append(f"a multiple of {factor}")
+            case MinLen(min_length=length) if sized:
+                words.append(f"{length} or more {unit}")
+            case MaxLen(max_length=length) if sized:
+                words.append(f"at most {length} {unit}")
+    return "".join(f", {word}" for word in words)
+
+
+def _options(annotation: Any) -> list[Any]:
+    """The alternatives of a type, without `Annotated`."""
+    if hasattr(annotation, "__metadata__"):
+        return _options(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [inner for option in get_args(annotation) for inner in _options(option)]
+    return [type(None) if annotation is None else annotation]

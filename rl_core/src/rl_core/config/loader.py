@@ -1,0 +1,196 @@
+"""One config file into the frozen models of a run, in stages that each say all that they find wrong; imports no backend.
+
+Files and what they inherit, then overrides, then `${...}`, then the model of each section, then what holds between sections.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel
+
+from rl_core.config.checks import cross_check
+from rl_core.config.diagnostics import Problems
+from rl_core.config.interpolation import escape, resolve
+from rl_core.config.locating import locate_paths
+from rl_core.config.overrides import Override, apply_overrides
+from rl_core.config.parts import Layout, choose_parts
+from rl_core.config.provenance import Origin, trace
+from rl_core.config.schema import EnvironmentConfig, RunConfig
+from rl_core.config.shorthands import expand_shorthands
+from rl_core.config.sources import read_sources
+from rl_core.config.validation import Validator
+from rl_core.config.written import Path, Place, Written, dotted
+from rl_core.plugins.component import Component
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """A config that was read, completed and found to be valid.
+
+    Attributes:
+        run: The sections as their models.
+        resolved: The whole config as plain data, defaults filled in, under the keys that a file has: loading it again gives
+            the same run.
+        source: Where each leaf of `resolved` came from, by its dotted key.
+        components: The component of each section that names one, by the section's dotted key (`policy.generation`).
+        layout: The models of the sections, and the keys that they have.
+        path: The file.
+        overrides: As they were given.
+    """
+
+    run: RunConfig
+    resolved: dict[str, Any]
+    source: Mapping[str, Origin]
+    components: Mapping[str, Component]
+    layout: Layout
+    path: FilePath
+    overrides: tuple[str, ...] = ()
+
+    def to_yaml(self) -> str:
+        """`resolved` as the text of a config file that inherits and interpolates nothing."""
+        return yaml.safe_dump(escape(self.resolved), sort_keys=False, allow_unicode=True, width=120)
+
+
+def load_config(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, registry: Registry | None = None
+) -> LoadedConfig:
+    """The run that a config file describes.
+
+    Args:
+        path: The YAML file.
+        overrides: `key=value` and `++key=value`, applied in turn.
+        registry: Where components are found; the installed plugins by default.
+
+    Raises:
+        InvalidConfigError: A `ConfigError` that lists every mistake with its place.
+    """
+    registry = registry if registry is not None else Registry(discover())
+    problems = Problems()
+    written = read_sources(path, problems=problems)
+    if problems.is_partial:
+        problems.raise_if_any()
+    written, applied = apply_overrides(written, overrides, problems=problems)
+    values, written, through = _plain_values(written, registry=registry, problems=problems)
+    layout = choose_parts(values, written=written, registry=registry, problems=problems)
+    locate_paths(values, layout, written=written, problems=problems)
+    _refuse_new_keys(applied, layout, problems=problems)
+    sections = _validated_sections(values, layout, written=written, problems=problems)
+    problems.raise_if_any()
+    run = _assembled(sections, layout)
+    for at, message in cross_check(run, layout, registry):
+        problems.add(message, place=_blamed(written, at), path=at)
+    problems.raise_if_any()
+    resolved = _resolved(run)
+    return LoadedConfig(
+        run=run,
+        resolved=resolved,
+        source=trace(resolved, written=written, through=through, layout=layout),
+        components={dotted(at): part.component for at, part in layout.parts.items() if part.component is not None},
+        layout=layout,
+        path=FilePath(path),
+        overrides=tuple(overrides),
+    )
+
+
+def _plain_values(
+    written: Written, *, registry: Registry, problems: Problems
+) -> tuple[dict[str, Any], Written, dict[Path, str]]:
+    # Defaults can be interpolated as well; which they are depends on the components, which are known before `${...}` is
+    # resolved unless they are interpolated themselves.
+    expected = choose_parts(written.plain(), written=written, registry=registry, problems=Problems())
+    known = [field.path for field in expected.fields()]
+    values, through = resolve(written, default_at=expected.default, known=known, problems=problems)
+    return expand_shorthands(values, written=written, through=through)
+
+
+def _refuse_new_keys(applied: Sequence[Override], layout: Layout, *, problems: Problems) -> None:
+    """Reports `key=value` where a section would take in a key that nobody has."""
+    for override in applied:
+        if override.adds:
+            continue
+        for length in range(override.known + 1, len(override.path) + 1):
+            path = override.path[:length]
+            if layout.takes_any(path):
+                problems.add(
+                    f"neither the file nor a model has {dotted(path)}: to add it, write ++{dotted(override.path)}=...",
+                    place=override.place,
+                    path=override.path,
+                )
+                break
+
+
+def _validated_sections(
+    values: dict[str, Any], layout: Layout, *, written: Written, problems: Problems
+) -> dict[Path, BaseModel]:
+    """Every section as its model, inner ones first, so that an outer one takes them as they are."""
+    validator = Validator(written=written, problems=problems, find_elsewhere=layout.ending_in)
+    done: dict[Path, BaseModel] = {}
+    for path in sorted(layout.parts, key=len, reverse=True):
+        part = layout.parts[path]
+        given = _given(values, path, layout=layout, done=done)
+        if given is None:
+            continue
+        implied = {key: value for key, value in part.implied.items() if given.get(key) is None}
+        instance = validator.validate(part.model, {**given, **implied}, path=path)
+        if instance is not None:
+            done[path] = instance
+    return done
+
+
+def _given(values: dict[str, Any], path: Path, *, layout: Layout, done: Mapping[Path, BaseModel]) -> dict[str, Any] | None:
+    """What the file gives for a section, with the sections of components in it replaced by their models."""
+    found: Any = values
+    for part in path:
+        found = found.get(part)
+        if found is None:
+            return {}
+    given: dict[str, Any] = copy.deepcopy(found)
+    for slot in layout.slots:
+        if slot[: len(path)] != path or slot == path:
+            continue
+        *way, key = slot[len(path) :]
+        holder: Any = given
+        for part in way:
+            holder = holder[part]
+        if slot in done:
+            holder[key] = done[slot]
+        else:
+            holder.pop(key, None)
+    return given
+
+
+def _assembled(sections: Mapping[Path, BaseModel], layout: Layout) -> RunConfig:
+    of: dict[str, Any] = {str(path[0]): section for path, section in sections.items() if len(path) == 1}
+    name = str(layout.algorithm)
+    return RunConfig(
+        algorithm_name=name,
+        algorithm=of[name],
+        loss_fn=of["loss_fn"],
+        policy=of["policy"],
+        data=of["data"],
+        env={str(path[1]): cast(EnvironmentConfig, it) for path, it in sections.items() if path[0] == "env"},
+        cluster=of["cluster"],
+        checkpointing=of["checkpointing"],
+        logger=of["logger"],
+    )
+
+
+def _resolved(run: RunConfig) -> dict[str, Any]:
+    # Fields are annotated with the bases of the plugins' models, whose own keys must be kept.
+    dumped = run.model_dump(mode="json", serialize_as_any=True)
+    name = dumped.pop("algorithm_name")
+    return {name: dumped.pop("algorithm"), **dumped}
+
+
+def _blamed(written: Written, path: Path) -> Place:
+    here = written.at(path)
+    return here.place if here is not None else written.nearest(path).key_place

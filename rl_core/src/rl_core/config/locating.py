@@ -1,0 +1,44 @@
+"""Finds the files and folders that a config names, by the rule of `paths`, and reports those that are nowhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_core.config.diagnostics import Problems, show
+from rl_core.config.parts import Layout
+from rl_core.config.paths import PathRule, folders, locate, looks_like_path
+from rl_core.config.written import Path, Written
+
+
+def locate_paths(values: dict[str, Any], layout: Layout, *, written: Written, problems: Problems) -> None:
+    """Makes every marked path absolute, in place; a name that is no file is left as it is.
+
+    Args:
+        values: The plain values.
+        layout: Says which keys may hold paths.
+        written: The same as it was written: paths are relative to the file that writes them.
+        problems: Receives paths that are nowhere.
+    """
+    for field in layout.fields():
+        rule = next((item for item in field.info.metadata if isinstance(item, PathRule)), None)
+        if rule is None:
+            continue
+        *way, key = field.path
+        holder = _section(values, tuple(way))
+        text = holder.get(str(key))
+        if not isinstance(text, str) or problems.is_poisoned(field.path):
+            continue
+        place = written.nearest(field.path).place
+        found = locate(text, place=place)
+        if found is not None:
+            holder[str(key)] = found
+        elif rule.must_exist or looks_like_path(text):
+            looked = " nor in ".join(folders(place))
+            problems.poison(f"there is no {show(text)} in {looked}.", place=place, path=field.path)
+
+
+def _section(values: Any, path: Path) -> dict[str, Any]:
+    """The section itself, to be changed; an empty one where there is none."""
+    for part in path:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}

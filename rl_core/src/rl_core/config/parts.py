@@ -1,0 +1,366 @@
+"""Which model each section has: the core's own, or that of the component that the section names; validates nothing.
+
+The room that knows the layout of a config. A component is found through the registry, so a name that is unknown, not
+installed or broken is reported at its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.config import schema
+from rl_core.config.diagnostics import Problems, nearest, show
+from rl_core.config.fields import NOTHING, Field, Model, all_fields, find_field
+from rl_core.config.written import Path, Written
+from rl_core.errors import PluginError, UnknownComponentError
+from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.registry import Registry
+
+SECTIONS: dict[str, Model | None] = {
+    "loss_fn": None,
+    "policy": None,
+    "data": schema.DataConfig,
+    "env": None,
+    "cluster": schema.ClusterConfig,
+    "checkpointing": schema.CheckpointingConfig,
+    "logger": schema.LoggingConfig,
+}
+"""The sections that every config may have, besides the one of its algorithm; None where a component has the model."""
+
+BASES: dict[Kind, tuple[Model, Model]] = {
+    Kind.ALGORITHM: (schema.AlgorithmConfig, schema.AlgorithmConfig),
+    Kind.LOSS: (schema.LossConfig, schema.OpenLossConfig),
+    Kind.POLICY: (schema.PolicyConfig, schema.OpenPolicyConfig),
+    Kind.GENERATION: (schema.GenerationConfig, schema.OpenGenerationConfig),
+    Kind.ENVIRONMENT: (schema.EnvironmentConfig, schema.OpenEnvironmentConfig),
+    Kind.DATASET: (schema.DatasetConfig, schema.OpenDatasetConfig),
+    Kind.LOGGER: (schema.LoggerConfig, schema.OpenLoggerConfig),
+}
+"""What the config model of each kind extends, and the model of one that is given by its path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A section, its model, and the component that brought it.
+
+    Attributes:
+        path: The section's key.
+        model: Its model.
+        component: None for the core's own sections.
+        implied: Keys that the section need not say because its place in the file does, with their values.
+    """
+
+    path: Path
+    model: Model
+    component: Component | None = None
+    implied: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the section takes keys that its model does not know."""
+        return self.model.model_config.get("extra") == "allow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The parts of one config, and the keys that they may have.
+
+    Attributes:
+        parts: By section key.
+        algorithm: The component whose section the file has; None where that is unclear.
+        slots: Where a component's section stands, found or not.
+    """
+
+    parts: dict[Path, Part]
+    algorithm: str | None
+    slots: frozenset[Path]
+
+    def find(self, path: Path) -> Field | None:
+        """The field at a key, or None where no section has such a key."""
+        part = self.part_of(path)
+        return None if part is None else find_field(part.model, path[len(part.path) :], prefix=part.path)
+
+    def part_of(self, path: Path) -> Part | None:
+        """The innermost section that a key is in."""
+        return next((self.parts[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in self.parts), None)
+
+    def takes_any(self, path: Path) -> bool:
+        """Whether a key is one of many that its section would take, and none that a model or a default states."""
+        if path[:-1] in (("env",), ("logger", "loggers")):
+            return True
+        found, part = self.find(path), self.part_of(path)
+        if found is None:
+            return part is not None and part.is_open and part.component is not None
+        return found.is_free and found.default is NOTHING
+
+    def default(self, path: Path) -> Any:
+        """What a key holds where the file does not write it; `NOTHING` where it must be written or there is no such key."""
+        part = self.parts.get(path[:-1])
+        if part is not None and path[-1] in part.implied:
+            return part.implied[str(path[-1])]
+        found = self.find(path)
+        return NOTHING if found is None else found.default
+
+    def fields(self) -> list[Field]:
+        """Every field of every section."""
+        return [found for part in self.parts.values() for found in all_fields(part.model, prefix=part.path)]
+
+    def ending_in(self, name: str) -> list[Path]:
+        """The full keys whose last part is this name, keys of free mappings with a default among them."""
+        found = []
+        for item in self.fields():
+            if item.name.casefold() == name.casefold():
+                found.append(item.path)
+            elif isinstance(item.default, dict) and name in item.default and item.model is None:
+                found.append((*item.path, name))
+        return list(dict.fromkeys(found))
+
+
+def choose_parts(values: Mapping[str, Any], *, written: Written, registry: Registry, problems: Problems) -> Layout:
+    """The model of each section that the values have or need.
+
+    Args:
+        values: The plain values of the whole config.
+        written: The same as it was written, for the places.
+        registry: Where components are found.
+        problems: Receives names that cannot be found, and sections that are none.
+    """
+    chooser = _Chooser(values, written=written, registry=registry, problems=problems)
+    algorithm = chooser.algorithm()
+    chooser.loss()
+    chooser.policy()
+    chooser.data()
+    chooser.environments()
+    for name in ("cluster", "checkpointing", "logger"):
+        chooser.own(name)
+    chooser.loggers()
+    return Layout(parts=chooser.parts, algorithm=algorithm, slots=frozenset(chooser.slots))
+
+
+class _Chooser:
+    """One pass over the sections; `parts` fills as it goes."""
+
+    def __init__(self, values: Mapping[str, Any], *, written: Written, registry: Registry, problems: Problems) -> None:
+        self.parts: dict[Path, Part] = {}
+        self.slots: set[Path] = set()
+        self._values = values
+        self._written = written
+        self._registry = registry
+        self._problems = problems
+        self._default_loss: str | None = None
+
+    def algorithm(self) -> str | None:
+        """The one section that is an algorithm's; every other unknown section is reported."""
+        found = []
+        for name in self._values:
+            if name in SECTIONS:
+                continue
+            component = self._algorithm_named(name)
+            if component is not None:
+                found.append(component)
+        if len(found) == 1:
+            self._add((found[0].name,), Kind.ALGORITHM, found[0])
+            part = self.parts.get((found[0].name,))
+            self._default_loss = getattr(part.model, "default_loss", None) if part is not None else None
+            return found[0].name
+        if found:
+            names = [component.name for component in found]
+            self._problems.add(
+                f"A config has the section of one algorithm, and this one has those of {' and '.join(names)}: remove all "
+                "but one.",
+                place=self._written.nearest((names[-1],)).key_place,
+                path=(names[-1],),
+            )
+        elif not any(name not in SECTIONS for name in self._values):
+            names = self._registry.names(Kind.ALGORITHM)
+            self._problems.add(
+                f"There is no section of an algorithm: add one of {', '.join(f'{name}:' for name in names)} (it may be empty).",
+                place=self._written.place,
+            )
+        return None
+
+    def _algorithm_named(self, name: str) -> Component | None:
+        place = self._written.nearest((name,)).key_place
+        algorithms = self._registry.names(Kind.ALGORITHM)
+        if is_path(name):
+            first = name.partition(".")[0]
+            hint = " A dotted key is for overrides: write its parts below each other." if first in SECTIONS else ""
+            self._problems.add(f"There is no section {name!r}.{hint}", place=place, path=(name,))
+            return None
+        try:
+            return self._registry.find(Kind.ALGORITHM, name)
+        except UnknownComponentError:
+            meant = nearest(name, [*SECTIONS, *algorithms, *self._not_installed(Kind.ALGORITHM)])
+            hint = f" Did you mean {meant!r}?" if meant else ""
+            known = ", ".join([*algorithms, *SECTIONS])
+            self._problems.add(f"There is no section {name!r}.{hint or f' Sections: {known}.'}", place=place, path=(name,))
+        except PluginError as error:
+            self._problems.add(str(error), place=place, path=(name,))
+        return None
+
+    def _not_installed(self, kind: Kind) -> list[str]:
+        return [name for other, name, _ in self._registry.not_installed() if other is kind]
+
+    def loss(self) -> None:
+        """`loss_fn`: the loss that it names, or the algorithm's own."""
+        section = self._section(("loss_fn",))
+        if section is None:
+            return
+        self._begin(("loss_fn",), Kind.LOSS)
+        name = section.get("name")
+        implied = {}
+        if name is None:
+            name = self._default_loss
+            implied = {"name": name}
+        if name is not None:
+            self._named(("loss_fn",), Kind.LOSS, name, key="name", implied=implied)
+
+    def policy(self) -> None:
+        """`policy` and `policy.generation`, each by its backend."""
+        section = self._section(("policy",))
+        if section is None:
+            return
+        self._by_key(("policy",), section, Kind.POLICY, key="backend")
+        if section.get("generation") is not None:
+            generation = self._section(("policy", "generation"))
+            if generation is not None:
+                self._by_key(("policy", "generation"), generation, Kind.GENERATION, key="backend")
+
+    def data(self) -> None:
+        """`data` and its datasets, each by its name."""
+        section = self._section(("data",))
+        if section is None:
+            return
+        self.parts["data",] = Part(path=("data",), model=schema.DataConfig)
+        for split in ("train", "validation"):
+            if section.get(split) is None:
+                continue
+            dataset = self._section(("data", split))
+            if dataset is not None:
+                self._by_key(("data", split), dataset, Kind.DATASET, key="dataset_name")
+
+    def environments(self) -> None:
+        """`env.<task>`: by path, by name, or by the task's own name."""
+        for task in self._section(("env",)) or ():
+            path = ("env", task)
+            section = self._section(path)
+            if section is None:
+                continue
+            env_cls, name = section.get("env_cls"), section.get("name")
+            if env_cls is not None:
+                self._named(path, Kind.ENVIRONMENT, env_cls, key="env_cls", must_be_path=True)
+            elif name is not None:
+                self._named(path, Kind.ENVIRONMENT, name, key="name")
+            else:
+                self._named(path, Kind.ENVIRONMENT, task, key=None, implied={"name": task})
+
+    def loggers(self) -> None:
+        """`logger.loggers.<name>`."""
+        if self._section(("logger",)) is None:
+            return
+        for name in self._section(("logger", "loggers")) or ():
+            path = ("logger", "loggers", name)
+            if self._section(path) is not None:
+                self._named(path, Kind.LOGGER, name, key=None)
+
+    def own(self, name: str) -> None:
+        """A section of the core."""
+        model = SECTIONS[name]
+        if model is not None and self._section((name,)) is not None:
+            self.parts[name,] = Part(path=(name,), model=model)
+
+    def _section(self, path: Path) -> Mapping[str, Any] | None:
+        """The keys of a section; empty where it is absent or null; None where it is no section, which is reported."""
+        section: Mapping[str, Any] = self._values
+        for depth, part in enumerate(path, start=1):
+            value = section.get(str(part))
+            if self._problems.is_poisoned(path[:depth]):
+                return None
+            if value is None:
+                return {}
+            if not isinstance(value, Mapping):
+                self._problems.poison(
+                    f"must be a section with keys below it; found {show(value)}.",
+                    place=self._written.nearest(path[:depth]).place,
+                    path=path[:depth],
+                )
+                return None
+            section = value
+        return section
+
+    def _by_key(self, path: Path, section: Mapping[str, Any], kind: Kind, *, key: str) -> None:
+        self._begin(path, kind)
+        if section.get(key) is None:
+            here = (*path, key)
+            if not self._problems.is_poisoned(here):
+                installed = ", ".join(self._registry.names(kind)) or "none"
+                self._problems.poison(
+                    f"must be set: which {kind.label}. Installed: {installed}.",
+                    place=self._written.nearest(path).key_place,
+                    path=here,
+                )
+            return
+        self._named(path, kind, section[key], key=key)
+
+    def _named(
+        self,
+        path: Path,
+        kind: Kind,
+        name: Any,
+        *,
+        key: str | None,
+        implied: Mapping[str, Any] | None = None,
+        must_be_path: bool = False,
+    ) -> None:
+        self._begin(path, kind)
+        where = path if key is None else (*path, key)
+        # An implied name is written nowhere; the section itself is then to blame.
+        written = self._written.nearest(where)
+        place = written.key_place if key is None else written.place
+        if not isinstance(name, str):
+            self._problems.poison(f"must be the name of a {kind.label}; found {show(name)}.", place=place, path=where)
+            return
+        if must_be_path and not is_path(name):
+            self._problems.add(
+                f"must be the path of a class, package.module.Class; found {name!r}. A registered environment goes under "
+                "`name`.",
+                place=place,
+                path=where,
+            )
+            return
+        try:
+            component = self._registry.find(kind, name)
+        except PluginError as error:
+            hint = ""
+            if kind is Kind.ENVIRONMENT and key is None:
+                hint = " (A task may have any name: say which environment answers it with `name:` or `env_cls:`.)"
+            self._problems.add(f"{error}{hint}", place=place, path=where)
+            return
+        self._add(path, kind, component, implied=implied)
+
+    def _begin(self, path: Path, kind: Kind) -> None:
+        """Gives a section the model of its kind until its component is found, so that its common keys are checked anyway."""
+        self.slots.add(path)
+        self.parts.setdefault(path, Part(path=path, model=BASES[kind][1]))
+
+    def _add(self, path: Path, kind: Kind, component: Component, *, implied: Mapping[str, Any] | None = None) -> None:
+        base, opened = BASES[kind]
+        place = self._written.nearest(path).key_place
+        try:
+            model = component.load_config()
+        except PluginError as error:
+            self._problems.add(str(error), place=place, path=path)
+            return
+        if model is None:
+            model = opened if is_path(component.name) else base
+        if not issubclass(model, base):
+            self._problems.add(
+                f"The config model {component.config} of the {kind.label} {component.name!r} is not a subclass of "
+                f"{base.__module__}.{base.__name__}: that is a bug of the distribution that registers it.",
+                place=place,
+                path=path,
+            )
+            return
+        self.parts[path] = Part(path=path, model=model, component=component, implied=implied or {})

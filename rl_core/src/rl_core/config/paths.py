@@ -1,0 +1,65 @@
+"""The one rule for relative paths: from the working directory first, else from the file that writes them.
+
+A field takes part by its annotation, `Annotated[str, INPUT_PATH]` or `Annotated[str, NAME_OR_PATH]`; what a run writes (the run
+folder, checkpoints) is not marked, and relative to the working directory. Knows no section.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from rl_core.config.written import Place
+
+
+@dataclass(frozen=True)
+class PathRule:
+    """The mark of a field that may hold a path.
+
+    Attributes:
+        must_exist: Whether a path that is nowhere is a mistake; otherwise it is left as it is, as the name of something.
+    """
+
+    must_exist: bool
+
+
+INPUT_PATH = PathRule(must_exist=True)
+"""A file or folder that the run reads."""
+NAME_OR_PATH = PathRule(must_exist=False)
+"""The name of something (a model of a hub, a packaged template), or the path of a file or folder."""
+
+
+def locate(text: str, *, place: Place | None) -> str | None:
+    """The absolute path that a text means, or None where there is nothing of that name.
+
+    Args:
+        text: The path as it was written; `~` is the home folder.
+        place: Where it was written; its file's folder is looked in after the working directory.
+    """
+    written = os.path.expanduser(text)
+    for folder in folders(place):
+        candidate = os.path.normpath(os.path.join(folder, written))
+        if _exists(candidate):
+            return candidate
+    return None
+
+
+def folders(place: Place | None) -> list[str]:
+    """Where relative paths are looked for, in order: the working directory and the folder of the file."""
+    here = os.getcwd()
+    if place is None or place.file is None:
+        return [here]
+    beside = os.path.dirname(os.path.abspath(place.file))
+    return [here] if beside == here else [here, beside]
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a text can only mean a path: `./model`, `~/model`, `/model`, `model.gguf`."""
+    return text.startswith(("./", "../", "~", "/")) or text.endswith((".gguf", ".jsonl", ".safetensors"))
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.exists(path)
+    except (OSError, ValueError):  # a template with line breaks or a NUL is no file's name
+        return False

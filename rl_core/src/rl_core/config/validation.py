@@ -1,0 +1,204 @@
+"""Validates plain values by a section's model and words what is wrong in the config's own terms; knows no section by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rl_core.config.diagnostics import Problems, listed, nearest, show
+from rl_core.config.fields import (
+    Field,
+    Model,
+    allows_bool,
+    choices,
+    describe_type,
+    find_field,
+    inner_annotation,
+)
+from rl_core.config.written import Path, Written, dotted
+
+_MOST_KEYS_LISTED = 30
+_WRONG_VALUE = {
+    "literal_error",
+    "enum",
+    "int_from_float",
+    "finite_number",
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "multiple_of",
+    "too_short",
+    "too_long",
+    "string_too_short",
+    "string_too_long",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validator:
+    """Validates sections, one at a time.
+
+    Attributes:
+        written: All that is written, for the places.
+        problems: Receives what is wrong.
+        find_elsewhere: The full keys of all sections that end in a name, for suggestions.
+    """
+
+    written: Written
+    problems: Problems
+    find_elsewhere: Callable[[str], list[Path]]
+
+    def validate(self, model: Model, values: Mapping[str, Any], *, path: Path) -> BaseModel | None:
+        """The section as its model, or None where something is wrong with it.
+
+        Args:
+            model: The section's model.
+            values: Its plain values; sections within it may already be instances.
+            path: The section's key.
+        """
+        before = len(self.problems.found)
+        for leaf, value in _bools(values):
+            field = find_field(model, leaf, prefix=path)
+            if field is not None and not field.is_free and not allows_bool(field.info.annotation):
+                self._wrong_value(field, (*path, *leaf), value)
+                self.problems.poisoned.add((*path, *leaf))
+        try:
+            instance = model.model_validate(values)
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                self._report(detail, model=model, values=values, path=path)
+            return None
+        except Exception as error:  # a validator of a plugin's model may raise anything; it is reported as the plugin's
+            self.problems.add(
+                f"the model {model.__module__}.{model.__qualname__} failed on it ({type(error).__name__}: {error}): that "
+                "is a bug of the distribution that has this model.",
+                place=self.written.nearest(path).key_place,
+                path=path,
+            )
+            return None
+        return instance if len(self.problems.found) == before else None
+
+    def _report(self, detail: ErrorDetails, *, model: Model, values: Any, path: Path) -> None:
+        inner, found = _walk(values, detail["loc"])
+        where = (*path, *inner)
+        kind = detail["type"]
+        if kind in ("missing", "extra_forbidden"):
+            where = (*where, str(detail["loc"][-1])) if kind == "missing" else where
+        if self.problems.is_poisoned(where):
+            return
+        field = find_field(model, where[len(path) :], prefix=path)
+        if kind == "missing":
+            self._missing(field, where)
+        elif kind == "extra_forbidden":
+            self._unknown_key(model, where, section=path, values=values)
+        elif kind in ("value_error", "assertion_error"):
+            written = self.written.nearest(where)
+            self.problems.add(_reason(detail), place=written.key_place, path=where)
+        elif kind in _WRONG_VALUE or kind.endswith(("_type", "_parsing")):
+            self._wrong_value(field, where, found, model=model, section=path)
+        else:
+            message = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, found {show(found)}."
+            self.problems.add(message, place=self.written.nearest(where).place, path=where)
+
+    def _missing(self, field: Field | None, path: Path) -> None:
+        purpose = ""
+        if field is not None:
+            doc = (field.info.description or "").split("\n")[0].rstrip(".")
+            purpose = f" to {field.allowed}" + (f". {doc}" if doc else "")
+        self.problems.add(f"must be set{purpose}.", place=self.written.nearest(path[:-1]).key_place, path=path)
+
+    def _wrong_value(
+        self, field: Field | None, path: Path, found: Any, *, model: Model | None = None, section: Path = ()
+    ) -> None:
+        if field is None or field.is_free:
+            allowed, options = self._allowed_within(model, path[len(section) :])
+        else:
+            allowed, options = field.allowed, choices(field.info.annotation)
+        meant = nearest(found, [o for o in options if isinstance(o, str)]) if isinstance(found, str) else None
+        hint = f" Did you mean {show(meant)}?" if meant else ""
+        written = self.written.at(path)
+        if written is not None and written.text is not None and not isinstance(written.value, str) and "text" in allowed:
+            hint = f" YAML reads {written.text!r} so: write it in quotes if text is meant."
+        self.problems.add(f"must be {allowed}; found {show(found)}.{hint}", place=self.written.nearest(path).place, path=path)
+
+    @staticmethod
+    def _allowed_within(model: Model | None, path: Path) -> tuple[str, list[Any]]:
+        """What an item of a list, or a value of a mapping, may be."""
+        for length in range(len(path) - 1, 0, -1):
+            outer = find_field(model, path[:length]) if model is not None else None
+            if outer is not None and not outer.is_free:
+                annotation = inner_annotation(outer.info.annotation, path[length:])
+                return describe_type(annotation), choices(annotation)
+        return "something else", []
+
+    def _unknown_key(self, model: Model, path: Path, *, section: Path, values: Any) -> None:
+        name = str(path[-1])
+        here = path[:-1]
+        written = self.written.nearest(path)
+        owner = model
+        if here != section:
+            field = find_field(model, here[len(section) :])
+            owner = field.model if field is not None and field.model is not None else model
+        keys = list(owner.model_fields)
+        other = self._section_of_other_backend(name, keys, values) if here == section else None
+        if other is not None:
+            self.problems.add(other, place=written.key_place, path=path)
+            return
+        self.problems.add(
+            f"{dotted(here)} has no key {name!r}.{self._suggestion(name, keys, here)}", place=written.key_place, path=path
+        )
+
+    def _suggestion(self, name: str, keys: list[str], here: Path) -> str:
+        if "." in name:
+            return " A dotted key is for overrides: write its parts below each other."
+        meant = nearest(name, keys)
+        elsewhere = [path for path in self.find_elsewhere(name) if path[:-1] != here]
+        if elsewhere and (meant is None or meant.casefold() != name.casefold()):
+            return f" Did you mean {' or '.join(dotted(path) for path in elsewhere[:2])}?"
+        if meant is not None:
+            return f" Did you mean {meant!r}?"
+        shown = listed(keys[:_MOST_KEYS_LISTED]) + (", ..." if len(keys) > _MOST_KEYS_LISTED else "")
+        return f" Its keys: {shown}." if keys else " It takes no keys."
+
+    @staticmethod
+    def _section_of_other_backend(name: str, keys: list[str], values: Any) -> str | None:
+        chosen = values.get("backend") if isinstance(values, Mapping) else None
+        own = [key for key in keys if key.endswith("_cfg")]
+        if not (isinstance(chosen, str) and name.endswith("_cfg")) or nearest(name, own) is not None:
+            return None
+        backend = name.removesuffix("_cfg")
+        its = f", whose own section is {listed(own)}" if own else ", which has no section of its own"
+        return (
+            f"{name} is the section of the backend {backend!r}, and the backend here is {chosen!r}{its}: remove it or "
+            "change the backend. (Inherited? `_override_: true` in the section that holds it replaces what is inherited.)"
+        )
+
+
+def _reason(detail: ErrorDetails) -> str:
+    error = detail.get("ctx", {}).get("error")
+    text = str(error) if error is not None else detail["msg"]
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def _walk(values: Any, loc: tuple[int | str, ...]) -> tuple[Path, Any]:
+    """The path of an error within the values, and the value there; names of a union's alternatives in `loc` fall away."""
+    path: list[int | str] = []
+    for part in loc:
+        holder = dict(enumerate(values)) if isinstance(values, list) else values
+        if isinstance(holder, Mapping) and part in holder:
+            values = holder[part]
+            path.append(part)
+    return tuple(path), values
+
+
+def _bools(values: Any, path: Path = ()) -> Iterator[tuple[Path, bool]]:
+    if isinstance(values, bool):
+        yield path, values
+    elif isinstance(values, dict):
+        for key, value in values.items():
+            yield from _bools(value, (*path, key))

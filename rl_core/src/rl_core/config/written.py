@@ -1,0 +1,121 @@
+"""What was written and where: values that remember file, line and column; knows no model and no YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Path = tuple[str | int, ...]
+"""Where a value stands in the config: keys, and positions in lists, from the root."""
+
+
+def dotted(path: Path) -> str:
+    """A path as errors print it and overrides take it: `policy.generation.stop_strings.0`."""
+    return ".".join(str(part) for part in path)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is written.
+
+    Attributes:
+        source: A file as the user would name it, or an override with its number.
+        line: Counted from 1; None for an override.
+        column: Counted from 1; None for an override.
+        file: The file's own path; None for an override.
+        number: Which override it is, from 1; None for a file.
+    """
+
+    source: str
+    line: int | None = None
+    column: int | None = None
+    file: str | None = None
+    number: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A value as it was written; containers hold `Written` again.
+
+    Attributes:
+        value: A scalar, a dict of `Written` by key, or a list of `Written`.
+        place: Where the value stands.
+        key_place: Where its key stands; the value's own place in lists and at the root.
+        text: A scalar as it was typed, without quotes; None for containers.
+        replaces: Whether a mapping replaces the inherited one (`_override_: true`) in place of merging with it.
+    """
+
+    value: Any
+    place: Place
+    key_place: Place
+    text: str | None = None
+    replaces: bool = False
+
+    def child(self, part: str | int) -> Written | None:
+        """The value under a key or at a position of a list, or None."""
+        found: Written | None = None
+        if isinstance(self.value, dict):
+            found = self.value.get(part)
+        elif isinstance(self.value, list) and isinstance(part, int) and 0 <= part < len(self.value):
+            found = self.value[part]
+        return found
+
+    def at(self, path: Path) -> Written | None:
+        """The value at a path, or None where nothing is written there."""
+        found: Written | None = self
+        for part in path:
+            found = None if found is None else found.child(part)
+        return found
+
+    def nearest(self, path: Path) -> Written:
+        """The value at a path, or the innermost one on the way to it that is written."""
+        found = self
+        for part in path:
+            inner = found.child(part)
+            if inner is None:
+                return found
+            found = inner
+        return found
+
+    def plain(self) -> Any:
+        """The bare values: dicts, lists and scalars."""
+        if isinstance(self.value, dict):
+            return {key: item.plain() for key, item in self.value.items()}
+        if isinstance(self.value, list):
+            return [item.plain() for item in self.value]
+        return self.value
+
+    def leaves(self, path: Path = ()) -> Iterator[tuple[Path, Written]]:
+        """Every scalar and empty container with its path."""
+        if isinstance(self.value, dict) and self.value:
+            for key, item in self.value.items():
+                yield from item.leaves((*path, key))
+        elif isinstance(self.value, list) and self.value:
+            for index, item in enumerate(self.value):
+                yield from item.leaves((*path, index))
+        else:
+            yield path, self
+
+
+def merge(base: Written, over: Written) -> Written:
+    """The inherited value with the inheriting one laid over it: mappings merge key by key, all else is replaced."""
+    if over.replaces or not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    merged: dict[str, Written] = dict(base.value)
+    for key, item in over.value.items():
+        merged[key] = merge(merged[key], item) if key in merged else item
+    return Written(merged, place=over.place, key_place=over.key_place)
+
+
+def written_from(value: Any, *, place: Place) -> Written:
+    """Plain values as if all of them were written at one place."""
+    if isinstance(value, Mapping):
+        inner: Any = {key: written_from(item, place=place) for key, item in value.items()}
+        return Written(inner, place=place, key_place=place)
+    if isinstance(value, list):
+        return Written([written_from(item, place=place) for item in value], place=place, key_place=place)
+    return Written(value, place=place, key_place=place)

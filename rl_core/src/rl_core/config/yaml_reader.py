@@ -1,0 +1,206 @@
+"""Reads one YAML text into values that remember their lines; knows no key and no model.
+
+Scalars mean what they mean to OmegaConf (YAML 1.1, but `1e-5` is a number and a date is text). Refused: duplicate and
+non-text keys, tags, documents after the first, recursive aliases, and texts that grow without measure.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from rl_core.config.diagnostics import Problems, show
+from rl_core.config.written import Path, Place, Written
+
+MAX_DEPTH = 50
+MAX_VALUES = 10_000
+
+_FLOAT = re.compile(
+    r"""^(?:
+     [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[-+]?[0-9]+(?:_[0-9]+)*[eE][-+]?[0-9]+
+    |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
+    |[-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
+    |[-+]?\.(?:inf|Inf|INF)
+    |\.(?:nan|NaN|NAN))$""",
+    re.VERBOSE,
+)
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "map", "seq")}
+_OVERRIDE_MARK = "_override_"
+
+
+class _Loader(yaml.SafeLoader):
+    """The loader in Python: the one in C overflows its stack on deeply nested texts, which ends the process."""
+
+
+_Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+
+
+def read_yaml(text: str, *, place: Place, problems: Problems) -> Written | None:
+    """The values of a YAML text.
+
+    Args:
+        text: One document.
+        place: Where it begins: line 1 of a file, or an override, whose values all stand at that one place.
+        problems: Receives what is wrong with it.
+
+    Returns:
+        The root value, or None where the text is no YAML at all or is empty.
+    """
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        return _Reader(loader, place=place, problems=problems).read(node)
+    except yaml.MarkedYAMLError as error:
+        _report(error, place=place, problems=problems)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+        problems.add(
+            f"The character U+{ord(str(error.character)):04X} is not allowed in YAML: remove it.",
+            place=_at(place, line, column),
+        )
+    except RecursionError:
+        problems.add(f"This is nested more than {MAX_DEPTH} levels deep.", place=place)
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return None
+
+
+class _Reader:
+    """Turns the nodes of one document into `Written` values."""
+
+    def __init__(self, loader: _Loader, *, place: Place, problems: Problems) -> None:
+        self._loader = loader
+        self._place = place
+        self._problems = problems
+        self._count = 0
+
+    def read(self, node: yaml.Node) -> Written:
+        return self._value(node, path=(), key_node=node)
+
+    def _value(self, node: yaml.Node, *, path: Path, key_node: yaml.Node) -> Written:
+        self._count += 1
+        if self._count > MAX_VALUES:
+            raise _error(f"more than {MAX_VALUES} values, aliases counted as often as they are used", node)
+        if len(path) > MAX_DEPTH:
+            raise _error(f"nested more than {MAX_DEPTH} levels deep (or an alias that contains itself)", node)
+        place, key_place = self._at(node), self._at(key_node)
+        if isinstance(node, yaml.ScalarNode):
+            return Written(self._scalar(node), place=place, key_place=key_place, text=node.value)
+        if node.tag not in _PLAIN_TAGS:
+            raise _error(f"the tag {node.tag.removeprefix(_TAG)!r} is not supported: write the value without it", node)
+        if isinstance(node, yaml.MappingNode):
+            mapping = self._mapping(node, path=path)
+            replaces = self._takes_mark(mapping, path=path)
+            return Written(mapping, place=place, key_place=key_place, replaces=replaces)
+        items = [self._value(item, path=(*path, index), key_node=item) for index, item in enumerate(node.value)]
+        return Written(items, place=place, key_place=key_place)
+
+    def _mapping(self, node: yaml.MappingNode, *, path: Path) -> dict[str, Written]:
+        own: dict[str, Written] = {}
+        merged: dict[str, Written] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == f"{_TAG}merge":
+                merged = {**self._merge_key(value_node, path=path), **merged}
+                continue
+            key = self._key(key_node, path=path)
+            if key is None:
+                continue
+            if key in own:
+                first = own[key].key_place
+                self._problems.add(
+                    f"This key is already set at {first}: keep one of the two.",
+                    place=self._at(key_node),
+                    path=(*path, key),
+                )
+                continue
+            own[key] = self._value(value_node, path=(*path, key), key_node=key_node)
+        return {**{key: item for key, item in merged.items() if key not in own}, **own}
+
+    def _merge_key(self, node: yaml.Node, *, path: Path) -> dict[str, Written]:
+        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        merged: dict[str, Written] = {}
+        for source in sources:
+            if not isinstance(source, yaml.MappingNode):
+                raise _error("`<<` takes a mapping, or a list of mappings", source)
+            # One level deeper than it stands, so that a mapping merged into itself ends at the limit.
+            for key, item in self._value(source, path=(*path, "<<"), key_node=source).value.items():
+                merged.setdefault(key, item)
+        return merged
+
+    def _key(self, node: yaml.Node, *, path: Path) -> str | None:
+        if isinstance(node, yaml.ScalarNode):
+            value = self._scalar(node)
+            if isinstance(value, str):
+                return value
+            message = f"YAML reads the key {node.value!r} as {show(value)}: write it in quotes."
+        else:
+            message = "A key must be text, not a list or a mapping. Is a pair of braces unquoted here?"
+        self._problems.add(message, place=self._at(node), path=path)
+        return None
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        if node.tag == f"{_TAG}value":  # a bare `=`
+            return node.value
+        if node.tag not in _PLAIN_TAGS:
+            raise _error(f"the tag {node.tag.removeprefix(_TAG)!r} is not supported: write the value without it", node)
+        try:
+            return self._loader.construct_object(node)
+        except (ValueError, KeyError) as error:  # a number too long for int(), or text under an explicit tag
+            kind = node.tag.removeprefix(_TAG)
+            raise _error(f"{show(node.value)} cannot be read as YAML's {kind}", node) from error
+
+    def _takes_mark(self, mapping: dict[str, Written], *, path: Path) -> bool:
+        mark = mapping.pop(_OVERRIDE_MARK, None)
+        if mark is None:
+            return False
+        if not isinstance(mark.value, bool):
+            self._problems.add("must be true or false.", place=mark.place, path=(*path, _OVERRIDE_MARK))
+        return mark.value is True
+
+    def _at(self, node: yaml.Node) -> Place:
+        return _at(self._place, node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _at(begin: Place, line: int, column: int) -> Place:
+    return begin if begin.line is None else replace(begin, line=line, column=column)
+
+
+def _error(message: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=message, problem_mark=node.start_mark)
+
+
+def _report(error: yaml.MarkedYAMLError, *, place: Place, problems: Problems) -> None:
+    mark = error.problem_mark or error.context_mark
+    line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
+    what = (error.problem or error.context or "").strip()
+    message = f"This is not YAML that can be read: {what}."
+    if error.context and error.context_mark is not None and error.problem:
+        message = f"This is not YAML that can be read: {error.context}, {what}."
+    hint = _hint(what)
+    problems.add(message if hint is None else f"{message} {hint}", place=_at(place, line, column))
+
+
+def _hint(what: str) -> str | None:
+    if r"'\t'" in what:
+        return "Indent with spaces, not with tabs."
+    if "mapping values are not allowed" in what:
+        return "A value that holds `: ` needs quotes, and keys of one section the same indentation."
+    if "expected a single document" in what or "another document" in what:
+        return "Keep one document: remove the second `---`."
+    if "undefined alias" in what:
+        return "Text that begins with `*` needs quotes."
+    return None
