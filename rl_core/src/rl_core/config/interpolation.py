@@ -20,7 +20,9 @@ _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*(?:\.\w+)+)\s*\}")
 _LEFT_OPEN = "is left open here (`???`): set it in a file that inherits from this one, or by an override."
 
 
-def resolve(root: Written, *, default_at: Callable[[Path], Any], problems: Problems) -> tuple[dict[str, Any], dict[Path, str]]:
+def resolve(
+    root: Written, *, default_at: Callable[[Path], Any], known: Iterable[Path], problems: Problems
+) -> tuple[dict[str, Any], dict[Path, str]]:
     """The plain values with every `${...}` replaced.
 
     Args:
