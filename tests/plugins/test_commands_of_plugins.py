@@ -17,6 +17,10 @@ COMMANDS = """
             Component("games", target="acme_rl.commands:games", summary="Games, several"),
             Component("doctor", target="acme_rl.commands:play", summary="A doctor of another kind"),
         ]
+
+    @hookimpl
+    def rlcore_run_finished(error):
+        raise ValueError("the disk is full")
 """
 TARGETS = '''
 import time
@@ -50,6 +54,13 @@ def play(how: str, times: int = 1):
         raise WorkerError("rank 1 of 2 on host a raised")
     if how == "unexpectedly":
         return {}["nothing"]
+    if how == "hooked":
+        from rl_core.plugins.manager import discover
+
+        try:
+            raise WorkerError("rank 1 of 2 on host a raised")
+        except WorkerError as error:
+            discover().call_event("rlcore_run_finished", run=None, error=error)
     if how == "forever":
         print("playing", flush=True)
         time.sleep(60)
@@ -111,6 +122,17 @@ def test_an_unexpected_exception_keeps_its_traceback(acme):
     assert result.returncode == 1
     assert 'return {}["nothing"]' in result.stderr
     assert "KeyError: 'nothing'" in result.stderr
+
+
+def test_a_raising_event_hook_keeps_its_traceback_and_the_error_of_the_run(acme):
+    result = acme.rlcore("play", "hooked")
+    assert result.returncode == 1
+    assert "WorkerError: rank 1 of 2 on host a raised" in result.stderr
+    assert 'raise ValueError("the disk is full")' in result.stderr
+    assert result.stderr.endswith(
+        "error: rlcore_run_finished of the plugin 'acme' (acme-rl 1.0) raised ValueError: the disk is full.\n"
+        "To run without it: RLCORE_DISABLE_PLUGINS=acme\n"
+    )
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(acme):

@@ -7,15 +7,19 @@ ends with an `Example:`, and add one line to `COMMANDS`.
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Annotated
 
 import typer
 
-from rl_core.errors import RLCoreError
+from rl_core.errors import PluginHookError, RLCoreError
 from rlcore_cli.lazy import LazyGroup
 
 COMMANDS = {
     "train": ("rlcore_cli.train:train", "Train by a config, from its last checkpoint if there is one."),
+    "validate": ("rlcore_cli.validate:validate", "Check a config; every mistake with its line."),
+    "explain": ("rlcore_cli.explain:explain", "What a key of the config means, holds and may hold."),
+    "schema": ("rlcore_cli.schema:schema", "The JSON schema of configs, for editors."),
     "list-backends": ("rlcore_cli.listing:list_backends", "What a config can name, and whether it is ready."),
     "list-plugins": ("rlcore_cli.listing:list_plugins", "The installed plugins, what they register, how they fare."),
     "doctor": ("rlcore_cli.doctor:doctor", "Why a plugin does not work: requirements, import, traceback."),
@@ -66,11 +70,14 @@ def main() -> None:
     """Runs the command line; never returns.
 
     Exit codes: 0 done, 2 a mistake in what the user gave, 1 a run that broke, 130 interrupted. An error that rlcore
-    explains is printed without a traceback; any other keeps its own.
+    explains is printed without a traceback; any other keeps its own, and so does what a plugin's event hook raised.
     """
     try:
         app()
     except RLCoreError as error:
+        if isinstance(error, PluginHookError):
+            # The author of the hook needs its traceback, and the user that of the run's own error, if one came before.
+            traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:

@@ -276,7 +276,7 @@ def rlcore_run_finished(run: Run, error: BaseException | None) -> None:
     When: once, at the end, also after an error or Ctrl-C, before the workers are shut down, in the driver process.
     Return: nothing.
     When it raises: the other plugins are told, then the command fails with an error that names the plugin and its
-        distribution; an error of the run itself is shown as its cause.
+        distribution; an error of the run itself is shown above it.
 
     Args:
         run: The assembled parts of the run.
