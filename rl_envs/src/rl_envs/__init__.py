@@ -1,1 +1,35 @@
-"""Environments of rlcore and the data they are asked about."""
+"""Environments of rlcore and the data they are asked about. Importing it loads neither torch nor a verifier."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_envs.arithmetic.dataset import ArithmeticDataset
+    from rl_envs.arithmetic.environment import ArithmeticEnvironment
+    from rl_envs.guess.dataset import GuessNumberDataset
+    from rl_envs.guess.environment import GuessNumberEnvironment
+    from rl_envs.math.environment import MathEnvironment
+
+__all__ = [
+    "ArithmeticDataset",
+    "ArithmeticEnvironment",
+    "GuessNumberDataset",
+    "GuessNumberEnvironment",
+    "MathEnvironment",
+]
+
+_ROOMS = {
+    "ArithmeticDataset": "rl_envs.arithmetic.dataset",
+    "ArithmeticEnvironment": "rl_envs.arithmetic.environment",
+    "GuessNumberDataset": "rl_envs.guess.dataset",
+    "GuessNumberEnvironment": "rl_envs.guess.environment",
+    "MathEnvironment": "rl_envs.math.environment",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return getattr(importlib.import_module(_ROOMS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

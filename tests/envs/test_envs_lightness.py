@@ -1,0 +1,32 @@
+"""Importing the distribution, its config or its plugin loads nothing heavy, and what it names is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import rl_envs
+
+
+def test_name_config_and_plugin_import_nothing_heavy():
+    code = (
+        "import sys, rl_envs, rl_envs.config, rl_envs.plugin;"
+        "print(sorted({'torch', 'ray', 'numpy', 'transformers', 'sympy', 'math_verify'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_comparing_process_imports_no_torch():
+    code = "import sys, rl_envs.math.worker; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_everything_named_is_there():
+    assert [getattr(rl_envs, name).__name__ for name in rl_envs.__all__] == rl_envs.__all__
+
+
+def test_every_registered_component_loads_with_its_config():
+    from rl_envs.plugin import rlcore_datasets, rlcore_environments
+
+    for component in [*rlcore_environments(), *rlcore_datasets()]:
+        assert component.load()(component.load_config()()).config == component.load_config()()
