@@ -259,7 +259,7 @@ def rlcore_step_finished(run: Run, step: int, metrics: Mapping[str, float]) -> N
 
     Args:
         run: The assembled parts of the run.
-        step: The number of the finished step; the first is 1.
+        step: The number of the finished step; the first is 1, and 0 is a validation before it.
         metrics: The values of the step under the names of `metrics.jsonl`.
 
     Example:
