@@ -74,7 +74,9 @@ class ProcessPolicy:
         return lambda *args, **kwargs: self._all(method, *args, **kwargs)
 
     def _all(self, method, *args, **kwargs):
-        return [call.result() for call in [rank.submit(method, *args, **kwargs) for rank in self.ranks]][0]
+        calls = [rank.submit(method, *args, **kwargs) for rank in self.ranks]
+        answers = [call.result() for call in calls]
+        return answers[0]
 
 
 class ProcessEngine(ProcessPolicy):

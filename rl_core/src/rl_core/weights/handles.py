@@ -28,7 +28,7 @@ def cuda_handles(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str,
     reduced: dict[str, Any] = {}
     for name, tensor in tensors:
         kept.append(tensor.detach().contiguous())
-        reduced[name] = reduce_tensor(kept[-1])  # type: ignore[no-untyped-call]
+        reduced[name] = reduce_tensor(kept[-1])
     if not kept:
         return {}, kept
     torch.cuda.current_stream().synchronize()

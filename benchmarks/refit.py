@@ -1,0 +1,225 @@
+"""How long a refit takes, item by item, against a memcpy of the same bytes in the same run.
+
+    python benchmarks/refit.py [--rounds 5] [--write]
+
+134.5 million float32 parameters in the shapes of SmolLM2-135M go from a policy process to a generation process on one machine,
+over shared memory and over gloo; every refit is proven. `--write` puts the table into benchmarks/results/refit.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rl_core.weights.collective import CollectiveTransport
+from rl_core.weights.fingerprint import tensor_digest
+from rl_core.weights.manifest import manifest_of
+from rl_core.weights.shared_memory import SharedMemoryTransport
+from rl_core.weights.sink import WeightSink
+from rl_core.weights.source import WeightSource
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+RESULTS = Path(__file__).parent / "results" / "refit.md"
+LAYERS, HIDDEN, KEYS, INNER, VOCABULARY = 30, 576, 192, 1536, 49152
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        parts = {
+            "self_attn.q_proj": (HIDDEN, HIDDEN),
+            "self_attn.k_proj": (KEYS, HIDDEN),
+            "self_attn.v_proj": (KEYS, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HIDDEN),
+            "mlp.gate_proj": (INNER, HIDDEN),
+            "mlp.up_proj": (INNER, HIDDEN),
+            "mlp.down_proj": (HIDDEN, INNER),
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+        }
+        found |= {f"model.layers.{layer}.{part}.weight": shape for part, shape in parts.items()}
+    return found
+
+
+class Timed:
+    """Adds up the seconds of each verb, inside the worker."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.context = SimpleNamespace(rank=0, device="cpu")
+        self.weights = {name: torch.randn(shape) for name, shape in shapes().items()}
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return getattr(self, method)(*args, **kwargs)
+        finally:
+            self.seconds[method] = self.seconds.get(method, 0.0) + time.perf_counter() - started
+
+    def take_seconds(self) -> dict[str, float]:
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+class Policy(Timed, WeightSource):
+    version = 0
+
+    def iter_weights(self, names=None):
+        for name in names if names is not None else self.weights:
+            yield name, self.weights[name]
+
+    def weight_manifest(self):
+        return manifest_of(self.weights)
+
+    def get_weight_version(self) -> int:
+        return self.version
+
+    def step(self) -> None:
+        self.version += 1
+        for tensor in self.weights.values():
+            tensor.add_(1e-3)
+
+    def offload_before_refit(self) -> None: ...
+
+    def offload_after_refit(self) -> None: ...
+
+    def memcpy(self) -> float:
+        """Seconds to copy the same tensors within this process, into memory that has been touched before."""
+        if not hasattr(self, "copy"):
+            self.copy = {name: tensor.clone() for name, tensor in self.weights.items()}
+        started = time.perf_counter()
+        for name, tensor in self.weights.items():
+            self.copy[name].copy_(tensor)
+        return time.perf_counter() - started
+
+    def digest_seconds(self, kind: str) -> float:
+        started = time.perf_counter()
+        for tensor in self.weights.values():
+            tensor_digest(tensor, kind=kind)  # type: ignore[arg-type]
+        return time.perf_counter() - started
+
+
+class Engine(Timed, WeightSink):
+    def named_weights(self):
+        return self.weights
+
+    def invalidate_kv_cache(self) -> bool:
+        return True
+
+
+_worker: Any = None
+
+
+def _start(worker_class: type) -> None:
+    global _worker
+    _worker = worker_class()
+
+
+def _call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plain = method in ("take_seconds", "memcpy", "digest_seconds")
+    return getattr(_worker, method)(*args, **kwargs) if plain else _worker.timed(method, *args, **kwargs)
+
+
+class Face:
+    """A worker in a process of its own."""
+
+    PENDING = ("init_collective", "broadcast_weights_for_collective", "update_weights_from_collective")
+
+    def __init__(self, worker_class: type) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_start, initargs=(worker_class,))
+
+    @property
+    def weight_version(self) -> int:
+        return int(self.get_weight_version())
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            future: Future[Any] = self.pool.submit(_call, method, args, kwargs)
+            return [future] if method in self.PENDING else future.result()
+
+        return call
+
+
+def measure(policy: Face, engine: Face, transport: type, rounds: int) -> dict[str, float]:
+    """Median seconds of each item; a memcpy before each refit."""
+    name = transport.name  # type: ignore[attr-defined]
+    sync = WeightSynchronizer(
+        policy,  # type: ignore[arg-type]
+        engine,  # type: ignore[arg-type]
+        transports=[transport],
+        policy_capabilities=[name],
+        generation_capabilities=[name],
+        buffer_bytes=128 * 2**20,
+    )
+    collected: list[dict[str, float]] = []
+    for number in range(rounds + 1):
+        policy.step()
+        policy.take_seconds(), engine.take_seconds()
+        copied = policy.memcpy()
+        metrics = sync.sync()
+        items = {f"policy: {verb}": spent for verb, spent in policy.take_seconds().items()}
+        items |= {f"engine: {verb}": spent for verb, spent in engine.take_seconds().items()}
+        if number > 0:  # the first joins the group and touches memory for the first time
+            collected.append({"memcpy": copied, **metrics, **items})
+    sync.close()
+    return {item: statistics.median(row.get(item, 0.0) for row in collected) for item in collected[0]}
+
+
+def table(name: str, found: dict[str, float]) -> list[str]:
+    lines = [f"## {name}", "", "| item | seconds | x memcpy |", "| --- | --- | --- |"]
+    shown = ["memcpy", "refit/push_s", "refit/prove_s", "refit/prepare_s", "refit/total_s"]
+    shown += sorted((item for item in found if item.startswith(("policy", "engine")) and found[item] > 0.001), key=str)
+    lines += [f"| {item} | {found[item]:.3f} | {found[item] / found['memcpy']:.2f} |" for item in shown]
+    rate = found["refit/bytes"] / found["refit/push_s"] / 1e9
+    return [
+        *lines,
+        "",
+        f"{rate:.2f} GB/s pushed; with its proof a refit is {found['refit/total_s'] / found['memcpy']:.1f} memcpys.",
+        "",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    policy, engine = Face(Policy), Face(Engine)
+    try:
+        size = sum(torch.Size(shape).numel() for shape in shapes().values()) * 4
+        lines = [
+            "# Refit",
+            "",
+            f"`python benchmarks/refit.py`: {size / 4e6:.1f} million float32 parameters ({size / 1e6:.0f} MB, {len(shapes())}"
+            f" tensors), one policy process, one generation process, one thread each; {os.cpu_count()} cores, no GPU. Median of "
+            f"{options.rounds} refits, each with a memcpy of the same tensors (one thread, touched memory) just before it. Verbs of "
+            "the two sides overlap, so they add up to more than the push.",
+            "",
+        ]
+        for transport in (SharedMemoryTransport, CollectiveTransport):
+            lines += table(transport.name, measure(policy, engine, transport, options.rounds))
+        for kind in ("xxh3", "wsum"):
+            spent = min(policy.digest_seconds(kind) for _ in range(3))
+            lines.append(f"Fingerprint `{kind}` on one thread: {spent / size * 1e9:.2f} ns/byte.")
+    finally:
+        policy.pool.shutdown()
+        engine.pool.shutdown()
+    print("\n".join(lines))
+    if options.write:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

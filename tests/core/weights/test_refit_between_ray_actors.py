@@ -1,0 +1,113 @@
+"""Refits between real Ray actors, through the facades and worker groups that a run has."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import tiny_refit_workers
+import torch
+from ray import cloudpickle
+from tiny_refit_workers import ForgetfulEngine, HalfPrecisionEngine, PolicyThatRepeats, TinyEngine, TinyPolicy
+
+from rl_core.cluster import RayVirtualCluster, wait_together
+from rl_core.config.schema import GenerationConfig, PolicyConfig
+from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.errors import WeightSyncError, WorkerDiedError
+from rl_core.weights.collective import CollectiveTransport
+from rl_core.weights.shared_memory import SharedMemoryTransport, sweep
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+cloudpickle.register_pickle_by_value(tiny_refit_workers)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=2) as made:
+        yield made
+
+
+@pytest.fixture
+def sides(cluster):
+    """Two policy ranks at version 1 and two replicas."""
+    started = []
+
+    def make(policy_class=TinyPolicy, engine_class=TinyEngine):
+        policy = DistributedPolicy(
+            worker_class=policy_class, config=PolicyConfig(backend="tiny", model_name="tiny"), cluster=cluster
+        )
+        started.append(policy)
+        engine = DistributedGeneration(
+            worker_class=engine_class, config=GenerationConfig(backend="tiny"), cluster=cluster, num_workers=2
+        )
+        started.append(engine)
+        policy.group.run_all("step")
+        return policy, engine
+
+    yield make
+    for face in reversed(started):
+        face.shutdown()
+
+
+def synchronizer(policy, engine, transport):
+    return WeightSynchronizer(
+        policy,
+        engine,
+        transports=[transport],
+        policy_capabilities=[transport.name],
+        generation_capabilities=[transport.name],
+        buffer_bytes=700,
+        deadline_s=120.0,
+        num_receivers=2,
+        wait=wait_together,
+    )
+
+
+def assert_equal_on_all(policy, engine):
+    sent = policy.group.run_one("weights")
+    for held in engine.group.run_all("weights"):
+        assert all(torch.equal(sent[name].to(tensor.dtype), tensor) for name, tensor in held.items())
+
+
+def test_both_transports_bring_every_step_to_every_replica(sides):
+    policy, engine = sides(engine_class=HalfPrecisionEngine)
+    for transport in (SharedMemoryTransport, CollectiveTransport):
+        sync = synchronizer(policy, engine, transport)
+        for _ in range(2):
+            sync.sync()
+            assert_equal_on_all(policy, engine)
+            assert engine.weight_version == policy.weight_version
+            policy.group.run_all("step")
+        sync.close()
+
+
+def test_faults_in_actors_stop_the_run_and_name_the_tensor(sides):
+    policy, engine = sides(PolicyThatRepeats, ForgetfulEngine)
+    for transport in (SharedMemoryTransport, CollectiveTransport):
+        with pytest.raises(WeightSyncError, match=r"'q\.weight' arrived twice"):
+            synchronizer(policy, engine, transport).sync()
+
+
+def test_a_tensor_that_one_replica_does_not_load_is_named(sides):
+    policy, engine = sides(TinyPolicy, ForgetfulEngine)
+    with pytest.raises(WeightSyncError, match=r"(?s)differ.*k\.weight"):
+        synchronizer(policy, engine, SharedMemoryTransport).sync()
+
+
+def test_a_policy_actor_that_is_killed_in_the_middle_of_a_refit_is_named_and_leaves_nothing(sides):
+    policy, engine = sides()
+    victim = policy.group.pids()[0]
+    push = engine.update_weights
+
+    def kill_and_push(handles):
+        os.kill(victim, signal.SIGKILL)
+        push(handles)
+
+    engine.update_weights = kill_and_push
+    sync = synchronizer(policy, engine, SharedMemoryTransport)
+    with pytest.raises(WorkerDiedError):
+        sync.sync()
+    sync.close()
+    assert sweep() == []
