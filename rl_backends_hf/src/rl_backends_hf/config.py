@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_core.config.schema import GenerationConfig, PolicyConfig, Section
+from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
 
 
 class HFModelConfig(Section):
@@ -62,6 +62,10 @@ class HFSamplerConfig(HFModelConfig):
     """Rows decoded together."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Type of the sampling copy; the policy's by default."""
+    tokenizer: TokenizerConfig | None = None
+    """What reads text for stop strings; the policy's by default."""
+    seed: int = 0
+    """Seed of rows that bring none of their own."""
 
 
 class HFGenerationConfig(GenerationConfig):
@@ -70,3 +74,18 @@ class HFGenerationConfig(GenerationConfig):
     backend: str = "hf"
     hf_cfg: HFSamplerConfig = Field(default_factory=HFSamplerConfig)
     """What only this backend knows."""
+
+    def for_policy(self, policy: PolicyConfig) -> Self:
+        """This section with what it leaves open taken from the policy: model, how it is loaded, type, tokenizer, length."""
+        own = self.hf_cfg
+        bounds = [policy.max_total_sequence_length, own.max_model_len or policy.max_total_sequence_length]
+        filled: dict[str, Any] = {
+            "max_model_len": min(bounds),
+            "precision": own.precision or policy.precision,
+            "tokenizer": own.tokenizer or policy.tokenizer,
+        }
+        loaded_as = getattr(policy, "hf_cfg", None)
+        if self.model_name is None and isinstance(loaded_as, HFModelConfig):
+            taken = ("trust_remote_code", "attn_implementation", "config_overrides")
+            filled.update({key: getattr(loaded_as, key) for key in taken if key not in own.model_fields_set})
+        return super().for_policy(policy).model_copy(update={"hf_cfg": own.model_copy(update=filled)})

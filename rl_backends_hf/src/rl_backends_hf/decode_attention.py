@@ -1,7 +1,8 @@
 """Attention of one new token per row, and the masks of it; knows the kinds of layer of a config, and no model by name.
 
-Transformers repeats keys and values for every query head of a group before SDPA whenever there is a mask, which copies the whole
-cache once a layer and token. Here the query heads of a group are the query positions of their key head, so nothing is copied.
+Transformers repeats keys and values for every query head of a group before SDPA whenever there is a mask, which copies
+the whole cache several times a token. Here the query heads of a group are the query positions of their key head, so
+nothing is copied.
 """
 
 from __future__ import annotations

@@ -101,11 +101,7 @@ def read_rows(
     Raises:
         DataError: an empty prompt, an id outside the vocabulary, no room for a token; names the row.
     """
-    batch = with_input_lengths(BatchedDataDict({key: value for key, value in data.items() if key in _READ}))
-    lengths: list[int] = batch["input_lengths"].tolist()
-    prompts = [tokens[:length] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
-    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        _check_prompt(number, prompt, length, limits)
+    batch, prompts = _checked(data, limits)
     seeds = batch["sample_seeds"] if "sample_seeds" in batch else derived_seeds(seed, call, len(prompts))
     return [
         Row(number=number, prompt=prompt, seed=own_seed, limit=limit, scanner=scanner)
@@ -119,6 +115,12 @@ def read_rows(
             )
         )
     ]
+
+
+def check_rows(data: Mapping[str, Any], *, limits: RowLimits) -> None:
+    """Raise the `DataError` that `read_rows` would, where any prompt cannot be completed; nothing has run then."""
+    batch, prompts = _checked(data, limits)
+    _row_limits(batch, prompts, limits)
 
 
 _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens")
@@ -151,6 +153,16 @@ def answer(rows: Sequence[Row], *, weight_version: int) -> BatchedDataDict[Gener
             "weight_version": torch.full((len(rows),), weight_version, dtype=torch.int64),
         }
     )
+
+
+def _checked(data: Mapping[str, Any], limits: RowLimits) -> tuple[BatchedDataDict[Any], list[list[int]]]:
+    """The columns that matter here, and the prompts without padding."""
+    batch = with_input_lengths(BatchedDataDict({key: data[key] for key in _READ if key in data}))
+    lengths: list[int] = batch["input_lengths"].tolist()
+    prompts = [tokens[: max(length, 0)] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
+    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        _check_prompt(number, prompt, length, limits)
+    return batch, prompts
 
 
 def _check_prompt(number: int, prompt: list[int], length: int, limits: RowLimits) -> None:

@@ -1,7 +1,7 @@
 """Sampling from a causal LM of Transformers: one prefill a prompt, then all rows together, a token at a time.
 
-Rows join while others are being decoded and leave when they end, so a step never computes a row that has ended. Knows nothing of
-processes, weights on their way, or config files.
+Rows join while others are being decoded and leave when they end, so a step never computes a row that has ended. Knows
+nothing of processes, weights on their way, or config files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.decode_attention import AttentionLayout, decoding_attention
 from rl_backends_hf.kv_cache import SlotCache
+from rl_backends_hf.packed_linears import packed_linears
 from rl_backends_hf.rows import PromptGroup, Row, RowLimits, answer, group_by_prompt, read_rows
 from rl_backends_hf.sampling import SamplingParameters, next_tokens
 from rl_backends_hf.stopping import end_token_ids
@@ -47,7 +48,7 @@ class SamplerSettings:
         prefill_tokens: most padded tokens of one prefill.
     """
 
-    parameters: SamplingParameters = SamplingParameters()
+    parameters: SamplingParameters = field(default_factory=SamplingParameters)
     max_new_tokens: int = 256
     max_model_len: int | None = None
     stop_strings: tuple[str, ...] = ()
@@ -102,13 +103,16 @@ class Sampler:
                 f"{type(model).__name__} computes the logits of every position of a prompt (its forward has no "
                 "`logits_to_keep`), which this sampler does not do. Use another generation backend for this model."
             )
-        self._end_ids = end_token_ids(
-            model.generation_config, model.config, tokenizer, further=self.settings.stop_token_ids
-        )
+        self._end_ids = end_token_ids(model.generation_config, model.config, tokenizer, further=self.settings.stop_token_ids)
         own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         bounds = [bound for bound in (self.settings.max_model_len, own_limit) if bound is not None]
         self.max_model_len = min(bounds, default=2**31)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.limits = RowLimits(
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_new_tokens=self.settings.max_new_tokens,
+        )
         self._seed, self._calls = seed, 0
 
     def generate(
@@ -141,11 +145,7 @@ class Sampler:
         self._calls += 1
         return read_rows(
             data,
-            limits=RowLimits(
-                vocab_size=self.vocab_size,
-                max_model_len=self.max_model_len,
-                max_new_tokens=self.settings.max_new_tokens,
-            ),
+            limits=self.limits,
             stop_strings=self.settings.stop_strings,
             tokenizer=self.tokenizer,
             seed=self._seed,
@@ -158,7 +158,12 @@ class Sampler:
         was_training = self.model.training
         self.model.eval()
         try:
-            with _without_gradients(self.model), decoding_attention(self.model):
+            longest = max(row.limit for row in rows)
+            with (
+                _without_gradients(self.model),
+                decoding_attention(self.model),
+                packed_linears(self.model, rows=min(len(rows), self.settings.max_batch_rows), steps=longest),
+            ):
                 yield from _Decoding(self.model, self._layout, self.settings, self._end_ids, rows, greedy=greedy).run()
         finally:
             self.model.train(was_training)

@@ -1,7 +1,7 @@
 """From logits to tokens and the log-probabilities that they were drawn with; knows no model and no cache.
 
-A draw is the inverse of the cumulative distribution at one uniform number, and that number is a function of the row's seed and of
-the token's position alone: a row's tokens depend neither on its neighbours nor on the order of the batch.
+A draw is the inverse of the cumulative distribution at one uniform number, and that number is a function of the row's
+seed and of the token's position alone: a row's tokens depend neither on its neighbours nor on the order of the batch.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _inverse_cdf(mass: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tenso
 
     Two levels, so that no cumulative sum runs over the vocabulary: it would be slow, and in float32 wrong in the fourth digit.
     """
-    rows, vocabulary = mass.shape
+    vocabulary = mass.shape[1]
     whole = vocabulary // _BLOCK
     sums = mass[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(dim=-1)
     if whole * _BLOCK < vocabulary:

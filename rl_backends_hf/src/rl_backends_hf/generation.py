@@ -1,0 +1,138 @@
+"""`HuggingFaceGeneration`: any causal LM of Transformers as a generation engine, in this process or over a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+
+from rl_backends_hf.config import HFGenerationConfig, HFSamplerConfig
+from rl_backends_hf.generation_worker import HFGenerationWorker
+from rl_backends_hf.rows import RowLimits, check_rows
+from rl_core.cluster.in_process import InProcessWorkerGroup
+from rl_core.config.schema import DeadlineConfig, TokenizerConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.errors import ConfigError, NotSupportedError
+from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+from rl_core.plugins.component import did_you_mean
+
+if TYPE_CHECKING:
+    from rl_core.cluster.virtual_cluster import RayVirtualCluster
+
+
+class HuggingFaceGeneration(DistributedGeneration):
+    """Samples from a causal LM of Transformers: one prefill a prompt, rows leave as they end.
+
+    `HuggingFaceGeneration("path/to/model", max_new_tokens=64)` runs in this process; with `cluster=` it runs one replica on
+    each place of the cluster.
+
+    Args:
+        model_name: name, folder or GGUF file.
+        config: the whole section `policy.generation`, in place of `model_name` and the arguments below.
+        cluster: where the replicas run; without one, a single replica runs in this process.
+        num_workers: replicas; as many as the cluster has places by default.
+        deadlines: how long to wait for what.
+        tokenizer: name or folder of another tokenizer than the model's, for stop strings.
+        torch_dtype: `float32` or `bfloat16`, as text or as torch's dtype; the promised name of `precision`.
+        **fields: any field of `HFGenerationConfig`, or of its `hf_cfg`, by name: `temperature`, `top_p`, `max_new_tokens`,
+            `repetition_penalty`, `max_model_len` and so on.
+
+    Raises:
+        ConfigError: a field does not exist or has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        model_name: str | None = None,
+        *,
+        config: HFGenerationConfig | None = None,
+        cluster: RayVirtualCluster | None = None,
+        num_workers: int | None = None,
+        deadlines: DeadlineConfig | None = None,
+        tokenizer: str | None = None,
+        torch_dtype: str | torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        if tokenizer is not None:
+            fields["tokenizer"] = TokenizerConfig(name=tokenizer)
+        if torch_dtype is not None:
+            fields["precision"] = str(torch_dtype).removeprefix("torch.")
+        super().__init__(
+            worker_class=HFGenerationWorker,
+            config=_section(model_name, config, fields),
+            cluster=cluster,
+            num_workers=num_workers,
+            deadlines=deadlines,
+        )
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        # Here, not only in the replicas: the error then names the caller's row, and no replica has begun.
+        check_rows(data, limits=self._limits())
+        return super().generate(data, greedy)
+
+    async def generate_async(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+        """Yield (row, its output) as each row ends; other tasks run in between, while this one computes in their thread.
+
+        Raises:
+            NotSupportedError: the engine runs over a cluster, whose replicas answer whole calls.
+        """
+        if not isinstance(self.group, InProcessWorkerGroup):
+            raise NotSupportedError(
+                "HuggingFaceGeneration over a cluster answers whole calls only. Use `generate`, or an engine without a cluster."
+            )
+        check_rows(data, limits=self._limits())
+        worker: HFGenerationWorker = self.group.worker
+        for row, output in worker.stream(data, greedy=greedy):
+            yield row, output
+            await asyncio.sleep(0)
+
+    def _limits(self) -> RowLimits:
+        return RowLimits(
+            vocab_size=self.facts["vocab_size"],
+            max_model_len=self.facts["max_model_len"],
+            max_new_tokens=self.config.max_new_tokens,
+        )
+
+
+def _section(model_name: str | None, config: HFGenerationConfig | None, fields: dict[str, Any]) -> HFGenerationConfig:
+    """The one section that the constructor's arguments amount to."""
+    if config is not None:
+        if model_name is not None or fields:
+            raise ConfigError(
+                "HuggingFaceGeneration got a whole `config` and fields beside it: put them into the config, for example with "
+                "`config.model_copy(update={...})`."
+            )
+        return config
+    if model_name is None:
+        raise ConfigError(
+            "HuggingFaceGeneration needs a model: HuggingFaceGeneration('path/to/model') or config=HFGenerationConfig(...)."
+        )
+    own = dict(fields.pop("hf_cfg", None) or {})
+    values: dict[str, Any] = {"model_name": model_name}
+    for key, value in fields.items():
+        if key in HFGenerationConfig.model_fields:
+            values[key] = value
+        elif key in HFSamplerConfig.model_fields:
+            own[key] = value
+        else:
+            known = sorted({*HFGenerationConfig.model_fields, *HFSamplerConfig.model_fields, "torch_dtype", "cluster"})
+            raise ConfigError(
+                f"HuggingFaceGeneration has no argument {key!r}.{did_you_mean(key, known)} It takes the fields of "
+                "`policy.generation` and of its `hf_cfg`: " + ", ".join(known) + "."
+            )
+    try:
+        return HFGenerationConfig(**values, hf_cfg=HFSamplerConfig(**own))
+    except ValidationError as error:
+        problems = "; ".join(
+            f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']} (found {problem['input']!r})"
+            for problem in error.errors(include_url=False)
+        )
+        raise ConfigError(f"HuggingFaceGeneration: {problems}") from error

@@ -1,0 +1,105 @@
+"""One replica of the Transformers engine: loads a model, samples from it, and takes the policy's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
+from rl_backends_hf.model import DTYPES, is_quantised, load_model
+from rl_backends_hf.sampler import Sampler, SamplerSettings
+from rl_backends_hf.weights_folder import find_tokenizer
+from rl_core.cluster.worker_context import WorkerContext
+from rl_core.config.schema import TokenizerConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import ConfigError, NotSupportedError
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.interfaces.worker import GenerationWorker
+from rl_core.weights.manifest import weights_of
+from rl_core.weights.sink import WeightSink
+
+
+class HFGenerationWorker(WeightSink, GenerationWorker):
+    """One replica.
+
+    Args:
+        context: rank, meeting point and device.
+        config: the section `policy.generation`.
+    """
+
+    def __init__(self, context: WorkerContext, config: HFGenerationConfig) -> None:
+        self.context = context
+        self._config = config
+
+    def setup(self) -> Mapping[str, Any]:
+        if self._config.model_name is None:
+            raise ConfigError("`policy.generation.model_name` is empty, and there is no policy to take it from: name a model.")
+        if not self.context.run_in_process:
+            torch.set_num_threads(self.context.num_threads)
+        options = self._config.hf_cfg
+        dtype = DTYPES[options.precision or "float32"]
+        self._model = load_model(self._config.model_name, options=options, dtype=dtype, device=self.context.device)
+        self._model.requires_grad_(False)
+        self._sampler = Sampler(
+            self._model,
+            settings=SamplerSettings.from_config(self._config),
+            tokenizer=_tokenizer(self._config, self._config.model_name),
+            # Replicas that drew from one seed would sample the same rows.
+            seed=options.seed * 1_000_003 + self.context.rank,
+        )
+        return {
+            "max_model_len": self._sampler.max_model_len,
+            "vocab_size": self._sampler.vocab_size,
+            "device": str(self._model.device),
+            "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+        }
+
+    def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
+        self._refuse_torn_weights()
+        answer: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
+        return answer
+
+    def stream(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> Iterator[tuple[int, BatchedDataDict[Any]]]:
+        """Yield (row, its output) as each row ends."""
+        self._refuse_torn_weights()
+        return self._sampler.stream(data, greedy, weight_version=self.get_weight_version())
+
+    def finish_generation(self) -> None:
+        if self.context.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def invalidate_kv_cache(self) -> bool:
+        """True at once: keys and values live as long as one call."""
+        return True
+
+    def named_weights(self) -> Mapping[str, torch.Tensor]:
+        return weights_of(self._model)
+
+    def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
+        if is_quantised(self._model):
+            raise NotSupportedError(
+                "A sampling copy with load_in_8bit or load_in_4bit cannot take the policy's weights. Remove the option from "
+                "`policy.generation.hf_cfg`; `precision: bfloat16` halves the memory of float32."
+            )
+        return super().prepare_refit_info(info)
+
+    def shutdown(self) -> None:
+        self.leave_refit()
+
+    def _refuse_torn_weights(self) -> None:
+        if self._ledger is not None:
+            self._ledger.refuse_if_incomplete()
+
+
+def _tokenizer(config: HFGenerationConfig, model_name: str) -> Any:
+    """The tokenizer, or None where the model's folder has none and the config names no other."""
+    options = config.hf_cfg
+    return find_tokenizer(
+        HFPolicyConfig(
+            model_name=model_name,
+            tokenizer=options.tokenizer or TokenizerConfig(),
+            hf_cfg=HFConfig(trust_remote_code=options.trust_remote_code),
+        )
+    )
