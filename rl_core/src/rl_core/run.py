@@ -78,12 +78,19 @@ class Run:
             started = time.perf_counter()
             yield step
             self.metrics.add({"time/step_s": time.perf_counter() - started})
+            self.metrics.add(self._throughput())
             numbers = self.flush(step)
             due = step % self.config.checkpointing.save_period == 0 or step == last or self.stop_requested
             if self.checkpoints is not None and due:
                 self.checkpoints.save(step, numbers)
             if self.stop_requested and step < last:
                 raise RunInterrupted(step, self.checkpoints is not None)
+
+    def _throughput(self) -> dict[str, float]:
+        """Tokens of the step's rows, prompts included, by the seconds of the step without its validation."""
+        now = self.metrics.peek()
+        seconds = now["time/step_s"] - now.get("time/validate_s", 0.0)
+        return {"tokens_per_s": now["tokens/all"] / seconds} if "tokens/all" in now else {}
 
     def validation_due(self, step: int) -> bool:
         """Whether the config asks for a validation after `step` steps (0: before the first)."""

@@ -57,7 +57,7 @@ def test_several_environments_share_a_batch_and_rows_keep_their_order(tokenizer,
     assert [row.turns for row in rows] == [1, 1, 2, 2, 1, 1]
     assert [row.group_id for row in rows] == [0, 0, 1, 1, 2, 2]
     assert summarize(rows)["reward/right"] == pytest.approx(2 / 6)
-    assert ask_environments(rows, environments)["accuracy"] == 0.5
+    assert ask_environments(rows, environments)["rollout/accuracy"] == 0.5
 
 
 def test_the_training_sequence_of_several_turns_is_the_template_applied_to_the_conversation(

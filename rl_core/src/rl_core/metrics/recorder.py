@@ -35,8 +35,12 @@ class Recorder:
             self._values[name] = [before + time.perf_counter() - started]
             self.phase = outer
 
+    def peek(self) -> dict[str, float]:
+        """The step's numbers so far."""
+        return {name: sum(values) / len(values) for name, values in self._values.items()}
+
     def flush(self) -> dict[str, float]:
         """The step's numbers; the recorder is empty afterwards."""
-        flushed = {name: sum(values) / len(values) for name, values in self._values.items()}
+        flushed = self.peek()
         self._values.clear()
         return flushed

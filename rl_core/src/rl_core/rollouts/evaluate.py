@@ -57,6 +57,6 @@ class Evaluation:
             "validation/truncated_frac": found["length/truncated_frac"],
             "validation/rows": found["rollout/rows"],
         }
-        if "accuracy" in found:
-            metrics["validation/accuracy"] = found["accuracy"]
+        if "rollout/accuracy" in found:
+            metrics["validation/accuracy"] = found["rollout/accuracy"]
         return metrics, trajectories

@@ -32,7 +32,8 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> dict[str, float]:
-    """The environments' own metrics over their rows, as `env/<task>/<name>`, and `accuracy` over all that report one."""
+    """The environments' own metrics over their rows, as `env/<task>/<name>`, and `rollout/accuracy` over all that
+    report an `accuracy`."""
     metrics: dict[str, float] = {}
     correct = 0.0
     counted = 0
@@ -45,7 +46,7 @@ def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[s
             correct += float(found["accuracy"]) * len(rows)
             counted += len(rows)
     if counted:
-        metrics["accuracy"] = correct / counted
+        metrics["rollout/accuracy"] = correct / counted
     return metrics
 
 

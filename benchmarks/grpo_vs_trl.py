@@ -1,0 +1,275 @@
+"""GRPO here against TRL's GRPOTrainer: one model, the same prompts, groups, lengths, dtype and threads, in one run.
+
+Each side runs in processes of its own, one after the other, and reports the tokens that it trained on, the seconds that its
+steps took after the first (which warms up), and the highest memory (proportional set size, so that shared pages count once) of
+its whole process tree. TRL samples with its own Transformers generation, and without gradient checkpointing, which would slow it.
+
+    python benchmarks/grpo_vs_trl.py --model path/to/model --output benchmarks/results/grpo_vs_trl.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+PROMPTS_PER_STEP, GROUP, STEPS, SEED = 2, 8, 6, 0
+MAX_NEW_TOKENS, LEARNING_RATE = 64, 1e-6
+
+
+def questions(count):
+    return [
+        f"Tom has {7 * i % 83 + 12} apples and buys {11 * i % 67 + 15} more at the market. He gives {i % 9 + 2} of them to his "
+        "sister. How many apples does Tom have left? Think step by step, then give the number."
+        for i in range(count)
+    ]
+
+
+def length_reward(completions, **_):
+    """A reward that any model has a gradient for; scoring costs nothing on either side."""
+    return [min(len(text if isinstance(text, str) else text[0]["content"]), 200) / 200 for text in completions]
+
+
+def run_trl(arguments):
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(arguments.threads)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in questions(PROMPTS_PER_STEP * (STEPS + 1))]
+    tokens, marks = [], []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            marks.append(time.perf_counter())
+
+    class Counting(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            outputs = super()._generate_and_score_completions(inputs)
+            tokens.append((int(outputs["completion_mask"].sum()), int(outputs["prompt_mask"].sum())))
+            return outputs
+
+    trainer = Counting(
+        model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)),
+        processing_class=tokenizer,
+        reward_funcs=length_reward,
+        train_dataset=Dataset.from_list(rows),
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            max_steps=STEPS + 1,
+            per_device_train_batch_size=PROMPTS_PER_STEP * GROUP,
+            num_generations=GROUP,
+            max_completion_length=MAX_NEW_TOKENS,
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            optim="adamw_torch",
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            shuffle_dataset=False,
+            seed=SEED,
+            disable_tqdm=True,
+        ),
+        callbacks=[Clock()],
+    )
+    started = time.perf_counter()
+    trainer.train()
+    report(marks, [count for count, _ in tokens], started=started, prompt_tokens=[count for _, count in tokens])
+
+
+class LengthEnvironment:
+    """The reward of `length_reward` as an environment of ours."""
+
+    def step(self, message_log_batch, metadata):
+        import torch
+
+        from rl_core.interfaces import EnvironmentReturn
+
+        rewards = torch.tensor(length_reward([log[-1]["content"] for log in message_log_batch]))
+        rows = len(rewards)
+        silence = [{"role": "environment", "content": ""}] * rows
+        return EnvironmentReturn(silence, metadata, [None] * rows, rewards, torch.ones(rows))
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+    def shutdown(self):
+        pass
+
+
+def run_ours(arguments):
+    import torch
+
+    from rl_core.assembly.launch import train
+
+    torch.set_num_threads(arguments.threads)
+    sys.path.insert(0, str(Path(__file__).parent))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    folder = Path(tempfile.mkdtemp())
+    rows = [json.dumps({"question": text}) for text in questions(PROMPTS_PER_STEP * (STEPS + 1))]
+    (folder / "questions.jsonl").write_text("\n".join(rows) + "\n")
+    config = {
+        "grpo": {
+            "num_prompts_per_step": PROMPTS_PER_STEP,
+            "num_generations_per_prompt": GROUP,
+            "max_num_steps": STEPS + 1,
+            "seed": SEED,
+        },
+        "policy": {
+            "backend": "hf",
+            "model_name": str(Path(arguments.model).resolve()),
+            "precision": arguments.dtype,
+            "max_total_sequence_length": 256,
+            "train_micro_batch_size": PROMPTS_PER_STEP * GROUP,
+            "optimizer": {"kwargs": {"lr": LEARNING_RATE}},
+            "generation": {"backend": "hf", "max_new_tokens": MAX_NEW_TOKENS},
+        },
+        "data": {
+            "train": {"dataset_name": "jsonl", "path": str(folder / "questions.jsonl"), "output_key": None},
+            "shuffle": False,
+        },
+        "env": {"length": {"env_cls": "grpo_vs_trl.LengthEnvironment"}},
+        "cluster": {"backend": "ray" if arguments.side == "ours-ray" else "in_process"},
+        "checkpointing": {"enabled": False},
+        "logger": {"log_dir": str(folder / "runs")},
+    }
+    path = folder / "benchmark.yaml"
+    path.write_text(json.dumps(config))
+    started = time.perf_counter()
+    finished = train(path, console=False)
+    lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
+    marks, now = [], started
+    for line in lines:
+        now += line["time/step_s"]
+        marks.append(now)
+    trained = [int(line["tokens/trained"]) for line in lines]
+    phases = {
+        name: sum(line[f"time/{name}_s"] for line in lines[1:]) / (len(lines) - 1)
+        for name in ("refit", "rollout", "score", "train")
+    }
+    prompt_tokens = [int(line["tokens/all"] - line["tokens/trained"]) for line in lines]
+    report(marks, trained, started=started, prompt_tokens=prompt_tokens, phases=phases)
+
+
+def report(marks, tokens, *, started, prompt_tokens, phases=None):
+    seconds = marks[-1] - marks[0]
+    trained = sum(tokens[1 : len(marks)])
+    print(
+        "REPORT"
+        + json.dumps(
+            {
+                "trained_tokens": trained,
+                "mean_completion": trained / ((len(marks) - 1) * PROMPTS_PER_STEP * GROUP),
+                "mean_prompt": sum(prompt_tokens) / (len(prompt_tokens) * PROMPTS_PER_STEP * GROUP),
+                "seconds_per_step": seconds / (len(marks) - 1),
+                "tokens_per_s": trained / seconds,
+                "first_step_s": marks[0] - started,
+                "phases": phases or {},
+            }
+        ),
+        flush=True,
+    )
+
+
+class PeakMemory(threading.Thread):
+    """Samples the proportional set size of a process tree."""
+
+    def __init__(self, pid):
+        super().__init__(daemon=True)
+        self.root, self.peak, self.stopped = psutil.Process(pid), 0, threading.Event()
+
+    def run(self):
+        while not self.stopped.wait(0.5):
+            total = 0
+            try:
+                for process in [self.root, *self.root.children(recursive=True)]:
+                    try:
+                        total += process.memory_full_info().pss
+                    except psutil.Error:
+                        continue
+            except psutil.Error:
+                return
+            self.peak = max(self.peak, total)
+
+
+def measure(side, arguments):
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(arguments.threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, __file__, "--side", side, "--model", arguments.model, "--dtype", arguments.dtype]
+    command += ["--threads", str(arguments.threads)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    memory = PeakMemory(process.pid)
+    memory.start()
+    out, _ = process.communicate()
+    memory.stopped.set()
+    if process.returncode != 0:
+        raise SystemExit(f"{side} failed:\n{out}")
+    found = json.loads(next(line for line in out.splitlines() if line.startswith("REPORT")).removeprefix("REPORT"))
+    return {**found, "peak_gib": memory.peak / 2**30}
+
+
+def table(results, arguments):
+    trl = results["trl"]
+    lines = [
+        "# GRPO against TRL",
+        "",
+        f"{Path(arguments.model).name}, {arguments.dtype}, {PROMPTS_PER_STEP} prompts x {GROUP} samples, prompts of "
+        f"{trl['mean_prompt']:.0f} tokens, at most {MAX_NEW_TOKENS} new ones, {STEPS} steps after one of warm-up, "
+        f"{arguments.threads} threads, no GPU.",
+        "",
+        "| | trained tokens/s | against TRL | s/step | mean completion | peak memory, GiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for side, found in results.items():
+        lines.append(
+            f"| {side} | {found['tokens_per_s']:.1f} | {found['tokens_per_s'] / trl['tokens_per_s']:.2f} | "
+            f"{found['seconds_per_step']:.2f} | {found['mean_completion']:.1f} | {found['peak_gib']:.2f} |"
+        )
+    lines += ["", "Seconds of a step, by phase:", ""]
+    for side, found in results.items():
+        if found["phases"]:
+            lines.append(f"- {side}: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["phases"].items()))
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description="GRPO here against TRL's, in one run.")
+    parser.add_argument("--model", required=True, help="a folder that Transformers loads")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--side", choices=["trl", "ours", "ours-ray"])
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    if arguments.side == "trl":
+        run_trl(arguments)
+    elif arguments.side:
+        run_ours(arguments)
+    else:
+        results = {side: measure(side, arguments) for side in ("trl", "ours", "ours-ray")}
+        text = table(results, arguments)
+        print(text)
+        if arguments.output:
+            arguments.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
