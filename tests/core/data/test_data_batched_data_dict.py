@@ -150,3 +150,9 @@ def test_microbatches_by_count_cover_all_rows_in_order():
     microbatches = list(batch.make_microbatch_iterator(2))
     assert [rows_of(microbatch) for microbatch in microbatches] == [[0, 1], [2, 3], [4]]
     assert batch.get_microbatch_iterator_len(2) == 3
+
+
+def test_the_class_takes_the_name_of_its_spec_as_the_documents_write_it():
+    batch = BatchedDataDict["GenerationDatumSpec"]({"input_ids": torch.ones(2, 3)})
+    assert batch.size == 2
+    assert batch.get("max_new_tokens", 100) == 100

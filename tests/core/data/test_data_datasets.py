@@ -141,10 +141,32 @@ def test_a_tokenizer_of_a_folder_pads_on_the_right_and_with_eos_where_it_has_no_
 def test_a_tokenizer_that_is_not_there_is_a_data_error_that_says_what_to_give(tmp_path):
     with pytest.raises(DataError, match=r"a folder with its tokenizer files, or a \.gguf file"):
         load_tokenizer(tmp_path / "nothing.gguf")
-    with pytest.raises(DataError, match="neither a Jinja text nor a file"):
-        from rl_core.data.tokenizer import _template_text
 
-        _template_text("absent.jinja")
+
+def test_a_chat_template_that_is_neither_text_nor_file_is_refused(tmp_path, chat_tokenizer):
+    chat_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="neither a Jinja text nor a file"):
+        load_tokenizer(tmp_path, chat_template="absent.jinja")
+
+
+def test_a_tokenizer_is_read_from_a_gguf_file(tmp_path):
+    from gguf import GGUFWriter
+
+    path = tmp_path / "tiny.gguf"
+    tokens = ["<s>", "</s>", *"abc", "ab"]
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 1, 1, 1, 1])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = load_tokenizer(path)
+    assert tokenizer("abc", add_special_tokens=False)["input_ids"] == [5, 4]
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == ("</s>", "</s>", "right")
 
 
 RECORD = {

@@ -189,6 +189,8 @@ def shard_by_packing(
 
 def runs_of(size: int, rows: int) -> Iterator[tuple[int, int]]:
     """The (start, end) of runs of `rows` rows that cover `size`; the last may be shorter."""
+    if rows < 1:
+        raise DataError(f"batches of {rows} rows were asked for: give at least 1")
     for start in range(0, size, rows):
         yield start, min(start + rows, size)
 

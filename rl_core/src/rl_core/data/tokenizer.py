@@ -34,6 +34,8 @@ def load_tokenizer(
             )
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=trust_remote_code)
+    except ImportError as error:
+        raise DataError(f"reading {str(name_or_path)!r} needs a package that is not here: {error}") from error
     except (OSError, ValueError) as error:
         raise DataError(
             f"no tokenizer could be read from {str(name_or_path)!r}: {error}. Give a model's name, a folder with its "
