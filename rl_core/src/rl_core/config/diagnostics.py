@@ -108,10 +108,10 @@ def show(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str | None:
+def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The candidate that was probably meant, or None; letter case does not count."""
     by_folded = {candidate.casefold(): candidate for candidate in candidates}
-    matches = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
+    matches = get_close_matches(name.casefold(), by_folded, n=1, cutoff=cutoff)
     return by_folded[matches[0]] if matches else None
 
 

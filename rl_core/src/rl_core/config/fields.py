@@ -186,7 +186,7 @@ def describe_type(annotation: Any, bounds: Sequence[Any] = ()) -> str:
             texts.append(text)
     # null comes last, after what it stands in for
     texts.sort(key=lambda text: text == "null")
-    return " or ".join(texts)
+    return (", or " if any("," in text for text in texts[:-1]) else " or ").join(texts)
 
 
 _LISTS = (list, tuple, set, frozenset)

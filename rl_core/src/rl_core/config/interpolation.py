@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -85,7 +85,7 @@ def _is_well_formed(leaf: Written, *, path: Path, problems: Problems) -> bool:
     return True
 
 
-def _resolved(config: Any, path: Path, *, place: Place | None, known: Iterable[Path], problems: Problems) -> Any:
+def _resolved(config: Any, path: Path, *, place: Place | None, known: Sequence[Path], problems: Problems) -> Any:
     try:
         value = config
         for part in path:
@@ -103,10 +103,14 @@ def _resolved(config: Any, path: Path, *, place: Place | None, known: Iterable[P
     return None
 
 
-def _unknown_target(error: InterpolationKeyError, known: Iterable[Path]) -> str:
+def _unknown_target(error: InterpolationKeyError, known: Sequence[Path]) -> str:
     text = _reason(error)
     key = text.split("'")[1] if text.count("'") >= 2 else text
-    meant = nearest(key, map(dotted, known))
+    # Long common beginnings make all keys of one section look alike, so the last parts are compared first.
+    section, _, last = key.rpartition(".")
+    siblings = {str(path[-1]): dotted(path) for path in known if dotted(path[:-1]) == section}
+    sibling = nearest(last, siblings)
+    meant = siblings[sibling] if sibling is not None else nearest(key, map(dotted, known), cutoff=0.85)
     suggestion = f" Did you mean ${{{meant}}}?" if meant else ""
     return f"cannot be resolved: there is no key {key!r}, neither written nor with a default.{suggestion}"
 

@@ -14,7 +14,7 @@ from rl_core.config import schema
 from rl_core.config.diagnostics import Problems, nearest, show
 from rl_core.config.fields import NOTHING, Field, Model, all_fields, find_field
 from rl_core.config.written import Path, Written
-from rl_core.errors import PluginError, UnknownComponentError
+from rl_core.errors import InvalidComponentError, PluginError, UnknownComponentError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 
@@ -49,12 +49,14 @@ class Part:
         path: The section's key.
         model: Its model.
         component: None for the core's own sections.
+        kind: What the component is.
         implied: Keys that the section need not say because its place in the file does, with their values.
     """
 
     path: Path
     model: Model
     component: Component | None = None
+    kind: Kind | None = None
     implied: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -343,24 +345,30 @@ class _Chooser:
     def _begin(self, path: Path, kind: Kind) -> None:
         """Gives a section the model of its kind until its component is found, so that its common keys are checked anyway."""
         self.slots.add(path)
-        self.parts.setdefault(path, Part(path=path, model=BASES[kind][1]))
+        self.parts.setdefault(path, Part(path=path, model=BASES[kind][1], kind=kind))
 
     def _add(self, path: Path, kind: Kind, component: Component, *, implied: Mapping[str, Any] | None = None) -> None:
-        base, opened = BASES[kind]
-        place = self._written.nearest(path).key_place
         try:
-            model = component.load_config()
+            model = section_of(component, kind)
         except PluginError as error:
-            self._problems.add(str(error), place=place, path=path)
+            self._problems.add(str(error), place=self._written.nearest(path).key_place, path=path)
             return
-        if model is None:
-            model = opened if is_path(component.name) else base
-        if not issubclass(model, base):
-            self._problems.add(
-                f"The config model {component.config} of the {kind.label} {component.name!r} is not a subclass of "
-                f"{base.__module__}.{base.__name__}: that is a bug of the distribution that registers it.",
-                place=place,
-                path=path,
-            )
-            return
-        self.parts[path] = Part(path=path, model=model, component=component, implied=implied or {})
+        self.parts[path] = Part(path=path, model=model, component=component, kind=kind, implied=implied or {})
+
+
+def section_of(component: Component, kind: Kind) -> Model:
+    """The model of a component's section.
+
+    Raises:
+        PluginError: It cannot be imported, or does not extend the model of its kind.
+    """
+    base, opened = BASES[kind]
+    model = component.load_config()
+    if model is None:
+        return opened if is_path(component.name) else base
+    if not issubclass(model, base):
+        raise InvalidComponentError(
+            f"The config model {component.config} of the {kind.label} {component.name!r} is not a subclass of "
+            f"{base.__module__}.{base.__name__}: that is a bug of the distribution that registers it."
+        )
+    return model

@@ -1,0 +1,167 @@
+"""`rlcore explain`: what a key of the config means, what it may hold, what it holds and why. It starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_core.config.catalogue import Catalogue
+    from rl_core.config.fields import Field
+    from rl_core.config.loader import LoadedConfig
+    from rl_core.config.parts import Part
+
+
+def explain(
+    key: Annotated[str, typer.Argument(help="A key of the config, such as policy.generation.temperature.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, to change the file's values.", show_default=False)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="A YAML file: show what the key holds there, and why.")
+    ] = None,
+) -> None:
+    """Say what a key means, what it may hold, its default, who reads it, and with --config its value and where that is from.
+
+    Example:
+        rlcore explain policy.generation.temperature
+        rlcore explain policy.generation.temperature --config config.yaml
+        rlcore explain grpo
+    """
+    from rl_core.config.catalogue import catalogue
+    from rl_core.config.loader import load_config
+    from rl_core.errors import ConfigError
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
+
+    if overrides and config is None:
+        raise ConfigError(f"Overrides ({', '.join(overrides)}) change a file: name it with --config.")
+    registry = Registry(discover())
+    if config is not None:
+        _explain_in(load_config(config, overrides or [], registry=registry), key)
+    else:
+        _explain_anywhere(catalogue(registry), key)
+
+
+def _explain_in(loaded: LoadedConfig, key: str) -> None:
+    from rl_core.config.fields import find_field
+
+    value: object = loaded.resolved
+    path = tuple(key.split("."))
+    for part in path:
+        if not (isinstance(value, dict) and part in value):
+            raise _no_key(key, list(loaded.source), where=str(loaded.path))
+        value = value[part]
+    part_of = loaded.layout.part_of(path)
+    field = None if part_of is None else find_field(part_of.model, path[len(part_of.path) :], prefix=part_of.path)
+    if isinstance(value, dict) and value:
+        print(key)
+        _print_leaves(loaded, value, key)
+        return
+    print(f"{key} = {_yaml(value)}")
+    print(f"  {'from':<9} {loaded.source[key]}")
+    if field is not None and part_of is not None:
+        _print_field(field, [part_of])
+
+
+def _print_leaves(loaded: LoadedConfig, section: object, key: str) -> None:
+    from rlcore_cli.listing import print_table
+
+    rows = [
+        (f"  {name.removeprefix(f'{key}.')}", _yaml(value), str(loaded.source[name])) for name, value in _leaves(section, key)
+    ]
+    print_table(rows)
+
+
+def _explain_anywhere(all_sections: Catalogue, key: str) -> None:
+    from rl_core.config.fields import all_fields
+    from rl_core.config.written import dotted
+
+    path = tuple(key.split("."))
+    parts = [part for part in all_sections.parts if _matches(part, path)]
+    found = all_sections.find(path)
+    if parts:
+        for part in parts:
+            print(f"{key}: {_reader(part)}")
+            _print_keys(list(all_fields(part.model, depth=0)))
+        return
+    if not found:
+        known = {dotted(field.path) for part in all_sections.parts for field in all_fields(part.model, prefix=part.path)}
+        raise _no_key(key, [*known, *(dotted(part.path) for part in all_sections.parts)], where="the installed plugins")
+    by_declaration: dict[tuple[object, ...], list[tuple[Part, Field]]] = {}
+    for part, field in found:
+        by_declaration.setdefault((field.owner, field.name, repr(field.default)), []).append((part, field))
+    for group in by_declaration.values():
+        field = group[0][1]
+        print(key)
+        _print_field(field, [part for part, _ in group])
+        if field.model is not None:
+            _print_keys(list(all_fields(field.model, depth=0)))
+
+
+def _print_field(field: Field, parts: list[Part]) -> None:
+    rows = {
+        "means": " ".join((field.info.description or "").split()),
+        "type": field.type_name,
+        "allowed": "" if field.model is not None else field.allowed,
+        "default": _default(field),
+        "read by": "; ".join(dict.fromkeys(_reader(part) for part in parts)),
+        "declared": f"{field.owner.__module__}:{field.owner.__qualname__}",
+    }
+    for name, text in rows.items():
+        if text:
+            print(f"  {name:<9} {text}")
+
+
+def _default(field: Field) -> str:
+    from rl_core.config.fields import NOTHING
+
+    if field.default is NOTHING:
+        return "none: it must be set"
+    return "" if isinstance(field.default, dict) and field.model is not None else _yaml(field.default)
+
+
+def _print_keys(fields: list[Field]) -> None:
+    width = max((len(field.name) for field in fields), default=0)
+    for field in fields:
+        print(f"  {field.name:<{width}}  {_first_line(field.info.description)}")
+
+
+def _matches(part: Part, path: tuple[str, ...]) -> bool:
+    from rl_core.config.catalogue import ANY
+
+    return len(part.path) == len(path) and all(a in (b, ANY) for a, b in zip(part.path, path, strict=True))
+
+
+def _reader(part: Part) -> str:
+    if part.component is None or part.kind is None:
+        return f"the core, as its section {part.path[0]}"
+    return f"{part.kind.label} {part.component.name} ({part.component.target})"
+
+
+def _no_key(key: str, known: list[str], *, where: str) -> Exception:
+    from rl_core.config.diagnostics import nearest
+    from rl_core.errors import ConfigError
+
+    same_end = sorted(name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2])
+    meant = same_end[0] if same_end else nearest(key, known)
+    hint = f" Did you mean {meant}?" if meant else ""
+    return ConfigError(f"{where}: there is no key {key}.{hint}")
+
+
+def _leaves(value: object, key: str) -> list[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        return [leaf for name, item in value.items() for leaf in _leaves(item, f"{key}.{name}")]
+    return [(key, value)]
+
+
+def _yaml(value: object) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().split("\n")[0]

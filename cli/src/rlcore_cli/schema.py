@@ -1,0 +1,60 @@
+"""`rlcore schema`: what a config may hold with the plugins that are installed, for editors and for readers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def schema(
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write; the terminal by default.")] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="The reference page for readers, in place of the JSON schema for editors.")
+    ] = False,
+    plugins: Annotated[
+        str | None, typer.Option(help="Take only the sections of these plugins, such as core,hf; all of them by default.")
+    ] = None,
+) -> None:
+    """Write the JSON schema of config files, with the sections of all installed plugins.
+
+    An editor with a YAML language server completes and checks a config whose first line is
+    `# yaml-language-server: $schema=config.schema.json`.
+
+    Example:
+        rlcore schema --output config.schema.json
+        rlcore schema --markdown --plugins core,hf
+    """
+    from rl_core.config.catalogue import catalogue
+    from rl_core.config.json_schema import json_schema
+    from rl_core.config.reference import reference
+    from rl_core.errors import PluginError, UserError
+    from rl_core.plugins.component import did_you_mean
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
+
+    registry = Registry(discover())
+    wanted = None if plugins is None else [name.strip() for name in plugins.split(",")]
+    known = [plugin.name for plugin in registry.manager.plugins]
+    for name in wanted or ():
+        if name not in known:
+            raise PluginError(f"No plugin is named {name!r}.{did_you_mean(name, known)} Plugins: {', '.join(known)}.")
+    sections = catalogue(registry, plugins=wanted)
+    for sentence in sections.unusable:
+        print(f"warning: left out: {sentence}", file=sys.stderr)
+    text = (
+        reference(sections, plugins=plugins or ",".join(known))
+        if markdown
+        else json.dumps(json_schema(sections), indent=2, ensure_ascii=False) + "\n"
+    )
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror}.") from error
+    print(f"{output} written: {len(sections.parts)} sections")

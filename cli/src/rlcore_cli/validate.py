@@ -1,0 +1,118 @@
+"""`rlcore validate`: reads a config as `rlcore train` would, and says what is wrong or what would run. It starts nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_core.config.diagnostics import InvalidConfigError
+    from rl_core.config.loader import LoadedConfig
+
+
+def validate(
+    config: Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value to change a key, ++key=value to add one.", show_default=False)
+    ] = None,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Print the whole config, defaults filled in, each value with its origin.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Check a config and everything that it names, without starting anything.
+
+    All mistakes are listed at once, each with its file and line; the exit code is then 2.
+
+    Example:
+        rlcore validate config.yaml
+        rlcore validate config.yaml policy.precision=bfloat16 ++policy.optimizer.kwargs.betas='[0.9, 0.95]'
+        rlcore validate config.yaml --resolved
+    """
+    from rl_core.config.diagnostics import InvalidConfigError
+    from rl_core.config.loader import load_config
+
+    try:
+        loaded = load_config(config, overrides or [])
+    except InvalidConfigError as error:
+        _print_errors(error, config, as_json=as_json)
+        raise typer.Exit(error.exit_code) from None
+    if as_json:
+        print(json.dumps({"valid": True, "config": loaded.resolved}, indent=2))
+    elif resolved:
+        print("\n".join(_annotated(loaded)))
+    else:
+        print("\n".join(_summary(loaded)))
+
+
+def _print_errors(error: InvalidConfigError, config: Path, *, as_json: bool) -> None:
+    from rl_core.config.written import dotted
+
+    if as_json:
+        rows = [
+            {
+                "place": None if problem.place is None else str(problem.place),
+                "file": None if problem.place is None else problem.place.file,
+                "line": None if problem.place is None else problem.place.line,
+                "column": None if problem.place is None else problem.place.column,
+                "key": dotted(problem.path),
+                "message": problem.message,
+            }
+            for problem in error.problems
+        ]
+        print(json.dumps({"valid": False, "errors": rows}, indent=2))
+        return
+    count = len(error.problems)
+    print(f"{config} has {count} {'mistake' if count == 1 else 'mistakes'}:\n{error}", file=sys.stderr)
+
+
+def _summary(loaded: LoadedConfig) -> list[str]:
+    run = loaded.run
+    policy, generation, cluster = run.policy, run.policy.generation, run.cluster
+    sampler = "none" if generation is None else f"{generation.backend}, up to {generation.max_new_tokens} new tokens"
+    rows = {
+        "algorithm": f"{run.algorithm_name}, {run.algorithm.max_num_steps} steps, loss {run.loss_fn.name}",
+        "policy": f"{policy.backend}, {policy.model_name}, {policy.precision}",
+        "generation": sampler,
+        "data": ", ".join(
+            f"{split} {dataset.dataset_name}"
+            for split, dataset in (("train", run.data.train), ("validation", run.data.validation))
+            if dataset is not None
+        ),
+        "env": ", ".join(_environment(task, section) for task, section in run.env.items()) or "none",
+        "cluster": f"{cluster.backend}, {cluster.num_nodes} x {cluster.workers_per_node} policy ranks",
+    }
+    return [f"{loaded.path} is valid", *(f"  {name:<12}{value}" for name, value in rows.items())]
+
+
+def _environment(task: str, section: Any) -> str:
+    which = section.env_cls or section.name
+    return task if which == task else f"{task} ({which})"
+
+
+def _annotated(loaded: LoadedConfig) -> list[str]:
+    """The whole config as YAML, one leaf a line, with where each came from."""
+    import yaml
+
+    from rl_core.config.interpolation import escape
+
+    lines: list[tuple[str, str]] = []
+
+    def walk(value: Any, key: str, depth: int) -> None:
+        indent = "  " * depth
+        if isinstance(value, dict) and value:
+            if key:
+                lines.append((f"{'  ' * (depth - 1)}{key.rpartition('.')[2]}:", ""))
+            for name, item in value.items():
+                walk(item, f"{key}.{name}" if key else name, depth + 1 if key else 1)
+        else:
+            text = yaml.safe_dump(escape(value), default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+            lines.append((f"{indent[2:]}{key.rpartition('.')[2]}: {text}", str(loaded.source[key])))
+
+    walk(loaded.resolved, "", 0)
+    width = min(60, max(len(line) for line, _ in lines))
+    return [f"{line:<{width}}  # {origin}" if origin else line for line, origin in lines]

@@ -1,0 +1,83 @@
+"""The reference pages of the config: one table for each section, from the models and their docstrings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rl_core.config.catalogue import ANY, Catalogue
+from rl_core.config.fields import NOTHING, Field, Model, all_fields
+from rl_core.config.parts import Part
+from rl_core.config.written import dotted
+
+_SLOTS = (("policy", "generation"), ("data", "train"), ("data", "validation"))
+_HEAD = """# Reference of the config
+
+Every section and key, with its default and what it may hold. `docs/config.md` says how files, overrides and `${...}` work.
+
+This page is made from the models: `rlcore schema --markdown --plugins {plugins} --output docs/config_reference.md`.
+"""
+
+
+def reference(catalogue: Catalogue, *, plugins: str) -> str:
+    """The page as Markdown.
+
+    Args:
+        catalogue: The sections.
+        plugins: What the catalogue was made from, for the command that the page names.
+    """
+    lines = [_HEAD.replace("{plugins}", plugins)]
+    parts = [part for part in catalogue.parts if part.path[:2] != ("data", "validation")]
+    # Sections of the core first, then components by where they stand; the order in which plugins load says nothing.
+    for part in sorted(parts, key=lambda part: (part.component is not None, dotted(part.path), _name(part))):
+        lines.append(_heading(part))
+        lines.extend(_table(part))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _name(part: Part) -> str:
+    return "" if part.component is None else part.component.name
+
+
+def _heading(part: Part) -> str:
+    key = dotted(part.path).replace(ANY, "<task>")
+    if part.component is None or part.kind is None:
+        return f"## `{key}`\n\n{_first_line(part.model)}\n"
+    where = "`data.train` and `data.validation`" if part.path[:1] == ("data",) else f"`{key}`"
+    return f"## {where}: {part.kind.label} `{part.component.name}`\n\n{part.component.summary}.\n"
+
+
+def _first_line(model: Model) -> str:
+    return (model.__doc__ or "").strip().split("\n")[0]
+
+
+def _table(part: Part) -> Iterator[str]:
+    fields = [*all_fields(part.model, prefix=part.path)]
+    rows = [field for field in fields if not _is_told_elsewhere(field, part) and (field.model is None or field.default is None)]
+    yield "| key | default | allowed | meaning |"
+    yield "|---|---|---|---|"
+    for field in rows:
+        key = dotted(field.path[len(part.path) :])
+        meaning = _cell(field.info.description or "")
+        yield f"| `{key}` | {_default(field)} | {_cell(field.allowed)} | {meaning} |"
+    yield ""
+
+
+def _is_told_elsewhere(field: Field, part: Part) -> bool:
+    """Whether the key is within a section of another component, which has a table of its own."""
+    return any(len(field.path) > len(slot) > len(part.path) and field.path[: len(slot)] == slot for slot in _SLOTS)
+
+
+def _default(field: Field) -> str:
+    if field.default is NOTHING:
+        return "must be set"
+    return f"`{_cell(_yaml(field.default))}`"
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", r"\|")
