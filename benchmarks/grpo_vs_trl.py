@@ -2,7 +2,7 @@
 
 Each side runs in processes of its own, one after the other, and reports the tokens that it trained on, the seconds that its
 steps took after the first (which warms up), and the highest memory (proportional set size, so that shared pages count once) of
-its whole process tree. TRL samples with its own Transformers generation, and without gradient checkpointing, which would slow it.
+its whole process tree. TRL samples with its own Transformers generation, without gradient checkpointing, which would slow it.
 
     python benchmarks/grpo_vs_trl.py --model path/to/model --output benchmarks/results/grpo_vs_trl.md
 """

@@ -40,20 +40,20 @@ def build_run(config: RunConfig, *, resolved: Mapping[str, Any], folder: Path, r
     loaders = _Loaders(config, registry, tokenizer)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=make_cluster(config.cluster, exits))
     loss_component = registry.find("loss", config.loss_fn.name or config.algorithm.default_loss)
-    policy = builder.policy()
+    parts = builder.start(samples=loaders.samples)
     run = Run(
         config=config,
         folder=folder,
-        policy=policy,
+        policy=parts.policy,
         loss_fn=loss_component.load()(config.loss_fn),
         loggers=builder.loggers(folder),
         checkpoints=None,
         tokenizer=tokenizer,
     )
-    if loaders.samples:
-        run.generation = builder.generation()
-        run.weights = builder.weights(policy, run.generation)
-        collector = _collector(config, run.generation, builder.environments(), tokenizer)
+    if parts.generation is not None:
+        run.generation = parts.generation
+        run.weights = builder.weights(parts.policy, parts.generation)
+        collector = _collector(config, parts.generation, parts.environments, tokenizer)
         if loaders.prompts is not None:
             group_size = getattr(config.algorithm, "num_generations_per_prompt", 1)
             run.rollouts = OnDemandSource(collector, loaders.prompts, group_size=group_size)

@@ -8,8 +8,8 @@ from typing import Any
 
 from rl_core.config.schema import DatasetConfig, RunConfig
 from rl_core.data.dataloader import BatchedDataLoader
-from rl_core.data.messages import DatumSpec
 from rl_core.data.dataset_config import OnTooLong
+from rl_core.data.messages import DatumSpec
 from rl_core.data.processors import collate_datums, conversation_datum, prompt_datum
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.registry import Registry

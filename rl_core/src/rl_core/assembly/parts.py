@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,15 @@ MANY_NODES_TRANSPORTS = ("collective",)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Everything that runs in processes of its own."""
+
+    policy: ColocatablePolicyInterface
+    generation: GenerationInterface | None
+    environments: Mapping[str, EnvironmentInterface]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Builder:
     """Makes the parts of one run, and ends them in the reverse order when `exits` closes.
 
@@ -44,6 +54,25 @@ class Builder:
     registry: Registry
     exits: ExitStack
     cluster: RayVirtualCluster | None
+
+    def start(self, *, samples: bool) -> Workers:
+        """Policy and, where the run samples, engine and environments; their processes start side by side."""
+        if self.cluster is None:
+            policy = self.policy()
+            return Workers(
+                policy=policy,
+                generation=self.generation() if samples else None,
+                environments=self.environments() if samples else {},
+            )
+        with ThreadPoolExecutor(max_workers=3) as starting:
+            policy_starting = starting.submit(self.policy)
+            engine_starting = starting.submit(self.generation) if samples else None
+            environments_starting = starting.submit(self.environments) if samples else None
+        return Workers(
+            policy=policy_starting.result(),
+            generation=engine_starting.result() if engine_starting else None,
+            environments=environments_starting.result() if environments_starting else {},
+        )
 
     def policy(self) -> ColocatablePolicyInterface:
         """The policy; it loads while the caller goes on."""

@@ -32,8 +32,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> dict[str, float]:
-    """The environments' own metrics over their rows, as `env/<task>/<name>`, and `rollout/accuracy` over all that
-    report an `accuracy`."""
+    """The environments' own metrics, as `env/<task>/<name>`; `rollout/accuracy` is over all that report an `accuracy`."""
     metrics: dict[str, float] = {}
     correct = 0.0
     counted = 0
