@@ -1,0 +1,97 @@
+import asyncio
+
+import pytest
+import torch
+import transformers
+
+from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
+from rl_backends_hf.generation import HuggingFaceGeneration
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def engine(model_folder):
+    engine = HuggingFaceGeneration(model_folder("qwen3"), max_new_tokens=6, temperature=0.7)
+    yield engine
+    engine.shutdown()
+    engine.shutdown()
+
+
+def batch_of(*prompts, **columns):
+    width = max(map(len, prompts))
+    return BatchedDataDict(
+        input_ids=torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts]),
+        input_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+        **columns,
+    )
+
+
+def test_the_promised_calls_complete_every_row(engine):
+    assert engine.prepare_for_generation()
+    output = engine.generate(batch_of([5, 6, 7], [9], [5, 6, 7]), greedy=False)
+    assert engine.finish_generation()
+    assert set(output) == {
+        "output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs", "truncated", "weight_version",
+    }  # fmt: skip
+    lengths = output["unpadded_sequence_lengths"] - output["generation_lengths"]
+    assert lengths.tolist() == [3, 1, 3]
+    assert output["output_ids"][:, 0].tolist() == [5, 9, 5]
+    assert output["weight_version"].tolist() == [-1, -1, -1]
+    assert engine.invalidate_kv_cache()
+
+
+def test_greedy_rows_equal_transformers_generate(engine, model_folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder("qwen3"), dtype=torch.float32)
+    output = engine.generate(batch_of([5, 6, 7, 8]), greedy=True)
+    expected = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6, do_sample=False)
+    assert output["output_ids"].tolist() == expected.tolist()
+
+
+def test_bad_rows_are_data_errors_that_name_the_caller_s_row(engine):
+    with pytest.raises(DataError, match=r"^Row 2 "):
+        engine.generate(batch_of([5], [6], [160]))
+
+
+def test_rows_come_one_by_one_from_the_asynchronous_call(engine):
+    batch = batch_of([5, 6], [7], max_new_tokens=torch.tensor([6, 1]), sample_seeds=torch.tensor([1, 2]))
+    whole = engine.generate(batch)
+
+    async def collect():
+        return [item async for item in engine.generate_async(batch)]
+
+    rows = asyncio.run(collect())
+    assert [number for number, _ in rows] == [1, 0]
+    for number, output in rows:
+        length = int(output["unpadded_sequence_lengths"][0])
+        assert output["output_ids"][0].tolist() == whole["output_ids"][number, :length].tolist()
+
+
+def test_unknown_and_impossible_arguments_are_config_errors(model_folder):
+    with pytest.raises(ConfigError, match="temperature"):
+        HuggingFaceGeneration(model_folder("llama"), temprature=1.0)
+    with pytest.raises(ConfigError, match="top_p"):
+        HuggingFaceGeneration(model_folder("llama"), top_p=1.5)
+    with pytest.raises(ConfigError, match="model"):
+        HuggingFaceGeneration()
+    with pytest.raises(ConfigError, match="beside"):
+        HuggingFaceGeneration(model_folder("llama"), config=HFGenerationConfig(model_name="x"))
+
+
+def test_a_section_takes_what_it_leaves_open_from_the_policy():
+    policy = HFPolicyConfig(
+        model_name="m", precision="bfloat16", max_total_sequence_length=77, hf_cfg=HFConfig(config_overrides={"a": 1})
+    )
+    filled = HFGenerationConfig().for_policy(policy)
+    assert (filled.model_name, filled.hf_cfg.precision, filled.hf_cfg.max_model_len) == ("m", "bfloat16", 77)
+    assert filled.hf_cfg.config_overrides == {"a": 1}
+    own = HFGenerationConfig(model_name="n", hf_cfg={"precision": "float32", "max_model_len": 500}).for_policy(policy)
+    assert (own.model_name, own.hf_cfg.precision, own.hf_cfg.max_model_len) == ("n", "float32", 77)
+    assert own.hf_cfg.config_overrides == {}
+
+
+def test_an_engine_in_bfloat16_says_so_with_the_promised_name(model_folder):
+    engine = HuggingFaceGeneration(model_folder("llama"), torch_dtype=torch.bfloat16, max_new_tokens=2)
+    assert engine.group.worker.named_weights()["lm_head.weight"].dtype == torch.bfloat16
+    assert engine.generate(batch_of([4, 5]))["generation_lengths"].tolist() in ([1], [2])
+    engine.shutdown()
