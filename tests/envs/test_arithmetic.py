@@ -10,7 +10,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_envs.arithmetic.dataset import ArithmeticDataset, is_held_out
+from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying, is_held_out
 from rl_envs.arithmetic.environment import ArithmeticEnvironment, read_number
 from rl_envs.config import ArithmeticDatasetConfig
 
@@ -77,6 +77,26 @@ def test_the_response_is_scored_as_right_in_both_styles():
         records = [dataset[i] for i in range(200)]
         scored = ArithmeticEnvironment().step([r["messages"] for r in records], [r["extra_env_info"] for r in records])
         assert scored.rewards.tolist() == [1.0] * 200
+
+
+def test_a_forgotten_carry_is_the_column_sum_brute_force():
+    assert [add_without_carrying(*pair) for pair in ((38, 24), (58, 67), (12, 34), (9, 5), (95, 7))] == [52, 115, 46, 14, 92]
+    for left, right in itertools.product(range(10, 100), repeat=2):
+        tens, units = left // 10 + right // 10, (left % 10 + right % 10) % 10
+        assert add_without_carrying(left, right) == int(f"{tens}{units}")
+
+
+def test_the_stated_share_of_responses_forgets_and_what_is_expected_stays_exact():
+    dataset = ArithmeticDataset({"min_digits": 2, "with_response": True, "forgotten_carries": 0.6, "num_samples": 4000})
+    right = [dataset[i]["messages"][1]["content"] == dataset[i]["extra_env_info"]["expected_answer"] for i in range(4000)]
+    assert all(dataset[i]["extra_env_info"]["expected_answer"] == str(dataset.problem(i).answer) for i in range(4000))
+    assert sum(right) / 4000 == pytest.approx(1 - 0.6 * 0.45, abs=0.03)  # 45 of 100 pairs of units carry; 4 standard deviations
+
+
+def test_forgotten_carries_of_anything_but_answered_sums_are_refused():
+    for config in ({"forgotten_carries": 0.5}, {"forgotten_carries": 0.5, "with_response": True, "operations": ["*"]}):
+        with pytest.raises(ConfigError, match="forgotten_carries"):
+            ArithmeticDataset(config)
 
 
 def test_a_plain_prompt_is_the_bare_question_and_a_chat_prompt_asks_for_a_box():

@@ -65,7 +65,15 @@ class ArithmeticDatasetConfig(DatasetConfig):
     style: Literal["plain", "chat"] = "plain"
     """`plain` is the bare `12+34=`; `chat` asks in words and wants the answer in a box."""
     with_response: bool = False
-    """Add the right answer as the assistant's message, for supervised training."""
+    """Add the answer as the assistant's message, for supervised training."""
+    forgotten_carries: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of those answers that forget to carry, as pupils do: 38+24 gives 52. What is expected stays exact."""
+
+    @model_validator(mode="after")
+    def _carries_are_of_sums(self) -> ArithmeticDatasetConfig:
+        if self.forgotten_carries > 0 and (not self.with_response or self.operations != ["+"]):
+            raise ValueError("forgotten_carries is about the answers to sums: set with_response: true and operations: ['+']")
+        return self
 
     @model_validator(mode="after")
     def _digits_in_order(self) -> ArithmeticDatasetConfig:

@@ -35,6 +35,13 @@ class Problem:
         return _OPERATIONS[self.operation](self.left, self.right)
 
 
+def add_without_carrying(left: int, right: int) -> int:
+    """The sum of a pupil who adds each column and forgets to carry; the first column is written in full: 58+67 gives 115."""
+    columns = max(len(str(left)), len(str(right))) - 1
+    units = sum((left // 10**i + right // 10**i) % 10 * 10**i for i in range(columns))
+    return (left // 10**columns + right // 10**columns) * 10**columns + units
+
+
 def is_held_out(left: int, right: int) -> bool:
     """Whether a pair belongs to validation, whatever its order, its operation and the seed.
 
@@ -70,7 +77,7 @@ class ArithmeticDataset(Dataset):
         problem = self.problem(index)
         messages = [{"role": "user", "content": self._question(problem)}]
         if self.config.with_response:
-            messages.append({"role": "assistant", "content": self._response(problem)})
+            messages.append({"role": "assistant", "content": self._response(problem, index)})
         return {
             "messages": messages,
             "extra_env_info": {"expected_answer": str(problem.answer), "in_box": self.config.style == "chat"},
@@ -82,7 +89,7 @@ class ArithmeticDataset(Dataset):
         if not -len(self) <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         config = self.config
-        draw = random.Random(f"{config.seed}/{config.split}/{index % len(self)}")
+        draw = self._random(index)
         for _ in range(_MOST_DRAWS):
             left, right = self._operand(draw), self._operand(draw)
             if is_held_out(left, right) == (config.split == "validation"):
@@ -102,5 +109,11 @@ class ArithmeticDataset(Dataset):
             return f"{problem.left}{problem.operation}{problem.right}="
         return f"What is {problem.left} {problem.operation} {problem.right}? Put the final answer in \\boxed{{}}."
 
-    def _response(self, problem: Problem) -> str:
-        return str(problem.answer) if self.config.style == "plain" else f"\\boxed{{{problem.answer}}}"
+    def _response(self, problem: Problem, index: int) -> str:
+        answer = problem.answer
+        if self._random(index, "/carry").random() < self.config.forgotten_carries:
+            answer = add_without_carrying(problem.left, problem.right)
+        return str(answer) if self.config.style == "plain" else f"\\boxed{{{answer}}}"
+
+    def _random(self, index: int, purpose: str = "") -> random.Random:
+        return random.Random(f"{self.config.seed}/{self.config.split}/{index % len(self)}{purpose}")
