@@ -1,0 +1,118 @@
+"""Whole runs of `rlcore train` in processes of their own, on the model of the quickstart."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "addition" / "model"
+MARK = "RLCORE_TEST_RUN"
+
+TINY = {
+    "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 6, "seed": 3},
+    "policy": {
+        "backend": "hf",
+        "model_name": str(MODEL),
+        "max_total_sequence_length": 16,
+        "train_global_batch_size": 8,
+        "optimizer": {"kwargs": {"lr": 1.0e-4, "weight_decay": 0.01}},
+        "scheduler": {"name": "linear", "kwargs": {"num_warmup_steps": 2, "num_training_steps": 40}},
+        "generation": {"backend": "hf", "max_new_tokens": 5},
+    },
+    "data": {"train": {"dataset_name": "arithmetic", "num_samples": 40}},
+    "env": {"arithmetic": {"num_workers": 1}},
+    "checkpointing": {"save_period": 2, "keep_latest_k": 10},
+}
+
+
+def merged(base, changes):
+    out = dict(base)
+    for key, value in changes.items():
+        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+class TrainingProcess:
+    """One `rlcore train`, with every process that descends from it."""
+
+    def __init__(self, folder, config, *arguments, environment=None):
+        self.folder = folder
+        path = folder / "run.yaml"
+        path.write_text(json.dumps(config))
+        self.mark = uuid.uuid4().hex
+        self.log = (folder / f"log-{self.mark}.txt").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rlcore_cli.main", "train", str(path), *arguments],
+            cwd=folder,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, MARK: self.mark, **(environment or {})},
+            start_new_session=True,
+        )
+
+    def wait(self, timeout=240):
+        code = self.process.wait(timeout)
+        return code, self.output()
+
+    def output(self):
+        self.log.flush()
+        return Path(self.log.name).read_text()
+
+    def wait_for(self, condition, timeout=120):
+        until = time.monotonic() + timeout
+        while time.monotonic() < until:
+            if condition():
+                return
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"it did not come to it:\n{self.output()[-3000:]}")
+
+    def descendants(self):
+        """Living processes that carry the mark, wherever they hang in the tree by now."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def named(self, part):
+        return [process for process in self.descendants() if part in " ".join(process.cmdline())]
+
+    def assert_gone(self, timeout=30):
+        until = time.monotonic() + timeout
+        while time.monotonic() < until:
+            left = self.descendants()
+            if not left:
+                return
+            time.sleep(0.2)
+        names = [" ".join(process.cmdline())[:120] for process in left]
+        raise AssertionError(f"{len(left)} processes outlived the run: {names}")
+
+    def kill(self, sig=signal.SIGKILL):
+        os.kill(self.process.pid, sig)
+
+
+def metrics_of(folder, name="run"):
+    """The steps of a run: step to numbers, without those that a clock decides."""
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    steps = {}
+    for line in map(json.loads, lines):
+        assert line["step"] not in steps, "a step was written twice"
+        steps[line["step"]] = {
+            key: value
+            for key, value in line.items()
+            if not key.startswith(("time/", "refit/prepare", "refit/push", "refit/prove", "refit/total"))
+            and key != "tokens_per_s"
+        }
+    return steps
