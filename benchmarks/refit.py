@@ -160,7 +160,7 @@ def measure(policy: Face, engine: Face, transport: type, rounds: int) -> dict[st
         transports=[transport],
         policy_capabilities=[name],
         generation_capabilities=[name],
-        buffer_bytes=128 * 2**20,
+        buffer_bytes=512 * 2**20,
     )
     collected: list[dict[str, float]] = []
     for number in range(rounds + 1):
@@ -202,9 +202,9 @@ def main() -> None:
             "# Refit",
             "",
             f"`python benchmarks/refit.py`: {size / 4e6:.1f} million float32 parameters ({size / 1e6:.0f} MB, {len(shapes())}"
-            f" tensors), one policy process, one generation process, one thread each; {os.cpu_count()} cores, no GPU. Median of "
-            f"{options.rounds} refits, each with a memcpy of the same tensors (one thread, touched memory) just before it. Verbs of "
-            "the two sides overlap, so they add up to more than the push.",
+            f" tensors), one policy process, one generation process, one thread each; {os.cpu_count()} cores, no GPU. "
+            f"Median of {options.rounds} refits, each with a memcpy of the same tensors (one thread, touched memory) just "
+            "before it. Verbs of the two sides overlap, so they add up to more than the push.",
             "",
         ]
         for transport in (SharedMemoryTransport, CollectiveTransport):

@@ -127,3 +127,11 @@ def test_a_fingerprint_says_its_kind_and_a_foreign_one_is_refused():
     assert kind_of(combine({}, kind="wsum")) == "wsum"
     with pytest.raises(WeightSyncError, match="md5"):
         kind_of("md5:123")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_gpu_and_a_cpu_compute_the_same_weighted_sum(dtype):
+    tensor = random_tensor((700_001, 3), dtype, 5)
+    assert tensor_digest(tensor.cuda(), kind="wsum") == tensor_digest(tensor, kind="wsum")

@@ -72,7 +72,7 @@ def open_handles(handles: Mapping[str, Any], device: torch.device) -> dict[str, 
 
 
 def _open_segment(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    buffer = map_segment(handles["segment"])
+    buffer = map_segment(handles["segment"], size=handles["num_bytes"])
     placements: Mapping[str, Placement] = handles["placements"]
     return {name: placement.view(buffer) for name, placement in placements.items()}
 

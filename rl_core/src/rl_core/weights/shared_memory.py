@@ -28,6 +28,8 @@ from rl_core.interfaces.weights import WeightTransport
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "rlcore-"
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""Advice of Linux 5.14 and later: map all pages at once. One fault a page costs several times the copy itself."""
 _numbers = itertools.count()
 
 
@@ -56,7 +58,9 @@ class Segment:
             if error.errno == errno.ENOSPC:
                 raise _too_small(size, directory) from error
             raise
-        self.buffer = torch.frombuffer(mmap.mmap(descriptor, max(size, 1)), dtype=torch.uint8)
+        mapping = mmap.mmap(descriptor, max(size, 1))
+        _populate(mapping, _POPULATE_WRITE)
+        self.buffer = torch.frombuffer(mapping, dtype=torch.uint8)
         """[size] uint8, shared with every process that maps it."""
 
     @property
@@ -95,8 +99,8 @@ class SegmentPair:
         self._segments = [None, None]
 
 
-def map_segment(name: str, *, directory: Path = DIRECTORY) -> torch.Tensor:
-    """The bytes of another process's segment, [size] uint8; writing to them does not reach the owner.
+def map_segment(name: str, *, size: int = 0, directory: Path = DIRECTORY) -> torch.Tensor:
+    """The first `size` bytes of another process's segment (0: all), uint8; writing to them does not reach the owner.
 
     They stay mapped as long as a tensor over them lives.
 
@@ -112,9 +116,11 @@ def map_segment(name: str, *, directory: Path = DIRECTORY) -> torch.Tensor:
         ) from None
     try:
         # A private mapping is writable without reaching the owner: torch wants writable memory and pages stay shared.
-        return torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        mapping = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
+    _populate(mapping, _POPULATE_READ)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def sweep(*, directory: Path = DIRECTORY) -> list[str]:
@@ -196,6 +202,15 @@ def _unlink_and_unlock(path: Path, descriptor: int, owner: int) -> None:
         return  # a forked child: the segment is its parent's
     path.unlink(missing_ok=True)
     os.close(descriptor)
+
+
+def _populate(mapping: mmap.mmap, advice: int) -> None:
+    """Map every page now; an older kernel maps them one by one as they are touched."""
+    try:
+        mapping.madvise(advice)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
 
 
 def _refuse_if_too_small(size: int, directory: Path) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rl_core.cluster.worker_context import WorkerContext
 
 DEFAULT_BUDGET_BYTES = 256 * 2**20
+_MOST_ON_CPU = 16 * 2**20
+"""Larger buckets do not help on a CPU: fresh pages cost several times a copy, and these stay in the last-level cache."""
 _numbers = itertools.count(1)
 
 
@@ -76,7 +78,8 @@ class WeightSource(ABC):
         """
         self.finish_refit()
         manifest = self.weight_manifest()
-        buckets = split_into_buckets(manifest, budget_bytes=budget_bytes)
+        budget = min(budget_bytes, _MOST_ON_CPU) if self.context.device == "cpu" else budget_bytes
+        buckets = split_into_buckets(manifest, budget_bytes=budget)
         self._refit = OpenRefit(f"{os.getpid()}-{next(_numbers)}", self.get_weight_version(), manifest, buckets)
         return buckets
 
