@@ -95,3 +95,57 @@ def test_an_engine_in_bfloat16_says_so_with_the_promised_name(model_folder):
     assert engine.group.worker.named_weights()["lm_head.weight"].dtype == torch.bfloat16
     assert engine.generate(batch_of([4, 5]))["generation_lengths"].tolist() in ([1], [2])
     engine.shutdown()
+
+
+def test_after_a_refit_by_reference_the_engine_samples_from_the_policy_s_weights(model_folder, tmp_path):
+    from rl_backends_hf.plugin import rlcore_generations, rlcore_policies
+    from rl_backends_hf.policy import HuggingFacePolicy
+    from rl_core.weights.by_reference import ByReferenceTransport
+    from rl_core.weights.synchronizer import WeightSynchronizer
+
+    other = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(model_folder("llama-tied")), dtype=torch.float32
+    )
+    other.save_pretrained(tmp_path)
+    policy = HuggingFacePolicy(model_folder("llama-tied"), generation={"temperature": 0.7, "backend": "hf"})
+    engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=20, temperature=0.7)
+    batch = batch_of([5, 6, 7], [9], [5, 6, 7])
+    synchronizer = WeightSynchronizer(
+        policy,
+        engine,
+        transports=[ByReferenceTransport],
+        policy_capabilities=rlcore_policies()[0].capabilities,
+        generation_capabilities=rlcore_generations()[0].capabilities,
+    )
+    synchronizer.sync()
+    output = engine.generate(batch)
+    assert output["weight_version"].tolist() == [0, 0, 0]
+    scored = policy.get_logprobs(
+        BatchedDataDict(input_ids=output["output_ids"], input_lengths=output["unpadded_sequence_lengths"])
+    )["logprobs"]
+    sampled = output["logprobs"] != 0
+    torch.testing.assert_close(output["logprobs"][sampled], scored[sampled], atol=1e-4, rtol=0)
+    own = policy.generate(batch_of([5, 6, 7]), greedy=True)
+    theirs = engine.generate(batch_of([5, 6, 7]), greedy=True)
+    assert own["output_ids"][0, :23].tolist() == theirs["output_ids"][0].tolist()
+
+
+def test_two_replicas_on_a_cluster_give_the_rows_of_one(model_folder):
+    from rl_core.cluster.virtual_cluster import RayVirtualCluster
+
+    prompts = [[5, 6, 7], [9], [5, 6, 7], [11, 12], [9]]
+    batch = batch_of(*prompts, sample_seeds=torch.arange(5) * 31, stop_strings=[None] * 5)
+    alone = HuggingFaceGeneration(model_folder("llama"), max_new_tokens=8)
+    expected = alone.generate(batch)
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    try:
+        engine = HuggingFaceGeneration(model_folder("llama"), max_new_tokens=8, cluster=cluster)
+        output = engine.generate(batch)
+        assert engine.num_workers == 2
+        assert output["output_ids"].tolist() == expected["output_ids"].tolist()
+        torch.testing.assert_close(output["logprobs"], expected["logprobs"], atol=1e-5, rtol=0)
+        with pytest.raises(DataError, match=r"^Row 4 "):
+            engine.generate(batch_of(*prompts[:4], [160]))
+        engine.shutdown()
+    finally:
+        cluster.shutdown()

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 from torch import nn
 
 _WORTH_ITS_WHILE: Final = 12
 """Tokens of a call from which the packing is paid back: it takes about as long as two to four plain steps."""
+_MOST_BYTES: Final = 4 * 2**30
+"""Of packed copies; layers beyond it are left alone, so that a large model does not need its memory twice."""
 
 
 @contextmanager
@@ -33,10 +35,11 @@ def packed_linears(model: nn.Module, *, rows: int, steps: int) -> Iterator[None]
     """
     packed: list[nn.Linear] = []
     try:
-        if steps >= _WORTH_ITS_WHILE and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:  # type: ignore[attr-defined]
+        if steps >= _WORTH_ITS_WHILE and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
+            room = _MOST_BYTES
             for module in model.modules():
-                if _can_be_packed(module):
-                    assert isinstance(module, nn.Linear)
+                if _can_be_packed(module) and 4 * module.weight.numel() <= room:
+                    room -= 4 * module.weight.numel()
                     weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach().float(), rows)
                     bias = None if module.bias is None else module.bias.detach().float()
                     module.forward = partial(_packed_forward, weight, bias)  # type: ignore[method-assign]
@@ -52,7 +55,7 @@ def _packed_forward(weight: torch.Tensor, bias: torch.Tensor | None, inputs: tor
     return output.to(inputs.dtype)
 
 
-def _can_be_packed(module: nn.Module) -> bool:
+def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear or "forward" in module.__dict__ or module.weight.device.type != "cpu":
         return False
     if type(module.weight) is not nn.Parameter or module._forward_hooks or module._forward_pre_hooks:

@@ -1,0 +1,157 @@
+"""Sampled tokens per second of rl-backends-hf's `Sampler` and of Transformers' `generate`, on the same rows in one process.
+
+    python benchmarks/generation_vs_transformers.py --rows 16 --group 8 --dtype float32
+    python benchmarks/generation_vs_transformers.py --model path/to/model --ragged
+
+Without `--model`, a Llama of SmolLM2-135M's shape with random weights: speed does not depend on what the weights say. No
+token ends a row, so both sample the same number of tokens: `--new-tokens` a row, or with `--ragged` a number between a
+quarter of it and all of it, different for each row, as completions are in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from rl_backends_hf.sampler import Sampler, SamplerSettings
+from rl_core.data.batched_data_dict import BatchedDataDict
+
+SMOLLM2_135M = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+}
+
+
+class EachRowsOwnLength(transformers.StoppingCriteria):
+    """Ends row i after `lengths[i]` tokens."""
+
+    def __init__(self, prompt_width: int, lengths: torch.Tensor) -> None:
+        self._ends = prompt_width + lengths
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.shape[1] >= self._ends.to(input_ids.device)
+
+
+def load(arguments: argparse.Namespace) -> transformers.PreTrainedModel:
+    dtype = getattr(torch, arguments.dtype)
+    if arguments.model is not None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMOLLM2_135M), dtype=dtype)
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    model.config.eos_token_id = None
+    return model.to(arguments.device).eval()
+
+
+def prompts_of(arguments: argparse.Namespace, vocabulary: int) -> list[list[int]]:
+    """`rows` prompts, `group` of each, with up to a fifth more or fewer tokens than `prompt_tokens`."""
+    spread = arguments.prompt_tokens // 5
+    unique = [
+        torch.randint(3, vocabulary, (arguments.prompt_tokens + (7 * n) % (2 * spread + 1) - spread,)).tolist()
+        for n in range(arguments.rows // arguments.group)
+    ]
+    return [prompt for prompt in unique for _ in range(arguments.group)]
+
+
+def ours(model: transformers.PreTrainedModel, prompts: list[list[int]], lengths: torch.Tensor) -> Callable[[], int]:
+    width = max(len(prompt) for prompt in prompts)
+    batch = BatchedDataDict(
+        input_ids=torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts]),
+        input_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+        max_new_tokens=lengths,
+    )
+    sampler = Sampler(model, settings=SamplerSettings(max_new_tokens=int(lengths.max())))
+    return lambda: int(sampler.generate(batch)["generation_lengths"].sum())
+
+
+def theirs(model: transformers.PreTrainedModel, prompts: list[list[int]], lengths: torch.Tensor) -> Callable[[], int]:
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+
+    def run() -> int:
+        with torch.inference_mode():
+            output = model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=int(lengths.max()),
+                stopping_criteria=transformers.StoppingCriteriaList([EachRowsOwnLength(width, lengths)]),
+            )
+        assert output.shape[1] == width + int(lengths.max())
+        return int(lengths.sum())
+
+    return run
+
+
+def tokens_per_second(run: Callable[[], int], device: str) -> float:
+    start = time.perf_counter()
+    tokens = run()
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    return tokens / (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=45)
+    parser.add_argument("--new-tokens", type=int, default=30)
+    parser.add_argument("--ragged", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="append the figures, one object a line")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    model = load(arguments)
+    prompts = prompts_of(arguments, model.config.vocab_size)
+    lengths = torch.full((len(prompts),), arguments.new_tokens)
+    if arguments.ragged:
+        lengths = torch.randint(max(1, arguments.new_tokens // 4), arguments.new_tokens + 1, (len(prompts),))
+        lengths[0] = arguments.new_tokens
+    runs = {"rl-backends-hf": ours(model, prompts, lengths), "transformers": theirs(model, prompts, lengths)}
+    warm_up = torch.full_like(lengths, 2)
+    ours(model, prompts, warm_up)(), theirs(model, prompts, warm_up)()
+    # In turns, so that whatever else the machine does falls on both.
+    speeds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(arguments.repeats):
+        for name, run in runs.items():
+            speeds[name].append(tokens_per_second(run, arguments.device))
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    ratio = medians["rl-backends-hf"] / medians["transformers"]
+    settings = {key: value for key, value in vars(arguments).items() if key != "json"}
+    print(" ".join(f"{key}={value}" for key, value in settings.items()))
+    for name, values in speeds.items():
+        print(f"{name:16} {medians[name]:8.1f} tokens/s   (runs: {', '.join(f'{value:.1f}' for value in values)})")
+    print(f"{'ratio':16} {ratio:8.2f}")
+    print(f"{'peak memory':16} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:8.0f} MiB, both in one process")
+    if arguments.json is not None:
+        with arguments.json.open("a") as file:
+            file.write(json.dumps({**settings, "tokens_per_s": medians, "ratio": ratio}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
