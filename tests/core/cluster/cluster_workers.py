@@ -80,11 +80,12 @@ class Worker:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def die_on(self, rank):
-        if self.context.rank == rank:
-            print("last words", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+        """One rank dies; its peers fail before it is known to be dead, as in a broken collective."""
+        if self.context.rank != rank:
+            raise RuntimeError("my peer hung up")
         time.sleep(0.3)
-        raise RuntimeError("my peer hung up")
+        print("last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     async def later(self, x):
         return x + 1
