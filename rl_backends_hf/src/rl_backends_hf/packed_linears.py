@@ -50,9 +50,9 @@ def packed_linears(model: nn.Module, *, rows: int, steps: int) -> Iterator[None]
             del module.forward
 
 
-def _packed_forward(weight: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs.float(), weight, bias, "none", [], "")
-    return output.to(inputs.dtype)
+def _packed_forward(weight: torch.Tensor, bias: torch.Tensor | None, input: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input.float(), weight, bias, "none", [], "")
+    return output.to(input.dtype)
 
 
 def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
