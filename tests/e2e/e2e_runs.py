@@ -86,9 +86,6 @@ class TrainingProcess:
                 continue
         return found
 
-    def named(self, part):
-        return [process for process in self.descendants() if part in " ".join(process.cmdline())]
-
     def assert_gone(self, timeout=30):
         until = time.monotonic() + timeout
         while time.monotonic() < until:

@@ -1,6 +1,7 @@
 """A run that is killed and resumed equals, bit for bit, one that was never stopped; nothing outlives it."""
 
 import json
+import os
 import random
 import signal
 import time
@@ -47,8 +48,8 @@ def test_kill_9_of_the_driver_then_resume_equals_never_stopped(train, tmp_path, 
 def test_kill_9_of_a_policy_worker_names_it_and_resume_equals_never_stopped(train, tmp_path, never_stopped):
     run = train({"grpo": {"max_num_steps": 8}})
     run.wait_for(lambda: newest_step(tmp_path) >= 3)
-    [worker] = run.named("policy")
-    worker.kill()
+    [worker] = json.loads((tmp_path / "runs" / "run" / "status.json").read_text())["workers"]["policy"]
+    os.kill(worker, signal.SIGKILL)
     code, output = run.wait()
     assert code == 1, output
     assert "'policy'" in output

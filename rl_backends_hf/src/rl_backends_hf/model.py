@@ -23,6 +23,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _HUB_TIMEOUT_S = 10.0
 
+# A worker's output is part of the run's log, where the bars of several processes would run into each other.
+transformers.utils.logging.disable_progress_bar()
+
 
 def load_model(name: str, *, options: HFModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
     """A plain model in evaluation mode, its weights of `dtype`, on `device` (or where `device_map` puts it).

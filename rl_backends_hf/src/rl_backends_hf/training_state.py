@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
 from rl_backends_hf.master import MasterWeights
@@ -24,6 +28,9 @@ from rl_core.errors import CheckpointError
 
 _FORMAT: Final = 1
 _log = logging.getLogger(__name__)
+
+# One rank has no process group on purpose; PyTorch says so at each save and load.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(kw_only=True)
@@ -39,7 +46,7 @@ class TrainingState:
         """Write this rank's part into `folder`; collective."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors, scalars = self._split_state()
-        dcp.save(tensors or {"empty": torch.zeros(1)}, checkpoint_id=folder, no_dist=world_size == 1)
+        save(tensors or {"empty": torch.zeros(1)}, checkpoint_id=folder, no_dist=world_size == 1)
         torch.save(_random_state(), folder / _rng_file(rank))
         if rank == 0:
             trainer = {
@@ -108,7 +115,7 @@ class TrainingState:
     def _load_tensors(self, folder: Path, *, no_dist: bool) -> dict[str, dict[str, Any]]:
         """Fill the masters; return the optimizer's tensors by parameter name."""
         try:
-            stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+            stored = FileSystemReader(folder).read_metadata().state_dict_metadata
         except (OSError, EOFError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{folder} holds no readable optimizer state: {error}") from error
         wanted: dict[str, torch.Tensor] = {}
@@ -128,8 +135,8 @@ class TrainingState:
                 wanted[key] = _room_for(metadata, parameter)
                 state.setdefault(name, {})[entry] = wanted[key]
         try:
-            dcp.load(wanted, checkpoint_id=folder, no_dist=no_dist)
-        except (dcp.api.CheckpointException, OSError, EOFError, ValueError, RuntimeError) as error:
+            load(wanted, checkpoint_id=folder, no_dist=no_dist)
+        except (CheckpointException, OSError, EOFError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{folder} is torn: {error}") from error
         return state
 

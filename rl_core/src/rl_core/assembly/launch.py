@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ import yaml
 from rl_core.assembly.build import build_run
 from rl_core.assembly.folder import choose_start, claim, write_status
 from rl_core.config.loader import LoadedConfig, load_config
+from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import RunInterrupted
 from rl_core.metrics.console import ConsoleLogger
 from rl_core.metrics.jsonl import JsonlLogger
@@ -124,7 +127,7 @@ def _attended(run: Run, manager: PluginManager) -> Iterator[None]:
         _log.warning("Ctrl-C: stopping after this step, with a checkpoint; once more stops at once")
 
     in_main_thread = _set_handler(stop)
-    write_status(run.folder, "running")
+    write_status(run.folder, "running", pid=os.getpid(), workers=_pids(run))
     error: BaseException | None = None
     try:
         yield
@@ -139,6 +142,14 @@ def _attended(run: Run, manager: PluginManager) -> Iterator[None]:
         if in_main_thread:
             signal.signal(signal.SIGINT, before)
         manager.call_event("rlcore_run_finished", run=run, error=error)
+
+
+def _pids(run: Run) -> dict[str, list[int]]:
+    """Process ids by rank, for whoever looks at a run from outside."""
+    groups = {"policy": run.policy, "generation": run.generation}
+    return {
+        name: part.group.pids() for name, part in groups.items() if isinstance(part, DistributedPolicy | DistributedGeneration)
+    }
 
 
 def _set_handler(handler: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -91,6 +92,9 @@ class InProcessWorkerGroup(WorkerGroup):
     ) -> PendingCall:
         check_shards(self._sharding, shards, axis)
         return self._run(method, (shards[0], *args), kwargs, as_list=True)
+
+    def pids(self) -> list[int]:
+        return [os.getpid()]
 
     def workers_alive(self) -> list[bool]:
         return [self._worker is not None]

@@ -123,6 +123,10 @@ class WorkerGroup(ABC):
         return results
 
     @abstractmethod
+    def pids(self) -> list[int]:
+        """The process id of each rank, on its own host."""
+
+    @abstractmethod
     def workers_alive(self) -> list[bool]:
         """For each rank, whether its process lives."""
 

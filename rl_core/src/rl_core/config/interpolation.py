@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConfBaseException
 
+from rl_core.config import package_files as package_files  # registers `${package:...}`
 from rl_core.config.diagnostics import Problems, nearest
 from rl_core.config.fields import NOTHING
 from rl_core.config.written import Path, Place, Written, dotted
@@ -76,8 +77,8 @@ def _is_well_formed(leaf: Written, *, path: Path, problems: Problems) -> bool:
         OmegaConf.create({"value": leaf.value})
     except (GrammarParseError, RecursionError):
         problems.poison(
-            f"{leaf.value[:60]!r} is no interpolation: write ${{section.key}} or ${{oc.env:NAME}}, and \\${{ for the "
-            "bare characters.",
+            f"{leaf.value[:60]!r} is no interpolation: write ${{section.key}}, ${{oc.env:NAME}} or ${{package:NAME/FILE}}, "
+            "and \\${ for the bare characters.",
             place=leaf.place,
             path=path,
         )

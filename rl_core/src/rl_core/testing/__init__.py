@@ -1,1 +1,0 @@
-"""The public conformance kit for plugin authors."""
