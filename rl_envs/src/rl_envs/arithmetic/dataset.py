@@ -38,8 +38,11 @@ class Problem:
 def add_without_carrying(left: int, right: int) -> int:
     """The sum of a pupil who adds each column and forgets to carry; the first column is written in full: 58+67 gives 115."""
     columns = max(len(str(left)), len(str(right))) - 1
-    units = sum((left // 10**i + right // 10**i) % 10 * 10**i for i in range(columns))
-    return (left // 10**columns + right // 10**columns) * 10**columns + units
+    top: int = 10**columns
+    units = 0
+    for place in range(columns):
+        units += (left // 10**place + right // 10**place) % 10 * 10**place
+    return (left // top + right // top) * top + units
 
 
 def is_held_out(left: int, right: int) -> bool:
