@@ -1,21 +1,12 @@
-"""What is asked: a map-style sequence of records."""
+"""What is asked: a map-style collection of records."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NotRequired, TypedDict
 
+from rl_core.data.datasets import Record
 
-class Record(TypedDict):
-    """One thing to ask or to imitate."""
-
-    messages: list[dict[str, Any]]
-    """The conversation so far; for supervised training it ends with the assistant's message."""
-    extra_env_info: NotRequired[dict[str, Any]]
-    """What the environment needs to score it, such as `expected_answer`."""
-    task_name: NotRequired[str]
-    """Which environment of the config's `env` section answers."""
-    stop_strings: NotRequired[list[str]]
+__all__ = ["Dataset", "Record"]
 
 
 class Dataset(ABC):

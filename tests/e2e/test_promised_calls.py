@@ -1,0 +1,219 @@
+"""The calls that users were promised, in the shape of the reference's examples, under our names."""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import pytest
+import ray
+import torch
+from e2e_runs import MODEL
+
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.algorithms import GRPOLossFn, NLLLossFn
+from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
+from rl_core.cluster.actor_pool import InProcessPool
+from rl_core.data import BatchedDataDict, BatchedDataLoader
+from rl_core.dispatch.environments import EnvironmentPool
+from rl_core.errors import ConfigError, ResourceInsufficientError
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, PolicyInterface
+from rl_core.validation import compare_log_probabilities, validate_log_probability_consistency
+from rl_envs import MathEnvironment
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with RayVirtualCluster([2], max_colocated_worker_groups=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def policy():
+    policy = HuggingFacePolicy(model_name=str(MODEL), torch_dtype="float32", device_map="cpu")
+    yield policy
+    policy.shutdown()
+
+
+def batch_of_prompts():
+    return BatchedDataDict({"input_ids": torch.tensor([[4, 5, 13, 6, 7, 15]] * 4), "attention_mask": torch.ones(4, 6)})
+
+
+def training_rows(generations):
+    lengths, sampled = generations["unpadded_sequence_lengths"], generations["generation_lengths"]
+    position = torch.arange(generations["output_ids"].shape[1])
+    mask = (position >= (lengths - sampled)[:, None]) & (position < lengths[:, None])
+    return BatchedDataDict(
+        {
+            "input_ids": generations["output_ids"],
+            "input_lengths": lengths,
+            "token_mask": mask.float(),
+            "sample_mask": torch.ones(len(lengths)),
+            "advantages": torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]) * mask,
+            "generation_logprobs": generations["logprobs"],
+            "prev_logprobs": generations["logprobs"],
+        }
+    )
+
+
+def test_a_policy_without_a_cluster_generates_scores_and_trains(policy):
+    generations = policy.generate(batch_of_prompts(), greedy=False)
+    rows = training_rows(generations)
+    logprobs = policy.get_logprobs(rows)["logprobs"]
+    assert logprobs.shape == generations["output_ids"].shape
+    assert torch.allclose(logprobs * rows["token_mask"], generations["logprobs"], atol=1e-4)
+    rows["reference_policy_logprobs"] = policy.get_reference_logprobs(rows)["reference_logprobs"]
+    before = policy.weight_version
+    result = policy.train(rows, GRPOLossFn())
+    assert policy.weight_version == before + 1
+    assert result["grad_norm"] > 0
+    assert policy.train(rows, NLLLossFn())["loss"] > 0
+
+
+def test_the_same_policy_over_a_cluster_of_two_ranks_computes_the_same(policy, cluster):
+    rows = training_rows(policy.generate(batch_of_prompts(), greedy=True))
+    fresh = HuggingFacePolicy(str(MODEL))
+    over_two = HuggingFacePolicy(str(MODEL), cluster=cluster)
+    try:
+        assert over_two.data_ranks == 2
+        assert torch.allclose(over_two.get_logprobs(rows)["logprobs"], fresh.get_logprobs(rows)["logprobs"], atol=1e-5)
+        one, two = fresh.train(rows, NLLLossFn()), over_two.train(rows, NLLLossFn())
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        # An odd number of rows over two ranks: the filler row weighs nothing.
+        three = rows.slice(0, 3)
+        assert over_two.get_logprobs(three)["logprobs"].shape == fresh.get_logprobs(three)["logprobs"].shape
+        one, two = fresh.train(three, NLLLossFn()), over_two.train(three, NLLLossFn())
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    finally:
+        fresh.shutdown()
+        over_two.shutdown()
+
+
+def test_a_generation_backend_prepares_generates_and_finishes(cluster):
+    generator = HuggingFaceGeneration(model_name=str(MODEL), cluster=cluster, max_new_tokens=5)
+    try:
+        generator.prepare_for_generation()
+        output = generator.generate(batch_of_prompts(), greedy=False)
+        generator.finish_generation()
+        assert set(output) >= {"output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"}
+        assert output["output_ids"][:, :6].tolist() == batch_of_prompts()["input_ids"].tolist()
+    finally:
+        generator.shutdown()
+
+
+def test_training_and_inference_backends_agree_on_probabilities():
+    trainer = HuggingFacePolicy(str(MODEL), generation={"backend": "hf", "temperature": 0.7})
+    sampler = HuggingFaceGeneration(str(MODEL), temperature=0.7, max_new_tokens=5)
+    other = HuggingFaceGeneration(str(MODEL), temperature=1.4, max_new_tokens=5)
+    try:
+        assert validate_log_probability_consistency(
+            training_backend=trainer, inference_backend=sampler, test_data=batch_of_prompts(), threshold=1.001
+        )
+        assert not validate_log_probability_consistency(trainer, other, batch_of_prompts())
+        assert compare_log_probabilities(trainer, other, batch_of_prompts()).kl > 1e-3
+    finally:
+        trainer.shutdown()
+        sampler.shutdown()
+        other.shutdown()
+
+
+class RanklessPolicy(PolicyInterface):
+    """A custom policy that knows nothing of clusters, as a user writes it."""
+
+    def generate(self, data: Any, greedy: bool = False) -> Any:
+        return data
+
+    def get_logprobs(self, data: Any) -> Any:
+        return BatchedDataDict({"logprobs": torch.zeros(data["input_ids"].shape)})
+
+    def get_reference_policy_logprobs(self, data: Any) -> Any:
+        return BatchedDataDict({"reference_logprobs": torch.zeros(data["input_ids"].shape)})
+
+    def train(self, data: Any, loss_fn: Any, **_: Any) -> dict[str, Any]:
+        return {"loss": 0.0}
+
+    def prepare_for_training(self) -> None: ...
+
+    def finish_training(self) -> None: ...
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None: ...
+
+    def load_checkpoint(self, *_: Any, **__: Any) -> None: ...
+
+    def shutdown(self) -> bool:
+        return True
+
+    @property
+    def weight_version(self) -> int:
+        return 0
+
+
+def test_a_worker_group_takes_a_policy_class(cluster):
+    with RayWorkerGroup(cluster, RanklessPolicy) as group:
+        answers = group.run_all("get_logprobs", batch_of_prompts())
+        assert [tuple(answer["logprobs"].shape) for answer in answers] == [(4, 6), (4, 6)]
+
+
+def test_a_cluster_that_is_too_large_says_what_there_is():
+    with pytest.raises(ResourceInsufficientError, match=r"\[8, 8\]"):
+        RayVirtualCluster([8, 8])
+
+
+def test_an_unknown_argument_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match="max_grad_norm"):
+        HuggingFacePolicy(str(MODEL), max_gradnorm=1.0)
+
+
+def test_a_loader_batches_a_dataset():
+    rows = [{"input_ids": torch.arange(n + 1), "idx": n} for n in range(5)]
+    batches = list(BatchedDataLoader(rows, batch_size=2, shuffle=False))
+    assert [batch["idx"].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
+    assert len(list(BatchedDataLoader(rows))) == 5
+
+
+def test_the_math_environment_answers_from_python():
+    environment = MathEnvironment()
+    try:
+        answer = environment.step(
+            [[{"role": "user", "content": "1/2?"}, {"role": "assistant", "content": "\\boxed{0.5}"}]],
+            [{"expected_answer": "\\frac{1}{2}"}],
+        )
+        assert answer.rewards.tolist() == [1.0]
+    finally:
+        environment.shutdown()
+
+
+class MyEnvConfig(TypedDict):
+    num_workers: int
+
+
+@ray.remote(max_restarts=-1, max_task_retries=-1)
+class MyEnvironment(EnvironmentInterface):
+    """Of the reference's form: wrapped in ray.remote, configured by a dict."""
+
+    def __init__(self, cfg: MyEnvConfig):
+        self.cfg = cfg
+
+    def shutdown(self) -> None:
+        pass
+
+    def step(self, message_log_batch: list[list[dict[str, str]]], metadata: list[Mapping[str, Any]]) -> EnvironmentReturn:
+        responses = ["".join(m["content"] for m in log if m["role"] == "assistant") for log in message_log_batch]
+        rewards = [float(text == m["expected_answer"]) for text, m in zip(responses, metadata, strict=True)]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "feedback"} for _ in responses],
+            metadata=list(metadata),
+            next_stop_strings=[None] * len(responses),
+            rewards=torch.tensor(rewards),
+            terminateds=torch.ones(len(rewards)),
+            answers=responses,
+        )
+
+
+def test_an_environment_that_arrives_wrapped_in_ray_works_in_a_process_and_in_an_actor():
+    logs = [[{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]]
+    truth = [{"expected_answer": "4"}] * 2
+    pool = EnvironmentPool(InProcessPool(MyEnvironment, {"cfg": {"num_workers": 8}}), task_name="mine", deadline_s=30)
+    assert pool.step(logs, truth).rewards.tolist() == [1.0, 0.0]
+    pool.shutdown()

@@ -1,0 +1,210 @@
+"""Whole runs: what they write, what they refuse, and what they survive."""
+
+import json
+import os
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+from e2e_runs import MODEL, metrics_of
+
+pytestmark = pytest.mark.slow
+IN_PROCESS = {"cluster": {"backend": "in_process"}}
+
+
+def test_a_run_folder_holds_what_a_run_was(train, tmp_path):
+    code, output = train(
+        {
+            **IN_PROCESS,
+            "grpo": {"max_num_steps": 2, "val_at_start": True, "val_at_end": True, "max_val_samples": 8},
+            "data": {"validation": {"dataset_name": "arithmetic", "num_samples": 8, "split": "validation"}},
+        }
+    ).wait()
+    assert code == 0, output
+    folder = tmp_path / "runs" / "run"
+    steps = metrics_of(tmp_path)
+    assert sorted(steps) == [0, 1, 2]
+    assert {"reward/mean", "loss", "grad_norm", "mismatch/kl", "length/mean", "entropy/sampled"} <= set(steps[1])
+    assert "validation/accuracy" in steps[0]
+    assert "validation/accuracy" in steps[2]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {"time/refit_s", "time/rollout_s", "time/score_s", "time/train_s", "time/step_s", "tokens_per_s"} <= set(lines[1])
+    rollouts = [json.loads(line) for line in (folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 16
+    assert {"prompt", "completion", "tokens", "logprobs", "advantage", "reward", "weight_version"} <= set(rollouts[0])
+    assert [row["weight_version"] for row in rollouts] == [0] * 16
+    assert (folder / "config.yaml").is_file()
+    assert (folder / "logs" / "driver.log").is_file()
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weights = folder / "checkpoints" / "step_000002" / "policy" / "weights"
+    assert AutoModelForCausalLM.from_pretrained(weights).num_parameters() > 1e6
+    assert AutoTokenizer.from_pretrained(weights).eos_token == "<eos>"
+
+
+def test_plain_lines_are_printed_when_piped(train):
+    code, output = train({**IN_PROCESS, "grpo": {"max_num_steps": 2}}).wait()
+    assert code == 0
+    steps = [line for line in output.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1/2", "2/2"]
+    assert "\x1b" not in output
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"policy": {"modle_name": "x"}}, "model_name"),
+        ({"policy": {"model_name": "no/such/model"}}, "no/such/model"),
+        ({"grpo": {"num_generations_per_prompt": 1}}, "greater than or equal to 2"),
+        ({"policy": {"generation": {"backend": "vllm"}}}, "pip install rl-backends-vllm"),
+        ({"env": {"arithmetic": None, "chess": {}}}, "chess"),
+        ({"data": {"train": {"dataset_name": "arithmetic", "num_samples": 2}}}, "2 records"),
+        ({"policy": {"max_total_sequence_length": 6}}, "6"),
+    ],
+    ids=["typo", "no such model", "group of one", "backend not installed", "unknown environment", "too little data", "no room"],
+)
+def test_a_wrong_config_ends_with_exit_code_2_and_no_traceback(train, changes, says):
+    code, output = train({**IN_PROCESS, **changes}).wait()
+    assert code == 2, output
+    assert says in output
+    assert "Traceback" not in output
+
+
+SLOW_ENVIRONMENT = textwrap.dedent(
+    """
+    import os, time
+    from pathlib import Path
+    from rl_envs import ArithmeticEnvironment
+
+    class SlowEnvironment(ArithmeticEnvironment):
+        def __init__(self, cfg):
+            super().__init__({})
+            self.folder = Path(cfg["folder"])
+
+        def step(self, message_log_batch, metadata):
+            with (self.folder / "called").open("a") as file:
+                file.write(f"{os.getpid()}\\n")
+            if not (self.folder / "killed").exists():
+                time.sleep(60)
+            return super().step(message_log_batch, metadata)
+    """
+)
+
+
+def test_kill_9_of_an_environment_worker_in_the_middle_of_a_step_completes_the_step(train, tmp_path):
+    (tmp_path / "slow_environment.py").write_text(SLOW_ENVIRONMENT)
+    env = {"arithmetic": {"env_cls": "slow_environment.SlowEnvironment", "num_workers": 2, "folder": str(tmp_path)}}
+    run = train({"env": env, "grpo": {"max_num_steps": 1}})
+    called = tmp_path / "called"
+    run.wait_for(lambda: called.exists() and len(called.read_text().splitlines()) == 2)
+    victims = [int(line) for line in called.read_text().splitlines()]
+    (tmp_path / "killed").touch()
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    code, output = run.wait()
+    assert code == 0, output
+    assert metrics_of(tmp_path)[1]["rollout/rows"] == 16.0
+    assert len(set(called.read_text().splitlines()) - {str(victim) for victim in victims}) == 2
+    run.assert_gone()
+
+
+def test_two_data_parallel_ranks_take_the_same_steps_as_one(train, tmp_path):
+    changes = {"grpo": {"max_num_steps": 3}}
+    code, output = train({**changes, **IN_PROCESS}, folder=tmp_path / "one").wait()
+    assert code == 0, output
+    code, output = train({**changes, "cluster": {"workers_per_node": 2}}, folder=tmp_path / "two").wait()
+    assert code == 0, output
+    one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
+    for step in one:
+        # The same samples (a row's tokens depend on its seed alone) and the same gradient but for the order of its sums.
+        assert two[step]["reward/mean"] == one[step]["reward/mean"]
+        assert two[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-3, abs=1e-6)
+
+
+def test_a_tensor_that_is_poisoned_on_its_way_stops_the_run(train, tmp_path):
+    (tmp_path / "poison.py").write_text(
+        textwrap.dedent(
+            """
+            from rl_backends_hf.generation import HuggingFaceGeneration
+            from rl_backends_hf.generation_worker import HFGenerationWorker
+
+            class PoisonedWorker(HFGenerationWorker):
+                def update_weights(self, ipc_handles):
+                    super().update_weights(ipc_handles)
+                    if ipc_handles["weight_version"] == 2:
+                        name, tensor = next(iter(self.named_weights().items()))
+                        tensor.data.view(-1)[7] += 1.0e-3
+
+            class PoisonedGeneration(HuggingFaceGeneration):
+                capabilities = ("shared_memory", "collective", "by_reference")
+
+                def __init__(self, **options):
+                    import rl_backends_hf.generation as room
+                    room.HFGenerationWorker = PoisonedWorker
+                    super().__init__(**options)
+            """
+        )
+    )
+    run = train(
+        {
+            "policy": {"train_global_batch_size": 16},
+            "grpo": {"max_num_steps": 6},
+            "logger": {"loggers": {}},
+        },
+        "++policy.generation.backend=poison.PoisonedGeneration",
+    )
+    code, output = run.wait()
+    assert code == 1, output
+    assert "differ from the policy's at version 2" in output, output
+    assert sorted(metrics_of(tmp_path)) == [1, 2]
+    run.assert_gone()
+
+
+def test_several_turns_train_on_the_models_words_alone(train, tmp_path):
+    changes = {
+        "data": {
+            "train": {
+                "dataset_name": "guess",
+                "num_samples": 64,
+                "lowest": 10,
+                "highest": 99,
+                "question": "{lowest}-{highest}=",
+            }
+        },
+        "env": {"arithmetic": None, "guess": {"max_guesses": 3, "higher": "+", "lower": "-", "unreadable": "*"}},
+        "grpo": {"max_num_steps": 2, "max_rollout_turns": 3},
+        "policy": {"max_total_sequence_length": 64},
+    }
+    changes["env"] = {"guess": changes["env"]["guess"]}
+    run = train(
+        {**IN_PROCESS, **{key: value for key, value in changes.items() if key != "env"}},
+        "++env.guess.max_guesses=3",
+        "++env.guess.higher=+",
+        "++env.guess.lower=-",
+        "++env.guess.unreadable=*",
+    )
+    code, output = run.wait()
+    assert code == 0, output
+    assert metrics_of(tmp_path)[1]["rollout/turns"] > 1
+    [*rows] = (json.loads(line) for line in (tmp_path / "runs/run/rollouts/step_000001.jsonl").read_text().splitlines())
+    longest = max(rows, key=lambda row: row["turns"])
+    assert [m["role"] for m in longest["messages"]][:3] == ["user", "assistant", "environment"]
+
+
+def test_an_example_of_supervised_training_lowers_the_held_out_loss(train, tmp_path):
+    example = Path(MODEL).parents[1] / "sft_addition.yaml"
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "rlcore_cli.main", "train", str(example), f"policy.model_name={MODEL}", "sft.max_num_steps=8",
+         "sft.global_batch_size=64", "sft.val_period=4", "sft.val_at_start=true", "sft.val_accuracy=false",
+         "cluster.backend=in_process", "data.train.forgotten_carries=0.0", "data.validation.forgotten_carries=0.0",
+         "policy.optimizer.kwargs.lr=1e-4"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = metrics_of(tmp_path, "sft_addition")
+    assert steps[8]["validation/loss"] < steps[0]["validation/loss"]
