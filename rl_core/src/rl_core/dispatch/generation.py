@@ -13,6 +13,7 @@ from rl_core.dispatch.rows import at_the_door
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rl_core.interfaces.worker import GenerationWorker
+from rl_core.weights.replicas import same_digests_on_every_replica
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -114,12 +115,13 @@ class DistributedGeneration(GenerationInterface):
         return [self.group.submit_all("update_weights_from_collective")]
 
     def weight_fingerprint(self) -> str:
-        fingerprint: str = self._same("weight_fingerprint")
-        return fingerprint
+        fingerprints: list[str] = self._run("weight_fingerprint")
+        if len(set(fingerprints)) > 1:
+            self.weight_digests()  # names the tensors
+        return fingerprints[0]
 
     def weight_digests(self) -> dict[str, str]:
-        digests: dict[str, str] = self._same("weight_digests")
-        return digests
+        return same_digests_on_every_replica(self._run("weight_digests"))
 
     def invalidate_kv_cache(self) -> bool:
         return all(self._run("invalidate_kv_cache"))

@@ -68,17 +68,23 @@ def combine(digests: Mapping[str, str], *, kind: Kind = "xxh3") -> str:
     return f"{kind}:{xxhash.xxh3_128_hexdigest(lines.encode())}"
 
 
-def describe_differences(policy: Mapping[str, str], engine: Mapping[str, str], *, most: int = 5) -> list[str]:
+def describe_differences(
+    one: Mapping[str, str],
+    other: Mapping[str, str],
+    *,
+    sides: tuple[str, str] = ("the policy", "the engine"),
+    most: int = 5,
+) -> list[str]:
     """One line for each tensor whose digests differ, the first `most` by name; says where a tensor is another's."""
-    owner = {digest: name for name, digest in policy.items()}
+    owner = {digest: name for name, digest in one.items()}
     lines = []
-    for name in sorted(policy.keys() | engine.keys()):
-        ours, theirs = policy.get(name), engine.get(name)
+    for name in sorted(one.keys() | other.keys()):
+        ours, theirs = one.get(name), other.get(name)
         if ours == theirs:
             continue
-        other = owner.get(theirs or "")
-        hint = f" (which is the policy's {other})" if other is not None else ""
-        lines.append(f"{name}: {ours or 'absent'} in the policy, {theirs or 'absent'} in the engine{hint}")
+        whose = owner.get(theirs or "")
+        hint = f" (which is {sides[0]}'s {whose})" if whose is not None else ""
+        lines.append(f"{name}: {ours or 'absent'} in {sides[0]}, {theirs or 'absent'} in {sides[1]}{hint}")
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
 
 
