@@ -1,12 +1,12 @@
 """The calls that users were promised, in the shape of the reference's examples, under our names."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypedDict
 
 import pytest
 import ray
 import torch
-from e2e_runs import MODEL
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.algorithms import GRPOLossFn, NLLLossFn
@@ -20,6 +20,7 @@ from rl_core.validation import compare_log_probabilities, validate_log_probabili
 from rl_envs import MathEnvironment
 
 pytestmark = pytest.mark.slow
+MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
 
 
 @pytest.fixture(scope="module")
