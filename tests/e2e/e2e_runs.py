@@ -35,6 +35,9 @@ TINY = {
 def merged(base, changes):
     out = dict(base)
     for key, value in changes.items():
+        if value is None:
+            out.pop(key, None)
+            continue
         out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
     return out
 

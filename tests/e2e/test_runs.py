@@ -57,7 +57,7 @@ def test_plain_lines_are_printed_when_piped(train):
     [
         ({"policy": {"modle_name": "x"}}, "model_name"),
         ({"policy": {"model_name": "no/such/model"}}, "no/such/model"),
-        ({"grpo": {"num_generations_per_prompt": 1}}, "greater than or equal to 2"),
+        ({"grpo": {"num_generations_per_prompt": 1}}, "2 or more; found 1"),
         ({"policy": {"generation": {"backend": "vllm"}}}, "pip install rl-backends-vllm"),
         ({"env": {"arithmetic": None, "chess": {}}}, "chess"),
         ({"data": {"train": {"dataset_name": "arithmetic", "num_samples": 2}}}, "2 records"),
@@ -106,7 +106,9 @@ def test_kill_9_of_an_environment_worker_in_the_middle_of_a_step_completes_the_s
     code, output = run.wait()
     assert code == 0, output
     assert metrics_of(tmp_path)[1]["rollout/rows"] == 16.0
-    assert len(set(called.read_text().splitlines()) - {str(victim) for victim in victims}) == 2
+    calls = called.read_text().splitlines()
+    assert len(calls) == 4
+    assert not set(calls[2:]) & {str(victim) for victim in victims}
     run.assert_gone()
 
 
@@ -127,6 +129,8 @@ def test_a_tensor_that_is_poisoned_on_its_way_stops_the_run(train, tmp_path):
     (tmp_path / "poison.py").write_text(
         textwrap.dedent(
             """
+            import rl_backends_hf.generation as room
+            from rl_backends_hf.config import HFGenerationConfig
             from rl_backends_hf.generation import HuggingFaceGeneration
             from rl_backends_hf.generation_worker import HFGenerationWorker
 
@@ -140,10 +144,9 @@ def test_a_tensor_that_is_poisoned_on_its_way_stops_the_run(train, tmp_path):
             class PoisonedGeneration(HuggingFaceGeneration):
                 capabilities = ("shared_memory", "collective", "by_reference")
 
-                def __init__(self, **options):
-                    import rl_backends_hf.generation as room
+                def __init__(self, *, config, **options):
                     room.HFGenerationWorker = PoisonedWorker
-                    super().__init__(**options)
+                    super().__init__(config=HFGenerationConfig(**config.model_dump()), **options)
             """
         )
     )
@@ -153,7 +156,7 @@ def test_a_tensor_that_is_poisoned_on_its_way_stops_the_run(train, tmp_path):
             "grpo": {"max_num_steps": 6},
             "logger": {"loggers": {}},
         },
-        "++policy.generation.backend=poison.PoisonedGeneration",
+        "policy.generation.backend=poison.PoisonedGeneration",
     )
     code, output = run.wait()
     assert code == 1, output
@@ -177,14 +180,7 @@ def test_several_turns_train_on_the_models_words_alone(train, tmp_path):
         "grpo": {"max_num_steps": 2, "max_rollout_turns": 3},
         "policy": {"max_total_sequence_length": 64},
     }
-    changes["env"] = {"guess": changes["env"]["guess"]}
-    run = train(
-        {**IN_PROCESS, **{key: value for key, value in changes.items() if key != "env"}},
-        "++env.guess.max_guesses=3",
-        "++env.guess.higher=+",
-        "++env.guess.lower=-",
-        "++env.guess.unreadable=*",
-    )
+    run = train({**IN_PROCESS, **changes})
     code, output = run.wait()
     assert code == 0, output
     assert metrics_of(tmp_path)[1]["rollout/turns"] > 1

@@ -21,6 +21,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.logger import Logger
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
+from rl_core.plugins.component import Component
 from rl_core.plugins.registry import Registry
 from rl_core.weights.synchronizer import WeightSynchronizer
 
@@ -127,8 +128,8 @@ class Builder:
             policy,
             generation,
             transports=self._transports(section.refit_transport),
-            policy_capabilities=self.registry.find("policy", self.run.policy.backend).capabilities,
-            generation_capabilities=self.registry.find("generation", section.backend).capabilities,
+            policy_capabilities=capabilities_of(self.registry.find("policy", self.run.policy.backend)),
+            generation_capabilities=capabilities_of(self.registry.find("generation", section.backend)),
             transport=section.refit_transport,
             buffer_bytes=section.refit_buffer_mib * 2**20,
             deadline_s=self.run.cluster.deadlines.refit_s,
@@ -157,6 +158,11 @@ class Builder:
                 made.append(self.registry.find("logger", name).load()(config=section, folder=folder))
                 self.exits.callback(made[-1].finish)
         return made
+
+
+def capabilities_of(component: Component) -> tuple[str, ...]:
+    """What a component registers, or, where it is only a path, what its class says of itself."""
+    return component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
 
 
 def make_cluster(config: ClusterConfig, exits: ExitStack) -> RayVirtualCluster | None:
