@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.group import make_group
+from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.rows import at_the_door
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROW_KEYS = ("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens")
 
 
-class DistributedGeneration(GenerationInterface):
+class DistributedGeneration(OverWorkers, GenerationInterface):
     """`GenerationWorker`s as one engine.
 
     Args:
@@ -43,32 +43,20 @@ class DistributedGeneration(GenerationInterface):
         deadlines: DeadlineConfig | None = None,
         env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        self.config = config
-        self._deadlines = deadlines or DeadlineConfig()
-        self.group = make_group(
-            worker_class,
+        super().__init__(
+            worker_class=worker_class,
             config=config,
+            name="generation",
             cluster=cluster,
             num_workers=num_workers or config.num_workers,
-            name="generation",
-            python=config.python,
+            deadlines=deadlines,
             env_vars=env_vars,
         )
-        self._setup = self.group.submit_all("setup")
-        self._facts: list[Mapping[str, Any]] | None = None
-        self._closed = False
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What replica 0 said of itself when it had loaded: `max_model_len`, `device`, `vocab_size`."""
-        if self._facts is None:
-            self._facts = self._setup.result(self._deadlines.start_s)
-        return self._facts[0]
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        assert self.facts
+        self.wait_ready()
         return generate_on(self.group, data, greedy=greedy, deadline_s=self._deadlines.generate_s)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -77,12 +65,6 @@ class DistributedGeneration(GenerationInterface):
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         self._run("finish_generation")
-        return True
-
-    def shutdown(self) -> bool:
-        if not self._closed:
-            self._closed = True
-            self.group.shutdown()
         return True
 
     @property
@@ -100,7 +82,7 @@ class DistributedGeneration(GenerationInterface):
         return version
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        assert self.facts
+        self.wait_ready()
         return [self.group.submit_all("init_collective", ip, port, world_size)]
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str]:
@@ -111,7 +93,7 @@ class DistributedGeneration(GenerationInterface):
         self._run("update_weights", ipc_handles)
 
     def update_weights_from_collective(self) -> list[Any]:
-        assert self.facts
+        self.wait_ready()
         return [self.group.submit_all("update_weights_from_collective")]
 
     def weight_fingerprint(self) -> str:
@@ -140,7 +122,7 @@ class DistributedGeneration(GenerationInterface):
         return answers[0]
 
     def _run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        assert self.facts
+        self.wait_ready()
         return self.group.run_all(method, *args, deadline_s=self._deadlines.refit_s, **kwargs)
 
 

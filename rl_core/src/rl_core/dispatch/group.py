@@ -1,4 +1,4 @@
-"""Workers of one kind, in this process or over a cluster; the choice is made here and nowhere else."""
+"""Workers of one kind behind a facade, in this process or over a cluster; the choice is made here and nowhere else."""
 
 from __future__ import annotations
 
@@ -8,10 +8,79 @@ from typing import TYPE_CHECKING, Any
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.worker_group import WorkerGroup
+from rl_core.config.schema import DeadlineConfig
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
+
+
+class OverWorkers:
+    """What every facade over workers has: a group that loads, facts about it, and an end.
+
+    Loading starts in the constructor and is awaited at the first use, so that several groups load at the same time.
+
+    Args:
+        worker_class: the backend's worker; takes (`context`, `config`).
+        config: its section, handed to each worker.
+        name: what errors call the group.
+        cluster: where the workers run; without one, a single worker runs in this process.
+        num_workers: ranks; all of the cluster's by default.
+        deadlines: how long to wait for what.
+        sharding: the named grid of ranks; all of them along `data` by default.
+        env_vars: further environment variables of the workers.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_class: type,
+        config: Any,
+        name: str,
+        cluster: RayVirtualCluster | None = None,
+        num_workers: int | None = None,
+        deadlines: DeadlineConfig | None = None,
+        sharding: NamedSharding | None = None,
+        env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        self.config = config
+        self._deadlines = deadlines or DeadlineConfig()
+        self.group = make_group(
+            worker_class,
+            config=config,
+            cluster=cluster,
+            num_workers=num_workers,
+            sharding=sharding,
+            name=name,
+            python=config.python,
+            env_vars=env_vars,
+        )
+        self._setup = self.group.submit_all("setup")
+        self._facts: list[Mapping[str, Any]] | None = None
+        self._closed = False
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What rank 0 said of itself when it had loaded, such as `device` and `vocab_size`."""
+        return self.wait_ready()[0]
+
+    def wait_ready(self) -> list[Mapping[str, Any]]:
+        """Wait until every rank has loaded; what each said of itself.
+
+        Raises:
+            WorkerError: a rank could not load.
+            DeadlineExceededError: a rank took longer than `start_s`.
+        """
+        if self._facts is None:
+            self._facts = self._setup.result(self._deadlines.start_s)
+        return self._facts
+
+    def shutdown(self) -> bool:
+        """End the workers and their processes; calling it twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self.group.shutdown()
+        return True
 
 
 def make_group(

@@ -11,7 +11,7 @@ import torch
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.schema import DeadlineConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.group import make_group
+from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
 from rl_core.errors import NonFiniteError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
@@ -27,7 +27,7 @@ SCORING_KEYS = ("input_ids", "input_lengths")
 TRAINING_KEYS = (*SCORING_KEYS, "token_mask", "sample_mask")
 
 
-class DistributedPolicy(ColocatablePolicyInterface):
+class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
     """`PolicyWorker`s as one policy.
 
     Rows are split over the `data` axis of `sharding` and replicated over its other axes. Loading starts in the constructor
@@ -54,28 +54,16 @@ class DistributedPolicy(ColocatablePolicyInterface):
         sharding: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        self.config = config
-        self._deadlines = deadlines or DeadlineConfig()
-        self.group = make_group(
-            worker_class,
+        super().__init__(
+            worker_class=worker_class,
             config=config,
+            name="policy",
             cluster=cluster,
             num_workers=num_workers,
+            deadlines=deadlines,
             sharding=sharding,
-            name="policy",
-            python=config.python,
             env_vars=env_vars,
         )
-        self._setup = self.group.submit_all("setup")
-        self._facts: list[Mapping[str, Any]] | None = None
-        self._closed = False
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What rank 0 said of itself when it had loaded: `num_parameters`, `device`, `vocab_size`."""
-        if self._facts is None:
-            self._facts = self._setup.result(self._deadlines.start_s)
-        return self._facts[0]
 
     @property
     def data_ranks(self) -> int:
@@ -91,7 +79,7 @@ class DistributedPolicy(ColocatablePolicyInterface):
         return BatchedDataDict({"reference_logprobs": self._score(data, reference=True)})
 
     def _score(self, data: BatchedDataDict[Any], *, reference: bool) -> torch.Tensor:
-        assert self.facts
+        self.wait_ready()
         rows = at_the_door(data, SCORING_KEYS)
         shards, order = self._shards(with_filler_rows(rows, self.data_ranks), None, training=False)
         results = self.group.run_sharded("get_logprobs", shards, reference=reference, deadline_s=self._deadlines.train_s)
@@ -111,7 +99,7 @@ class DistributedPolicy(ColocatablePolicyInterface):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        assert self.facts
+        self.wait_ready()
         rows = at_the_door(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys)))
         gbs = gbs or self.config.train_global_batch_size or rows.size
         rows_per_step = -(-gbs // self.data_ranks) * self.data_ranks
@@ -152,7 +140,7 @@ class DistributedPolicy(ColocatablePolicyInterface):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         from rl_core.dispatch.generation import generate_on
 
-        assert self.facts
+        self.wait_ready()
         return generate_on(self.group, data, greedy=greedy, deadline_s=self._deadlines.generate_s)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
@@ -171,18 +159,12 @@ class DistributedPolicy(ColocatablePolicyInterface):
 
     @property
     def weight_version(self) -> int:
-        assert self.facts
+        self.wait_ready()
         version: int = self.group.run_one("get_weight_version", deadline_s=self._deadlines.refit_s)
         return version
 
-    def shutdown(self) -> bool:
-        if not self._closed:
-            self._closed = True
-            self.group.shutdown()
-        return True
-
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        assert self.facts
+        self.wait_ready()
         return [self.group.submit_all("init_collective", ip, port, world_size)]
 
     def offload_before_refit(self) -> None:
@@ -200,13 +182,13 @@ class DistributedPolicy(ColocatablePolicyInterface):
         return buckets
 
     def get_weights_ipc_handles(self, keys: list[str], *, by_reference: bool = False) -> dict[str, Any]:
-        assert self.facts
+        self.wait_ready()
         deadline_s = self._deadlines.refit_s
         parts = self.group.run_all("get_weights_ipc_handles", keys, by_reference=by_reference, deadline_s=deadline_s)
         return merge_handles(parts)
 
     def broadcast_weights_for_collective(self) -> list[Any]:
-        assert self.facts
+        self.wait_ready()
         return [self.group.submit_all("broadcast_weights_for_collective")]
 
     def weight_fingerprint(self, *, dtypes: Mapping[str, str] | None = None, kind: str | None = None) -> str:
@@ -222,7 +204,7 @@ class DistributedPolicy(ColocatablePolicyInterface):
 
     def _run(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call every rank, for gathering weights is collective; the answer is rank 0's."""
-        assert self.facts
+        self.wait_ready()
         return self.group.run_all(method, *args, deadline_s=deadline_s or self._deadlines.refit_s, **kwargs)[0]
 
 
