@@ -135,10 +135,10 @@ def _validated_sections(
     validator = Validator(written=written, problems=problems, find_elsewhere=layout.ending_in)
     done: dict[Path, BaseModel] = {}
     for path in sorted(layout.parts, key=len, reverse=True):
+        if problems.is_poisoned(path):
+            continue
         part = layout.parts[path]
         given = _given(values, path, layout=layout, done=done)
-        if given is None:
-            continue
         implied = {key: value for key, value in part.implied.items() if given.get(key) is None}
         instance = validator.validate(part.model, {**given, **implied}, path=path)
         if instance is not None:
@@ -146,7 +146,7 @@ def _validated_sections(
     return done
 
 
-def _given(values: dict[str, Any], path: Path, *, layout: Layout, done: Mapping[Path, BaseModel]) -> dict[str, Any] | None:
+def _given(values: dict[str, Any], path: Path, *, layout: Layout, done: Mapping[Path, BaseModel]) -> dict[str, Any]:
     """What the file gives for a section, with the sections of components in it replaced by their models."""
     found: Any = values
     for part in path:

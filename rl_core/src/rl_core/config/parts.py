@@ -163,6 +163,7 @@ class _Chooser:
             if component is not None:
                 found.append(component)
         if len(found) == 1:
+            self._section((found[0].name,))
             self._add((found[0].name,), Kind.ALGORITHM, found[0])
             part = self.parts.get((found[0].name,))
             self._default_loss = getattr(part.model, "default_loss", None) if part is not None else None

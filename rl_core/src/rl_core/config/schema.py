@@ -17,7 +17,9 @@ from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
 class Section(BaseModel):
     """A part of the config: keyword-only, frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class AlgorithmConfig(Section):
@@ -66,13 +68,26 @@ class TokenizerConfig(Section):
     """A Jinja template, or the path of one; the tokenizer's own by default."""
 
 
+_ADAMW = "torch.optim.AdamW"
+_ADAMW_DEFAULTS = {"lr": 1e-5, "weight_decay": 0.0}
+
+
 class OptimizerConfig(Section):
     """The optimizer, by dotted name."""
 
-    name: str = "torch.optim.AdamW"
+    name: str = _ADAMW
     """Any class that takes parameters and keyword arguments."""
-    kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 1e-5, "weight_decay": 0.0})
-    """Its keyword arguments."""
+    kwargs: dict[str, Any] = Field(default_factory=lambda: dict(_ADAMW_DEFAULTS))
+    """Its keyword arguments; AdamW keeps those of its defaults that are not given, other optimizers have their own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_adamw_has_our_defaults(cls, given: Any) -> Any:
+        # An override of the learning rate must not turn on PyTorch's weight decay.
+        if not isinstance(given, dict) or not isinstance(given.get("kwargs", {}), dict):
+            return given
+        defaults = _ADAMW_DEFAULTS if given.get("name", _ADAMW) == _ADAMW else {}
+        return {**given, "kwargs": {**defaults, **given.get("kwargs", {})}}
 
 
 class SchedulerConfig(Section):

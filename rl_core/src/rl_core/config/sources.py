@@ -36,7 +36,7 @@ def read_sources(path: str | os.PathLike[str], *, problems: Problems) -> Written
 
 
 def _read(source: str, *, asked_at: Place | None, open_files: tuple[str, ...], problems: Problems) -> Written | None:
-    real = os.path.realpath(source)
+    real = os.path.realpath(source) if "\0" not in source else source
     if real in open_files:
         chain = " -> ".join(os.path.basename(file) for file in (*open_files[open_files.index(real) :], real))
         problems.add(f"These files inherit from each other in a circle: {chain}.", place=asked_at, path=(_PARENTS,))
@@ -88,6 +88,7 @@ def _parents(root: Written, *, problems: Problems) -> list[tuple[str, Place]]:
         if isinstance(item.value, str) and item.value:
             parents.append((item.value, item.place))
         else:
+            problems.is_partial = True
             problems.add(
                 f"must be a file, or a list of files, to inherit from; found {show(item.plain())}.",
                 place=item.place,

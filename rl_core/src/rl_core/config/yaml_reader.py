@@ -67,8 +67,9 @@ def read_yaml(text: str, *, place: Place, problems: Problems) -> Written | None:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+        code = error.character if isinstance(error.character, int) else ord(error.character)
         problems.add(
-            f"The character U+{ord(str(error.character)):04X} is not allowed in YAML: remove it.",
+            f"The character U+{code:04X} is not allowed in YAML: remove it.",
             place=_at(place, line, column),
         )
     except RecursionError:

@@ -1,0 +1,133 @@
+"""Config files in a folder of their own, and what is wrong with them line by line."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_core.config.diagnostics import InvalidConfigError
+from rl_core.config.loader import LoadedConfig, load_config
+from rl_core.plugins import Component, hookimpl
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+
+GOOD = """\
+grpo:
+  num_prompts_per_step: 8
+policy:
+  backend: hf
+  model_name: some/model
+  generation:
+    backend: hf
+    max_new_tokens: 64
+data:
+  train: {dataset_name: arithmetic}
+env:
+  arithmetic: {}
+"""
+"""The shortest config of a GRPO run, 12 lines."""
+
+
+class Acme:
+    """A third-party plugin: a policy that can do nothing special, and models that are wrong in several ways."""
+
+    @hookimpl
+    def rlcore_policies(self) -> list[Component]:
+        return [
+            Component("plain", target="acme:Policy", summary="No capabilities"),
+            Component("strange", target="acme:Policy", config="acme_models:NoSection", summary="Its model is no section"),
+            Component("absent", target="acme:Policy", config="acme_models:Nothing", summary="Its model does not exist"),
+            Component("raising", target="acme:Policy", config="acme_models:Raising", summary="Its model raises"),
+        ]
+
+    @hookimpl
+    def rlcore_algorithms(self) -> list[Component]:
+        return [
+            Component("filtered", target="acme:train", config="acme_models:Filtered", summary="Corrects for top-p"),
+            Component("untrained", target="acme:train", config="acme_models:Untrained", summary="Needs no data"),
+        ]
+
+
+ACME_MODELS = """
+    from typing import ClassVar
+    from pydantic import BaseModel, model_validator
+    from rl_core.config.schema import AlgorithmConfig, PolicyConfig
+
+    class NoSection(BaseModel):
+        pass
+
+    class Raising(PolicyConfig):
+        @model_validator(mode="after")
+        def _bug(self):
+            raise KeyError("acme")
+
+    class Filtered(AlgorithmConfig):
+        default_loss: ClassVar[str] = "clipped_pg"
+        needs_generation: ClassVar[bool] = True
+        allows_filtered_sampling: ClassVar[bool] = True
+
+    class Untrained(AlgorithmConfig):
+        default_loss: ClassVar[str] = "nll"
+        needs_training_data: ClassVar[bool] = False
+"""
+
+
+@pytest.fixture(scope="session")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    """The installed plugins and `Acme`."""
+    folder = tmp_path_factory.mktemp("acme")
+    (folder / "acme_models.py").write_text(textwrap.dedent(ACME_MODELS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        manager = discover()
+        manager.add("acme", Acme, distribution="rl-acme", version="1.0")
+        yield Registry(manager)
+
+
+class Files:
+    """A folder with configs; it is not the working directory."""
+
+    def __init__(self, folder: Path, registry: Registry) -> None:
+        self.folder = folder
+        self.registry = registry
+
+    def write(self, text: str | bytes, name: str = "config.yaml") -> Path:
+        """Writes a file; lines of the text may be indented as the test is."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(text, bytes):
+            path.write_bytes(text)
+        else:
+            path.write_text(textwrap.dedent(text).removeprefix("\n"), encoding="utf-8")
+        return path
+
+    def load(self, text: str | bytes, *overrides: str) -> LoadedConfig:
+        """The config of a text."""
+        return load_config(self.write(text), overrides, registry=self.registry)
+
+    def errors(self, text: str | bytes, *overrides: str) -> list[str]:
+        """What is wrong with a text, files named without their folder."""
+        with pytest.raises(InvalidConfigError) as caught:
+            self.load(text, *overrides)
+        return [line.replace(f"{self.folder}{os.sep}", "") for line in str(caught.value).splitlines()]
+
+
+@pytest.fixture
+def files(tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Files:
+    """Configs in one folder, and another folder to work in."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    return Files(folder, registry)
+
+
+@pytest.fixture
+def good() -> str:
+    """The shortest config of a GRPO run, 12 lines."""
+    return GOOD

@@ -1,0 +1,97 @@
+"""Sections that are each right and do not fit together are refused, with the reason and the remedy."""
+
+import pytest
+
+WRONG_IN_GOOD = {
+    ("  generation:\n    backend: hf\n    max_new_tokens: 64\n", ""): [
+        "config.yaml:3:1: policy.generation: must be set: grpo samples from the policy. Say which `backend` generates."
+    ],
+    ("env:\n  arithmetic: {}\n", ""): [
+        "config.yaml:1:1: env: must be set: grpo trains on the rewards of an environment. Name one, such as `math:`."
+    ],
+    ("  train: {dataset_name: arithmetic}", "  shuffle: true"): [
+        "config.yaml:9:1: data.train: must be set: grpo trains on it. Say `dataset_name`, or `data.train_data_path`."
+    ],
+    ("step: 8", "step: 8\n  val_period: 5"): [
+        "config.yaml:3:15: grpo.val_period: asks for validation, and there is no data.validation: set it, or leave validation "
+        "off."
+    ],
+    ("tokens: 64", "tokens: 64\n    top_p: 0.95"): [
+        "config.yaml:9:12: policy.generation.top_p: grpo cannot train on it: tokens would be drawn from a filtered "
+        "distribution while the policy scores them under the whole one, so every probability ratio would be wrong. Set it to "
+        "1.0; temperature is accounted for."
+    ],
+    ("tokens: 64", "tokens: 64\n    top_k: 20"): [
+        "config.yaml:9:12: policy.generation.top_k: grpo cannot train on it: tokens would be drawn from a filtered "
+        "distribution while the policy scores them under the whole one, so every probability ratio would be wrong. Set it to "
+        "null; temperature is accounted for."
+    ],
+    ("tokens: 64", "tokens: 1024"): [
+        "config.yaml:8:21: policy.generation.max_new_tokens: 1024 leaves no room for a prompt: "
+        "policy.max_total_sequence_length is 1024, prompt and completion together."
+    ],
+    ("  generation:", "  dynamic_batching: {enabled: true, train_mb_tokens: 512}\n  generation:"): [
+        "config.yaml:6:54: policy.dynamic_batching.train_mb_tokens: 512 tokens cannot hold one row of "
+        "policy.max_total_sequence_length (1024): raise it to that, or lower the length."
+    ],
+    ("  backend: hf\n  model", "  backend: plain\n  sequence_packing: {enabled: true}\n  model"): [
+        "config.yaml:5:31: policy.sequence_packing.enabled: true asks policy for what it cannot do. Policy backend 'plain' "
+        "(rl-acme 1.0) lacks the capability 'sequence_packing'. It states none. Able: hf."
+    ],
+    ("  backend: hf\n  model", "  backend: plain\n  dynamic_batching: {enabled: true}\n  model"): [
+        "config.yaml:5:31: policy.dynamic_batching.enabled: true asks policy for what it cannot do. Policy backend 'plain' "
+        "(rl-acme 1.0) lacks the capability 'dynamic_batching'. It states none. Able: hf."
+    ],
+    ("tokens: 64", "tokens: 64\n    refit_transport: carrier_pigeon"): [
+        "config.yaml:9:22: policy.generation.refit_transport: No weight transport named 'carrier_pigeon'. Installed: "
+        "by_reference, collective, shared_memory."
+    ],
+}
+
+
+@pytest.mark.parametrize("change", WRONG_IN_GOOD, ids=[" -> ".join(change) for change in WRONG_IN_GOOD])
+def test_sections_that_do_not_fit_are_refused(files, good, change):
+    old, new = change
+    assert files.errors(good.replace(old, new, 1)) == WRONG_IN_GOOD[change]
+
+
+def test_a_backend_without_the_capability_cannot_run_in_process(files, good):
+    text = good.replace("  backend: hf\n  model", "  backend: plain\n  model") + "cluster: {backend: in_process}\n"
+    assert files.errors(text) == [
+        "config.yaml:13:20: cluster.backend: in_process asks policy for what it cannot do. Policy backend 'plain' (rl-acme "
+        "1.0) lacks the capability 'in_process'. It states none. Able: hf."
+    ]
+
+
+def test_a_transport_that_one_side_does_not_speak_is_refused(files, good):
+    text = good.replace("  backend: hf\n  model", "  backend: plain\n  model")
+    assert files.errors(text, "policy.generation.refit_transport=shared_memory") == [
+        "override #1 `policy.generation.refit_transport=shared_memory`: policy.generation.refit_transport: the policy backend "
+        "'plain' does not speak 'shared_memory'. It speaks: none."
+    ]
+
+
+def test_our_backend_can_all_that_a_config_may_ask(files, good):
+    run = files.load(good, "cluster.backend=in_process", "policy.sequence_packing.enabled=true").run
+    assert run.policy.sequence_packing.enabled
+    assert files.load(good, "policy.dynamic_batching.enabled=true").run.policy.dynamic_batching.enabled
+    assert files.load(good, "policy.generation.refit_transport=collective").run.policy.generation.refit_transport
+
+
+def test_an_algorithm_that_corrects_for_it_may_sample_with_top_p(files, good):
+    text = good.replace("grpo:\n  num_prompts_per_step: 8", "filtered:")
+    assert files.load(text, "policy.generation.top_p=0.9").run.policy.generation.top_p == 0.9
+
+
+def test_an_algorithm_that_does_not_train_on_samples_may_sample_with_top_p(files, good):
+    text = good.replace("grpo:\n  num_prompts_per_step: 8", "sft:")
+    assert files.load(text, "policy.generation.top_k=5").run.policy.generation.top_k == 5
+
+
+def test_an_algorithm_without_samples_needs_neither_generation_nor_environment(files):
+    text = "sft:\npolicy: {backend: hf, model_name: m}\ndata: {train: {dataset_name: arithmetic}}\n"
+    assert files.load(text).run.policy.generation is None
+
+
+def test_an_algorithm_without_training_data_needs_none(files):
+    assert files.load("untrained:\npolicy: {backend: hf, model_name: m}\n").run.data.train is None

@@ -1,0 +1,125 @@
+"""`defaults:` lays files over each other, depth first, and refuses circles and what cannot be read."""
+
+from rl_core.config.diagnostics import Problems
+from rl_core.config.sources import LARGEST_FILE, read_sources
+
+
+def merged(files, text):
+    problems = Problems()
+    root = read_sources(files.write(text), problems=problems)
+    assert problems.found == []
+    return root.plain()
+
+
+def test_a_file_wins_over_what_it_inherits_and_mappings_merge(files):
+    files.write("policy: {precision: float32, optimizer: {kwargs: {lr: 1}}}\ncluster: {num_nodes: 2}", "base.yaml")
+    text = "defaults: base.yaml\npolicy: {optimizer: {kwargs: {weight_decay: 2}}}\ncluster: {num_nodes: 3}"
+    assert merged(files, text) == {
+        "policy": {"precision": "float32", "optimizer": {"kwargs": {"lr": 1, "weight_decay": 2}}},
+        "cluster": {"num_nodes": 3},
+    }
+
+
+def test_parents_come_in_their_order_and_depth_first(files):
+    files.write("a: root\nb: root\nc: root\nd: root", "root.yaml")
+    files.write("defaults: root.yaml\nb: left\nc: left", "left.yaml")
+    files.write("c: right", "right.yaml")
+    assert merged(files, "defaults: [left.yaml, right.yaml]\nd: own") == {"a": "root", "b": "left", "c": "right", "d": "own"}
+
+
+def test_a_parent_is_found_beside_the_file_that_names_it(files):
+    files.write("defaults: ../shared/base.yaml", "configs/middle.yaml")
+    files.write("a: 1", "shared/base.yaml")
+    assert merged(files, "defaults: configs/middle.yaml") == {"a": 1}
+
+
+def test_a_parent_that_two_files_share_is_no_circle(files):
+    files.write("a: 1", "root.yaml")
+    files.write("defaults: root.yaml\nb: 2", "left.yaml")
+    files.write("defaults: root.yaml\nc: 3", "right.yaml")
+    assert merged(files, "defaults: [left.yaml, right.yaml]") == {"a": 1, "b": 2, "c": 3}
+
+
+def test_a_list_replaces_the_inherited_one(files):
+    files.write("a: [1, 2]", "base.yaml")
+    assert merged(files, "defaults: base.yaml\na: [3]") == {"a": [3]}
+
+
+def test_a_section_can_replace_the_inherited_one(files):
+    files.write("p: {q: {a: 1, b: 2}, r: 3}", "base.yaml")
+    assert merged(files, "defaults: base.yaml\np:\n  q: {_override_: true, c: 3}") == {"p": {"q": {"c": 3}, "r": 3}}
+
+
+def test_an_empty_section_keeps_what_is_inherited_and_null_takes_it_away(files):
+    files.write("grpo: {a: 1}\nenv: {b: 2}", "base.yaml")
+    assert merged(files, "defaults: base.yaml\ngrpo:\nenv: null") == {"grpo": {"a": 1}, "env": None}
+
+
+def test_a_circle_is_refused_at_the_line_that_closes_it(files):
+    files.write("defaults: config.yaml", "base.yaml")
+    assert files.errors("a: 1\ndefaults: base.yaml") == [
+        "base.yaml:1:11: defaults: These files inherit from each other in a circle: config.yaml -> base.yaml -> config.yaml."
+    ]
+
+
+def test_a_file_cannot_inherit_from_itself(files):
+    assert "in a circle: config.yaml -> config.yaml." in files.errors("defaults: config.yaml")[0]
+
+
+def test_an_absent_parent_is_reported_where_it_is_named_with_the_nearest_file(files):
+    files.write("", "base.yaml")
+    assert files.errors("grpo:\ndefaults: [bsae.yaml]") == [
+        "config.yaml:2:12: defaults: There is no file bsae.yaml. Did you mean base.yaml?"
+    ]
+
+
+def test_a_parent_must_be_named_by_text(files):
+    assert files.errors("defaults: [3, {a: b}]")[:2] == [
+        "config.yaml:1:12: defaults: must be a file, or a list of files, to inherit from; found 3.",
+        "config.yaml:1:15: defaults: must be a file, or a list of files, to inherit from; found a mapping of a.",
+    ]
+
+
+def test_mistakes_in_a_parent_are_reported_in_the_parent(files, good):
+    files.write("cluster:\n  num_nodes: 0", "base.yaml")
+    assert files.errors(f"defaults: base.yaml\n{good}") == [
+        "base.yaml:2:14: cluster.num_nodes: must be a whole number, 1 or more; found 0."
+    ]
+
+
+def test_a_value_of_the_file_mends_a_mistake_of_its_parent(files, good):
+    files.write("cluster:\n  num_nodes: 0", "base.yaml")
+    assert files.load(f"defaults: base.yaml\n{good}cluster: {{num_nodes: 1}}").run.cluster.num_nodes == 1
+
+
+def test_what_is_no_config_file_is_refused_in_words(files):
+    (files.folder / "folder.yaml").mkdir()
+    cases = {
+        "nosuch.yaml": "There is no file",
+        "nosuch/x.yaml": "There is no folder",
+        "folder.yaml": "is a folder: name a YAML file in it.",
+        "\0": "cannot be a file's name",
+        "x" * 300: "cannot be read: File name too long.",
+    }
+    for name, expected in cases.items():
+        problems = Problems()
+        read_sources(f"{files.folder}/{name}", problems=problems)
+        assert expected in str(problems.found[0]), name
+
+
+def test_binary_and_very_large_files_are_refused(files):
+    assert files.errors(b"a: 1\nb: \xff\xfe") == [
+        "config.yaml:2:4: This is not text in UTF-8 (byte 0xFF): save the config as UTF-8."
+    ]
+    assert files.errors(b"GGUF\x03\x00\x00\x00")[0].startswith("config.yaml:1:5: The character U+0003 is not allowed")
+    assert files.errors(b"#" * (LARGEST_FILE + 1)) == ["config.yaml is larger than 1024 KiB: that is no config."]
+
+
+def test_a_root_that_is_no_mapping_is_refused(files):
+    assert files.errors("- a\n- b") == [
+        "config.yaml:1:1: A config is a mapping of sections (`policy:`, `data:`, ...), not a list of 2."
+    ]
+
+
+def test_a_byte_order_mark_is_no_mistake(files, good):
+    assert files.load(b"\xef\xbb\xbf" + good.encode()).run.algorithm_name == "grpo"

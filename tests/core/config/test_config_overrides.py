@@ -1,0 +1,136 @@
+"""`key=value` sets what exists, `++key=value` adds; both are typed as YAML and blamed by their number."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-5", 1e-5), ("0.5", 0.5), ("7", 7.0), (" 3.5 ", 3.5)],
+)
+def test_a_value_has_the_type_that_yaml_gives_it(files, good, text, value):
+    assert files.load(good, f"policy.max_grad_norm={text}").run.policy.max_grad_norm == value
+
+
+def test_lists_mappings_null_and_quoted_text_can_be_given(files, good):
+    run = files.load(
+        good,
+        "policy.generation.stop_strings=['</s>', \"a=b\"]",
+        "policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 1}}",
+        "policy.max_grad_norm=null",
+        "logger.run_name='007'",
+    ).run
+    assert run.policy.generation.stop_strings == ["</s>", "a=b"]
+    assert run.policy.optimizer.kwargs == {"lr": 1}
+    assert run.policy.max_grad_norm is None
+    assert run.logger.run_name == "007"
+
+
+def test_an_override_wins_over_the_file_and_the_last_one_over_the_others(files, good):
+    assert (
+        files.load(good, "grpo.num_prompts_per_step=3", "grpo.num_prompts_per_step=4").run.algorithm.num_prompts_per_step == 4
+    )
+
+
+def test_one_item_of_a_list_can_be_set(files, good):
+    text = good.replace("max_new_tokens: 64", "stop_strings: [a, b, c]")
+    for key in ("policy.generation.stop_strings.1", "policy.generation.stop_strings[1]"):
+        assert files.load(text, f"{key}=z").run.policy.generation.stop_strings == ["a", "z", "c"]
+
+
+def test_a_key_that_only_the_model_has_needs_no_plus(files, good):
+    assert files.load(good, "cluster.deadlines.train_s=5").run.cluster.deadlines.train_s == 5.0
+
+
+def test_one_keyword_of_the_default_optimizer_leaves_its_others(files, good):
+    kwargs = files.load(good, "policy.optimizer.kwargs.lr=3e-4").run.policy.optimizer.kwargs
+    assert kwargs == {"lr": 3e-4, "weight_decay": 0.0}
+
+
+def test_plus_adds_to_a_free_mapping_and_adds_a_task(files, good):
+    run = files.load(good, "++policy.optimizer.kwargs.betas=[0.9, 0.95]", "++env.math.num_workers=2").run
+    assert run.policy.optimizer.kwargs["betas"] == [0.9, 0.95]
+    assert run.env["math"].num_workers == 2
+
+
+def test_plus_sets_what_exists_as_well(files, good):
+    assert files.load(good, "++grpo.num_prompts_per_step=5").run.algorithm.num_prompts_per_step == 5
+
+
+def test_a_new_key_of_a_free_mapping_needs_the_plus(files, good):
+    assert files.errors(good, "policy.optimizer.kwargs.betas=[0.9, 0.95]", "env.math.num_workers=2") == [
+        "override #1 `policy.optimizer.kwargs.betas=[0.9, 0.95]`: policy.optimizer.kwargs.betas: neither the file nor a model "
+        "has policy.optimizer.kwargs.betas: to add it, write ++policy.optimizer.kwargs.betas=...",
+        "override #2 `env.math.num_workers=2`: env.math.num_workers: neither the file nor a model has env.math: to add it, "
+        "write ++env.math.num_workers=...",
+    ]
+
+
+def test_no_plus_adds_a_key_that_the_model_forbids(files, good):
+    assert files.errors(good, "++policy.modle_name=x") == [
+        "override #1 `++policy.modle_name=x`: policy.modle_name: policy has no key 'modle_name'. Did you mean 'model_name'?"
+    ]
+
+
+def test_a_wrong_value_is_blamed_on_the_override_and_not_on_the_file(files, good):
+    assert files.errors(good, "cluster.num_nodes=1", "grpo.val_batch_size=two") == [
+        "override #2 `grpo.val_batch_size=two`: grpo.val_batch_size: must be a whole number, 1 or more; found 'two'."
+    ]
+
+
+def test_a_key_of_another_section_is_found(files, good):
+    assert files.errors(good, "policy.temperature=1", "policy.lr=1") == [
+        "override #1 `policy.temperature=1`: policy.temperature: policy has no key 'temperature'. Did you mean "
+        "policy.generation.temperature?",
+        "override #2 `policy.lr=1`: policy.lr: policy has no key 'lr'. Did you mean policy.optimizer.kwargs.lr?",
+    ]
+
+
+MALFORMED = {
+    "policy.precision": "An override is written key=value, such as policy.precision=bfloat16.",
+    "other.yaml": "An override is written key=value, such as policy.precision=bfloat16. A second config file is inherited with "
+    "`defaults:` in the first.",
+    "+policy.precision=float32": "Write `++` to add a key, and nothing to set one.",
+    "policy..precision=float32": "The key before `=` has an empty part: write it like policy.precision.",
+    "=3": "The key before `=` has an empty part: write it like policy.precision.",
+    "policy.precision=": "There is no value after `=`: write null for none, '' for empty text.",
+    "logger.run_name=#1": "There is no value after `=`: text that begins with `#` needs quotes.",
+    "defaults=base.yaml": "`defaults` is read before overrides are: write it in a file.",
+    "logger.run_name=[a": "This is not YAML that can be read: while parsing a flow sequence, expected ',' or ']', but got "
+    "'<stream end>'.",
+    "policy.model_name.x=3": "policy.model_name.x: policy.model_name is 'some/model' (config.yaml:5:15), which holds no keys.",
+    "policy.generation={backend: hf, backend: hf}": "backend: This key is already set at override #1 "
+    "`policy.generation={backend: hf, backend: hf}`: keep one of the two.",
+}
+
+
+@pytest.mark.parametrize("override", MALFORMED)
+def test_a_malformed_override_says_how_it_is_written(files, good, override):
+    assert files.errors(good, override) == [f"override #1 `{override}`: {MALFORMED[override]}"]
+
+
+def test_a_position_beyond_a_list_is_refused(files, good):
+    text = good.replace("max_new_tokens: 64", "stop_strings: [a, b]")
+    assert files.errors(text, "policy.generation.stop_strings.2=c") == [
+        "override #1 `policy.generation.stop_strings.2=c`: policy.generation.stop_strings.2: policy.generation.stop_strings is "
+        "a list of 2: its positions are 0 to 1."
+    ]
+
+
+def test_a_null_section_can_be_opened(files, good):
+    text = good.replace("  generation:", "  scheduler: null\n  generation:")
+    assert files.load(text, "policy.scheduler.name=linear").run.policy.scheduler.name == "linear"
+
+
+def test_overrides_reach_the_choice_of_the_backend(files, good):
+    errors = files.errors(good, "policy.backend=megatron")
+    assert errors == [
+        "override #1 `policy.backend=megatron`: policy.backend: Policy backend 'megatron' is not installed: pip install "
+        "rl-backends-megatron"
+    ]
+
+
+def test_errors_of_overrides_come_last_and_in_their_order(files, good):
+    overrides = [f"cluster.no{n}=1" for n in range(1, 13)]
+    errors = files.errors(good.replace("num_prompts_per_step: 8", "num_prompts_per_step: 0"), *overrides)
+    assert errors[0].startswith("config.yaml:2:25: ")
+    assert [line.split("`")[1] for line in errors[1:]] == overrides

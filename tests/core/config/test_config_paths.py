@@ -1,0 +1,54 @@
+"""Relative paths: from the working directory first, else from the file that writes them; names stay names."""
+
+import pytest
+
+
+@pytest.fixture
+def model(files):
+    """A model folder beside the config."""
+    folder = files.folder / "models" / "tiny"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_a_folder_beside_the_config_is_found(files, good, model):
+    assert files.load(good.replace("some/model", "models/tiny")).run.policy.model_name == str(model)
+
+
+def test_the_working_directory_comes_first(files, good, model, monkeypatch, tmp_path):
+    here = tmp_path / "work" / "models" / "tiny"
+    here.mkdir(parents=True)
+    assert files.load(good.replace("some/model", "models/tiny")).run.policy.model_name == str(here)
+
+
+def test_a_path_of_an_inherited_file_is_relative_to_that_file(files, good):
+    files.write("{}", "base/tokenizer.json")
+    files.write("policy: {tokenizer: {name: tokenizer.json}}", "base/base.yaml")
+    loaded = files.load(f"defaults: base/base.yaml\n{good}")
+    assert loaded.run.policy.tokenizer.name == str(files.folder / "base" / "tokenizer.json")
+
+
+def test_a_path_of_an_override_is_relative_to_the_working_directory(files, good, model):
+    assert files.load(good, "policy.model_name=models/tiny").run.policy.model_name == "models/tiny"
+    assert files.load(good, f"policy.model_name={model}").run.policy.model_name == str(model)
+
+
+def test_a_name_that_is_no_file_stays_a_name(files, good):
+    assert files.load(good).run.policy.model_name == "some/model"
+
+
+@pytest.mark.parametrize("path", ["./model", "~/no-such-model", "/no/such/model", "weights.gguf"])
+def test_what_can_only_be_a_path_must_exist(files, good, path):
+    line = files.errors(good.replace("some/model", path))[0]
+    assert line.startswith(f"config.yaml:5:15: policy.model_name: there is no '{path}' in {files.folder.parent}/work nor in ")
+
+
+def test_a_data_file_must_exist(files, good):
+    text = good.replace("train: {dataset_name: arithmetic}", "train_data_path: rows.jsonl")
+    line = files.errors(text)[0]
+    assert line.startswith("config.yaml:10:20: data.train.path: there is no 'rows.jsonl' in ")
+
+
+def test_a_template_with_line_breaks_is_no_file_name(files, good):
+    text = good.replace("  generation:", "  tokenizer:\n    chat_template: |\n      {{ x }}\n      {{ y }}\n  generation:")
+    assert files.load(text).run.policy.tokenizer.chat_template == "{{ x }}\n{{ y }}\n"

@@ -1,0 +1,271 @@
+"""Each section has the model of what it names, and each mistake is one line: place, key, what is allowed, what was found."""
+
+import pytest
+
+from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
+from rl_core.algorithms.grpo_config import GRPOConfig
+from rl_core.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
+from rl_core.config.schema import OpenEnvironmentConfig, OpenPolicyConfig
+from rl_envs.config import ArithmeticDatasetConfig, ArithmeticEnvironmentConfig, MathEnvironmentConfig
+
+SFT = """\
+sft:
+policy: {backend: hf, model_name: some/model}
+data: {train: {dataset_name: arithmetic, with_response: true}}
+"""
+
+
+def test_every_section_is_an_instance_of_the_model_of_its_component(files, good):
+    run = files.load(good).run
+    assert run.algorithm_name == "grpo"
+    assert type(run.algorithm) is GRPOConfig
+    assert type(run.loss_fn) is ClippedPGLossConfig
+    assert type(run.policy) is HFPolicyConfig
+    assert type(run.policy.generation) is HFGenerationConfig
+    assert type(run.data.train) is ArithmeticDatasetConfig
+    assert type(run.env["arithmetic"]) is ArithmeticEnvironmentConfig
+
+
+def test_the_components_are_given_by_the_key_of_their_section(files, good):
+    components = files.load(good).components
+    assert {key: component.name for key, component in components.items()} == {
+        "grpo": "grpo",
+        "loss_fn": "clipped_pg",
+        "policy": "hf",
+        "policy.generation": "hf",
+        "data.train": "arithmetic",
+        "env.arithmetic": "arithmetic",
+    }
+
+
+def test_an_empty_section_takes_its_defaults_and_its_loss(files):
+    run = files.load(SFT).run
+    assert (run.algorithm_name, run.loss_fn.name, type(run.loss_fn)) == ("sft", "nll", NLLLossConfig)
+
+
+def test_the_loss_that_is_named_wins_over_that_of_the_algorithm(files):
+    run = files.load(SFT + "loss_fn: {name: clipped_pg, ratio_clip_max: 0.3}\n").run
+    assert (run.loss_fn.name, run.loss_fn.ratio_clip_max) == ("clipped_pg", 0.3)
+
+
+def test_a_task_may_have_any_name_if_it_says_which_environment_it_is(files, good):
+    run = files.load(good + "  sums: {name: math, timeout_s: 1.5}\n").run
+    assert type(run.env["sums"]) is MathEnvironmentConfig
+    assert run.env["sums"].timeout_s == 1.5
+
+
+def test_an_environment_given_by_its_path_keeps_all_its_keys(files, good):
+    run = files.load(good + "  weather: {env_cls: rl_envs.anything.Weather, num_workers: 8, station: 3}\n").run
+    assert type(run.env["weather"]) is OpenEnvironmentConfig
+    assert run.env["weather"].model_dump(exclude_unset=True) == {
+        "env_cls": "rl_envs.anything.Weather",
+        "num_workers": 8,
+        "station": 3,
+    }
+
+
+def test_a_backend_given_by_its_path_keeps_all_its_keys(files, good):
+    run = files.load(good.replace("  backend: hf\n  model", "  backend: rl_core.none.Policy\n  own_cfg: {a: 1}\n  model")).run
+    assert type(run.policy) is OpenPolicyConfig
+    assert run.policy.own_cfg == {"a": 1}
+
+
+def test_a_data_path_is_short_for_the_jsonl_dataset(files, good):
+    rows = files.write('{"question": "1+1", "expected_answer": "2"}\n', "rows.jsonl")
+    text = good.replace("  train: {dataset_name: arithmetic}", "  train_data_path: rows.jsonl\n  val_data_path: rows.jsonl")
+    loaded = files.load(text)
+    assert loaded.run.data.train.dataset_name == loaded.run.data.validation.dataset_name == "jsonl"
+    assert loaded.run.data.train.path == rows
+    assert str(loaded.source["data.train.path"]) == f"{files.folder}/config.yaml:10:20"
+
+
+WRONG_IN_GOOD = {
+    ("grpo:", "grop:"): ["config.yaml:1:1: grop: There is no section 'grop'. Did you mean 'grpo'?"],
+    ("num_prompts_per_step", "num_promts_per_step"): [
+        "config.yaml:2:3: grpo.num_promts_per_step: grpo has no key 'num_promts_per_step'. Did you mean 'num_prompts_per_step'?"
+    ],
+    ("step: 8", "step: two"): ["config.yaml:2:25: grpo.num_prompts_per_step: must be a whole number, 1 or more; found 'two'."],
+    ("step: 8", "step: 0"): ["config.yaml:2:25: grpo.num_prompts_per_step: must be a whole number, 1 or more; found 0."],
+    ("step: 8", "step: 1.5"): ["config.yaml:2:25: grpo.num_prompts_per_step: must be a whole number, 1 or more; found 1.5."],
+    ("step: 8", "step: true"): ["config.yaml:2:25: grpo.num_prompts_per_step: must be a whole number, 1 or more; found true."],
+    ("step: 8", "step: [8]"): [
+        "config.yaml:2:25: grpo.num_prompts_per_step: must be a whole number, 1 or more; found a list of 1."
+    ],
+    ("step: 8", "step: null"): ["config.yaml:2:25: grpo.num_prompts_per_step: must be a whole number, 1 or more; found null."],
+    ("grpo:\n  num_prompts_per_step: 8", "grpo: 3"): ["config.yaml:1:7: grpo: must be a section with keys below it; found 3."],
+    ("grpo:\n  num_prompts_per_step: 8\n", ""): [
+        "config.yaml:1:1: There is no section of an algorithm: add one of filtered:, grpo:, sft:, untrained: (it may be empty)."
+    ],
+    ("grpo:", "sft:\ngrpo:"): [
+        "config.yaml:2:1: grpo: A config has the section of one algorithm, and this one has those of sft and grpo: remove all "
+        "but one."
+    ],
+    ("  model_name: some/model\n", ""): [
+        "config.yaml:3:1: policy.model_name: must be set to text. Name, folder or GGUF file of the model."
+    ],
+    ("model_name: some/model", "model_name: 7"): [
+        "config.yaml:5:15: policy.model_name: must be text; found 7. YAML reads '7' so: write it in quotes if text is meant."
+    ],
+    ("model_name: some/model", "model_name: no"): [
+        "config.yaml:5:15: policy.model_name: must be text; found false. YAML reads 'no' so: write it in quotes if text is "
+        "meant."
+    ],
+    ("model_name:", "precision: bf16\n  model_name:"): [
+        "config.yaml:5:14: policy.precision: must be 'float32' or 'bfloat16'; found 'bf16'. Did you mean 'bfloat16'?"
+    ],
+    ("model_name:", "max_grad_norm: .nan\n  model_name:"): [
+        "config.yaml:5:18: policy.max_grad_norm: must be a number, more than 0.0, or null; found .nan."
+    ],
+    ("model_name:", "max_grad_norm: .inf\n  model_name:"): [
+        "config.yaml:5:18: policy.max_grad_norm: must be a number, more than 0.0, or null; found .inf."
+    ],
+    ("model_name:", "policy.precision: float32\n  model_name:"): [
+        "config.yaml:5:3: policy.policy.precision: policy has no key 'policy.precision'. A dotted key is for overrides: write "
+        "its parts below each other."
+    ],
+    ("model_name:", "temperature: 1\n  model_name:"): [
+        "config.yaml:5:3: policy.temperature: policy has no key 'temperature'. Did you mean policy.generation.temperature?"
+    ],
+    ("model_name:", "vllm_cfg: {}\n  model_name:"): [
+        "config.yaml:5:3: policy.vllm_cfg: vllm_cfg is the section of the backend 'vllm', and the backend here is 'hf', whose "
+        "own section is hf_cfg: remove it or change the backend. (Inherited? `_override_: true` in the section that holds it "
+        "replaces what is inherited.)"
+    ],
+    ("model_name:", "hf_cgf: {}\n  model_name:"): [
+        "config.yaml:5:3: policy.hf_cgf: policy has no key 'hf_cgf'. Did you mean 'hf_cfg'?"
+    ],
+    ("model_name:", "hf_cfg: {attn_implementation: spda}\n  model_name:"): [
+        "config.yaml:5:33: policy.hf_cfg.attn_implementation: must be 'eager' or 'sdpa' or 'flash_attention_2' or null; found "
+        "'spda'. Did you mean 'sdpa'?"
+    ],
+    ("model_name:", "hf_cfg: {load_in_8bit: true, load_in_4bit: true}\n  model_name:"): [
+        "config.yaml:5:3: policy.hf_cfg: load_in_8bit and load_in_4bit exclude each other: keep one of them."
+    ],
+    ("model_name:", "hf_cfg: {device_map: 3}\n  model_name:"): [
+        "config.yaml:5:24: policy.hf_cfg.device_map: must be text or a mapping or null; found 3. YAML reads '3' so: write it "
+        "in quotes if text is meant."
+    ],
+    ("  backend: hf\n  model", "  model"): [
+        "config.yaml:3:1: policy.backend: must be set: which policy backend. Installed: absent, hf, plain, raising, strange."
+    ],
+    ("policy:\n  backend: hf", "policy:\n  backend: hff"): [
+        "config.yaml:4:12: policy.backend: No policy backend named 'hff'. Installed: absent, hf, plain, raising, strange. Did "
+        "you mean 'hf'?"
+    ],
+    ("policy:\n  backend: hf", "policy:\n  backend: megatron"): [
+        "config.yaml:4:12: policy.backend: Policy backend 'megatron' is not installed: pip install rl-backends-megatron"
+    ],
+    ("policy:\n  backend: hf", "policy:\n  backend: [hf]"): [
+        "config.yaml:4:12: policy.backend: must be the name of a policy backend; found a list of 1."
+    ],
+    ("policy:\n  backend: hf", "policy:\n  backend: no_such_package.mod.Policy"): [
+        "config.yaml:4:12: policy.backend: Policy backend 'no_such_package.mod.Policy' cannot be imported: there is no package "
+        "'no_such_package'. Install it, or put its folder on PYTHONPATH."
+    ],
+    ("policy:\n  backend: hf", "policy:\n  backend: strange"): [
+        "config.yaml:3:1: policy: The config model acme_models:NoSection of the policy backend 'strange' is not a subclass of "
+        "rl_core.config.schema.PolicyConfig: that is a bug of the distribution that registers it."
+    ],
+    ("policy:\n  backend: hf", "policy:\n  backend: absent"): [
+        "config.yaml:3:1: policy: acme_models:Nothing does not exist: acme_models has no 'Nothing'. Did you mean 'NoSection'?"
+    ],
+    ("policy:\n  backend: hf", "policy:\n  backend: raising"): [
+        "config.yaml:3:1: policy: the model acme_models.Raising failed on it (KeyError: 'acme'): that is a bug of the "
+        "distribution that has this model."
+    ],
+    ("    backend: hf", "    backend: vllm\n    vllm_cfg: {tensor_parallel_size: 1}"): [
+        "config.yaml:7:14: policy.generation.backend: Generation backend 'vllm' is not installed: pip install rl-backends-vllm"
+    ],
+    ("tokens: 64", "tokens: 64\n    stop_strings: [a, no, 3]"): [
+        "config.yaml:9:23: policy.generation.stop_strings.1: must be text; found false. YAML reads 'no' so: write it in quotes "
+        "if text is meant.",
+        "config.yaml:9:27: policy.generation.stop_strings.2: must be text; found 3. YAML reads '3' so: write it in quotes if "
+        "text is meant.",
+    ],
+    ("dataset_name: arithmetic", "dataset_name: arithmetics"): [
+        "config.yaml:10:25: data.train.dataset_name: No dataset named 'arithmetics'. Installed: arithmetic, guess, jsonl. Did "
+        "you mean 'arithmetic'?"
+    ],
+    ("dataset_name: arithmetic", "dataset_name: arithmetic, operations: ['+', '%']"): [
+        "config.yaml:10:55: data.train.operations.1: must be '+' or '-' or '*'; found '%'."
+    ],
+    ("dataset_name: arithmetic", "dataset_name: arithmetic, operations: []"): [
+        "config.yaml:10:49: data.train.operations: must be a list of '+' or '-' or '*', 1 or more items; found an empty list."
+    ],
+    ("{dataset_name: arithmetic}", "[arithmetic]"): [
+        "config.yaml:10:10: data.train: must be a section with keys below it; found a list of 1."
+    ],
+    ("data:\n", "data:\n  train_data_path: config.yaml\n"): [
+        "config.yaml:9:1: data: train and train_data_path both name the training data: keep one of them.",
+    ],
+    ("arithmetic: {}", "weather: {}"): [
+        "config.yaml:12:3: env.weather: No environment named 'weather'. Installed: arithmetic, guess, math. (A task may have "
+        "any name: say which environment answers it with `name:` or `env_cls:`.)"
+    ],
+    ("arithmetic: {}", "arithmetic: {env_cls: a.B}"): [
+        "config.yaml:12:25: env.arithmetic.env_cls: Environment 'a.B' cannot be imported: there is no package 'a'. Install it, "
+        "or put its folder on PYTHONPATH.",
+    ],
+    ("arithmetic: {}", "arithmetic: {name: math, env_cls: rl_envs.a.B}"): [
+        "config.yaml:12:3: env.arithmetic: name and env_cls both say which environment it is: keep one of them."
+    ],
+    ("arithmetic: {}", "arithmetic: {env_cls: math}"): [
+        "config.yaml:12:25: env.arithmetic.env_cls: must be the path of a class, package.module.Class; found 'math'. A "
+        "registered environment goes under `name`."
+    ],
+    ("env:", "checkpointing: {keep_top_k: 3}\nenv:"): [
+        "config.yaml:11:1: checkpointing: keep_top_k ranks checkpoints by metric_name: set it, for example validation/accuracy."
+    ],
+    ("env:", "logger: {loggers: {jsonll: {}}}\nenv:"): [
+        "config.yaml:11:20: logger.loggers.jsonll: No logger named 'jsonll'. Installed: console, jsonl. Did you mean 'jsonl'?"
+    ],
+    ("env:", "ppo: {}\nenv:"): [
+        "config.yaml:11:1: ppo: There is no section 'ppo'. Sections: filtered, grpo, sft, untrained, loss_fn, policy, data, "
+        "env, cluster, checkpointing, logger."
+    ],
+    ("env:", "policy.precision: float32\nenv:"): [
+        "config.yaml:11:1: policy.precision: There is no section 'policy.precision'. A dotted key is for overrides: write its "
+        "parts below each other."
+    ],
+    ("env:", "math: {}\nenv:"): [
+        "config.yaml:11:1: math: 'math' is an environment (rl-envs 0.1.0), not an algorithm. Installed: filtered, grpo, sft, "
+        "untrained."
+    ],
+}
+
+
+@pytest.mark.parametrize("change", WRONG_IN_GOOD, ids=[" -> ".join(change) for change in WRONG_IN_GOOD])
+def test_a_mistake_is_one_line_with_place_key_what_is_allowed_and_what_was_found(files, good, change):
+    old, new = change
+    assert files.errors(good.replace(old, new, 1)) == WRONG_IN_GOOD[change]
+
+
+def test_all_mistakes_of_all_sections_are_told_at_once_in_the_order_of_the_file(files, good):
+    text = good
+    for old, new in [
+        ("step: 8", "step: two"),
+        ("backend: hf\n  model_name: some/model", "backend: megatron\n  precision: bf16"),
+        ("tokens: 64", "tokens: 1.5\n    temprature: 1"),
+        ("name: arithmetic}", "name: arithmetic, sede: 1}"),
+        ("arithmetic: {}", "arithmetic: {num_workers: 0}\ncluster: {nodes: 1}"),
+    ]:
+        text = text.replace(old, new)
+    assert [line.split(": ")[1] for line in files.errors(text)] == [
+        "grpo.num_prompts_per_step",
+        "policy.model_name",
+        "policy.backend",
+        "policy.precision",
+        "policy.generation.max_new_tokens",
+        "policy.generation.temprature",
+        "data.train.sede",
+        "env.arithmetic.num_workers",
+        "cluster.nodes",
+    ]
+
+
+def test_an_empty_file_says_what_a_config_needs(files):
+    assert [line.split(": ", 1)[1].split(";")[0] for line in files.errors("")] == [
+        "There is no section of an algorithm: add one of filtered:, grpo:, sft:, untrained: (it may be empty).",
+        "policy.backend: must be set: which policy backend. Installed: absent, hf, plain, raising, strange.",
+        "policy.model_name: must be set to text. Name, folder or GGUF file of the model.",
+    ]
