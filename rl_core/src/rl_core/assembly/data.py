@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,8 +58,21 @@ def prompt_loader(
             f"{run.policy.max_total_sequence_length}: a prompt of that length leaves no room for an answer. "
             "Lower the one or raise the other."
         )
-    process = partial(prompt_datum, tokenizer=tokenizer, max_length=longest, on_too_long=OnTooLong(run.data.on_long_prompt))
+
+    def process(record: Mapping[str, Any], *, idx: int) -> DatumSpec:
+        question = {**record, "messages": without_answer(record["messages"])}
+        too_long = OnTooLong(run.data.on_long_prompt)
+        return prompt_datum(question, idx=idx, tokenizer=tokenizer, max_length=longest, on_too_long=too_long)
+
     return _loader(section, run, registry, process, batch_size=batch_size, shuffle=shuffle, tasks=run.env.keys())
+
+
+def without_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation up to the question: an answer that a record brings for imitation must not be shown."""
+    asked = list(messages)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    return asked
 
 
 def conversation_loader(
