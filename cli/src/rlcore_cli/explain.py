@@ -52,7 +52,7 @@ def _explain_in(loaded: LoadedConfig, key: str) -> None:
     path = tuple(key.split("."))
     for part in path:
         if not (isinstance(value, dict) and part in value):
-            raise _no_key(key, list(loaded.source), where=str(loaded.path))
+            raise _no_key(key, [*loaded.resolved, *loaded.source], where=str(loaded.path))
         value = value[part]
     part_of = loaded.layout.part_of(path)
     field = None if part_of is None else find_field(part_of.model, path[len(part_of.path) :], prefix=part_of.path)

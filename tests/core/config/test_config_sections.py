@@ -119,6 +119,9 @@ WRONG_IN_GOOD = {
     ("model_name:", "max_grad_norm: .inf\n  model_name:"): [
         "config.yaml:5:18: policy.max_grad_norm: must be a number, more than 0.0, or null; found .inf."
     ],
+    ("model_name:", "optimizer: {kwargs: {lr: .nan}}\n  model_name:"): [
+        "config.yaml:5:28: policy.optimizer.kwargs.lr: must be a number; found .nan."
+    ],
     ("model_name:", "policy.precision: float32\n  model_name:"): [
         "config.yaml:5:3: policy.policy.precision: policy has no key 'policy.precision'. A dotted key is for overrides: write "
         "its parts below each other."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,11 +63,7 @@ class Validator:
             path: The section's key.
         """
         before = len(self.problems.found)
-        for leaf, value in _bools(values):
-            field = find_field(model, leaf, prefix=path)
-            if field is not None and not field.is_free and not allows_bool(field.info.annotation):
-                self._wrong_value(field, (*path, *leaf), value)
-                self.problems.poisoned.add((*path, *leaf))
+        self._refuse_accidental_numbers(model, values, path=path)
         try:
             instance = model.model_validate(values)
         except ValidationError as error:
@@ -82,6 +79,18 @@ class Validator:
             )
             return None
         return instance if len(self.problems.found) == before else None
+
+    def _refuse_accidental_numbers(self, model: Model, values: Mapping[str, Any], *, path: Path) -> None:
+        """Reports what pydantic would take for a number: true and false as 1 and 0, and NaN in a free mapping."""
+        for leaf, value in _scalars(values):
+            where = (*path, *leaf)
+            field = find_field(model, leaf, prefix=path)
+            if isinstance(value, bool):
+                if field is not None and not field.is_free and not allows_bool(field.info.annotation):
+                    self._wrong_value(field, where, value)
+                    self.problems.poisoned.add(where)
+            elif math.isnan(value) and (field is None or field.is_free):
+                self.problems.poison("must be a number; found .nan.", place=self.written.nearest(where).place, path=where)
 
     def _report(self, detail: ErrorDetails, *, model: Model, values: Any, path: Path) -> None:
         inner, found = _walk(values, detail["loc"])
@@ -196,9 +205,9 @@ def _walk(values: Any, loc: tuple[int | str, ...]) -> tuple[Path, Any]:
     return tuple(path), values
 
 
-def _bools(values: Any, path: Path = ()) -> Iterator[tuple[Path, bool]]:
-    if isinstance(values, bool):
-        yield path, values
-    elif isinstance(values, dict):
+def _scalars(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(values, dict):
         for key, value in values.items():
-            yield from _bools(value, (*path, key))
+            yield from _scalars(value, (*path, key))
+    elif isinstance(values, (bool, float)):
+        yield path, values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterable
 
 from packaging.utils import canonicalize_name
@@ -143,7 +144,7 @@ def _component_at(path: str, *, kind: Kind, needs: tuple[str, ...]) -> Component
     component = Component.from_path(path)
     package = component.target.partition(":")[0].partition(".")[0]
     # Looking for the package alone imports nothing; the module may need torch.
-    if importlib.util.find_spec(package) is None:
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
         raise ComponentImportError(
             f"{_capitalised(kind)} {path!r} cannot be imported: there is no package {package!r}. Install it, or put "
             "its folder on PYTHONPATH."
