@@ -46,7 +46,9 @@ def test_a_default_names_the_model_or_component_that_has_it(files, good):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.name for path in EXAMPLES])
 def test_the_resolved_config_loads_as_the_same_run(files, example):
-    loaded = load_config(example, ["++policy.optimizer.kwargs.note='\\${kept}'"], registry=files.registry)
+    loaded = load_config(
+        example, ["++policy.optimizer.kwargs={lr: 0.1, note: '\\${kept}', cap: .inf}"], registry=files.registry
+    )
     again = load_config(files.write(loaded.to_yaml()), registry=files.registry)
     assert again.run == loaded.run
     assert again.resolved == loaded.resolved

@@ -82,7 +82,7 @@ def test_keys_carry_their_docstrings(validator):
 def test_the_reference_page_is_current():
     sections = catalogue(Registry(discover()), plugins=["core", "hf", "envs"])
     page = (ROOT / "docs" / "config_reference.md").read_text()
-    assert page == reference(sections, plugins="core,hf,envs"), "run: make docs, or the command that the page names"
+    assert page == reference(sections, plugins="core,hf,envs"), "the page names the command that makes it"
 
 
 def test_every_key_of_every_section_has_a_docstring():

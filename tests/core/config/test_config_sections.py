@@ -167,7 +167,7 @@ WRONG_IN_GOOD = {
     ],
     ("policy:\n  backend: hf", "policy:\n  backend: strange"): [
         "config.yaml:3:1: policy: The config model acme_models:NoSection of the policy backend 'strange' is not a subclass of "
-        "rl_core.config.schema.PolicyConfig: that is a bug of the distribution that registers it."
+        "rl_core.config.policy_sections.PolicyConfig: that is a bug of the distribution that registers it."
     ],
     ("policy:\n  backend: hf", "policy:\n  backend: absent"): [
         "config.yaml:3:1: policy: acme_models:Nothing does not exist: acme_models has no 'Nothing'. Did you mean 'NoSection'?"

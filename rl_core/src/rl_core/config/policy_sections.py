@@ -1,0 +1,168 @@
+"""The section `policy` and what lies in it: model, batching, optimizer, generation; imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_core.config.paths import NAME_OR_PATH
+from rl_core.config.section import Section
+
+
+class TokenizerConfig(Section):
+    """Where the tokenizer comes from."""
+
+    name: Annotated[str | None, NAME_OR_PATH] = None
+    """Name, folder or GGUF file; the policy's model by default."""
+    chat_template: Annotated[str | None, NAME_OR_PATH] = None
+    """A Jinja template, or the path of one; the tokenizer's own by default."""
+
+
+_ADAMW = "torch.optim.AdamW"
+_ADAMW_DEFAULTS = {"lr": 1e-5, "weight_decay": 0.0}
+
+
+class OptimizerConfig(Section):
+    """The optimizer, by dotted name."""
+
+    name: str = _ADAMW
+    """Any class that takes parameters and keyword arguments."""
+    kwargs: dict[str, Any] = Field(default_factory=lambda: dict(_ADAMW_DEFAULTS))
+    """Its keyword arguments; AdamW keeps those of its defaults that are not given, other optimizers have their own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_adamw_has_our_defaults(cls, given: Any) -> Any:
+        # An override of the learning rate must not turn on PyTorch's weight decay.
+        if not isinstance(given, dict) or not isinstance(given.get("kwargs", {}), dict):
+            return given
+        defaults = _ADAMW_DEFAULTS if given.get("name", _ADAMW) == _ADAMW else {}
+        return {**given, "kwargs": {**defaults, **given.get("kwargs", {})}}
+
+
+class SchedulerConfig(Section):
+    """The learning-rate scheduler, by dotted name; it steps once an optimizer step."""
+
+    name: str
+    """Any class or factory that takes the optimizer and keyword arguments, or `linear`, `cosine`, `constant` with
+    `num_warmup_steps` (and `num_training_steps`)."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
+
+
+class DynamicBatchingConfig(Section):
+    """Microbatches by token budget: rows sorted by length, padded to the longest of each microbatch."""
+
+    enabled: bool = False
+    """Use it."""
+    train_mb_tokens: int = Field(default=4096, ge=1)
+    """Most padded tokens of a training microbatch."""
+    logprob_mb_tokens: int = Field(default=8192, ge=1)
+    """Most padded tokens of a scoring microbatch."""
+    sequence_length_round: int = Field(default=8, ge=1)
+    """Padded lengths are multiples of it."""
+
+
+class SequencePackingConfig(Section):
+    """Microbatches by packing: several rows in one, attention block-diagonal."""
+
+    enabled: bool = False
+    """Use it."""
+    train_mb_tokens: int = Field(default=4096, ge=1)
+    """Most tokens of a training microbatch."""
+    logprob_mb_tokens: int = Field(default=8192, ge=1)
+    """Most tokens of a scoring microbatch."""
+    algorithm: Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"] = (
+        "modified_first_fit_decreasing"
+    )
+    """How rows are put into microbatches."""
+    sequence_length_pad_multiple: int = Field(default=1, ge=1)
+    """Each row takes a multiple of so many tokens."""
+
+
+class GenerationConfig(Section):
+    """What every generation backend's section has (`policy.generation`)."""
+
+    backend: str
+    """The generation component, or a dotted path."""
+    model_name: Annotated[str | None, NAME_OR_PATH] = None
+    """Name, folder or GGUF file; the policy's model by default."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Most tokens of one completion."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Logits are divided by it; training scores tokens at the same temperature."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the smallest set of tokens whose probability reaches it."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Sample from the so many likeliest tokens."""
+    stop_strings: list[str] | None = None
+    """Strings that end a completion; they stay in it."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end a completion, besides the end-of-sequence token; they stay in it."""
+    val_temperature: float = Field(default=0.0, ge=0.0)
+    """Temperature of validation; 0 is greedy."""
+    python: Annotated[str | None, NAME_OR_PATH] = None
+    """Interpreter of another environment for the workers, such as `venvs/sampler/bin/python`."""
+    num_workers: int | None = Field(default=None, ge=1)
+    """Replicas; as many as the policy has ranks by default."""
+    refit_buffer_mib: int = Field(default=512, ge=1)
+    """Most MiB of weights on their way at one time."""
+    refit_transport: str | None = None
+    """Weight transport by name; the first that both sides speak by default."""
+
+    @model_validator(mode="after")
+    def _validation_is_greedy_or_as_in_training(self) -> Self:
+        if self.val_temperature not in (0.0, self.temperature):
+            raise ValueError(
+                f"val_temperature {self.val_temperature} is neither 0 (greedy) nor the temperature of training, "
+                f"{self.temperature}; an engine samples at one temperature"
+            )
+        return self
+
+    def for_policy(self, policy: PolicyConfig) -> Self:
+        """This section with what it leaves open taken from the policy; a backend adds its own."""
+        return self.model_copy(update={"model_name": self.model_name or policy.model_name})
+
+
+class PolicyConfig(Section):
+    """What every policy backend's section has (`policy`)."""
+
+    backend: str
+    """The policy component, or a dotted path."""
+    model_name: Annotated[str, NAME_OR_PATH]
+    """Name, folder or GGUF file of the model."""
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    """The tokenizer; the model's by default."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations; optimizer state and log-probabilities are float32 in any case."""
+    max_total_sequence_length: int = Field(default=1024, ge=2)
+    """Most tokens of a row, prompt and completion."""
+    train_global_batch_size: int | None = Field(default=None, ge=1)
+    """Rows of one optimizer step, over all ranks; all rows of a step by default."""
+    train_micro_batch_size: int = Field(default=8, ge=1)
+    """Rows of one forward-backward on one rank, where neither token budget nor packing is on."""
+    logprob_batch_size: int = Field(default=16, ge=1)
+    """Rows of one scoring pass on one rank, where neither token budget nor packing is on."""
+    dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
+    """Microbatches by token budget."""
+    sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
+    """Microbatches by packing."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0.0)
+    """Clip the global gradient norm to it; null leaves gradients as they are."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    scheduler: SchedulerConfig | None = None
+    """The learning-rate schedule; constant by default."""
+    generation: GenerationConfig | None = None
+    """The generation backend; needed by algorithms that sample."""
+    python: Annotated[str | None, NAME_OR_PATH] = None
+    """Interpreter of another environment for the workers."""
+
+    @model_validator(mode="after")
+    def _one_way_of_batching(self) -> PolicyConfig:
+        if self.dynamic_batching.enabled and self.sequence_packing.enabled:
+            raise ValueError("dynamic_batching and sequence_packing both decide what a microbatch is: enable one of them")
+        return self
