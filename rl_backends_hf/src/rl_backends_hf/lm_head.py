@@ -63,7 +63,9 @@ def chunked_token_logprobs(
     Returns:
         [N] float32, differentiable in `hidden`, `weight` and `bias`.
     """
-    logprobs: torch.Tensor = _ChunkedTokenLogprobs.apply(hidden, weight, bias, targets, transform, chunk)
+    logprobs: torch.Tensor = _ChunkedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, transform, chunk
+    )
     return logprobs
 
 
@@ -73,7 +75,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 class _ChunkedTokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -98,7 +100,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         several = len(hidden) > ctx.chunk

@@ -170,7 +170,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor; collective where it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathered: torch.Tensor = tensor.full_tensor()
+    return gathered
 
 
 def fill(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -192,7 +195,9 @@ def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float
 def _norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     if not tensors:
         return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.float()).to(device) for t in tensors]))
+    norms = [torch.linalg.vector_norm(tensor.float()).to(device) for tensor in tensors]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

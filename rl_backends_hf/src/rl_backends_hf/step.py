@@ -6,7 +6,7 @@ only then is it decided whether to step. So a NaN anywhere leaves weights and op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -92,7 +92,11 @@ def _forward_backward(
 
 def _reduce(metrics: list[Mapping[str, torch.Tensor]], how: Mapping[str, Reduction]) -> dict[str, torch.Tensor]:
     """Each metric over the microbatches, still on the device."""
-    reducers = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
+    reducers: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
+        "sum": torch.sum,
+        "min": torch.amin,
+        "max": torch.amax,
+    }
     return {
         name: reducers[how.get(name, "sum")](torch.stack([found[name].detach().float() for found in metrics]))
         for name in (metrics[0] if metrics else ())
