@@ -20,15 +20,17 @@ def explain(*arguments):
 
 
 def test_a_key_without_a_config():
-    assert explain("policy.generation.temperature").stdout.splitlines() == [
+    lines = explain("policy.generation.temperature").stdout.splitlines()
+    assert lines[:5] == [
         "policy.generation.temperature",
         "  means     Logits are divided by it; training scores tokens at the same temperature.",
         "  type      float",
         "  allowed   a number, more than 0.0",
         "  default   1.0",
-        "  read by   generation backend hf (rl_backends_hf.generation:HuggingFaceGeneration)",
-        "  declared  rl_core.config.schema:GenerationConfig",
     ]
+    # Further backends may be installed, which read it as well.
+    assert "generation backend hf (rl_backends_hf.generation:HuggingFaceGeneration)" in lines[5]
+    assert lines[6] == "  declared  rl_core.config.schema:GenerationConfig"
 
 
 def test_a_key_in_a_config_says_what_it_holds_and_where_that_is_from():

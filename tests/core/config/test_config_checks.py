@@ -36,15 +36,14 @@ WRONG_IN_GOOD = {
     ],
     ("  backend: hf\n  model", "  backend: plain\n  sequence_packing: {enabled: true}\n  model"): [
         "config.yaml:5:31: policy.sequence_packing.enabled: true asks policy for what it cannot do. Policy backend 'plain' "
-        "(rl-acme 1.0) lacks the capability 'sequence_packing'. It states none. Able: hf."
+        "(rl-acme 1.0) lacks the capability 'sequence_packing'. It states none. Able: ...."
     ],
     ("  backend: hf\n  model", "  backend: plain\n  dynamic_batching: {enabled: true}\n  model"): [
         "config.yaml:5:31: policy.dynamic_batching.enabled: true asks policy for what it cannot do. Policy backend 'plain' "
-        "(rl-acme 1.0) lacks the capability 'dynamic_batching'. It states none. Able: hf."
+        "(rl-acme 1.0) lacks the capability 'dynamic_batching'. It states none. Able: ...."
     ],
     ("tokens: 64", "tokens: 64\n    refit_transport: carrier_pigeon"): [
-        "config.yaml:9:22: policy.generation.refit_transport: No weight transport named 'carrier_pigeon'. Installed: "
-        "by_reference, collective, shared_memory."
+        "config.yaml:9:22: policy.generation.refit_transport: No weight transport named 'carrier_pigeon'. Installed: ...."
     ],
 }
 
@@ -59,7 +58,7 @@ def test_a_backend_without_the_capability_cannot_run_in_process(files, good):
     text = good.replace("  backend: hf\n  model", "  backend: plain\n  model") + "cluster: {backend: in_process}\n"
     assert files.errors(text) == [
         "config.yaml:13:20: cluster.backend: in_process asks policy for what it cannot do. Policy backend 'plain' (rl-acme "
-        "1.0) lacks the capability 'in_process'. It states none. Able: hf."
+        "1.0) lacks the capability 'in_process'. It states none. Able: ...."
     ]
 
 

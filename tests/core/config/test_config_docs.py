@@ -19,7 +19,7 @@ def test_the_errors_that_are_shown_are_those_that_are_printed(files):
     text = (
         block("yaml")[0]
         .replace("num_prompts_per_step: 8", "num_prompts_per_step: eight")
-        .replace("policy:\n  backend: hf", "policy:\n  backend: megatron")
+        .replace("    backend: hf", "    backend: vllm")
         .replace("  generation:", "  temperature: 1.0\n  generation:")
     )
     assert files.errors(text, "policy.precision=bf16") == block("text")[0].splitlines()
@@ -31,7 +31,6 @@ def test_the_overrides_that_are_shown_can_be_applied(files):
         "policy.precision=bfloat16",
         "grpo.max_num_steps=20",
         "++policy.optimizer.kwargs.betas=[0.9, 0.95]",
-        "data.train.operations.0=+",
     ).run
     assert (run.policy.precision, run.algorithm.max_num_steps) == ("bfloat16", 20)
 

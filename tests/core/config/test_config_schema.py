@@ -60,7 +60,7 @@ REFUSED = {
     "a wrong type": ("step: 8", "step: eight"),
     "a value out of bounds": ("step: 8", "step: 0"),
     "a word that is no choice": ("  model_name:", "  precision: bf16\n  model_name:"),
-    "a backend that is not installed": ("  backend: hf\n  model", "  backend: megatron\n  model"),
+    "a backend that is not installed": ("  backend: hf\n  model", "  backend: zeppelin\n  model"),
 }
 
 

@@ -94,7 +94,7 @@ WRONG_IN_GOOD = {
     ("step: 8", "step: null"): ["config.yaml:2:25: grpo.num_prompts_per_step: must be a whole number, 1 or more; found null."],
     ("grpo:\n  num_prompts_per_step: 8", "grpo: 3"): ["config.yaml:1:7: grpo: must be a section with keys below it; found 3."],
     ("grpo:\n  num_prompts_per_step: 8\n", ""): [
-        "config.yaml:1:1: There is no section of an algorithm: add one of filtered:, grpo:, sft:, untrained: (it may be empty)."
+        "config.yaml:1:1: There is no section of an algorithm: add one of ... (it may be empty)."
     ],
     ("grpo:", "sft:\ngrpo:"): [
         "config.yaml:2:1: grpo: A config has the section of one algorithm, and this one has those of sft and grpo: remove all "
@@ -149,11 +149,10 @@ WRONG_IN_GOOD = {
         "in quotes if text is meant."
     ],
     ("  backend: hf\n  model", "  model"): [
-        "config.yaml:3:1: policy.backend: must be set: which policy backend. Installed: absent, hf, plain, raising, strange."
+        "config.yaml:3:1: policy.backend: must be set: which policy backend. Installed: ...."
     ],
     ("policy:\n  backend: hf", "policy:\n  backend: hff"): [
-        "config.yaml:4:12: policy.backend: No policy backend named 'hff'. Installed: absent, hf, plain, raising, strange. Did "
-        "you mean 'hf'?"
+        "config.yaml:4:12: policy.backend: No policy backend named 'hff'. Installed: .... Did you mean 'hf'?"
     ],
     ("policy:\n  backend: hf", "policy:\n  backend: megatron"): [
         "config.yaml:4:12: policy.backend: Policy backend 'megatron' is not installed: pip install rl-backends-megatron"
@@ -186,8 +185,7 @@ WRONG_IN_GOOD = {
         "text is meant.",
     ],
     ("dataset_name: arithmetic", "dataset_name: arithmetics"): [
-        "config.yaml:10:25: data.train.dataset_name: No dataset named 'arithmetics'. Installed: arithmetic, guess, jsonl. Did "
-        "you mean 'arithmetic'?"
+        "config.yaml:10:25: data.train.dataset_name: No dataset named 'arithmetics'. Installed: .... Did you mean 'arithmetic'?"
     ],
     ("dataset_name: arithmetic", "dataset_name: arithmetic, operations: ['+', '%']"): [
         "config.yaml:10:55: data.train.operations.1: must be '+' or '-' or '*'; found '%'."
@@ -202,8 +200,8 @@ WRONG_IN_GOOD = {
         "config.yaml:9:1: data: train and train_data_path both name the training data: keep one of them.",
     ],
     ("arithmetic: {}", "weather: {}"): [
-        "config.yaml:12:3: env.weather: No environment named 'weather'. Installed: arithmetic, guess, math. (A task may have "
-        "any name: say which environment answers it with `name:` or `env_cls:`.)"
+        "config.yaml:12:3: env.weather: No environment named 'weather'. Installed: .... (A task may have any name: say which "
+        "environment answers it with `name:` or `env_cls:`.)"
     ],
     ("arithmetic: {}", "arithmetic: {env_cls: a.B}"): [
         "config.yaml:12:25: env.arithmetic.env_cls: Environment 'a.B' cannot be imported: there is no package 'a'. Install it, "
@@ -220,19 +218,15 @@ WRONG_IN_GOOD = {
         "config.yaml:11:1: checkpointing: keep_top_k ranks checkpoints by metric_name: set it, for example validation/accuracy."
     ],
     ("env:", "logger: {loggers: {jsonll: {}}}\nenv:"): [
-        "config.yaml:11:20: logger.loggers.jsonll: No logger named 'jsonll'. Installed: console, jsonl. Did you mean 'jsonl'?"
+        "config.yaml:11:20: logger.loggers.jsonll: No logger named 'jsonll'. Installed: .... Did you mean 'jsonl'?"
     ],
-    ("env:", "ppo: {}\nenv:"): [
-        "config.yaml:11:1: ppo: There is no section 'ppo'. Sections: filtered, grpo, sft, untrained, loss_fn, policy, data, "
-        "env, cluster, checkpointing, logger."
-    ],
+    ("env:", "ppo: {}\nenv:"): ["config.yaml:11:1: ppo: There is no section 'ppo'. Sections: ...."],
     ("env:", "policy.precision: float32\nenv:"): [
         "config.yaml:11:1: policy.precision: There is no section 'policy.precision'. A dotted key is for overrides: write its "
         "parts below each other."
     ],
     ("env:", "math: {}\nenv:"): [
-        "config.yaml:11:1: math: 'math' is an environment (rl-envs 0.1.0), not an algorithm. Installed: filtered, grpo, sft, "
-        "untrained."
+        "config.yaml:11:1: math: 'math' is an environment (rl-envs 0.1.0), not an algorithm. Installed: ...."
     ],
 }
 
@@ -268,7 +262,7 @@ def test_all_mistakes_of_all_sections_are_told_at_once_in_the_order_of_the_file(
 
 def test_an_empty_file_says_what_a_config_needs(files):
     assert [line.split(": ", 1)[1].split(";")[0] for line in files.errors("")] == [
-        "There is no section of an algorithm: add one of filtered:, grpo:, sft:, untrained: (it may be empty).",
-        "policy.backend: must be set: which policy backend. Installed: absent, hf, plain, raising, strange.",
+        "There is no section of an algorithm: add one of ... (it may be empty).",
+        "policy.backend: must be set: which policy backend. Installed: ....",
         "policy.model_name: must be set to text. Name, folder or GGUF file of the model.",
     ]
