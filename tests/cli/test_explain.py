@@ -30,7 +30,7 @@ def test_a_key_without_a_config():
     ]
     # Further backends may be installed, which read it as well.
     assert "generation backend hf (rl_backends_hf.generation:HuggingFaceGeneration)" in lines[5]
-    assert lines[6] == "  declared  rl_core.config.schema:GenerationConfig"
+    assert lines[6] == "  declared  rl_core.config.policy_sections:GenerationConfig"
 
 
 def test_a_key_in_a_config_says_what_it_holds_and_where_that_is_from():
