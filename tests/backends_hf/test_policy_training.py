@@ -1,0 +1,300 @@
+import copy
+
+import pytest
+import torch
+import transformers
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.optimizer import build_optimizer, build_scheduler
+from rl_backends_hf.worker import HFPolicyWorker
+from rl_core.config.schema import OptimizerConfig, SchedulerConfig
+from rl_core.errors import CheckpointError, ConfigError, NonFiniteError, NotSupportedError, UserError
+
+
+@pytest.fixture
+def start(parts, model_folder):
+    """A worker of its own on a tiny model, set up."""
+
+    def started(kind="llama-tied", **fields):
+        worker = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder(kind), **fields))
+        worker.setup()
+        return worker
+
+    return started
+
+
+def snapshot(worker):
+    return {name: tensor.clone() for name, tensor in worker.iter_weights()}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_steps_are_those_of_torch_adamw_with_clipping_and_schedule(parts, model_folder, start):
+    rows = parts.make_rows()
+    kwargs = {"lr": 1e-2, "weight_decay": 0.1}
+    worker = start(
+        "qwen2",
+        optimizer={"name": "torch.optim.AdamW", "kwargs": kwargs},
+        scheduler={"name": "linear", "kwargs": {"num_warmup_steps": 2, "num_training_steps": 10}},
+        max_grad_norm=0.5,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder("qwen2"), dtype=torch.float32)
+    plain = torch.optim.AdamW(model.parameters(), **kwargs)
+    counts = parts.counts_of(rows, steps=2)
+    results = worker.train(rows, parts.NLL(), counts=counts) + worker.train(rows, parts.NLL(), counts=counts)
+    for number, share in enumerate((1 / 3, 2 / 3, 1.0, 7 / 8)):
+        half = rows.slice(4 * (number % 2), 4 * (number % 2) + 4)
+        mask = half["token_mask"] * half["sample_mask"].unsqueeze(1)
+        scored = parts.plain_logprobs(model, half)
+        plain.zero_grad()
+        (-(scored * mask * half["weights"].unsqueeze(1)).sum() / mask.sum()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        plain.param_groups[0]["lr"] = 1e-2 * share
+        plain.step()
+        assert results[number].grad_norm == pytest.approx(float(norm), rel=1e-4)
+        assert results[number].lr == pytest.approx(1e-2 * share)
+    for name, tensor in worker.iter_weights():
+        # Adam divides by gradients that may be tiny, so float32 noise shows in a step of 1e-2 as 1e-5.
+        torch.testing.assert_close(tensor, model.get_parameter(name).data, rtol=0, atol=5e-5)
+    assert worker.get_weight_version() == 4
+
+
+def test_evaluation_changes_nothing_and_sums_to_the_training_loss(parts, start):
+    rows = parts.make_rows()
+    worker = start()
+    before = snapshot(worker)
+    counts = parts.counts_of(rows)
+    evaluated = worker.train(rows, parts.NLL(), counts=counts, eval_mode=True, mbs=3)[0]
+    assert_same(snapshot(worker), before)
+    assert worker.get_weight_version() == 0
+    assert evaluated.grad_norm == 0.0
+    trained = worker.train(rows, parts.NLL(), counts=counts)[0]
+    assert trained.loss == pytest.approx(evaluated.loss, rel=1e-6)
+    assert trained.metrics["lowest"] == pytest.approx(evaluated.metrics["lowest"], rel=1e-6)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_nan_leaves_weights_optimizer_and_version_untouched(parts, start, where):
+    rows = parts.make_rows()
+    worker = start(optimizer={"kwargs": {"lr": 1e-2}})
+    worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+    weights, moments = snapshot(worker), copy.deepcopy(worker._state.optimizer.state_dict())
+
+    class Poisoned(parts.NLL):
+        def __call__(self, next_token_logprobs, data, seqs, toks):
+            loss, metrics = super().__call__(next_token_logprobs, data, seqs, toks)
+            if where == "loss":
+                return loss * float("nan"), metrics
+            # Zero with an infinite slope: the loss is finite and its gradient is not.
+            return loss + (next_token_logprobs * 0).sum().sqrt() * 0, metrics
+
+    with pytest.raises(NonFiniteError, match="rank 0 is" if where == "loss" else "first bad gradient"):
+        worker.train(rows, Poisoned(), counts=parts.counts_of(rows), mbs=3)
+    assert_same(snapshot(worker), weights)
+    assert worker.get_weight_version() == 1
+    for key, values in worker._state.optimizer.state_dict()["state"].items():
+        assert_same(values, moments["state"][key])
+    worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+
+
+def test_bfloat16_steps_too_small_for_bfloat16_add_up_in_the_masters(parts, start):
+    rows = parts.make_rows()
+    worker = start(precision="bfloat16", optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 2e-5}}, max_grad_norm=None)
+    before = snapshot(worker)
+    masters = {name: parameter.detach().clone() for name, parameter in worker._state.masters.parameters.items()}
+    worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+    changed = sum(int((tensor != before[name]).sum()) for name, tensor in worker.iter_weights())
+    moved = sum(int((p.detach() != masters[name]).sum()) for name, p in worker._state.masters.parameters.items())
+    assert all(tensor.dtype == torch.bfloat16 for tensor in before.values())
+    assert moved > 10 * changed
+    for state in worker._state.optimizer.state.values():
+        assert all(value.dtype == torch.float32 for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def test_training_goes_on_after_a_checkpoint_as_if_it_had_never_stopped(parts, start, tmp_path):
+    fields = {
+        "optimizer": {"kwargs": {"lr": 1e-2, "weight_decay": 0.1}},
+        "scheduler": {"name": "cosine", "kwargs": {"num_training_steps": 9}},
+        "hf": {"config_overrides": {"attention_dropout": 0.2}, "attn_implementation": "eager"},
+    }
+    batches = [parts.make_rows(seed=seed) for seed in range(4)]
+
+    def step(worker, rows):
+        return worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))[0]
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        straight = start(**fields)
+        for rows in batches[:2]:
+            step(straight, rows)
+        straight.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+        expected = [step(straight, rows) for rows in batches[2:]]
+        resumed = start(**fields)
+        torch.manual_seed(2)
+        resumed.load_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+        assert [step(resumed, rows) for rows in batches[2:]] == expected
+    assert_same(snapshot(resumed), snapshot(straight))
+    assert resumed.get_weight_version() == 4
+
+
+def test_bfloat16_resumes_bit_for_bit_from_its_masters(parts, start, tmp_path):
+    fields = {"precision": "bfloat16", "optimizer": {"kwargs": {"lr": 1e-4}}}
+    rows = parts.make_rows()
+    straight = start(**fields)
+    straight.train(rows, parts.NLL(), counts=parts.counts_of(rows, steps=2))
+    straight.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    resumed = start(**fields)
+    resumed.load_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    for worker in (straight, resumed):
+        worker.train(rows, parts.NLL(), counts=parts.counts_of(rows, steps=2))
+    assert_same(
+        {name: p.detach() for name, p in resumed._state.masters.parameters.items()},
+        {name: p.detach() for name, p in straight._state.masters.parameters.items()},
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3"])
+def test_saved_weights_are_what_transformers_loads(parts, start, tmp_path, kind):
+    rows = parts.make_rows()
+    worker = start(kind, optimizer={"kwargs": {"lr": 1e-2}})
+    worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+    worker.save_checkpoint(tmp_path, None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same({name: parameter.data for name, parameter in model.named_parameters()}, snapshot(worker))
+    assert (tmp_path / "model.safetensors").is_file()
+    sent = {name: (tuple(tensor.shape), str(tensor.dtype)[len("torch.") :]) for name, tensor in worker.iter_weights()}
+    assert sent == worker.weight_manifest()
+
+
+def test_the_reference_stays_the_initial_policy_through_training_and_resuming(parts, start, tmp_path):
+    rows = parts.make_rows()
+    worker = start(optimizer={"kwargs": {"lr": 1e-2}})
+    initial = worker.get_logprobs(rows)["logprobs"]
+    worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+    worker.save_checkpoint(tmp_path / "w", tmp_path / "o")
+    resumed = start()
+    resumed.load_checkpoint(tmp_path / "w", tmp_path / "o")
+    for each in (worker, resumed):
+        assert torch.equal(each.get_logprobs(rows, reference=True)["logprobs"], initial)
+        assert not torch.equal(each.get_logprobs(rows)["logprobs"], initial)
+    with pytest.raises(NotSupportedError, match="has no reference"):
+        start(hf={"reference": False}).get_logprobs(rows, reference=True)
+
+
+def test_checkpoints_that_do_not_fit_are_refused_with_their_reason(parts, start, tmp_path):
+    rows = parts.make_rows()
+    worker = start("llama", optimizer={"kwargs": {"lr": 1e-2}})
+    worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+    worker.save_checkpoint(tmp_path / "w", tmp_path / "o")
+    other = start("qwen3")
+    before = snapshot(other)
+    with pytest.raises(CheckpointError, match="no config"):
+        other.load_checkpoint(tmp_path / "absent", None)
+    with pytest.raises(CheckpointError, match="another model"):
+        other.load_checkpoint(tmp_path / "w", None)
+    with pytest.raises(CheckpointError, match="no training state"):
+        worker.load_checkpoint(tmp_path / "w", tmp_path / "absent")
+    (tmp_path / "o" / "trainer.pt").write_bytes((tmp_path / "o" / "trainer.pt").read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="torn"):
+        worker.load_checkpoint(tmp_path / "w", tmp_path / "o")
+    whole = (tmp_path / "w" / "model.safetensors").read_bytes()
+    (tmp_path / "w" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        worker.load_checkpoint(tmp_path / "w", None)
+    assert_same(snapshot(other), before)
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"name": "torch.optim.AdamWW"}, "Did you mean 'AdamW'"),
+        ({"name": "torch.optimm.AdamW"}, "cannot import 'torch.optimm'"),
+        ({"name": "AdamW"}, "no dotted name"),
+        ({"name": "torch.optim.AdamW", "kwargs": {"learning_rate": 1.0}}, "takes no such argument"),
+        ({"name": "torch.optim.AdamW", "kwargs": {"weight_decy": 1.0}}, "Did you mean 'weight_decay'"),
+        ({"name": "torch.optim.AdamW", "kwargs": {"lr": -1.0}}, "refuses"),
+        ({"name": "torch.optim.Optimizer"}, "lacks defaults"),
+        ({"name": "torch.nn.ParameterList"}, "no torch optimizer"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_is_explained(section, says):
+    weights = {"w": torch.nn.Parameter(torch.zeros(2, 2))}
+    with pytest.raises(UserError, match=says):
+        build_optimizer(weights, OptimizerConfig(**{"kwargs": {}, **section}))
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"name": "lineer"}, "Did you mean 'linear'"),
+        ({"name": "linear"}, "lacks num_training_steps"),
+        ({"name": "cosine", "kwargs": {"warmup": 3}}, "Did you mean 'num_warmup_steps'|takes no such argument"),
+        ({"name": "torch.optim.lr_scheduler.CosineAnealingLR"}, "Did you mean 'CosineAnnealingLR'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_explained(section, says):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    with pytest.raises(UserError, match=says):
+        build_scheduler(optimizer, SchedulerConfig(**section))
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"name": "constant", "kwargs": {"num_warmup_steps": 3}}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+        ({"name": "linear", "kwargs": {"num_training_steps": 4}}, [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ({"name": "cosine", "kwargs": {"num_training_steps": 4}}, [1.0, 0.853553, 0.5, 0.146447, 0.0]),
+        ({"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}}, [1.0, 0.5, 0.25, 0.125, 0.0625]),
+    ],
+)
+def test_schedules_have_the_shape_that_their_name_says(section, expected):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    scheduler = build_scheduler(optimizer, SchedulerConfig(**section))
+    rates = []
+    for _ in expected:
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(expected, abs=1e-6)
+
+
+def test_decay_spares_biases_and_norms_where_the_config_says_so():
+    weights = {"matrix": torch.nn.Parameter(torch.ones(2, 2)), "norm": torch.nn.Parameter(torch.ones(2))}
+    kwargs = {"lr": 0.1, "weight_decay": 0.5, "decay_matrices_only": True}
+    optimizer = build_optimizer(weights, OptimizerConfig(kwargs=kwargs))
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert torch.equal(weights["norm"], torch.ones(2))
+    assert torch.all(weights["matrix"] < 1.0)
+
+
+def test_the_promised_constructor_takes_fields_of_policy_and_of_hf_cfg(model_folder):
+    policy = HuggingFacePolicy(
+        model_folder("llama"), torch_dtype=torch.bfloat16, device_map="cpu", load_in_8bit=False, max_grad_norm=2.0
+    )
+    assert policy.config.precision == "bfloat16"
+    assert policy.config.hf_cfg.device_map == "cpu"
+    assert policy.config.max_grad_norm == 2.0
+    assert policy.facts["vocab_size"] == 160
+    assert HuggingFacePolicy(config=policy.config).config == policy.config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"model_name": "m", "max_gradnorm": 1.0}, "Did you mean 'max_grad_norm'"),
+        ({"model_name": "m", "torch_dtype": "float16"}, "precision.*float32.*bfloat16"),
+        ({"model_name": "m", "load_in_4bit": True, "load_in_8bit": True}, "exclude each other"),
+        ({"model_name": "m", "generation": {"temperature": -1}}, "temperature"),
+        ({"model_name": "m", "config": HFPolicyConfig(model_name="m")}, "beside it"),
+        ({}, "needs a model"),
+    ],
+)
+def test_a_constructor_call_that_cannot_be_is_explained(arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        HuggingFacePolicy(**arguments)

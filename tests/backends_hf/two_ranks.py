@@ -1,0 +1,131 @@
+"""One of two ranks that train together; run as a program by test_policy_ranks.py, which compares what it writes.
+
+Arguments: rank, folder of models by kind, folder for results, and a free port for each worker to be: a meeting point that was
+left is not safely met at again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, os.path.dirname(__file__))
+from conftest import NLL, SGD, counts_of, make_config, make_context, make_rows
+
+from rl_backends_hf.worker import HFPolicyWorker
+from rl_core.errors import NonFiniteError, NotSupportedError
+
+BUDGET = {"input_key": "input_ids", "input_lengths_key": "input_lengths", "max_tokens_per_microbatch": 40}
+FORMS = {
+    "by_count": ({}, {}),
+    "token_budget": (
+        {"dynamic_batching": {"enabled": True}},
+        {"dynamic_batching_args": {**BUDGET, "sequence_length_round": 4}},
+    ),
+    "packed": (
+        {"sequence_packing": {"enabled": True}},
+        {"sequence_packing_args": {**BUDGET, "algorithm": "modified_first_fit_decreasing"}},
+    ),
+}
+
+
+class PoisonedOnRankOne(NLL):
+    """NaN on one rank only: the other must raise as well, not step or wait for ever."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __call__(self, next_token_logprobs, data, seqs, toks):
+        loss, metrics = super().__call__(next_token_logprobs, data, seqs, toks)
+        return loss * (float("nan") if self._rank == 1 else 1.0), metrics
+
+
+class Rank:
+    """This process's share of each check."""
+
+    def __init__(self, rank: int, ports: Iterator[int], models: Path, out: Path, mode: str) -> None:
+        self.rank, self.ports, self.models, self.out, self.mode = rank, ports, models, out, mode
+
+    def worker(self, kind: str, **fields) -> HFPolicyWorker:
+        """A worker that joins the process group anew."""
+        config = make_config(str(self.models / kind), hf={"data_parallel": self.mode}, **fields)
+        worker = HFPolicyWorker(make_context(self.rank, 2, next(self.ports)), config)
+        worker.setup()
+        return worker
+
+    def gradients(self) -> None:
+        """One step under SGD for each model and each form of microbatch."""
+        found = {}
+        for kind in ("llama-tied", "qwen2", "qwen3"):
+            for form, (section, plan) in FORMS.items():
+                rows = make_rows()
+                worker = self.worker(kind, **section, optimizer=SGD, max_grad_norm=None, train_micro_batch_size=3)
+                before = {name: tensor.clone() for name, tensor in worker.iter_weights()}
+                sharded = rows.shard_by_batch_size(2, **plan)
+                shard = (sharded[0] if plan else sharded)[self.rank]
+                result = worker.train(shard, NLL(), counts=counts_of(rows))[0]
+                after = {name: tensor.clone() for name, tensor in worker.iter_weights()}
+                found[kind, form] = {"before": before, "after": after, "norm": result.grad_norm, "loss": result.loss}
+                worker.shutdown()
+        torch.save(found, self.out / f"{self.mode}-gradients-{self.rank}.pt")
+
+    def checkpoint(self) -> None:
+        """Go on from one rank's checkpoint; take a step; write one; poison; and go on from what was written."""
+        for precision in ("float32", "bfloat16"):
+            folder = self.out / precision
+            rows = make_rows(seed=9)
+            worker = self.worker("llama-tied", precision=precision, optimizer={"kwargs": {"lr": 1e-2}})
+            shard = rows.shard_by_batch_size(2)[self.rank]
+            worker.load_checkpoint(folder / "one" / "w", folder / "one" / "o")
+            first = worker.train(shard, NLL(), counts=counts_of(rows))[0]
+            two = folder / f"two-{self.mode}"
+            worker.save_checkpoint(two / "w", two / "o")
+            reference = worker.get_logprobs(shard, reference=True)["logprobs"]
+            try:
+                worker.train(shard, PoisonedOnRankOne(self.rank), counts=counts_of(rows))
+                raised = ""
+            except NonFiniteError as error:
+                raised = str(error)
+            second = worker.train(shard, NLL(), counts=counts_of(rows))[0]
+            worker.load_checkpoint(two / "w", two / "o")
+            again = worker.train(shard, NLL(), counts=counts_of(rows))[0]
+            worker.save_checkpoint(two / "after", None)
+            torch.save(
+                {
+                    "losses": (first.loss, second.loss, again.loss),
+                    "norms": (first.grad_norm, second.grad_norm, again.grad_norm),
+                    "reference": reference,
+                    "logprobs": worker.get_logprobs(shard)["logprobs"],
+                    "raised": raised,
+                    "version": worker.get_weight_version(),
+                    "generates": self.generates(worker, shard),
+                    "fingerprint": worker.weight_fingerprint(),
+                    "held": sum(
+                        p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in worker._scoring.parameters()
+                    ),
+                },
+                self.out / f"{self.mode}-{precision}-{self.rank}.pt",
+            )
+            worker.shutdown()
+
+    def generates(self, worker: HFPolicyWorker, shard) -> str:
+        """What comes of sampling from the policy itself."""
+        try:
+            worker.generate(shard.slice(0, 1))
+        except NotSupportedError as error:
+            return str(error)
+        return "yes"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    number, models, out = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    ports = map(int, sys.argv[4:])
+    for mode in ("replicate", "fsdp2"):
+        me = Rank(number, ports, models, out, mode)
+        me.gradients()
+        me.checkpoint()
