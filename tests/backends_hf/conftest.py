@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,12 +49,11 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Folder of a tiny float32 model of the kind: `llama`, `llama-tied`, `qwen2`, `qwen3`, `gemma2`, `granite`, `cohere`."""
     made: dict[str, Path] = {}
-    seeds = itertools.count(11)
 
     def folder(kind: str) -> str:
         if kind not in made:
             with torch.random.fork_rng():
-                torch.manual_seed(next(seeds))
+                torch.manual_seed(11 + list(_CONFIGS).index(kind))
                 model = transformers.AutoModelForCausalLM.from_config(_CONFIGS[kind]())
             made[kind] = tmp_path_factory.mktemp(kind)
             model.save_pretrained(made[kind])

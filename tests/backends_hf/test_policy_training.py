@@ -35,7 +35,8 @@ def assert_same(one, other):
 
 def test_steps_are_those_of_torch_adamw_with_clipping_and_schedule(parts, model_folder, start):
     rows = parts.make_rows()
-    kwargs = {"lr": 1e-2, "weight_decay": 0.1}
+    # Adam divides by the gradient's size; this eps keeps float32 noise in tiny gradients from becoming whole steps.
+    kwargs = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
     worker = start(
         "qwen2",
         optimizer={"name": "torch.optim.AdamW", "kwargs": kwargs},
@@ -58,8 +59,8 @@ def test_steps_are_those_of_torch_adamw_with_clipping_and_schedule(parts, model_
         assert results[number].grad_norm == pytest.approx(float(norm), rel=1e-4)
         assert results[number].lr == pytest.approx(1e-2 * share)
     for name, tensor in worker.iter_weights():
-        # Adam divides by gradients that may be tiny, so float32 noise shows in a step of 1e-2 as 1e-5.
-        torch.testing.assert_close(tensor, model.get_parameter(name).data, rtol=0, atol=5e-5)
+        # A step is 1e-2, so this is four digits of it.
+        torch.testing.assert_close(tensor, model.get_parameter(name).data, rtol=0, atol=1e-6)
     assert worker.get_weight_version() == 4
 
 
