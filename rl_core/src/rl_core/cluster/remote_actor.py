@@ -19,7 +19,7 @@ from rl_core.cluster import guard, stacks
 from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
 from rl_core.cluster.deadlines import Unanswered
 from rl_core.cluster.worker_context import WorkerContext
-from rl_core.errors import WorkerDiedError, WorkerError
+from rl_core.errors import UserError, WorkerDiedError, WorkerError
 
 _DEATHS = (
     ray.exceptions.RayActorError,
@@ -251,7 +251,10 @@ def land(flight: Flight) -> _Landing:
 
 
 def _worker_error(headline: str, failure: Failure) -> WorkerError:
-    error = WorkerError(f"{headline}: {failure.summary}\n--- its traceback ---\n{failure.traceback.rstrip()}")
+    text = f"{headline}: {failure.summary}"
+    if failure.exit_code != UserError.exit_code:  # a user's mistake is explained by its text; where it was found helps nobody
+        text += f"\n--- its traceback ---\n{failure.traceback.rstrip()}"
+    error = WorkerError(text)
     error.exit_code = failure.exit_code
     if failure.pickled is not None:
         try:

@@ -13,7 +13,7 @@ from rl_core.config.schema import DeadlineConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
-from rl_core.errors import NonFiniteError
+from rl_core.errors import NonFiniteError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
@@ -105,10 +105,15 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
         rows_per_step = -(-gbs // self.data_ranks) * self.data_ranks
         rows = with_filler_rows(rows, rows_per_step)
         counts = global_counts(rows, rows_per_step)
-        shards, _ = self._shards(rows, rows_per_step, training=mbs is None)
-        results: list[list[StepResult]] = self.group.run_sharded(
-            "train", shards, loss_fn, counts=counts, eval_mode=eval_mode, mbs=mbs, deadline_s=self._deadlines.train_s
-        )
+        shards, _ = self._shards(rows, rows_per_step, training=True)
+        try:
+            results: list[list[StepResult]] = self.group.run_sharded(
+                "train", shards, loss_fn, counts=counts, eval_mode=eval_mode, mbs=mbs, deadline_s=self._deadlines.train_s
+            )
+        except WorkerError as error:
+            if isinstance(error.__cause__, NonFiniteError):
+                raise NonFiniteError(str(error)) from error
+            raise
         return _over_ranks_and_steps(results, loss_fn, [count.valid_toks for count in counts])
 
     def _shards(

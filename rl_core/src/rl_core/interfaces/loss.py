@@ -57,8 +57,7 @@ class LossFunction(ABC):
 
         Args:
             next_token_logprobs: [B, T] float32, in nats; position t scores token t given the tokens before it; 0.0 at
-                position 0 and on padding, and possibly wherever `token_mask * sample_mask` is 0, for a backend need not
-                compute what is not trained. Carries the gradient.
+                position 0, on padding, and possibly wherever `token_mask * sample_mask` is 0. Carries the gradient.
             data: the rows of the microbatch: `token_mask` [B, T], `sample_mask` [B] and `required_keys`.
             global_valid_seqs: scalar float32, the rows with `sample_mask` of the global batch over all ranks.
             global_valid_toks: scalar float32, the tokens with `token_mask * sample_mask` of the global batch over all

@@ -74,7 +74,8 @@ class PolicyInterface(ABC):
             loss_fn: the loss; see `LossFunction` for its normalisation.
             eval_mode: compute the loss and its metrics only; no gradient, no step.
             gbs: rows of one optimizer step over all ranks; all of `data` by default.
-            mbs: rows of one forward-backward on one rank; the backend's configured microbatching by default.
+            mbs: rows of one forward-backward on one rank, where neither token budget nor packing decides; the config's by
+                default.
 
         Returns:
             `loss` (mean over the optimizer steps), `grad_norm`, `lr`, `num_optimizer_steps`, `global_valid_toks`, and

@@ -1,0 +1,149 @@
+"""The facades over workers: shards, fillers, counts and errors, with workers that only count."""
+
+import pytest
+import torch
+
+from rl_core.cluster import NamedSharding
+from rl_core.config.schema import GenerationConfig, PolicyConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.environments import EnvironmentPool
+from rl_core.dispatch.generation import _by_prompt
+from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
+from rl_core.errors import ConfigError, DataError, NonFiniteError, RLCoreError
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, LossFunction
+from rl_core.interfaces.worker import PolicyWorker, StepResult
+
+
+def rows(n, length=4):
+    return BatchedDataDict(
+        {
+            "input_ids": torch.arange(n * length).view(n, length),
+            "input_lengths": torch.full((n,), length),
+            "token_mask": torch.ones(n, length),
+            "sample_mask": torch.ones(n),
+        }
+    )
+
+
+class CountingWorker(PolicyWorker):
+    """Answers with what it was given."""
+
+    def __init__(self, context, config):
+        self.version = 0
+
+    def setup(self):
+        return {"num_parameters": 0}
+
+    def get_logprobs(self, data, *, reference=False):
+        return BatchedDataDict({"logprobs": data["input_ids"].float() * (-1 if reference else 1)})
+
+    def train(self, data, loss_fn, *, counts, eval_mode=False, mbs=None):
+        if data["input_ids"].max() > 900:
+            raise NonFiniteError("the loss is NaN at row 3")
+        self.version += 0 if eval_mode else len(counts)
+        return [
+            StepResult(loss=c.valid_toks, grad_norm=1.0, lr=0.1, metrics={"m": c.valid_seqs, "low": i})
+            for i, c in enumerate(counts)
+        ]
+
+    def prepare_for_training(self): ...
+
+    def finish_training(self): ...
+
+    def save_checkpoint(self, weights_path, optimizer_path): ...
+
+    def load_checkpoint(self, weights_path, optimizer_path): ...
+
+    def get_weight_version(self):
+        return self.version
+
+
+class LowLoss(LossFunction):
+    metric_reductions = {"low": "min"}  # noqa: RUF012
+
+    def __call__(self, *_):
+        raise AssertionError("only the worker calls a loss")
+
+
+@pytest.fixture
+def policy():
+    return DistributedPolicy(worker_class=CountingWorker, config=PolicyConfig(backend="x", model_name="x"))
+
+
+def test_every_gbs_rows_are_an_optimizer_step_and_a_shorter_last_one_is_filled_up(policy):
+    result = policy.train(rows(10), LowLoss(), gbs=4)
+    assert result["num_optimizer_steps"] == 3
+    assert policy.weight_version == 3
+    assert result["global_valid_toks"] == 40
+    assert result["loss"] == pytest.approx((16 + 16 + 8) / 3)
+    assert result["metrics"] == {"m": pytest.approx(10 / 3), "low": 0}
+
+
+def test_evaluation_takes_no_step(policy):
+    policy.train(rows(4), LowLoss(), eval_mode=True)
+    assert policy.weight_version == 0
+
+
+def test_scores_come_back_in_order_for_policy_and_reference(policy):
+    data = rows(3)
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], data["input_ids"].float())
+    assert torch.equal(policy.get_reference_logprobs(data)["reference_logprobs"], -data["input_ids"].float())
+
+
+def test_a_loss_that_is_not_finite_keeps_its_kind_through_the_facade(policy):
+    with pytest.raises(NonFiniteError, match="NaN at row 3"):
+        policy.train(rows(400), LowLoss())
+
+
+def test_one_process_cannot_have_two_ranks():
+    config = PolicyConfig(backend="x", model_name="x")
+    with pytest.raises(ConfigError, match=r"RayVirtualCluster"):
+        DistributedPolicy(worker_class=CountingWorker, config=config, num_workers=2)
+    with pytest.raises(RLCoreError):
+        DistributedPolicy(worker_class=CountingWorker, config=config, sharding=NamedSharding.grid(data=2))
+
+
+def test_an_attention_mask_is_taken_for_lengths_at_the_door():
+    data = BatchedDataDict(
+        {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "other": [1, 2]}
+    )
+    assert at_the_door(data, ("input_ids", "input_lengths"))["input_lengths"].tolist() == [2, 3]
+    with pytest.raises(DataError, match="`token_mask`"):
+        at_the_door(data, ("input_ids", "token_mask"))
+
+
+def test_filler_rows_weigh_nothing():
+    filled = with_filler_rows(rows(5), 4)
+    assert filled.size == 8
+    assert filled["sample_mask"].tolist() == [1.0] * 5 + [0.0] * 3
+    assert [c.valid_toks for c in global_counts(filled, 4)] == [16.0, 4.0]
+    assert [c.valid_seqs for c in global_counts(filled, 4)] == [4.0, 1.0]
+
+
+def test_the_rows_of_a_prompt_stay_together_and_parts_are_even():
+    ids = torch.tensor([[1, 0], [2, 0], [1, 0], [2, 0], [3, 0], [3, 9]])
+    data = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([1, 1, 1, 1, 1, 2])})
+    parts = _by_prompt(data, 3)
+    assert sorted(row for part in parts for row in part) == list(range(6))
+    assert sorted(map(len, parts)) == [2, 2, 2]
+    for together in ({0, 2}, {1, 3}):
+        assert sum(bool(together & set(part)) for part in parts) == 1
+
+
+def test_validation_at_a_third_temperature_is_refused():
+    with pytest.raises(ValueError, match="neither 0"):
+        GenerationConfig(backend="x", temperature=1.0, val_temperature=0.5)
+
+
+class Forgetful(EnvironmentInterface):
+    def step(self, message_log_batch, metadata):
+        return EnvironmentReturn([{"role": "environment", "content": ""}], metadata, [None], torch.ones(1), torch.ones(1))
+
+
+def test_an_environment_that_loses_a_row_is_named():
+    from rl_core.cluster import InProcessPool
+
+    pool = EnvironmentPool(InProcessPool(Forgetful), task_name="chess", deadline_s=10)
+    with pytest.raises(RLCoreError, match="task 'chess' was asked about 2 rows and answered with 1 rewards"):
+        pool.step([[], []], [None, None])
