@@ -51,7 +51,11 @@ class EnvironmentInterface(ABC):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """Metrics over all rows of this environment's tasks in a step; may adjust the batch."""
+        """Metrics over all rows of this environment's tasks in a step.
+
+        Args:
+            batch: `rewards`, `truncated`, `message_log` (role and content), `extra_env_info`, `answers`, `task_name`, `idx`.
+        """
         return batch, {}
 
     def shutdown(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface
-from rl_core.rollouts.trajectory import Trajectory, to_batch
+from rl_core.rollouts.trajectory import Trajectory
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -38,8 +38,7 @@ def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[s
     counted = 0
     for task_name in dict.fromkeys(row.task_name for row in trajectories):
         rows = [row for row in trajectories if row.task_name == task_name]
-        batch: BatchedDataDict[Any] = BatchedDataDict({**to_batch(rows), "answers": [row.answer for row in rows]})
-        _, found = environments[task_name].global_post_process_and_metrics(batch)
+        _, found = environments[task_name].global_post_process_and_metrics(_for_environment(rows))
         metrics |= {f"env/{task_name}/{name}": float(value) for name, value in found.items()}
         if "accuracy" in found:
             correct += float(found["accuracy"]) * len(rows)
@@ -47,6 +46,21 @@ def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[s
     if counted:
         metrics["rollout/accuracy"] = correct / counted
     return metrics
+
+
+def _for_environment(rows: Sequence[Trajectory]) -> BatchedDataDict[Any]:
+    """What an environment may want to know of its rows; no tokens, which would cost more to send than all the rest."""
+    return BatchedDataDict(
+        {
+            "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float32),
+            "truncated": torch.tensor([row.truncated for row in rows], dtype=torch.bool),
+            "message_log": [row.conversation() for row in rows],
+            "extra_env_info": [row.metadata for row in rows],
+            "answers": [row.answer for row in rows],
+            "task_name": [row.task_name for row in rows],
+            "idx": [row.index for row in rows],
+        }
+    )
 
 
 def _sampled_tokens(row: Trajectory) -> int:
