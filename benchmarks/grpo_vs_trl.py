@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-PROMPTS_PER_STEP, GROUP, STEPS, SEED = 2, 8, 6, 0
+PROMPTS_PER_STEP, GROUP, SEED = 2, 8, 0
 MAX_NEW_TOKENS, LEARNING_RATE = 64, 1e-6
 
 
@@ -46,7 +46,7 @@ def run_trl(arguments):
 
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in questions(PROMPTS_PER_STEP * (STEPS + 1))]
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in questions(PROMPTS_PER_STEP * (arguments.steps + 1))]
     tokens, marks = [], []
 
     class Clock(TrainerCallback):
@@ -66,7 +66,7 @@ def run_trl(arguments):
         train_dataset=Dataset.from_list(rows),
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
-            max_steps=STEPS + 1,
+            max_steps=arguments.steps + 1,
             per_device_train_batch_size=PROMPTS_PER_STEP * GROUP,
             num_generations=GROUP,
             max_completion_length=MAX_NEW_TOKENS,
@@ -121,13 +121,13 @@ def run_ours(arguments):
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     folder = Path(tempfile.mkdtemp())
-    rows = [json.dumps({"question": text}) for text in questions(PROMPTS_PER_STEP * (STEPS + 1))]
+    rows = [json.dumps({"question": text}) for text in questions(PROMPTS_PER_STEP * (arguments.steps + 1))]
     (folder / "questions.jsonl").write_text("\n".join(rows) + "\n")
     config = {
         "grpo": {
             "num_prompts_per_step": PROMPTS_PER_STEP,
             "num_generations_per_prompt": GROUP,
-            "max_num_steps": STEPS + 1,
+            "max_num_steps": arguments.steps + 1,
             "seed": SEED,
         },
         "policy": {
@@ -215,7 +215,7 @@ def measure(side, arguments):
         "TOKENIZERS_PARALLELISM": "false",
     }
     command = [sys.executable, __file__, "--side", side, "--model", arguments.model, "--dtype", arguments.dtype]
-    command += ["--threads", str(arguments.threads)]
+    command += ["--threads", str(arguments.threads), "--steps", str(arguments.steps)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     memory = PeakMemory(process.pid)
     memory.start()
@@ -233,7 +233,7 @@ def table(results, arguments):
         "# GRPO against TRL",
         "",
         f"{Path(arguments.model).name}, {arguments.dtype}, {PROMPTS_PER_STEP} prompts x {GROUP} samples, prompts of "
-        f"{trl['mean_prompt']:.0f} tokens, at most {MAX_NEW_TOKENS} new ones, {STEPS} steps after one of warm-up, "
+        f"{trl['mean_prompt']:.0f} tokens, at most {MAX_NEW_TOKENS} new ones, {arguments.steps} steps after one of warm-up, "
         f"{arguments.threads} threads, no GPU.",
         "",
         "| | trained tokens/s | against TRL | s/step | mean completion | peak memory, GiB |",
@@ -256,6 +256,7 @@ def main():
     parser.add_argument("--model", required=True, help="a folder that Transformers loads")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--steps", type=int, default=6, help="measured steps, after one of warm-up")
     parser.add_argument("--side", choices=["trl", "ours", "ours-ray"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
