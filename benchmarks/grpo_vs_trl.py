@@ -257,6 +257,7 @@ def main():
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after one of warm-up")
+    parser.add_argument("--sides", nargs="+", default=["trl", "ours", "ours-ray"], help="what to measure")
     parser.add_argument("--side", choices=["trl", "ours", "ours-ray"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -265,7 +266,7 @@ def main():
     elif arguments.side:
         run_ours(arguments)
     else:
-        results = {side: measure(side, arguments) for side in ("trl", "ours", "ours-ray")}
+        results = {side: measure(side, arguments) for side in arguments.sides}
         text = table(results, arguments)
         print(text)
         if arguments.output:

@@ -108,6 +108,22 @@ def test_it_works_in_a_thread_that_is_not_the_main_one(grader):
     assert graded[0].rewards.tolist() == [1.0]
 
 
+def test_a_large_parent_does_not_make_its_children_retire():
+    script = """
+        from rl_envs.math.environment import MathEnvironment
+
+        ballast = bytearray(b"x") * (1200 << 20)
+        environment = MathEnvironment()
+        for _ in range(2):
+            environment.step([[{"role": "assistant", "content": "1/2"}]], [{"expected_answer": "0.5"}])
+            print(*environment.process_ids(), flush=True)
+        environment.shutdown()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    first, second = done.stdout.split()
+    assert first == second
+
+
 def test_shutdown_ends_every_process_and_may_be_called_twice():
     environment = MathEnvironment({"num_processes": 2})
     conversations = [[{"role": "assistant", "content": text}] for text in ("1", "2")]

@@ -49,7 +49,7 @@ def test_the_installed_wheels_are_found_and_ready(environment):
     python, folder = environment
     done = run(python, folder, "-m", "rlcore_cli.main", "list-backends", "--json")
     assert done.returncode == 0, done.stderr
-    found = {(row["kind"], row["name"]): row["status"] for row in json.loads(done.stdout)["backends"]}
+    found = {(row["kind"], row["name"]): row["status"] for row in json.loads(done.stdout)}
     assert found[("policy", "hf")] == "ready"
     assert found[("generation", "hf")] == "ready"
 

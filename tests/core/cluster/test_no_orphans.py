@@ -101,7 +101,7 @@ def test_nothing_outlives_a_driver_that_ends_by(end, drivers):
     assert names.count("sleep") == 2, names
     returned = drivers[end].end(sign)
     assert returned == status if status is not None else returned != 0
-    until = time.monotonic() + 15
+    until = time.monotonic() + 60  # Ray's agents take their time on a busy machine
     while any(map(_lives, started)) and time.monotonic() < until:
         time.sleep(0.1)
     assert [(process.pid, process.name()) for process in started if _lives(process)] == []

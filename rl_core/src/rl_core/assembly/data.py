@@ -105,7 +105,8 @@ def _loader(
             "draw fewer a step, or give it more data."
         )
     only_task = next(iter(tasks)) if len(tasks) == 1 else None
-    rows = TokenisedRows(dataset, process, task_name=section.task_name or _task_of(dataset, only_task, tasks))
+    stated = section.task_name if "task_name" in section.model_fields_set else None
+    rows = TokenisedRows(dataset, process, task_name=stated or _task_of(dataset, only_task, tasks))
     return BatchedDataLoader(
         rows, batch_size=batch_size, shuffle=shuffle, seed=run.algorithm.seed, drop_last=shuffle, collate=collate_datums
     )
