@@ -75,11 +75,11 @@ def _limit_memory() -> None:
 
 
 def _peak_memory_bytes() -> int:
-    if sys.platform == "linux":
-        # Not ru_maxrss: it keeps the peak of the process that this one was started from, which may hold a model.
-        with open("/proc/self/status", encoding="ascii") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if not os.path.exists("/proc/self/status"):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not ru_maxrss on Linux: it keeps the peak of the process that this one was started from, which may hold a model.
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
 
 if __name__ == "__main__":
