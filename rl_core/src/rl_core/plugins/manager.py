@@ -20,7 +20,7 @@ from rl_core.plugins.component import describe, did_you_mean
 from rl_core.plugins.discovery import InstalledPlugin, installed_plugins
 from rl_core.plugins.loading import load_module
 from rl_core.plugins.record import Plugin, Registration, Status
-from rl_core.plugins.requirements import RequirementCheck, check_requirements
+from rl_core.plugins.requirements import RequirementCheck, check_one_of, check_requirements
 
 DISABLE_VARIABLE = "RLCORE_DISABLE_PLUGINS"
 STRICT_VARIABLE = "RLCORE_STRICT_PLUGINS"
@@ -76,6 +76,8 @@ class PluginManager:
             faults: What is already known to be wrong with the distribution, one clause each.
         """
         loaded = load_module(load)
+        alternatives = dict.fromkeys((c.one_of, c.install) for _, c in loaded.components if c.one_of)
+        requirements += tuple(check_one_of(one_of, install=install) for one_of, install in alternatives)
         missing = [check.problem for check in requirements if check.problem is not None]
         broken = [*faults, *([loaded.reason] if loaded.reason is not None else [])]
         plugin = Plugin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
@@ -18,11 +18,13 @@ class RequirementCheck:
         requirement: As the metadata states it, without its marker: 'ray[default]>=2.50'.
         installed: The installed version; None where nothing is installed.
         fits: Whether it is installed in a version that the requirement allows.
+        install: What to type to mend it, where `pip install` of the requirement itself would not.
     """
 
     requirement: str
     installed: str | None
     fits: bool
+    install: str | None = None
 
     @property
     def problem(self) -> str | None:
@@ -30,7 +32,7 @@ class RequirementCheck:
         if self.fits:
             return None
         if self.installed is None:
-            return f"{self.requirement} is not installed"
+            return f"{self.requirement} is not installed" + (f" ({self.install})" if self.install else "")
         return f"{self.requirement} is required, {self.installed} is installed"
 
 
@@ -53,6 +55,20 @@ def check_requirements(distribution: importlib.metadata.Distribution) -> tuple[R
     ]
     seen: set[tuple[str, str]] = set()
     return tuple(check for requirement in own for check in _check(requirement, seen))
+
+
+def check_one_of(requirements: Sequence[str], *, install: str | None = None) -> RequirementCheck:
+    """Several requirements of which one is enough, as one: the first that fits, or how each fails.
+
+    Raises:
+        packaging.requirements.InvalidRequirement: One of them is no requirement.
+    """
+    checks = [check for text in requirements for check in _check(Requirement(text), set())]
+    chosen = next((check for check in checks if check.fits), None)
+    if chosen is not None:
+        return chosen
+    installed = ", ".join(f"{check.requirement}: {check.installed}" for check in checks if check.installed) or None
+    return RequirementCheck(requirement=" or ".join(requirements), installed=installed, fits=False, install=install)
 
 
 def _check(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[RequirementCheck]:

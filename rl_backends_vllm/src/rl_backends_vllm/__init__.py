@@ -1,0 +1,1 @@
+"""The vllm backend of rlcore."""

@@ -1,0 +1,1 @@
+"""`policy.generation` with `backend: vllm`; imports no torch."""
