@@ -57,13 +57,13 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         }
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
-        self._refuse_torn_weights()
+        self.refuse_torn_weights()
         answer: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
         return answer
 
     def stream(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> Iterator[tuple[int, BatchedDataDict[Any]]]:
         """Yield (row, its output) as each row ends."""
-        self._refuse_torn_weights()
+        self.refuse_torn_weights()
         return self._sampler.stream(data, greedy, weight_version=self.get_weight_version())
 
     def finish_generation(self) -> None:
@@ -87,10 +87,6 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
 
     def shutdown(self) -> None:
         self.leave_refit()
-
-    def _refuse_torn_weights(self) -> None:
-        if self._ledger is not None:
-            self._ledger.refuse_if_incomplete()
 
 
 def _tokenizer(config: HFGenerationConfig, model_name: str) -> Any:

@@ -62,7 +62,7 @@ def test_one_error_names_every_difference_between_policy_and_engine():
     manifest = {"a": ((2, 3), "float32"), "b": ((4,), "float32"), "c": ((), "float32")}
     engine = {"a": torch.zeros(3, 2), "c": torch.zeros(()), "d": torch.zeros(1)}
     with pytest.raises(WeightSyncError) as caught:
-        refuse_differences(manifest, engine)
+        refuse_differences(manifest, manifest_of(engine))
     text = str(caught.value)
     assert "a: [2, 3] in the policy, [3, 2] in the engine" in text
     assert "b: the policy sends it, the engine has no such weight" in text

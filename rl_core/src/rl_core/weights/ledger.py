@@ -30,6 +30,11 @@ class RefitLedger:
         """The weight version of the refit once all has arrived, None before."""
         return None if self.missing else self._version
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether any tensor was admitted."""
+        return self._refit is not None
+
     def is_of(self, refit: str) -> bool:
         """Whether what has arrived belongs to that refit."""
         return self._refit == refit

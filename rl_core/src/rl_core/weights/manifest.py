@@ -71,7 +71,7 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def refuse_differences(manifest: RefitManifest, engine: Mapping[str, torch.Tensor]) -> None:
+def refuse_differences(manifest: RefitManifest, engine: RefitManifest) -> None:
     """Compare the weights to come with those that the engine has; dtypes may differ, since loading casts.
 
     Raises:
@@ -80,9 +80,9 @@ def refuse_differences(manifest: RefitManifest, engine: Mapping[str, torch.Tenso
     found = [f"{name}: the policy sends it, the engine has no such weight" for name in manifest if name not in engine]
     found += [f"{name}: the engine has it, the policy does not send it" for name in engine if name not in manifest]
     found += [
-        f"{name}: {list(shape)} in the policy, {list(engine[name].shape)} in the engine"
+        f"{name}: {list(shape)} in the policy, {list(engine[name][0])} in the engine"
         for name, (shape, _) in manifest.items()
-        if name in engine and tuple(engine[name].shape) != tuple(shape)
+        if name in engine and tuple(engine[name][0]) != tuple(shape)
     ]
     if found:
         raise WeightSyncError(

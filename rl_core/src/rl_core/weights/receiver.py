@@ -1,0 +1,167 @@
+"""The receiving half of a refit, for generation workers: admits, counts and proves; knows neither sender nor model.
+
+A worker mixes `WeightReceiver` in and says what its engine expects and how it loads. One whose live tensors have the names of
+the manifest mixes in `rl_core.weights.sink.WeightSink` instead, which does both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.weights.collective import WeightCollective
+from rl_core.weights.fingerprint import combine, natural_kind
+from rl_core.weights.handles import open_handles
+from rl_core.weights.ledger import RefitLedger, forms_of
+from rl_core.weights.manifest import refuse_differences
+
+if TYPE_CHECKING:
+    from rl_core.cluster.worker_context import WorkerContext
+
+NO_VERSION = -1
+"""Weight version of an engine before its first refit, and while one is under way."""
+
+
+class WeightReceiver(ABC):
+    """Mixin of a generation worker: the refit verbs of `GenerationInterface`, for one receiver of weights."""
+
+    context: WorkerContext
+    _ledger: RefitLedger | None = None
+    _weight_version: int = NO_VERSION
+    _weight_collective: WeightCollective | None = None
+
+    @abstractmethod
+    def expected_weights(self) -> RefitManifest:
+        """Name to (shape, dtype that its digest is taken in) of every weight of the engine, under Hugging Face names."""
+
+    @abstractmethod
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load one bucket; its tensors are the sender's memory, which is reused as soon as this returns."""
+
+    @abstractmethod
+    def digests_of_weights(self) -> dict[str, str]:
+        """Name to digest of each weight, for `weight_digests`."""
+
+    def refit_begins(self) -> None:
+        """The first bucket of a refit is about to be loaded."""
+        return None
+
+    def weights_changed(self) -> None:
+        """All tensors are new: refresh whatever the engine derived from them (quantised copies, captured graphs)."""
+        return None
+
+    def load_by_reference(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Compute with the sender's own tensors from now on, where the engine can."""
+        raise WeightSyncError(
+            f"{type(self).__name__} cannot compute with the policy's own tensors: set policy.generation.refit_transport to "
+            "shared_memory."
+        )
+
+    def collective_rank(self) -> int:
+        """This receiver's rank in the weight collective; the policy is rank 0."""
+        return 1 + self.context.rank
+
+    def get_weight_version(self) -> int:
+        """Optimizer steps that the weights have seen; -1 before the first refit and from a refit's start to its end."""
+        return self._weight_version
+
+    def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
+        """Begin a refit: take the manifest and compare it with the engine's own weights.
+
+        Returns:
+            Name to the dtype that the digests are taken in.
+
+        Raises:
+            WeightSyncError: names or shapes differ; all of them, in one error.
+        """
+        expected = self.expected_weights()
+        refuse_differences(info, expected)
+        self._ledger = RefitLedger(dict(info))
+        return {name: dtype for name, (_, dtype) in expected.items()}
+
+    def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
+        """Load one bucket; nothing of the sender's memory is kept, but by reference.
+
+        Raises:
+            WeightSyncError: a tensor is unknown, repeated or of another form, or it belongs to another refit.
+        """
+        tensors = open_handles(ipc_handles, self._device())
+        self._take(
+            tensors,
+            refit=ipc_handles["refit"],
+            version=ipc_handles["weight_version"],
+            by_reference=ipc_handles["kind"] == "by_reference",
+        )
+        if self._device().type == "cuda":
+            # The sender reuses its memory once this call returns, and copies are asynchronous.
+            torch.cuda.current_stream(self._device()).synchronize()
+
+    def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float = 600.0) -> None:
+        """Join the weight collective after the policy, which is its rank 0; leaves an earlier one."""
+        self.leave_refit()
+        self._weight_collective = WeightCollective(
+            ip, port, world_size, rank=self.collective_rank(), device=self.context.device, timeout_s=timeout_s
+        )
+
+    def update_weights_from_collective(self) -> None:
+        """Receive and load all tensors of one refit.
+
+        Raises:
+            WeightSyncError: as `update_weights`, or the policy gave up; the collective is then still usable.
+        """
+        if self._weight_collective is None:
+            raise WeightSyncError("This engine has not joined a weight collective: call init_collective on both sides.")
+        self._weight_collective.receive(
+            lambda tensors, refit, version: self._take(tensors, refit=refit, version=version, by_reference=False)
+        )
+
+    def weight_digests(self) -> dict[str, str]:
+        """Name to digest of each tensor that the engine computes with.
+
+        Raises:
+            WeightSyncError: tensors of the refit under way are missing; names them.
+        """
+        self.refuse_torn_weights()
+        return self.digests_of_weights()
+
+    def weight_fingerprint(self) -> str:
+        """The combined digest of `weight_digests`."""
+        return combine(self.weight_digests(), kind=natural_kind(self._device()))
+
+    def refuse_torn_weights(self) -> None:
+        """Raise WeightSyncError, naming what is missing, where a refit has begun and not ended."""
+        if self._ledger is not None:
+            self._ledger.refuse_if_incomplete()
+
+    def leave_refit(self) -> None:
+        """Leave the collective, at shutdown; calling it twice is fine."""
+        if self._weight_collective is not None:
+            self._weight_collective.close()
+            self._weight_collective = None
+
+    def _take(self, tensors: Mapping[str, torch.Tensor], *, refit: str, version: int, by_reference: bool) -> None:
+        if self._ledger is None:
+            raise WeightSyncError("Weights arrived before their manifest: call prepare_refit_info first.")
+        if self._ledger.complete_version is not None and not self._ledger.is_of(refit):
+            self._ledger = RefitLedger(self._ledger.manifest)
+        begins = not self._ledger.has_begun
+        self._ledger.admit(refit, version, forms_of(tensors))
+        self._weight_version = NO_VERSION
+        if begins:
+            self.refit_begins()
+        if by_reference:
+            self.load_by_reference(tensors)
+        else:
+            self.load_weights(tensors)
+        self._ledger.note(tensors)
+        if self._ledger.complete_version is not None:
+            self.weights_changed()
+            self._weight_version = self._ledger.complete_version
+
+    def _device(self) -> torch.device:
+        return torch.device(self.context.device)
