@@ -4,7 +4,8 @@ import pytest
 import tokenizers
 import transformers
 
-from rl_backends_hf.stopping import StopStringScanner, end_token_ids
+from rl_backends_hf.stopping import StopStringScanner
+from rl_core.data.completions import end_token_ids
 
 TEXT = "the sum of two numbers is a number. 12 + 30 = 42. Zażółć gęślą jaźń — ответ: 42. こんにちは 🙂 naïve café. \n\n" * 3
 

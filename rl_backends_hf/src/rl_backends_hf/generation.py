@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from rl_backends_hf.config import HFGenerationConfig, HFSamplerConfig
 from rl_backends_hf.generation_worker import HFGenerationWorker
-from rl_backends_hf.rows import RowLimits, check_rows
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.completions import RowLimits, read_prompts
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import ConfigError, NotSupportedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
@@ -73,7 +73,7 @@ class HuggingFaceGeneration(DistributedGeneration):
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         # Here, not only in the replicas: the error then names the caller's row, and no replica has begun.
-        check_rows(data, limits=self._limits())
+        read_prompts(data, self._limits())
         return super().generate(data, greedy)
 
     async def generate_async(
@@ -88,7 +88,7 @@ class HuggingFaceGeneration(DistributedGeneration):
             raise NotSupportedError(
                 "HuggingFaceGeneration over a cluster answers whole calls only. Use `generate`, or an engine without a cluster."
             )
-        check_rows(data, limits=self._limits())
+        read_prompts(data, self._limits())
         worker: HFGenerationWorker = self.group.worker
         for row, output in worker.stream(data, greedy=greedy):
             yield row, output

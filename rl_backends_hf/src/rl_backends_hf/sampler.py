@@ -21,10 +21,10 @@ from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.decode_attention import AttentionLayout, decoding_attention
 from rl_backends_hf.kv_cache import SlotCache
 from rl_backends_hf.packed_linears import packed_linears
-from rl_backends_hf.rows import PromptGroup, Row, RowLimits, answer, group_by_prompt, read_rows
+from rl_backends_hf.rows import PromptGroup, Row, answer, group_by_prompt, read_rows
 from rl_backends_hf.sampling import SamplingParameters, next_tokens
-from rl_backends_hf.stopping import end_token_ids
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.completions import RowLimits, end_token_ids
 from rl_core.errors import NonFiniteError, NotSupportedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 

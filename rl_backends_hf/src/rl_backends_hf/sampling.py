@@ -11,6 +11,8 @@ from typing import Final
 
 import torch
 
+from rl_core.data.splitmix import mix, shift_right
+
 _BLOCK: Final = 256
 """Vocabulary entries whose mass is summed together: the cumulative sum runs over blocks, then inside one block."""
 _NUCLEUS_CANDIDATES: Final = 1024
@@ -80,27 +82,9 @@ def next_tokens(
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """[N] float64 in [0, 1): a hash of each (seed, position), 53 bits of two rounds of splitmix64."""
     golden = -7046029254386353131  # 0x9E3779B97F4A7C15; int64 arithmetic wraps as uint64 does
-    state = _mix(seeds + golden)
-    state = _mix(state + (positions + 1) * golden)
-    return _shift_right(state, 11).double() * 2.0**-53
-
-
-def derived_seeds(seed: int, call: int, rows: int) -> torch.Tensor:
-    """[rows] int64, distinct seeds of the rows of one call, for a batch that brings none."""
-    base = _mix(_mix(torch.tensor([seed])) + call)
-    return _mix(base + torch.arange(rows))
-
-
-def _mix(state: torch.Tensor) -> torch.Tensor:
-    # The finalizer of splitmix64 (Steele, Lea, Flood 2014); multipliers are 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB.
-    state = (state ^ _shift_right(state, 30)) * -4658895280553007687
-    state = (state ^ _shift_right(state, 27)) * -7723592293110705685
-    return state ^ _shift_right(state, 31)
-
-
-def _shift_right(state: torch.Tensor, bits: int) -> torch.Tensor:
-    # `>>` of int64 copies the sign; the mask makes it the shift of uint64.
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
+    state = mix(seeds + golden)
+    state = mix(state + (positions + 1) * golden)
+    return shift_right(state, 11).double() * 2.0**-53
 
 
 def _at(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

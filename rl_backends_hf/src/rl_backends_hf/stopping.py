@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -12,20 +12,6 @@ _WINDOW_TOKENS: Final = 24
 """Tokens after which the window that is decoded moves on."""
 _LONGEST_CHARACTER: Final = 4
 """Bytes, and so at most tokens, of a character of UTF-8."""
-
-
-def end_token_ids(*sources: Any, further: Iterable[int] | None = None) -> frozenset[int]:
-    """Ids that end a completion.
-
-    Args:
-        *sources: whatever has an `eos_token_id` (an int, a list or None): a generation config, a tokenizer; None is skipped.
-        further: the user's stop tokens.
-    """
-    ids = set(further or ())
-    for source in sources:
-        found = getattr(source, "eos_token_id", None)
-        ids.update([found] if isinstance(found, int) else found or ())
-    return frozenset(ids)
 
 
 class StopStringScanner:

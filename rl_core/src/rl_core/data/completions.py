@@ -1,0 +1,161 @@
+"""The two ends of a generation call: prompts checked at the door, completions put together into the answer; knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.padding import with_input_lengths
+from rl_core.data.schema import pad_value
+from rl_core.errors import DataError
+
+_READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLimits:
+    """What bounds every row.
+
+    Attributes:
+        vocab_size: ids are below it.
+        max_model_len: most tokens of prompt and completion.
+        max_new_tokens: most tokens of a completion.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row that is asked, without padding.
+
+    Attributes:
+        number: place in the batch.
+        tokens: what the model reads.
+        limit: most tokens of the completion, which fit into `max_model_len`.
+        seed: what its draws are made of; None where the row brings none.
+        stop_strings: those of the row alone.
+    """
+
+    number: int
+    tokens: list[int]
+    limit: int
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished row.
+
+    Attributes:
+        prompt: its prompt's tokens.
+        tokens: those that were sampled, the end-of-sequence token included.
+        logprobs: of each sampled token, in nats.
+        truncated: ended by a limit, not by a stop.
+        weight_version: of the weights that sampled it.
+    """
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    truncated: bool
+    weight_version: int
+
+
+def read_prompts(data: Mapping[str, Any], limits: RowLimits) -> list[Prompt]:
+    """The rows of a batch in its order.
+
+    Args:
+        data: see `GenerationDatumSpec`.
+        limits: what bounds every row.
+
+    Raises:
+        DataError: an empty prompt, an id outside the vocabulary, no room for a token, an empty stop string; names the row.
+    """
+    batch = with_input_lengths(BatchedDataDict({key: data[key] for key in _READ if key in data}))
+    lengths: list[int] = batch["input_lengths"].tolist()
+    prompts = [tokens[: max(length, 0)] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
+    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        _check_prompt(number, prompt, length, limits)
+    seeds = batch["sample_seeds"].tolist() if "sample_seeds" in batch else [None] * len(prompts)
+    strings = batch["stop_strings"] if "stop_strings" in batch else [None] * len(prompts)
+    for number, own in enumerate(strings):
+        if any(not string for string in own or ()):
+            raise DataError(f"Row {number} has an empty stop string, which is everywhere. Leave it out.")
+    return [
+        Prompt(number=number, tokens=prompt, limit=limit, seed=seed, stop_strings=tuple(own or ()))
+        for number, (prompt, limit, seed, own) in enumerate(
+            zip(prompts, _row_limits(batch, prompts, limits), seeds, strings, strict=True)
+        )
+    ]
+
+
+def to_output(completions: Sequence[Completion]) -> BatchedDataDict[Any]:
+    """Finished rows as a `GenerationOutputSpec`, in the order given."""
+    lengths = [len(row.prompt) + len(row.tokens) for row in completions]
+    output_ids = torch.full((len(completions), max(lengths, default=0)), int(pad_value("output_ids")), dtype=torch.int64)
+    logprobs = torch.zeros(output_ids.shape, dtype=torch.float32)
+    for place, (row, length) in enumerate(zip(completions, lengths, strict=True)):
+        output_ids[place, :length] = torch.tensor([*row.prompt, *row.tokens])
+        logprobs[place, len(row.prompt) : length] = torch.tensor(row.logprobs)
+    return BatchedDataDict(
+        {
+            "output_ids": output_ids,
+            "generation_lengths": torch.tensor([len(row.tokens) for row in completions], dtype=torch.int64),
+            "unpadded_sequence_lengths": torch.tensor(lengths, dtype=torch.int64),
+            "logprobs": logprobs,
+            "truncated": torch.tensor([row.truncated for row in completions], dtype=torch.bool),
+            "weight_version": torch.tensor([row.weight_version for row in completions], dtype=torch.int64),
+        }
+    )
+
+
+def end_token_ids(*sources: Any, further: Iterable[int] | None = None) -> frozenset[int]:
+    """Ids that end a completion.
+
+    Args:
+        *sources: whatever has an `eos_token_id` (an int, a list or None): a generation config, a tokenizer; None is skipped.
+        further: the user's stop tokens.
+    """
+    ids = set(further or ())
+    for source in sources:
+        found = getattr(source, "eos_token_id", None)
+        ids.update([found] if isinstance(found, int) else found or ())
+    return frozenset(ids)
+
+
+def _check_prompt(number: int, prompt: list[int], length: int, limits: RowLimits) -> None:
+    if not prompt or length != len(prompt):
+        raise DataError(
+            f"Row {number} has input length {length} in {len(prompt)} positions: a prompt has at least one token, all of them "
+            "inside input_ids. Drop the row, or begin it with a start token."
+        )
+    if length >= limits.max_model_len:
+        raise DataError(
+            f"Row {number} has a prompt of {length} tokens, which leaves no room for a completion within max_model_len = "
+            f"{limits.max_model_len}. Raise policy.max_total_sequence_length (up to what the model can do) or drop the row."
+        )
+    outside = [token for token in prompt if not 0 <= token < limits.vocab_size]
+    if outside:
+        raise DataError(
+            f"Row {number} holds token id {outside[0]}, outside the model's vocabulary of {limits.vocab_size}. "
+            "Tokenize with the model's own tokenizer."
+        )
+
+
+def _row_limits(batch: BatchedDataDict[Any], prompts: list[list[int]], limits: RowLimits) -> list[int]:
+    own = batch["max_new_tokens"].tolist() if "max_new_tokens" in batch else [limits.max_new_tokens] * len(prompts)
+    for number, limit in enumerate(own):
+        if limit < 1:
+            raise DataError(f"Row {number} has max_new_tokens = {limit}: a completion has at least one token.")
+    return [
+        min(limit, limits.max_new_tokens, limits.max_model_len - len(prompt))
+        for limit, prompt in zip(own, prompts, strict=True)
+    ]
