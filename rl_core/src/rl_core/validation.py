@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Final
 
 import torch
 
@@ -11,6 +14,51 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import PolicyInterface
+
+QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
+"""Of |d|."""
+LARGE_DIFFERENCES: Final = (0.1, 1.0)
+"""Sizes of |d|, in nats, of which the share of tokens beyond them is told."""
+_EDGES: Final = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 2**31)
+_JUDGED_TOKENS: Final = 100
+"""Tokens from which on a stretch of positions is judged by itself: the mean of fewer is noise in bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDifference:
+    """One sampled token and what both sides say of it."""
+
+    row: int
+    """In the batch."""
+    position: int
+    """In the completion, from 0."""
+    token_id: int
+    training_logprob: float
+    """In nats."""
+    inference_logprob: float
+    """In nats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionRange:
+    """The tokens at some positions of their completions: where later ones are worse, decoding drifts."""
+
+    first: int
+    """First position in the completion, from 0."""
+    last: int
+    """Last position, itself included."""
+    num_tokens: int
+    multiplicative_error: float
+    """exp(mean |d|)."""
+    mean_difference: float
+    """Mean d, in nats."""
+    max_abs_difference: float
+    """Largest |d|, in nats."""
+
+    @property
+    def label(self) -> str:
+        """`4-15`, or `0` where it is one position."""
+        return f"{self.first}-{self.last}" if self.last > self.first else str(self.first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +70,44 @@ class LogProbabilityAgreement:
 
     multiplicative_error: float
     """exp(mean |d|); 1 where they agree."""
+    mean_abs_difference: float
+    """Mean |d|, in nats."""
     mean_difference: float
     """Mean d, in nats: a bias shows here."""
     max_abs_difference: float
     """Largest |d|, in nats."""
+    worst: TokenDifference
+    """The token with the largest |d|."""
+    quantiles: Mapping[float, float]
+    """Quantiles of |d| in nats, by `QUANTILES`."""
     kl: float
-    """Estimate (k3) of KL(inference || training), in nats a token."""
+    """Estimate (k3) of KL(inference || training), in nats a token (http://joschu.net/blog/kl-approx.html)."""
+    share_beyond: Mapping[float, float]
+    """Share of tokens whose |d| is larger than each of `LARGE_DIFFERENCES`."""
+    by_position: tuple[PositionRange, ...]
+    """The same by position in the completion; ranges without a token are left out."""
     num_tokens: int
     """Sampled tokens that were compared."""
+    num_rows: int
+    """Completions that they are of."""
+
+    def failures(self, threshold: float) -> list[str]:
+        """What is beyond `threshold`, one sentence each; none where the two are consistent.
+
+        Judged are exp(mean |d|) of all tokens, and of each range of positions that has a hundred of them, so that many
+        good early tokens cannot hide late ones that drift. A NaN is beyond every threshold.
+        """
+        judged = [("over all tokens", self.multiplicative_error)]
+        judged += [
+            (f"at positions {part.label} of the completion", part.multiplicative_error)
+            for part in self.by_position
+            if part.num_tokens >= _JUDGED_TOKENS
+        ]
+        return [
+            f"exp(mean |d|) is {error:.6g} {where}, and {threshold:.6g} is allowed"
+            for where, error in judged
+            if not error <= threshold
+        ]
 
 
 def compare_log_probabilities(
@@ -48,20 +126,49 @@ def compare_log_probabilities(
     inference_backend.prepare_for_generation()
     output = inference_backend.generate(test_data, greedy=False)
     inference_backend.finish_generation()
-    lengths, sampled = output["unpadded_sequence_lengths"], output["generation_lengths"]
-    scored: BatchedDataDict[Any] = BatchedDataDict({"input_ids": output["output_ids"], "input_lengths": lengths})
+    return score_samples(training_backend, output)
+
+
+def score_samples(training_backend: PolicyInterface, samples: BatchedDataDict[Any]) -> LogProbabilityAgreement:
+    """Score what an inference backend has sampled, and compare.
+
+    Args:
+        training_backend: scores.
+        samples: see `GenerationOutputSpec`.
+
+    Raises:
+        DataError: there is no sampled token in it.
+    """
+    lengths, sampled = samples["unpadded_sequence_lengths"], samples["generation_lengths"]
+    scored: BatchedDataDict[Any] = BatchedDataDict({"input_ids": samples["output_ids"], "input_lengths": lengths})
     trained = training_backend.get_logprobs(scored)["logprobs"]
-    position = torch.arange(output["output_ids"].shape[1])
-    mask = (position >= (lengths - sampled).unsqueeze(1)) & (position < lengths.unsqueeze(1))
+    column = torch.arange(samples["output_ids"].shape[1])
+    starts = (lengths - sampled).unsqueeze(1)
+    mask = (column >= starts) & (column < lengths.unsqueeze(1))
     if not mask.any():
         raise DataError("No token was sampled, so there is nothing to compare. Give prompts that leave room for an answer.")
-    difference = (trained - output["logprobs"])[mask].double()
+    difference = (trained - samples["logprobs"])[mask].double()
+    size = difference.abs()
+    at_worst = int(size.argmax())
+    row, place = mask.nonzero()[at_worst].tolist()
     return LogProbabilityAgreement(
-        multiplicative_error=float(difference.abs().mean().exp()),
+        multiplicative_error=float(size.mean().exp()),
+        mean_abs_difference=float(size.mean()),
         mean_difference=float(difference.mean()),
-        max_abs_difference=float(difference.abs().max()),
+        max_abs_difference=float(size.max()),
+        worst=TokenDifference(
+            row=row,
+            position=place - int(starts[row]),
+            token_id=int(samples["output_ids"][row, place]),
+            training_logprob=float(trained[row, place]),
+            inference_logprob=float(samples["logprobs"][row, place]),
+        ),
+        quantiles=_quantiles(size),
         kl=float((difference.expm1() - difference).mean()),
+        share_beyond={limit: float((size > limit).double().mean()) for limit in LARGE_DIFFERENCES},
+        by_position=tuple(_by_position(difference, (column - starts)[mask])),
         num_tokens=int(mask.sum()),
+        num_rows=int(mask.any(dim=1).sum()),
     )
 
 
@@ -73,11 +180,33 @@ def validate_log_probability_consistency(
 ) -> bool:
     """Whether the multiplicative error exp(mean |Δ log p|) of the sampled tokens is at most `threshold`.
 
+    It has to be so over all tokens and over every range of positions with enough of them, see
+    `LogProbabilityAgreement.failures`; `compare_log_probabilities` has the numbers.
+
     Args:
         training_backend: scores.
         inference_backend: samples.
         test_data: prompts.
         threshold: 1.05 is usual for bfloat16; float32 backends agree within 1.001.
     """
-    agreement = compare_log_probabilities(training_backend, inference_backend, test_data)
-    return agreement.multiplicative_error <= threshold
+    return not compare_log_probabilities(training_backend, inference_backend, test_data).failures(threshold)
+
+
+def _quantiles(size: torch.Tensor) -> dict[float, float]:
+    """Nearest-rank quantiles: each is the |d| of a token that exists (and there is no limit on their number)."""
+    ordered = size.sort().values
+    return {share: float(ordered[max(math.ceil(share * len(ordered)) - 1, 0)]) for share in QUANTILES}
+
+
+def _by_position(difference: torch.Tensor, position: torch.Tensor) -> Iterator[PositionRange]:
+    for first, end in pairwise(_EDGES):
+        chosen = difference[(position >= first) & (position < end)]
+        if len(chosen):
+            yield PositionRange(
+                first=first,
+                last=end - 1,
+                num_tokens=len(chosen),
+                multiplicative_error=float(chosen.abs().mean().exp()),
+                mean_difference=float(chosen.mean()),
+                max_abs_difference=float(chosen.abs().max()),
+            )

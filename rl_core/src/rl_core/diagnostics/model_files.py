@@ -1,0 +1,52 @@
+"""What the files of a model say of it beside its weights: tying and end tokens; loads no weights and runs no code of theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """What a model's config and generation config say."""
+
+    tie_word_embeddings: bool | None
+    """None where there is no config that says so."""
+    end_ids: frozenset[int]
+    """Tokens that end a completion by these files."""
+
+
+def read_model_files(name_or_path: str, tokenizer: Any) -> ModelFiles:
+    """Read them; a file that is not there says nothing.
+
+    Args:
+        name_or_path: a model's name, a folder, or a GGUF file.
+        tokenizer: the policy's, whose end-of-sequence token ends a completion too.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    path = Path(name_or_path).expanduser()
+    is_gguf = path.suffix == ".gguf"
+    where = (str(path.parent), {"gguf_file": path.name}) if is_gguf else (str(name_or_path), {})
+    config = _if_there(lambda: AutoConfig.from_pretrained(where[0], **where[1]))
+    sampling = None if is_gguf else _if_there(lambda: GenerationConfig.from_pretrained(where[0]))
+    text = config.get_text_config(decoder=True) if config is not None else None
+    tied = getattr(text, "tie_word_embeddings", None)
+    return ModelFiles(
+        tie_word_embeddings=bool(tied) if tied is not None else None,
+        end_ids=frozenset(_end_ids(text) | _end_ids(sampling) | _end_ids(tokenizer)),
+    )
+
+
+def _if_there(read: Any) -> Any:
+    """What `read` reads; None where Transformers finds no such file, or one that needs code which came with the model."""
+    try:
+        return read()
+    except (OSError, ValueError):
+        return None
+
+
+def _end_ids(source: Any) -> set[int]:
+    ids = getattr(source, "eos_token_id", None)
+    return {ids} if isinstance(ids, int) else set(ids or ())
