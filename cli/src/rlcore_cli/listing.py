@@ -96,15 +96,18 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _of_registration(registration: Registration) -> dict[str, Any]:
+    from rl_core.plugins.requirements import unmet_needs
+
     component, plugin = registration.component, registration.plugin
+    problem = unmet_needs(component.needs)
     return {
         "kind": registration.kind.value,
         "name": component.name,
         "plugin": plugin.name,
         "distribution": plugin.distribution,
         "version": plugin.version,
-        "status": plugin.status.value,
-        "reason": plugin.reason,
+        "status": plugin.status.value if problem is None else NOT_INSTALLED,
+        "reason": plugin.reason or (component.install or problem if problem is not None else None),
         "summary": component.summary,
         "target": component.target,
         "config": component.config,

@@ -26,20 +26,14 @@ def rlcore_algorithms() -> list[Component]:
 
 @hookimpl
 def rlcore_losses() -> list[Component]:
-    """Clipped policy gradient, its GRPO defaults, and negative log-likelihood."""
+    """Policy gradients under the settings of their papers, and negative log-likelihood."""
     return [
-        Component(
-            "clipped_pg",
-            target="rl_core.algorithms.losses.policy_gradient:ClippedPGLossFn",
-            config="rl_core.algorithms.losses.config:ClippedPGLossConfig",
-            summary="Policy gradient with a clipped probability ratio",
-        ),
-        Component(
-            "grpo",
-            target="rl_core.algorithms.losses.policy_gradient:GRPOLossFn",
-            config="rl_core.algorithms.losses.config:ClippedPGLossConfig",
-            summary="Clipped policy gradient with the defaults of GRPO",
-        ),
+        _policy_gradient("clipped_pg", "ClippedPGLossConfig", "Policy gradient with a clipped probability ratio"),
+        _policy_gradient("grpo", "GRPOLossConfig", "Policy gradient of GRPO: a mean of sequence means, a KL penalty"),
+        _policy_gradient("dapo", "DAPOLossConfig", "Policy gradient of DAPO: clip-higher, a mean over tokens"),
+        _policy_gradient("dr_grpo", "DrGRPOLossConfig", "Policy gradient of Dr. GRPO: sums of sequences by one constant"),
+        _policy_gradient("gspo", "GSPOLossConfig", "Policy gradient of GSPO: one clipped ratio a sequence"),
+        _policy_gradient("cispo", "CISPOLossConfig", "Policy gradient of CISPO: clipped ratios as weights"),
         Component(
             "nll",
             target="rl_core.algorithms.losses.nll:NLLLossFn",
@@ -49,15 +43,49 @@ def rlcore_losses() -> list[Component]:
     ]
 
 
+def _policy_gradient(name: str, config: str, summary: str) -> Component:
+    """One loss, under the settings that go by a name."""
+    return Component(
+        name,
+        target="rl_core.algorithms.losses.policy_gradient:ClippedPGLossFn",
+        config=f"rl_core.algorithms.losses.config:{config}",
+        summary=summary,
+    )
+
+
 @hookimpl
 def rlcore_loggers() -> list[Component]:
-    """The run folder's metrics file and the terminal."""
+    """The run folder's metrics file and the terminal, which every run has, and three that need an extra of rl-core."""
     return [
         Component("jsonl", target="rl_core.metrics.jsonl:JsonlLogger", summary="One JSON object a step, in the run folder"),
         Component(
             "console",
             target="rl_core.metrics.console:ConsoleLogger",
             summary="Live progress on a terminal, plain lines when piped",
+        ),
+        Component(
+            "tensorboard",
+            target="rl_core.metrics.tensorboard:TensorBoardLogger",
+            config="rl_core.metrics.logger_config:TensorBoardConfig",
+            summary="Event files for TensorBoard",
+            needs=("tensorboard>=2.18",),
+            install="pip install 'rl-core[tensorboard]'",
+        ),
+        Component(
+            "wandb",
+            target="rl_core.metrics.wandb:WandbLogger",
+            config="rl_core.metrics.logger_config:WandbConfig",
+            summary="Weights & Biases, offline unless told otherwise",
+            needs=("wandb>=0.31",),
+            install="pip install 'rl-core[wandb]'",
+        ),
+        Component(
+            "mlflow",
+            target="rl_core.metrics.mlflow:MlflowLogger",
+            config="rl_core.metrics.logger_config:MlflowConfig",
+            summary="MLflow, in a database of the run folder unless told otherwise",
+            needs=("mlflow<4,>=3.17",),
+            install="pip install 'rl-core[mlflow]'",
         ),
     ]
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rl_core.assembly.build import build_run
 from rl_core.assembly.folder import choose_start, claim, write_status
+from rl_core.assembly.origins import write_origins
 from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
@@ -83,6 +82,7 @@ def train(
         if start.checkpoint is not None and run.checkpoints is not None:
             run.first_step = run.checkpoints.restore(start.checkpoint, allow_config_change=allow_config_change)
             _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
+        write_origins(run.folder, loaded, manager)
         _attach_loggers(run, loaded, console, exits)
         _announce(run, manager)
         loop_started = time.perf_counter()
@@ -99,8 +99,11 @@ def train(
 
 
 def _attach_loggers(run: Run, loaded: LoadedConfig, console: bool, exits: ExitStack) -> None:
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(loaded.resolved, sort_keys=False), encoding="utf-8")
-    always: list[Any] = [JsonlLogger(run.folder, resume_from=run.first_step)]
+    def token_text(token: int) -> str:
+        text: str = run.tokenizer.decode([token])
+        return text
+
+    always: list[Any] = [JsonlLogger(run.folder, resume_from=run.first_step, token_text=token_text)]
     if console:
         always.append(ConsoleLogger(total_steps=run.config.algorithm.max_num_steps, first_step=run.first_step))
     for logger in always:

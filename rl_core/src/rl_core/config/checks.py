@@ -10,6 +10,7 @@ from rl_core.config.written import Path, dotted
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
+from rl_core.plugins.requirements import unmet_needs
 
 Finding = tuple[Path, str]
 """The key that is to blame, and what is wrong."""
@@ -24,10 +25,12 @@ def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[
         registry: Asked for the capabilities of the components.
     """
     yield from _what_the_algorithm_needs(run)
+    yield from run.algorithm.conflicts(run)
     yield from _sampling(run)
     yield from _lengths(run)
     yield from _capabilities(run, layout, registry)
     yield from _transport(run, registry)
+    yield from _libraries(run, layout)
 
 
 def _what_the_algorithm_needs(run: RunConfig) -> Iterator[Finding]:
@@ -127,3 +130,17 @@ def _transport(run: RunConfig, registry: Registry) -> Iterator[Finding]:
         if transport not in speaks:
             known = [name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name in speaks]
             yield at, f"the {kind.label} {backend!r} does not speak {transport!r}. It speaks: {', '.join(known) or 'none'}."
+
+
+def _libraries(run: RunConfig, layout: Layout) -> Iterator[Finding]:
+    """What components need beyond their distribution; a logger that is switched off needs nothing."""
+    for path, part in layout.parts.items():
+        component = part.component
+        if component is None or part.kind is None:
+            continue
+        if part.kind is Kind.LOGGER and not run.logger.loggers[str(path[-1])].enabled:
+            continue
+        problem = unmet_needs(component.needs)
+        if problem is not None:
+            remedy = f": {component.install}" if component.install else ""
+            yield path, f"the {part.kind.label} {component.name!r} cannot run here, since {problem}{remedy}"

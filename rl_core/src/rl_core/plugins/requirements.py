@@ -71,6 +71,16 @@ def check_one_of(requirements: Sequence[str], *, install: str | None = None) -> 
     return RequirementCheck(requirement=" or ".join(requirements), installed=installed, fits=False, install=install)
 
 
+def unmet_needs(needs: Sequence[str]) -> str | None:
+    """What is wrong with the requirements of one component, as one clause; None where all are installed.
+
+    Raises:
+        packaging.requirements.InvalidRequirement: One of them is no requirement.
+    """
+    checks = [check for text in needs for check in _check(Requirement(text), set())]
+    return "; ".join(check.problem for check in checks if check.problem is not None) or None
+
+
 def _check(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[RequirementCheck]:
     wanted = _without_marker(requirement)
     try:
