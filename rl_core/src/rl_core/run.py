@@ -75,9 +75,11 @@ class Run:
         """
         last = self.config.algorithm.max_num_steps
         for step in range(self.first_step + 1, last + 1):
-            started = time.perf_counter()
+            started, restarts = time.perf_counter(), self._restarts()
             yield step
             self.metrics.add({"time/step_s": time.perf_counter() - started})
+            if self.generation is not None:
+                self.metrics.add({"generation/restarts": self._restarts() - restarts})
             self.metrics.add(self._throughput())
             numbers = self.flush(step)
             due = step % self.config.checkpointing.save_period == 0 or step == last or self.stop_requested
@@ -85,6 +87,9 @@ class Run:
                 self.checkpoints.save(step, numbers)
             if self.stop_requested and step < last:
                 raise RunInterrupted(step, self.checkpoints is not None)
+
+    def _restarts(self) -> int:
+        return self.generation.restarts if self.generation is not None else 0
 
     def _throughput(self) -> dict[str, float]:
         """Tokens of the step's rows, prompts included, by the seconds of the step without its validation."""

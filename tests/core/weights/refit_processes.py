@@ -82,5 +82,8 @@ class ProcessPolicy:
 class ProcessEngine(ProcessPolicy):
     """Generation replicas in processes."""
 
+    def revive(self, cause=None):
+        return False
+
     def update_weights_from_collective(self):
         return [rank.submit("update_weights_from_collective") for rank in self.ranks]

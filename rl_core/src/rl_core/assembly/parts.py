@@ -138,6 +138,7 @@ class Builder:
             rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
         )
         self.exits.callback(synchronizer.close)
+        generation.refit_with(synchronizer.sync)
         return synchronizer
 
     def _transports(self, wanted: str | None) -> list[type[WeightTransport]]:

@@ -74,6 +74,13 @@ class InProcessWorkerGroup(WorkerGroup):
         args = per_rank_args[0] if isinstance(per_rank_args[0], tuple) else (per_rank_args[0],)
         return self.submit_all(method, *args, deadline_s=deadline_s, **kwargs)
 
+    def submit_some(
+        self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
+    ) -> PendingCall:
+        for rank in args_by_rank:
+            self._sharding.get_worker_coords(rank)
+        return self.submit_each(method, list(args_by_rank.values()), deadline_s=deadline_s, **kwargs)
+
     def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
         return self._run(method, args, kwargs, as_list=True)
 
@@ -95,6 +102,10 @@ class InProcessWorkerGroup(WorkerGroup):
 
     def pids(self) -> list[int]:
         return [os.getpid()]
+
+    def who(self, rank: int) -> str:
+        self._sharding.get_worker_coords(rank)
+        return f"rank {rank} of '{self._name}', in this process"
 
     def workers_alive(self) -> list[bool]:
         return [self._worker is not None]
@@ -124,8 +135,8 @@ class InProcessWorkerGroup(WorkerGroup):
         except Exception as error:
             failed = self._failed(method, error)
             failed.__cause__ = error
-            return _Done(None, failed)
-        return _Done([value] if as_list else value, None)
+            return _Done(None, failed, as_list=as_list)
+        return _Done(value, None, as_list=as_list)
 
     def _failed(self, method: str, error: Exception) -> WorkerError:
         failed = WorkerError(
@@ -138,9 +149,10 @@ class InProcessWorkerGroup(WorkerGroup):
 class _Done(PendingCall):
     """A call that has already run."""
 
-    def __init__(self, value: Any, error: WorkerError | None) -> None:
+    def __init__(self, value: Any, error: WorkerError | None, *, as_list: bool) -> None:
         self._value = value
         self._error = error
+        self._as_list = as_list
 
     def poll(self, timeout_s: float) -> bool:
         if self._error is not None:
@@ -148,5 +160,8 @@ class _Done(PendingCall):
         return True
 
     def result(self, deadline_s: float | None = None) -> Any:
+        return self.settle() if self._as_list else self.settle()[0]
+
+    def settle(self, deadline_s: float | None = None) -> list[Any]:
         self.poll(0.0)
-        return self._value
+        return [self._value]

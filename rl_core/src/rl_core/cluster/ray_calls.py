@@ -11,7 +11,7 @@ import ray
 
 from rl_core.cluster.deadlines import Deadlines, exceeded
 from rl_core.cluster.remote_actor import Flight, land
-from rl_core.cluster.worker_group import PendingCall
+from rl_core.cluster.worker_group import PendingCall, root_cause
 from rl_core.errors import WorkerDiedError, WorkerError
 
 # A rank that dies makes its peers fail in their collective, often before Ray has noticed the death: after the first
@@ -61,6 +61,17 @@ class PendingRayCall(PendingCall):
                 raise self._expired()
         return self._shape([self._values[index] for index in range(len(self._flights))])
 
+    def settle(self, deadline_s: float | None = None) -> list[Any]:
+        until = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+        while self._open:
+            self._advance(max(until - time.monotonic(), 0.0))
+            raised = [error for error in self._errors.values() if not isinstance(error, WorkerDiedError)]
+            if raised:
+                raise raised[0]
+            if self._open and time.monotonic() >= until:
+                raise self._expired()
+        return [self._values.get(index, self._errors.get(index)) for index in range(len(self._flights))]
+
     def _advance(self, timeout_s: float) -> None:
         """Waits for at least one call to end, and takes in all that have."""
         if not self._open:
@@ -86,10 +97,8 @@ class PendingRayCall(PendingCall):
 
     def _error(self) -> WorkerError:
         """A death explains the others' failures; else the first failure that was seen."""
-        error = self._death() or next(iter(self._errors.values()))
-        others = [str(other).splitlines()[0] for other in self._errors.values() if other is not error]
-        if others:
-            error.args = ("\n".join([str(error), "Also failed:", *(f"- {line}" for line in others)]),)
+        error = root_cause(list(self._errors.values()))
+        if len(self._errors) > 1:
             self._errors = {0: error}  # told once, however often it is asked for
         return error
 

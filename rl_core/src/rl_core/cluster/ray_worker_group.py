@@ -115,11 +115,16 @@ class RayWorkerGroup(WorkerGroup):
         self, method: str, per_rank_args: Sequence[Any], *, deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
         check_per_rank(self._sharding, per_rank_args)
+        return self.submit_some(method, dict(enumerate(per_rank_args)), deadline_s=deadline_s, **kwargs)
+
+    def submit_some(
+        self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
+    ) -> PendingCall:
         self._revive()
-        shared = self._store(((), kwargs), self.world_size)
+        shared = self._store(((), kwargs), len(args_by_rank))
         flights = [
-            actor.call(method, shared, *(item if isinstance(item, tuple) else (item,)))
-            for actor, item in zip(self._actors, per_rank_args, strict=True)
+            self._actors[rank].call(method, shared, *(item if isinstance(item, tuple) else (item,)))
+            for rank, item in args_by_rank.items()
         ]
         return self._pending(flights, deadline_s)
 
@@ -155,6 +160,9 @@ class RayWorkerGroup(WorkerGroup):
             shard = stored[self._sharding.get_worker_coords(rank)[axis]]
             flights.append(actor.call(method, shared, shard, keep_result=rank in leaders))
         return self._pending(flights, deadline_s, shape=lambda values: [values[rank] for rank in leaders])
+
+    def who(self, rank: int) -> str:
+        return f"{self._actors[rank].label}, {self._actors[rank].where()}"
 
     def workers_alive(self) -> list[bool]:
         return [actor.is_alive() for actor in self._actors]

@@ -74,6 +74,7 @@ class RemoteActor:
     ) -> None:
         self.label = label
         self._identity: Identity | None = None
+        self._death_seen = False
         self._marker = uuid.uuid4().hex
         own_env = {**runtime_env.get("env_vars", {}), **env, MARKER: self._marker}
         self._handle = (
@@ -146,12 +147,18 @@ class RemoteActor:
             return None
 
     def is_alive(self) -> bool:
-        """False once the process is gone."""
+        """False once the process is gone, or Ray has said so of a call on it."""
+        if self._death_seen:
+            return False
         if self.identity is not None and self.identity.host == gethostname():
             return self.process_here() is not None
         # The public state API needs the dashboard; this is the table that it reads.
         row = ray._private.state.actors(self._handle._actor_id.hex())
         return bool(row) and row["State"] != "DEAD"
+
+    def note_death(self) -> None:
+        """Ray gave up on it: what is still running under its pid, if anything, takes no more calls."""
+        self._death_seen = True
 
     def where(self) -> str:
         """Host and pid."""
@@ -205,6 +212,7 @@ class Flight:
         try:
             result = ray.get(self.ref)
         except _DEATHS as error:
+            self.actor.note_death()
             raise self._died(error) from None
         except ray.exceptions.RayError as error:
             raise WorkerError(f"{self._headline()}: {type(error).__name__}: {error}") from error

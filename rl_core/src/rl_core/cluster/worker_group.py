@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.errors import DeadlineExceededError, UserError
+from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
+
+# A rank that dies makes its peers in other groups fail in their collective, often before its own death is seen: after the
+# first failure, wait this long for the root cause.
+_GRACE_S = 5.0
 
 
 class PendingCall(ABC):
@@ -32,6 +36,20 @@ class PendingCall(ABC):
 
         Raises:
             WorkerError: A worker raised; WorkerDiedError where its process is gone.
+            DeadlineExceededError: Some did not answer in time; names them with their stacks.
+        """
+
+    @abstractmethod
+    def settle(self, deadline_s: float | None = None) -> list[Any]:
+        """One entry for each worker that was called: what it answered, or the WorkerDiedError of one that died.
+
+        Unlike in `result`, the death of one does not end the wait for the others, whose answers are not lost.
+
+        Args:
+            deadline_s: Seconds from now; None for the group's own deadline.
+
+        Raises:
+            WorkerError: A worker raised.
             DeadlineExceededError: Some did not answer in time; names them with their stacks.
         """
 
@@ -61,6 +79,12 @@ class WorkerGroup(ABC):
         self, method: str, per_rank_args: Sequence[Any], *, deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
         """Starts `method(*per_rank_args[rank], **kwargs)` on every rank; an item that is no tuple is the one argument."""
+
+    @abstractmethod
+    def submit_some(
+        self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
+    ) -> PendingCall:
+        """Starts `method(*args_by_rank[rank], **kwargs)` on those ranks alone; one result each, in the mapping's order."""
 
     @abstractmethod
     def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
@@ -127,6 +151,10 @@ class WorkerGroup(ABC):
         """The process id of each rank, on its own host."""
 
     @abstractmethod
+    def who(self, rank: int) -> str:
+        """How errors name that rank: its coordinates and group, its host and process."""
+
+    @abstractmethod
     def workers_alive(self) -> list[bool]:
         """For each rank, whether its process lives."""
 
@@ -154,18 +182,43 @@ def wait_together(pending: Sequence[PendingCall], deadline_s: float) -> list[Any
     Awaiting one after the other would sit out the first one's deadline when the second has already failed.
 
     Raises:
-        WorkerError: The first failure of any, at once.
+        WorkerError: The first failure of any, at once; a death, where one is seen soon after, since it explains the others.
         DeadlineExceededError: Names all that did not answer, of every group.
     """
     until = time.monotonic() + deadline_s
     open_calls = list(pending)
+    failures: list[WorkerError] = []
     while open_calls and time.monotonic() < until:
         slice_s = min(0.05, max(until - time.monotonic(), 0.0))
-        open_calls = [call for call in open_calls if not call.poll(slice_s)]
+        before = len(failures)
+        open_calls = [call for call in open_calls if not _ended(call, slice_s, failures)]
+        if any(isinstance(failure, WorkerDiedError) for failure in failures):
+            break
+        if failures and before == 0:
+            until = min(until, time.monotonic() + _GRACE_S)
+    if failures:
+        raise root_cause(failures)
     reports = [text for call in open_calls if (text := _expired(call)) is not None]
     if reports:
         raise DeadlineExceededError(f"after {deadline_s:g} s together:\n" + "\n".join(reports))
     return [call.result() for call in pending]
+
+
+def root_cause(failures: Sequence[WorkerError]) -> WorkerError:
+    """The failure that explains the others: a death, else the first that was seen; its text names the others."""
+    cause = next((failure for failure in failures if isinstance(failure, WorkerDiedError)), failures[0])
+    others = [str(other).splitlines()[0] for other in failures if other is not cause]
+    if others:
+        cause.args = ("\n".join([str(cause), "Also failed:", *(f"- {line}" for line in others)]),)
+    return cause
+
+
+def _ended(call: PendingCall, timeout_s: float, failures: list[WorkerError]) -> bool:
+    try:
+        return call.poll(timeout_s)
+    except WorkerError as error:
+        failures.append(error)
+        return True
 
 
 def _expired(call: PendingCall) -> str | None:

@@ -106,6 +106,8 @@ class GenerationConfig(Section):
     """Interpreter of another environment for the workers, such as `venvs/sampler/bin/python`."""
     num_workers: int | None = Field(default=None, ge=1)
     """Replicas; as many as the policy has ranks by default."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Workers that may be replaced after they died, over a run; their rows are sampled again. 0 never."""
     refit_buffer_mib: int = Field(default=512, ge=1)
     """Most MiB of weights on their way at one time."""
     refit_transport: str | None = None

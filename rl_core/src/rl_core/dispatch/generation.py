@@ -1,16 +1,18 @@
-"""A generation engine over the replicas of a worker group: the rows of one prompt stay on one replica."""
+"""A generation engine over the replicas of a worker group: a prompt's rows share one, and those of a dead one go to others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.group import OverWorkers
+from rl_core.dispatch.revival import Revival
 from rl_core.dispatch.rows import at_the_door
-from rl_core.errors import WeightSyncError
+from rl_core.errors import WeightSyncError, WorkerDiedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rl_core.interfaces.worker import GenerationWorker
 from rl_core.weights.replicas import same_digests_on_every_replica
@@ -18,11 +20,18 @@ from rl_core.weights.replicas import same_digests_on_every_replica
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
+_log = logging.getLogger(__name__)
+
 ROW_KEYS = ("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens")
 
 
 class DistributedGeneration(OverWorkers, GenerationInterface):
     """`GenerationWorker`s as one engine.
+
+    A replica whose process dies is replaced, `config.max_restarts` times in all. `generate` then has the policy's weights
+    brought to all replicas again (`refit_with`) and samples the rows whose answers are missing; what the others answered is
+    kept. An engine that was never refitted goes on with its initial weights. The verbs of a refit raise WorkerDiedError:
+    whoever runs it calls `revive` and begins again. A replica that dies before it has loaded for the first time is an error.
 
     Args:
         worker_class: the backend's worker.
@@ -52,20 +61,67 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
             deadlines=deadlines,
             env_vars=env_vars,
         )
+        self._revival = Revival(
+            self.group,
+            max_restarts=config.max_restarts,
+            key="policy.generation.max_restarts",
+            start_s=self._deadlines.start_s,
+        )
+        self._refit: Callable[[], object] | None = None
+        self._was_refitted = False
+        self._without_weights: set[int] = set()
+        self._is_prepared = False
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
+        """See `GenerationInterface`; all rows of an answer are sampled with weights of one version.
+
+        Raises:
+            WorkerDiedError: a replica died and may not be replaced any more.
+            WeightSyncError: one was replaced and nothing was given to bring it the policy's weights.
+        """
         self.wait_ready()
-        return generate_on(self.group, data, greedy=greedy, deadline_s=self._deadlines.generate_s)
+        rows = _askable(data)
+        answers: list[_Answer] = []
+        missing = list(range(rows.size))
+        while missing:
+            if self._without_weights:
+                self._bring_weights()
+            found, deaths = _ask(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
+            answers = _of_one_version([*answers, *found])
+            missing = sorted(set(range(rows.size)).difference(*(part for part, _ in answers)))
+            if deaths:
+                self.revive(deaths[0])
+                _log.warning("%d of %d rows of the generation call are sampled again", len(missing), rows.size)
+        return _in_order(answers)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        self._run("prepare_for_generation")
+        self._run_revived("prepare_for_generation")
+        self._is_prepared = True
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        self._run("finish_generation")
+        self._run_revived("finish_generation")
+        self._is_prepared = False
         return True
+
+    @property
+    def restarts(self) -> int:
+        return self._revival.count
+
+    def refit_with(self, refit: Callable[[], object]) -> None:
+        self._refit = refit
+
+    def revive(self, cause: Exception | None = None) -> bool:
+        if self._closed:
+            return False
+        replaced = self._revival.revive(self.wait_ready(), cause)
+        if self._was_refitted:
+            self._without_weights |= replaced
+        elif replaced:
+            _log.warning("the new generation workers have the initial weights, like the others: there was no refit yet")
+        return bool(replaced)
 
     @property
     def num_workers(self) -> int:
@@ -73,12 +129,16 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
 
     @property
     def weight_version(self) -> int:
-        """See `GenerationInterface`.
+        """See `GenerationInterface`; -1 where a replica was replaced and not refitted since.
 
         Raises:
             WeightSyncError: the replicas have different versions.
         """
-        version: int = self._same("get_weight_version")
+        versions: list[int] = self._run("get_weight_version")
+        if any(versions[rank] < 0 for rank in self._without_weights):
+            return -1
+        version: int = _one_of(versions, "get_weight_version")
+        self._without_weights.clear()
         return version
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
@@ -86,7 +146,8 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
         return [self.group.submit_all("init_collective", ip, port, world_size)]
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str]:
-        dtypes: Mapping[str, str] = self._same("prepare_refit_info", info)
+        self._was_refitted = True
+        dtypes: Mapping[str, str] = _one_of(self._run("prepare_refit_info", info), "prepare_refit_info")
         return dtypes
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
@@ -108,18 +169,35 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
     def invalidate_kv_cache(self) -> bool:
         return all(self._run("invalidate_kv_cache"))
 
-    def _same(self, method: str, *args: Any) -> Any:
-        """The answer of every replica, which must be one.
-
-        Raises:
-            WeightSyncError: the replicas differ.
-        """
-        answers = self._run(method, *args)
-        if any(answer != answers[0] for answer in answers):
+    def _bring_weights(self) -> None:
+        """Refit all replicas, unless somebody has done so meanwhile."""
+        if self.weight_version >= 0:
+            return
+        if self._refit is None:
+            ranks = ", ".join(map(str, sorted(self._without_weights)))
             raise WeightSyncError(
-                f"The {len(answers)} generation replicas do not hold the same weights ({method} differs): a refit was torn."
+                f"Generation replica {ranks} died and was replaced. The new one has the model's initial weights, while the "
+                "engine had been refitted, so it would sample with another model. Refit the engine and call generate again; or "
+                "say once how that is done, `generation.refit_with(synchronizer.sync)`, and generate does it by itself."
             )
-        return answers[0]
+        self._refit()
+        if self._is_prepared:
+            self._run("prepare_for_generation")
+        if self.weight_version < 0:
+            raise WeightSyncError(
+                "The refit that was given to `refit_with` ended, and a generation replica that was replaced is still without "
+                "weights. Give it one that moves all weights to every replica, such as `WeightSynchronizer.sync`."
+            )
+
+    def _run_revived(self, method: str) -> None:
+        """Call every replica, and all of them once more where dead ones were replaced."""
+        while True:
+            try:
+                self._run(method)
+                return
+            except WorkerDiedError as error:
+                if not self.revive(error):
+                    raise
 
     def _run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         self.wait_ready()
@@ -129,19 +207,64 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
 def generate_on(
     group: WorkerGroup, data: BatchedDataDict[Any], *, greedy: bool, deadline_s: float
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Split the rows over the ranks of `group`, sample, and put the answers back in the order of `data`."""
-    rows = at_the_door(data, [key for key in ROW_KEYS if key in data or key == "input_ids" or key == "input_lengths"])
-    parts = _by_prompt(rows, group.world_size)
-    order = [row for part in parts for row in part]
-    shards = [rows.select_indices(part) for part in parts]
-    if len(shards) < group.world_size:
-        calls = [group.submit_one("generate", shard, rank=rank, greedy=greedy) for rank, shard in enumerate(shards)]
-        results = [call.result(deadline_s) for call in calls]
-    else:
-        results = group.run_each("generate", [(shard,) for shard in shards], greedy=greedy, deadline_s=deadline_s)
-    output: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
-    output.reorder_data(order)
+    """Split the rows over the ranks of `group`, sample, and put the answers back in the order of `data`.
+
+    Raises:
+        WorkerDiedError: a rank died.
+    """
+    rows = _askable(data)
+    answers, deaths = _ask(group, rows, list(range(rows.size)), greedy=greedy, deadline_s=deadline_s)
+    if deaths:
+        raise deaths[0]
+    return _in_order(answers)
+
+
+_Answer = tuple[list[int], BatchedDataDict[Any]]
+"""Row indices, and what one replica sampled for them."""
+
+
+def _askable(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    return at_the_door(data, [key for key in ROW_KEYS if key in data or key == "input_ids" or key == "input_lengths"])
+
+
+def _ask(
+    group: WorkerGroup, rows: BatchedDataDict[Any], wanted: list[int], *, greedy: bool, deadline_s: float
+) -> tuple[list[_Answer], list[WorkerDiedError]]:
+    """The answers to the `wanted` rows, spread over all ranks, and the deaths of ranks that gave none."""
+    parts = [[wanted[row] for row in part] for part in _by_prompt(rows.select_indices(wanted), group.world_size)]
+    shards = {rank: (rows.select_indices(part),) for rank, part in enumerate(parts)}
+    outcomes = group.submit_some("generate", shards, greedy=greedy).settle(deadline_s)
+    deaths = [outcome for outcome in outcomes if isinstance(outcome, WorkerDiedError)]
+    answers = [(part, o) for part, o in zip(parts, outcomes, strict=True) if not isinstance(o, WorkerDiedError)]
+    return answers, deaths
+
+
+def _of_one_version(answers: Sequence[_Answer]) -> list[_Answer]:
+    """The answers that the newest weights gave: the policy may have gone on between a death and the refit after it."""
+    newest = max((int(output["weight_version"].max()) for _, output in answers), default=-1)
+    kept = [answer for answer in answers if bool((answer[1]["weight_version"] == newest).all())]
+    if len(kept) < len(answers):
+        _log.warning("answers sampled before weight version %d are dropped: the rows of a call have one version", newest)
+    return kept
+
+
+def _in_order(answers: Sequence[_Answer]) -> BatchedDataDict[GenerationOutputSpec]:
+    output: BatchedDataDict[Any] = BatchedDataDict.from_batches([answer for _, answer in answers])
+    output.reorder_data([row for part, _ in answers for row in part])
     return output
+
+
+def _one_of(answers: Sequence[Any], method: str) -> Any:
+    """The answer of every replica, which must be one.
+
+    Raises:
+        WeightSyncError: the replicas differ.
+    """
+    if any(answer != answers[0] for answer in answers):
+        raise WeightSyncError(
+            f"The {len(answers)} generation replicas do not hold the same weights ({method} differs): a refit was torn."
+        )
+    return answers[0]
 
 
 def _by_prompt(rows: BatchedDataDict[Any], num_parts: int) -> list[list[int]]:

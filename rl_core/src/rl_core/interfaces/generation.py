@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
@@ -92,6 +92,34 @@ class GenerationInterface(ABC):
     def weight_version(self) -> int:
         """How many optimizer steps the engine's weights have seen; -1 before the first refit."""
         return -1
+
+    @property
+    def restarts(self) -> int:
+        """Workers that have died and been replaced so far."""
+        return 0
+
+    def revive(self, cause: Exception | None = None) -> bool:
+        """Replace the workers that have died, for whoever runs a refit; the new ones are without the policy's weights.
+
+        `generate` and the verbs around it do so by themselves.
+
+        Args:
+            cause: what made the caller ask.
+
+        Returns:
+            Whether a worker was replaced, so that a refit that failed may begin again.
+
+        Raises:
+            WorkerDiedError: a worker is dead and may not be replaced any more.
+        """
+        return False
+
+    def refit_with(self, refit: Callable[[], object]) -> None:
+        """Take what brings the policy's weights and proves them (`WeightSynchronizer.sync`).
+
+        An engine that replaces a worker in the middle of `generate` calls it before it goes on; any other has no use for it.
+        """
+        return None
 
     def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

@@ -3,13 +3,15 @@
 Rank 0 is the policy's; the default process group is left alone, since trainer and sampler each have theirs. A refit is a plan
 (names, forms, buckets, version) and then one broadcast a bucket. Two buckets take turns: while one is on the wire, the sender
 packs the next and the receivers load the last. A receiver that refuses a tensor goes on receiving and raises at the end, and a
-sender that fails says so in the next broadcast: no rank is left waiting, and the group stays usable.
+sender that fails says so in the next broadcast: no rank is left waiting, and the group stays usable. Where a rank dies, those
+that were connected to it fail at once; each closes its own connections, so that the failure reaches all in a moment.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -18,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from rl_core.errors import WeightSyncError
+from rl_core.errors import RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface, RefitManifest
 from rl_core.interfaces.weights import TransportContext, WeightTransport
@@ -32,6 +34,10 @@ Load = Callable[[Mapping[str, torch.Tensor], str, int], None]
 _PREFIX = ALIGNMENT
 """Bytes before a bucket's tensors; the first is 0 where the sender is well."""
 _GAVE_UP = 1
+_CALLED_OFF = "called_off"
+"""Set in the store by a driver that knows of a rank that will never join."""
+_MESH_S = 30.0
+"""Longest that ranks which are all there may take to connect to each other."""
 
 
 class Pending(Protocol):
@@ -56,11 +62,11 @@ class WeightCollective:
             timeout_s: how long any one broadcast, and the joining, may take.
 
         Raises:
-            WeightSyncError: not all ranks joined in time.
+            WeightSyncError: not all ranks joined in time, or the joining was called off.
         """
         self._timeout = timedelta(seconds=timeout_s)
         try:
-            self._store = TCPStore(ip, port, world_size, is_master=rank == 0, timeout=self._timeout)
+            self._store = TCPStore(ip, port, is_master=rank == 0, timeout=self._timeout, wait_for_workers=False)
             self._device, self._group = _make_group(
                 self._store, ip, port, world_size, rank=rank, device=device, timeout=self._timeout
             )
@@ -91,6 +97,9 @@ class WeightCollective:
 
         Returns:
             Bytes sent.
+
+        Raises:
+            WeightSyncError: a rank is gone.
         """
         laid_out = [lay_out(manifest, names) for names in buckets]
         plan = {
@@ -103,19 +112,19 @@ class WeightCollective:
         on_the_wire: list[Pending | None] = [None, None]
         for number, (names, (places, size)) in enumerate(zip(buckets, laid_out, strict=True)):
             turn = number % 2
-            _wait(on_the_wire[turn])
+            self._wait(on_the_wire[turn])
             buffer = self._buffer(turn, size)
             try:
                 buffer[:_PREFIX].zero_()
                 fill(buffer[_PREFIX:], places, gather(names))
             except BaseException:
                 buffer[0] = _GAVE_UP
-                _wait(on_the_wire[1 - turn])
-                self._broadcast(buffer).wait()
+                self._wait(on_the_wire[1 - turn])
+                self._wait(self._broadcast(buffer))
                 raise
             on_the_wire[turn] = self._broadcast(buffer)
         for work in on_the_wire:
-            _wait(work)
+            self._wait(work)
         return sum(size for _, size in laid_out)
 
     def receive(self, load: Load) -> None:
@@ -124,7 +133,7 @@ class WeightCollective:
         The tensors are views that the next bucket but one overwrites.
 
         Raises:
-            WeightSyncError: the first that `load` raised, or the sender gave up.
+            WeightSyncError: the first that `load` raised, the sender gave up, or a rank is gone.
         """
         plan = self._receive_plan()
         sizes: list[int] = plan["num_bytes"]
@@ -132,7 +141,7 @@ class WeightCollective:
         coming = self._start_receiving(0, sizes)
         for number, forms in enumerate(plan["buckets"]):
             buffer, work = coming
-            work.wait()
+            self._wait(work)
             if int(buffer[0]) == _GAVE_UP:
                 raise WeightSyncError(
                     f"The policy gave up before bucket {number + 1} of {len(sizes)} of the refit to version "
@@ -149,7 +158,10 @@ class WeightCollective:
 
     def close(self) -> None:
         """Leave the group; calling it twice is fine."""
-        self._group.shutdown()
+        # Connections are closed with the object; `shutdown` alone leaves them open, and peers waiting.
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
         self._buffers = []
 
     def _start_receiving(self, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, Pending]:
@@ -169,23 +181,37 @@ class WeightCollective:
 
     def _send_plan(self, plan: Mapping[str, Any]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(plan).encode()), dtype=torch.uint8).to(self._device)
-        self._broadcast(torch.tensor([text.numel()], dtype=torch.int64, device=self._device)).wait()
-        self._broadcast(text).wait()
+        self._wait(self._broadcast(torch.tensor([text.numel()], dtype=torch.int64, device=self._device)))
+        self._wait(self._broadcast(text))
 
     def _receive_plan(self) -> dict[str, Any]:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._broadcast(length).wait()
+        self._wait(self._broadcast(length))
         text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        self._broadcast(text).wait()
+        self._wait(self._broadcast(text))
         plan: dict[str, Any] = json.loads(bytes(text.cpu().numpy()))
         return plan
 
     def _broadcast(self, tensor: torch.Tensor) -> Pending:
+        if self._group is None:
+            raise WeightSyncError("This rank has left the weight collective: join again with init_collective on both sides.")
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
         work: Pending = self._group.broadcast([tensor], options)
         return work
+
+    def _wait(self, work: Pending | None) -> None:
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.close()
+            raise WeightSyncError(
+                f"A broadcast of weights broke off: {str(error).partition('. This is typically')[0]}. A rank of the weight "
+                "collective died or lost its connection; this one has left it, so that nobody waits for it."
+            ) from error
 
 
 class CollectiveTransport(WeightTransport):
@@ -196,13 +222,12 @@ class CollectiveTransport(WeightTransport):
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._joined = False
+        self._left: set[tuple[str, int]] = set()
 
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
         wait, deadline_s = self.context.wait, self.context.deadline_s
         if not self._joined:
-            ip, port = self.context.rendezvous()
-            ranks = 1 + self.context.num_receivers
-            wait([*policy.init_collective(ip, port, ranks), *generation.init_collective(ip, port, ranks)], deadline_s)
+            self._join(policy, generation)
         # Joined again after any error: a broadcast that some rank did not finish leaves the group unusable.
         self._joined = False
         # Two buckets are on their way at a time.
@@ -211,17 +236,40 @@ class CollectiveTransport(WeightTransport):
         self._joined = True
         return total_bytes(policy.prepare_refit_info() or {})
 
+    def _join(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:
+        ip, port = self._new_meeting_point()
+        ranks = 1 + self.context.num_receivers
+        calls = [*policy.init_collective(ip, port, ranks), *generation.init_collective(ip, port, ranks)]
+        try:
+            self.context.wait(calls, self.context.deadline_s)
+        except RLCoreError:
+            call_off(ip, port)
+            raise
+
+    def _new_meeting_point(self) -> tuple[str, int]:
+        """Never one that was met at before: a rank that is late to leave may still hold it."""
+        for _ in range(100):
+            place = self.context.rendezvous()
+            if place not in self._left:
+                self._left.add(place)
+                return place
+        raise WeightSyncError(f"No new port was found for the weight collective in 100 tries; the last was {place[1]}.")
+
+
+def call_off(ip: str, port: int) -> None:
+    """Let the ranks that wait at `ip:port` for another give up at once; nothing happens where nobody listens there."""
+    try:
+        TCPStore(ip, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False).set(_CALLED_OFF, "1")
+    except RuntimeError:
+        # Rank 0 is not there, so nobody waits at its store; whoever asks has an error of its own to raise.
+        return
+
 
 class _Done:
     """In place of the broadcast after the last."""
 
     def wait(self) -> bool:
         return True
-
-
-def _wait(work: Pending | None) -> None:
-    if work is not None:
-        work.wait()
 
 
 def _views(forms: Mapping[str, Mapping[str, Any]], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -237,7 +285,8 @@ def _make_group(
     """NCCL where every rank has a GPU of its own, gloo otherwise; all ranks learn it from the store."""
     mine = f"cuda {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}" if device == "cuda" else "cpu"
     store.set(f"device/{rank}", mine)
-    devices = [store.get(f"device/{other}").decode() for other in range(world_size)]
+    devices = _devices_of_all(store, world_size, timeout)
+    store.set_timeout(min(timeout, timedelta(seconds=_MESH_S)))
     prefixed = PrefixStore("weights", store)
     if all(found != "cpu" for found in devices) and len(set(devices)) == world_size:
         from torch.distributed import ProcessGroupNCCL
@@ -246,9 +295,23 @@ def _make_group(
         nccl_options._timeout = timeout
         return torch.device("cuda", torch.cuda.current_device()), ProcessGroupNCCL(prefixed, rank, world_size, nccl_options)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
+    options._timeout = min(timeout, timedelta(seconds=_MESH_S))
     options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(ip, port))]
     return torch.device("cpu"), ProcessGroupGloo(prefixed, rank, world_size, options)
+
+
+def _devices_of_all(store: TCPStore, world_size: int, timeout: timedelta) -> list[str]:
+    """What each rank computes on, once all are there."""
+    keys = [f"device/{rank}" for rank in range(world_size)]
+    until = time.monotonic() + timeout.total_seconds()
+    while not store.check(keys):
+        if store.check([_CALLED_OFF]):
+            raise RuntimeError("another rank died or failed before it had joined")
+        if time.monotonic() > until:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise RuntimeError(f"rank {', '.join(missing)} did not come")
+        time.sleep(0.01)
+    return [store.get(key).decode() for key in keys]
 
 
 def _own_address(ip: str, port: int) -> str:

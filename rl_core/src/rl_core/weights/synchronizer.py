@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
 from rl_core.weights.fingerprint import describe_differences, kind_of
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_BUFFER_BYTES = 512 * 2**20
 
@@ -82,7 +85,7 @@ class WeightSynchronizer:
         return self._policy.weight_version != self._generation.weight_version
 
     def sync(self, *, only_if_stale: bool = False) -> dict[str, float]:
-        """Move all weights and prove that they arrived.
+        """Move all weights and prove that they arrived; begins again where a generation worker died and was replaced.
 
         Args:
             only_if_stale: move nothing where versions agree already and, under `prove`, fingerprints too.
@@ -93,8 +96,19 @@ class WeightSynchronizer:
 
         Raises:
             WeightSyncError: the generation backend's weights are not the policy's; names the tensors.
+            WorkerDiedError: a worker of the policy died, or one of the generation backend that may not be replaced.
             DeadlineExceededError: the refit took too long.
         """
+        while True:
+            try:
+                return self._sync_once(only_if_stale)
+            except (WorkerError, WeightSyncError) as error:
+                # Whatever was seen first, a broken broadcast or the death that broke it: the death explains it.
+                if not self._generation.revive(error):
+                    raise
+                _log.warning("a generation worker died in the refit by %s; it begins again", self.transport_name)
+
+    def _sync_once(self, only_if_stale: bool) -> dict[str, float]:
         started = time.perf_counter()
         seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0}
         if only_if_stale and not self.is_stale and self._already_equal(seconds):

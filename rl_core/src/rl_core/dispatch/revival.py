@@ -1,0 +1,101 @@
+"""Starts another worker where one has died, as often as it may; knows neither rows nor weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_core.cluster.worker_group import WorkerGroup
+from rl_core.errors import WorkerDiedError, WorkerError
+
+_log = logging.getLogger(__name__)
+
+
+class Revival:
+    """The replacements of one group.
+
+    Args:
+        group: the workers.
+        max_restarts: how many may be replaced over its life.
+        key: the config key of that number, named in errors.
+        start_s: longest wait for the `setup` of those that are new.
+    """
+
+    def __init__(self, group: WorkerGroup, *, max_restarts: int, key: str, start_s: float) -> None:
+        self._group = group
+        self._max_restarts = max_restarts
+        self._key = key
+        self._start_s = start_s
+        self.count = 0
+        """Workers replaced so far."""
+
+    def revive(self, facts: Sequence[Mapping[str, Any]], cause: Exception | None = None) -> set[int]:
+        """Replace every worker that is dead, and set the new ones up.
+
+        A worker that dies again while it starts is one more to replace.
+
+        Args:
+            facts: what each rank's `setup` said when the group began.
+            cause: what made the caller look.
+
+        Returns:
+            The ranks of the new workers, which have nothing of the old ones' state.
+
+        Raises:
+            WorkerDiedError: more are dead than may be replaced; says who died.
+            WorkerError: a new worker cannot load, or says other things of itself than the one before.
+            DeadlineExceededError: it took longer than `start_s`.
+        """
+        replaced: set[int] = set()
+        waiting: set[int] = set()
+        while (dead := self._dead()) or waiting:
+            waiting.update(dead)
+            self._count(dead, cause)
+            try:
+                for rank in dead:
+                    self._group.restart(rank)
+            except WorkerDiedError as error:
+                cause = error
+                continue
+            ranks = sorted(waiting)
+            for rank, answer in zip(ranks, self._set_up(ranks), strict=True):
+                if isinstance(answer, WorkerDiedError):
+                    cause = answer
+                    continue
+                self._refuse_another(rank, facts[rank], answer)
+                waiting.remove(rank)
+                replaced.add(rank)
+        return replaced
+
+    def _dead(self) -> list[int]:
+        return [rank for rank, alive in enumerate(self._group.workers_alive()) if not alive]
+
+    def _set_up(self, ranks: Sequence[int]) -> list[Any]:
+        return self._group.submit_some("setup", dict.fromkeys(ranks, ())).settle(self._start_s)
+
+    def _count(self, dead: Sequence[int], cause: Exception | None) -> None:
+        names = "; ".join(self._group.who(rank) for rank in dead)
+        if self.count + len(dead) > self._max_restarts:
+            raise WorkerDiedError(
+                f"Dead: {names}. {self.count} of this group have been replaced already, and `{self._key}` is "
+                f"{self._max_restarts}, so no other takes its place. Workers that die one after the other have a cause: look "
+                "at their logs and at the memory of their hosts. Then go on from the last checkpoint, or raise the limit."
+                + (f"\n{cause}" if cause is not None else "")
+            )
+        for rank in dead:
+            self.count += 1
+            _log.warning(
+                "%s is dead; another takes its place (%d of %d)", self._group.who(rank), self.count, self._max_restarts
+            )
+
+    def _refuse_another(self, rank: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        changed = {
+            key: (before.get(key), now.get(key)) for key in before.keys() | now.keys() if before.get(key) != now.get(key)
+        }
+        if changed:
+            said = "; ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in sorted(changed.items()))
+            raise WorkerError(
+                f"{self._group.who(rank)}, which took a dead worker's place, loaded something else: {said}. The files or the "
+                "machine under the run have changed. Put them back and go on from the last checkpoint."
+            )
