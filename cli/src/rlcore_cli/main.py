@@ -20,6 +20,8 @@ COMMANDS = {
     "validate": ("rlcore_cli.validate:validate", "Check a config; every mistake with its line."),
     "explain": ("rlcore_cli.explain:explain", "What a key of the config means, holds and may hold."),
     "schema": ("rlcore_cli.schema:schema", "The JSON schema of configs, for editors."),
+    "check-logprobs": ("rlcore_cli.check_logprobs:check_logprobs", "Do policy and engine agree on probabilities?"),
+    "diagnose": ("rlcore_cli.diagnose:diagnose", "Look model, tokenizer and backends over before a run."),
     "list-backends": ("rlcore_cli.listing:list_backends", "What a config can name, and whether it is ready."),
     "list-plugins": ("rlcore_cli.listing:list_plugins", "The installed plugins, what they register, how they fare."),
     "doctor": ("rlcore_cli.doctor:doctor", "Why a plugin does not work: requirements, import, traceback."),

@@ -155,7 +155,7 @@ def check_end_of_turn(
     return Diagnosis(
         name=ENDS,
         verdict=Verdict.FAILED,
-        found=f"the template closes a turn with {closing!r} (token {tokens[0]}), and none of the stop tokens is in it ({stops})",
+        found=f"the template closes a turn with {closing!r} (token {tokens[0]}), and no stop token is in it ({stops})",
         why=why,
         remedy=f"Set policy.generation.stop_token_ids: [{tokens[0]}], or add it to eos_token_id in generation_config.json.",
         details=details,

@@ -1,0 +1,127 @@
+"""`rlcore check-logprobs`: samples with a config's engine, scores with its policy, and says whether they agree."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_core.assembly.pair import Pair, PairPlan
+    from rl_core.validation import LogProbabilityAgreement
+
+
+def check_logprobs(
+    config: Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, to change the file's values.", show_default=False)
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="Most exp(mean |d|) that counts as consistent.")] = 1.05,
+    num_prompts: Annotated[int, typer.Option(help="Take the first so many prompts of the training data.", min=1)] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Check that policy and generation backend give the same tokens the same probabilities.
+
+    The config's own two backends are started, the weights brought over once and proven. d is log p of the policy minus log p
+    of the engine, at every token that the engine samples. docs/validation.md says what the numbers mean and what is usual.
+
+    The exit code is 0 where they are consistent, 1 where they are not, 2 for a mistake in the config.
+
+    Example:
+        rlcore check-logprobs config.yaml
+        rlcore check-logprobs config.yaml policy.precision=bfloat16 --num-prompts 128
+        rlcore check-logprobs config.yaml --threshold 1.001 --json
+    """
+    prepare_process()
+    # Workers' words go to standard output as well, and must not come between a program and its JSON.
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        from rl_core.assembly.examine import agreement_of
+        from rl_core.assembly.pair import plan_pair
+
+        plan = plan_pair(config, overrides or [], num_prompts=num_prompts)
+        with plan.started() as pair:
+            agreement, precision = agreement_of(pair, plan), pair.engine_precision()
+    failures = agreement.failures(threshold)
+    if as_json:
+        print(json.dumps(_as_json(agreement, _backends(pair, precision), threshold, failures), indent=2))
+    else:
+        _print_head(agreement, _backends(pair, precision), pair)
+        _print_numbers(agreement, plan, threshold)
+        _print_verdict(failures)
+    if failures:
+        raise typer.Exit(1)
+
+
+def prepare_process() -> None:
+    """What has to be so before torch is loaded, as in `rlcore train`."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sys.path.insert(0, os.getcwd())
+
+
+def _backends(pair: Pair, precision: str) -> dict[str, str]:
+    policy, engine = pair.config.policy, pair.config.policy.generation
+    assert engine is not None
+    return {"policy": f"{policy.backend} {policy.precision}", "engine": f"{engine.backend} {precision}", "refit": pair.refit}
+
+
+def _print_head(agreement: LogProbabilityAgreement, backends: dict[str, str], pair: Pair) -> None:
+    engine = pair.config.policy.generation
+    assert engine is not None
+    print(f"policy {backends['policy']}, engine {backends['engine']}; weights by {pair.refit}, proven")
+    print(f"{agreement.num_tokens} tokens of {agreement.num_rows} completions at temperature {engine.temperature:g}\n")
+
+
+def _print_numbers(agreement: LogProbabilityAgreement, plan: PairPlan, threshold: float) -> None:
+    from rlcore_cli.listing import print_table
+
+    worst = agreement.worst
+    text = plan.tokenizer.convert_ids_to_tokens(worst.token_id)
+    where = f"row {worst.row}, position {worst.position}, token {worst.token_id} {text!r}"
+    rows = [
+        ["mean |d|", f"{agreement.mean_abs_difference:.3e}", "nats"],
+        ["exp(mean |d|)", f"{agreement.multiplicative_error:.6f}", f"{threshold:g} is allowed"],
+        ["mean d", f"{agreement.mean_difference:+.3e}", "nats; a bias shows here"],
+        ["max |d|", f"{agreement.max_abs_difference:.3e}", f"nats; {where}"],
+        ["KL (k3)", f"{agreement.kl:.3e}", "nats a token"],
+    ]
+    rows += [[f"|d|, {100 * share:g} %", f"{value:.3e}", "nats; quantile"] for share, value in agreement.quantiles.items()]
+    rows += [[f"|d| > {limit:g}", f"{share:.3%}", "of the tokens"] for limit, share in agreement.share_beyond.items()]
+    print_table(rows)
+    print()
+    table = [["position", "tokens", "exp(mean |d|)", "mean d", "max |d|"]]
+    for part in agreement.by_position:
+        error, bias, largest = part.multiplicative_error, part.mean_difference, part.max_abs_difference
+        table.append([part.label, str(part.num_tokens), f"{error:.6f}", f"{bias:+.3e}", f"{largest:.3e}"])
+    print_table(table)
+
+
+def _print_verdict(failures: list[str]) -> None:
+    if not failures:
+        print("\nconsistent")
+        return
+    print("\nnot consistent: " + "; ".join(failures))
+    print("docs/validation.md says what is usual, and what usually is behind a difference")
+
+
+def _as_json(
+    agreement: LogProbabilityAgreement, backends: dict[str, str], threshold: float, failures: list[str]
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    verdict = {"consistent": not failures, "failures": failures, "threshold": threshold}
+    return {**verdict, **backends, **plain(asdict(agreement))}
+
+
+def plain(value: Any) -> Any:
+    """The same as strict JSON can say it: null for what is no finite number, text for keys."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,66 @@
+"""`rlcore diagnose`: looks a config's model, tokenizer and backends over before a run, and says what to do. Mends nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlcore_cli.check_logprobs import plain, prepare_process
+
+if TYPE_CHECKING:
+    from rl_core.diagnostics import Diagnosis
+
+_WIDTH = 120
+
+
+def diagnose(
+    config: Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, to change the file's values.", show_default=False)
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Take the first so many prompts of the training data.", min=1)] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Diagnose model, tokenizer and backends: template, embeddings, longest rows, decoding against prefill.
+
+    Each diagnosis is ok, a warning or failed, with what was found, why it matters and what to do. The exit code is 1 where
+    any has failed, 2 for a mistake in the config.
+
+    Example:
+        rlcore diagnose config.yaml
+        rlcore diagnose config.yaml policy.generation.max_new_tokens=512 --num-prompts 16
+    """
+    prepare_process()
+    from rl_core.diagnostics import Verdict
+
+    found: list[Diagnosis] = []
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        from rl_core.assembly.examine import diagnose as all_diagnoses
+        from rl_core.assembly.pair import plan_pair
+
+        for diagnosis in all_diagnoses(plan_pair(config, overrides or [], num_prompts=num_prompts)):
+            found.append(diagnosis)
+            if not as_json:
+                _print(diagnosis)
+    if as_json:
+        print(json.dumps(plain([asdict(diagnosis) for diagnosis in found]), indent=2))
+    counts = {verdict: sum(diagnosis.verdict is verdict for diagnosis in found) for verdict in Verdict}
+    if not as_json:
+        print(f"\n{counts[Verdict.OK]} ok, {counts[Verdict.WARNING]} warnings, {counts[Verdict.FAILED]} failed")
+    if counts[Verdict.FAILED]:
+        raise typer.Exit(1)
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    print(f"{diagnosis.verdict.value:<8}{diagnosis.name}", flush=True)
+    for text in (diagnosis.found, diagnosis.why, diagnosis.remedy):
+        if text:
+            indent = "        "
+            print(fill(text, _WIDTH, initial_indent=indent, subsequent_indent=indent), flush=True)
