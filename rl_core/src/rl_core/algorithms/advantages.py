@@ -17,8 +17,10 @@ class GroupAdvantages:
 
     values: torch.Tensor
     """[B] float32."""
+    equal: torch.Tensor
+    """[B] bool; True in groups whose rewards are all equal: they teach nothing."""
     equal_group_frac: float
-    """Share of groups whose rewards are all equal: they teach nothing."""
+    """Share of such groups."""
     mean_group_std: float
     """Mean over groups of the standard deviation of their rewards."""
 
@@ -52,14 +54,42 @@ def group_advantages(
 
     highest = torch.full((num_groups,), -torch.inf, dtype=torch.float64).scatter_reduce(0, group, values, "amax")
     lowest = torch.full((num_groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, group, values, "amin")
-    size_of_rewards = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
-    equal = (highest - lowest) <= ROUNDING * size_of_rewards
+    equal = are_equal(lowest, highest)
 
     advantages = centred * (size / (size - 1).clamp(min=1))[group] if leave_one_out else centred
     if normalize:
         advantages = advantages / std.masked_fill(equal, 1.0)[group]
     return GroupAdvantages(
         values=advantages.masked_fill(equal[group], 0.0).float(),
+        equal=equal[group],
         equal_group_frac=float(equal.double().mean()) if num_groups else 0.0,
         mean_group_std=float(std.mean()) if num_groups else 0.0,
     )
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Values with mean 0 and (population) standard deviation 1 over all that is trained, and 0.0 elsewhere.
+
+    Where they are all equal up to rounding, all are 0.0.
+
+    Args:
+        values: of any shape.
+        mask: of the same shape; above 0 where trained.
+    """
+    trained = mask > 0
+    picked = values.double()[trained]
+    if picked.numel() == 0 or bool(are_equal(picked.min(), picked.max())):
+        return torch.zeros_like(values, dtype=torch.float32)
+    whitened = (values.double() - picked.mean()) / picked.std(correction=0)
+    return torch.where(trained, whitened, 0.0).float()
+
+
+def from_here_on(values: torch.Tensor) -> torch.Tensor:
+    """[B, T] the sum of each row's values at a position and all behind it."""
+    return values.flip(-1).cumsum(-1).flip(-1)
+
+
+def are_equal(lowest: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+    """Whether numbers between these differ by no more than rounding; elementwise."""
+    size = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
+    return (highest - lowest) <= ROUNDING * size

@@ -1,4 +1,4 @@
-"""GRPO: sample a group of answers to each prompt, centre rewards on the group, take clipped policy-gradient steps.
+"""GRPO: sample a group of answers to each prompt, compare their rewards, take clipped policy-gradient steps.
 
 Follows https://arxiv.org/abs/2402.03300 (outcome supervision) with these departures:
   1. the loss is a mean over all trained tokens of a global batch, not a mean of per-sequence means
@@ -7,13 +7,19 @@ Follows https://arxiv.org/abs/2402.03300 (outcome supervision) with these depart
   3. rewards of a group are divided by one standard deviation per group, and not at all where they are equal up to rounding;
   4. where a step makes one optimizer step, the importance ratio is 1, so the scoring pass before it is skipped.
 
+DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++ and GDPO are this page with another loss, estimator or reward:
+docs/algorithms/grpo.md says which.
+
 Letters: P prompts, G samples per prompt, B = P·G rows, T tokens.
 """
 
 from __future__ import annotations
 
-from rl_core.algorithms.advantages import group_advantages
+from rl_core.algorithms.dynamic_sampling import draw_rollouts
+from rl_core.algorithms.estimators import make_estimator
 from rl_core.algorithms.grpo_config import GRPOConfig
+from rl_core.algorithms.losses.reduce import row_means
+from rl_core.algorithms.rewards import RewardShaping, clip_advantages, kl_in_reward
 from rl_core.algorithms.validation import validate
 from rl_core.rollouts.records import rollout_records
 from rl_core.run import Run
@@ -24,9 +30,12 @@ def train(config: GRPOConfig, run: Run) -> None:
     assert run.weights is not None
     assert run.rollouts is not None
     policy, loss_fn = run.policy, run.loss_fn
+    shape, estimate = RewardShaping(config, run.config), make_estimator(config.adv_estimator)
     rows_per_update = run.config.policy.train_global_batch_size
     one_update = rows_per_update is None or rows_per_update >= config.num_prompts_per_step * config.num_generations_per_prompt
     loss_fn.on_policy = config.skip_logprobs_when_on_policy and one_update
+    penalize = kl_in_reward(run.config.loss_fn)
+    needed = loss_fn.required_keys | (penalize.required_keys if penalize else frozenset())
 
     validate(run, step=0)
     for step in run.steps():
@@ -34,24 +43,19 @@ def train(config: GRPOConfig, run: Run) -> None:
             run.metrics.add(run.weights.sync(only_if_stale=True))
 
         with run.timed("rollout"):
-            rollouts = run.rollouts.next_batch(step)
+            rollouts = draw_rollouts(run.rollouts, step, config=config, shape=shape, teaches=estimate.teaches)
             batch = rollouts.batch
 
         with run.timed("score"):
-            advantages = group_advantages(
-                batch["rewards"],
-                batch["group_ids"],
-                normalize=config.adv_estimator.normalize_rewards,
-                leave_one_out=config.adv_estimator.use_leave_one_out_baseline,
-            )
-            batch["advantages"] = advantages.values.unsqueeze(-1) * batch["token_mask"]
-            if config.overlong_filtering:
-                batch["sample_mask"] = batch["sample_mask"] * ~batch["truncated"]
-            if "prev_logprobs" in loss_fn.required_keys:
+            if "prev_logprobs" in needed:
                 batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
-            if "reference_policy_logprobs" in loss_fn.required_keys:
+            if "reference_policy_logprobs" in needed:
                 scores = policy.get_reference_policy_logprobs(batch)
                 batch["reference_policy_logprobs"] = scores["reference_logprobs"]
+            if penalize is not None:
+                run.metrics.add(penalize(batch))
+            advantages = estimate(batch)
+            batch["advantages"], clipped = clip_advantages(advantages.values, batch["token_mask"], config)
 
         with run.timed("train"):
             policy.prepare_for_training()
@@ -59,13 +63,7 @@ def train(config: GRPOConfig, run: Run) -> None:
             run.record_training(policy.train(batch, loss_fn), batch)
             policy.finish_training()
 
-        run.metrics.add(rollouts.metrics)
-        run.metrics.add(
-            {
-                "advantage/equal_group_frac": advantages.equal_group_frac,
-                "reward/group_std": advantages.mean_group_std,
-                "staleness/mean": staleness.float().mean(),
-            }
-        )
-        run.log_rollouts(rollout_records(rollouts.trajectories, advantages.values), step)
+        run.metrics.add(rollouts.metrics | advantages.metrics | clipped)
+        run.metrics.add({"staleness/mean": staleness.float().mean()})
+        run.log_rollouts(rollout_records(rollouts.trajectories, row_means(batch["advantages"], batch["token_mask"])), step)
         validate(run, step)

@@ -9,9 +9,12 @@ With x ~ p and r = log q(x) - log p(x) (Schulman, "Approximating KL Divergence",
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from rl_core.algorithms.losses.config import ClippedPGLossConfig
 
 KLType = Literal["k1", "k2", "k3"]
 
@@ -48,3 +51,14 @@ def calculate_kl(
     if output_clamp_value is not None:
         kl = kl.clamp(-output_clamp_value, output_clamp_value)
     return kl
+
+
+def reference_kl(logprobs: torch.Tensor, logprobs_reference: torch.Tensor, config: ClippedPGLossConfig) -> torch.Tensor:
+    """`calculate_kl` of the policy to its reference, with the estimator and the clamps of a section `loss_fn`."""
+    return calculate_kl(
+        logprobs,
+        logprobs_reference,
+        config.reference_policy_kl_type,
+        input_clamp_value=config.kl_input_clamp_value,
+        output_clamp_value=config.kl_output_clamp_value,
+    )

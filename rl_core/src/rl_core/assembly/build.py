@@ -98,8 +98,8 @@ class _Loaders:
                 data.validation, *sources, batch_size=algorithm.val_batch_size, shuffle=False
             )
         if algorithm.needs_generation:
-            per_step = getattr(algorithm, "num_prompts_per_step", 1)
-            self.prompts = prompt_loader(data.train, *sources, batch_size=per_step, shuffle=data.shuffle)
+            per_draw = getattr(algorithm, "prompts_per_draw", 1)
+            self.prompts = prompt_loader(data.train, *sources, batch_size=per_draw, shuffle=data.shuffle)
             return
         rows, pad = getattr(algorithm, "global_batch_size", 1), tokenizer.pad_token_id
         final = getattr(algorithm, "only_unmask_final", False)

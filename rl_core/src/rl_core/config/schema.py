@@ -7,6 +7,7 @@ a dataset's `DatasetConfig`, an algorithm's `AlgorithmConfig`, a loss's `LossCon
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -34,6 +35,7 @@ from rl_core.config.policy_sections import (
     TokenizerConfig as TokenizerConfig,
 )
 from rl_core.config.section import Section as Section
+from rl_core.config.written import Path
 
 
 class AlgorithmConfig(Section):
@@ -45,6 +47,8 @@ class AlgorithmConfig(Section):
     """Whether it samples: `policy.generation` and `env` must then be there."""
     needs_training_data: ClassVar[bool] = True
     """Whether `data.train` must be there."""
+    needs_preferences: ClassVar[bool] = False
+    """Whether its records are pairs of a chosen and a rejected answer."""
     allows_filtered_sampling: ClassVar[bool] = False
     """Whether it may train on samples drawn with top-p or top-k, whose log-probabilities are of the filtered distribution."""
 
@@ -64,6 +68,10 @@ class AlgorithmConfig(Section):
     """Rows of one validation batch."""
     max_val_samples: int | None = Field(default=None, ge=1)
     """Validate on the first so many records; all by default."""
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        """What of the run's other sections the algorithm cannot work with: each key that is to blame, and why."""
+        yield from ()
 
 
 class LossConfig(Section):

@@ -83,6 +83,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             "generation_logprobs": _padded([_per_token(row, _sampled_logprobs) for row in trajectories], "generation_logprobs"),
             "sample_mask": torch.tensor([row.loss_multiplier for row in trajectories], dtype=torch.float32),
             "rewards": torch.tensor([row.reward for row in trajectories], dtype=torch.float32),
+            "reward_parts": [row.reward_parts for row in trajectories],
             "group_ids": torch.tensor([row.group_id for row in trajectories], dtype=torch.int64),
             "weight_version": torch.tensor([row.weight_version for row in trajectories], dtype=torch.int64),
             "truncated": torch.tensor([row.truncated for row in trajectories], dtype=torch.bool),

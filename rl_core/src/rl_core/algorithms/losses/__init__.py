@@ -4,13 +4,14 @@ from typing import Any
 
 _WHERE = {
     "ClippedPGLossConfig": "config",
+    "GRPOLossConfig": "config",
     "NLLLossConfig": "config",
     "ClippedPGLossFn": "policy_gradient",
     "GRPOLossFn": "policy_gradient",
     "NLLLossFn": "nll",
 }
 
-__all__ = ["ClippedPGLossConfig", "ClippedPGLossFn", "GRPOLossFn", "NLLLossConfig", "NLLLossFn"]
+__all__ = ["ClippedPGLossConfig", "ClippedPGLossFn", "GRPOLossConfig", "GRPOLossFn", "NLLLossConfig", "NLLLossFn"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ class NLLLossConfig(LossConfig):
 
 
 class ClippedPGLossConfig(LossConfig):
-    """The clipped policy gradient, with an optional penalty to the reference policy."""
+    """The clipped policy gradient, its ratios, its means, its KL penalty and its correction for the sampler's rounding."""
 
     ratio_clip_min: float = Field(default=0.2, ge=0.0, le=1.0)
     """The importance ratio is held above 1 minus it."""
@@ -24,31 +24,137 @@ class ClippedPGLossConfig(LossConfig):
     """Dual clip: where the advantage is negative, the loss is at most it times the advantage's size."""
     disable_ppo_ratio: bool = False
     """REINFORCE: advantage times log-probability, with neither ratio nor clip."""
+    use_cispo: bool = False
+    """CISPO: the clipped ratio is a weight without a gradient, so that no token's gradient is lost to the clip."""
+    sequence_level_importance_ratios: bool = False
+    """GSPO: one ratio a sequence, the geometric mean of its tokens' ratios."""
     token_level_loss: bool = True
     """A mean over all tokens; else a mean of each sequence's own mean."""
+    constant_length_normalizer: int | None = Field(default=None, ge=1)
+    """Dr. GRPO: divide each sequence's sum by so many tokens, not by its length; usually the most that it may have."""
     reference_policy_kl_penalty: float = Field(default=0.0, ge=0.0)
     """Weight of the KL penalty to the reference policy; 0 asks no reference to be kept."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL."""
+    use_kl_in_reward: bool = False
+    """Take the penalty from the reward of each token, not from the loss."""
     kl_input_clamp_value: float | None = Field(default=20.0, gt=0.0)
     """The log-ratio of the KL estimate is held within plus and minus it."""
     kl_output_clamp_value: float | None = Field(default=10.0, gt=0.0)
     """The KL estimate of a token is held within plus and minus it."""
     use_importance_sampling_correction: bool = False
     """Weigh each token by how likelier the training backend finds it than the sampler did."""
-    importance_sampling_max: float = Field(default=2.0, gt=0.0)
-    """That weight is held below it (truncated importance sampling)."""
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
+    """What happens to a weight out of bounds: `tis` holds it at the bound, `icepop` leaves the token out, `seq-mask-tis`
+    leaves the sequence out whose geometric mean of weights is out of bounds."""
+    truncated_importance_sampling_ratio: float = Field(default=2.0, gt=0.0)
+    """Upper bound of a weight."""
+    truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0.0)
+    """Lower bound of a weight; none by default."""
 
     @model_validator(mode="after")
-    def _k1_teaches_nothing(self) -> ClippedPGLossConfig:
-        if self.reference_policy_kl_penalty > 0 and self.reference_policy_kl_type == "k1":
+    def _one_surrogate(self) -> ClippedPGLossConfig:
+        if self.disable_ppo_ratio:
+            for key in ("ratio_clip_c", "use_cispo", "sequence_level_importance_ratios"):
+                if getattr(self, key):
+                    raise ValueError(f"disable_ppo_ratio leaves no ratio for {key} to work on: remove one of them")
+        if self.use_cispo and self.ratio_clip_c is not None:
+            raise ValueError("use_cispo bounds the ratio itself, so ratio_clip_c would never act: remove one of them")
+        if self.use_cispo and self.sequence_level_importance_ratios:
             raise ValueError(
-                "reference_policy_kl_type k1 has an expected gradient of zero when it is part of the loss: use k2 or k3"
+                "use_cispo weighs tokens by their own ratios, and sequence_level_importance_ratios has none: remove one of them"
             )
         return self
 
     @model_validator(mode="after")
-    def _reinforce_has_no_clip(self) -> ClippedPGLossConfig:
-        if self.disable_ppo_ratio and self.ratio_clip_c is not None:
-            raise ValueError("disable_ppo_ratio leaves no ratio for ratio_clip_c to clip: remove one of them")
+    def _one_mean(self) -> ClippedPGLossConfig:
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            raise ValueError(
+                "sequence_level_importance_ratios makes a sequence the unit of clipping, and a mean over tokens would weigh it "
+                "by its length: set token_level_loss to false"
+            )
+        if self.constant_length_normalizer is not None and self.token_level_loss:
+            raise ValueError(
+                "constant_length_normalizer divides each sequence's sum, and a mean over tokens has none: set token_level_loss "
+                "to false"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _a_penalty_that_acts(self) -> ClippedPGLossConfig:
+        if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
+            raise ValueError("use_kl_in_reward takes nothing from any reward while reference_policy_kl_penalty is 0: set it")
+        in_loss = self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
+        if in_loss and self.reference_policy_kl_type == "k1":
+            raise ValueError(
+                "reference_policy_kl_type k1 has an expected gradient of zero when it is part of the loss: use k2 or k3, or "
+                "use_kl_in_reward"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_that_act(self) -> ClippedPGLossConfig:
+        low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
+        kind = self.truncated_importance_sampling_type
+        if not self.use_importance_sampling_correction and (kind != "tis" or low is not None):
+            raise ValueError("truncated_importance_sampling_* does nothing without use_importance_sampling_correction: set it")
+        if low is not None and low >= high:
+            raise ValueError(
+                f"truncated_importance_sampling_ratio_min {low} is not below truncated_importance_sampling_ratio {high}: no "
+                "weight would be within bounds"
+            )
+        if kind != "tis" and low is None:
+            raise ValueError(
+                f"truncated_importance_sampling_type {kind} leaves out what is below a lower bound as well: set "
+                "truncated_importance_sampling_ratio_min (0.5 is usual)"
+            )
+        return self
+
+
+class GRPOLossConfig(ClippedPGLossConfig):
+    """The clipped policy gradient as the GRPO paper has it: a mean of sequence means, and a KL penalty."""
+
+    token_level_loss: bool = False
+    """A mean over all tokens; else a mean of each sequence's own mean."""
+    reference_policy_kl_penalty: float = Field(default=0.04, ge=0.0)
+    """Weight of the KL penalty to the reference policy; 0 asks no reference to be kept."""
+
+
+class DAPOLossConfig(ClippedPGLossConfig):
+    """The clipped policy gradient of DAPO: clip-higher and a mean over tokens."""
+
+    ratio_clip_max: float = Field(default=0.28, ge=0.0)
+    """The importance ratio is held below 1 plus it."""
+
+
+class DrGRPOLossConfig(ClippedPGLossConfig):
+    """The clipped policy gradient of Dr. GRPO: each sequence's sum, divided by one constant for all."""
+
+    token_level_loss: bool = False
+    """A mean over all tokens; else a mean of each sequence's own mean."""
+    constant_length_normalizer: int = Field(ge=1)
+    """Divide each sequence's sum by so many tokens; usually `${policy.generation.max_new_tokens}`."""
+
+
+class GSPOLossConfig(ClippedPGLossConfig):
+    """The clipped policy gradient of GSPO: one ratio a sequence, within narrow bounds."""
+
+    ratio_clip_min: float = Field(default=3e-4, ge=0.0, le=1.0)
+    """The importance ratio is held above 1 minus it."""
+    ratio_clip_max: float = Field(default=4e-4, ge=0.0)
+    """The importance ratio is held below 1 plus it."""
+    sequence_level_importance_ratios: bool = True
+    """GSPO: one ratio a sequence, the geometric mean of its tokens' ratios."""
+    token_level_loss: bool = False
+    """A mean over all tokens; else a mean of each sequence's own mean."""
+
+
+class CISPOLossConfig(ClippedPGLossConfig):
+    """The policy gradient of CISPO: ratios are weights, bounded above alone."""
+
+    ratio_clip_min: float = Field(default=1.0, ge=0.0, le=1.0)
+    """The importance ratio is held above 1 minus it."""
+    ratio_clip_max: float = Field(default=4.0, ge=0.0)
+    """The importance ratio is held below 1 plus it."""
+    use_cispo: bool = True
+    """CISPO: the clipped ratio is a weight without a gradient, so that no token's gradient is lost to the clip."""

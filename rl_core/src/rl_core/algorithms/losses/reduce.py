@@ -16,10 +16,27 @@ def token_mean(values: torch.Tensor, mask: torch.Tensor, global_valid_toks: torc
     return masked(values, mask).sum() / global_valid_toks.clamp(min=1.0)
 
 
-def sequence_mean(values: torch.Tensor, mask: torch.Tensor, global_valid_seqs: torch.Tensor) -> torch.Tensor:
-    """This share of the mean over sequences of each sequence's mean over its trained tokens; arguments as `token_mean`."""
-    per_sequence = masked(values, mask).sum(dim=-1) / mask.sum(dim=-1).clamp(min=1.0)
+def sequence_mean(
+    values: torch.Tensor, mask: torch.Tensor, global_valid_seqs: torch.Tensor, *, constant_length: float | None = None
+) -> torch.Tensor:
+    """This share of the mean over sequences of each sequence's mean over its trained tokens.
+
+    Args:
+        values: [B, T].
+        mask: [B, T] float32, `token_mask * sample_mask`.
+        global_valid_seqs: scalar, the rows of the global batch that are trained on.
+        constant_length: divide each sequence's sum by it, not by the sequence's own length, so that a token of a long
+            answer weighs as much as one of a short answer (Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2).
+    """
+    sums = masked(values, mask).sum(dim=-1)
+    per_sequence = sums / mask.sum(dim=-1).clamp(min=1.0) if constant_length is None else sums / constant_length
     return per_sequence.sum() / global_valid_seqs.clamp(min=1.0)
+
+
+def row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B] mean of each row over its trained tokens, 0.0 where it has none; arguments as `token_mean`."""
+    trained = (mask > 0).to(values.dtype)
+    return masked(values, trained).sum(dim=-1) / trained.sum(dim=-1).clamp(min=1.0)
 
 
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

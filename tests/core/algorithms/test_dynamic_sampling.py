@@ -1,0 +1,100 @@
+"""Draws until a step is full: whole groups, ids of their own, a bound, and counts of what was thrown away."""
+
+import pytest
+import torch
+
+from rl_core.algorithms.dynamic_sampling import draw_rollouts
+from rl_core.algorithms.estimators import make_estimator
+from rl_core.algorithms.grpo_config import AdvantageConfig, GRPOConfig
+from rl_core.errors import RLCoreError
+from rl_core.rollouts.source import Rollouts, RolloutSource
+from rl_core.rollouts.trajectory import Trajectory, to_batch
+
+
+class Scripted(RolloutSource):
+    """Hands out draws of groups of rewards; a row's one sampled token is its place in the whole script."""
+
+    def __init__(self, *draws, truncated=()):
+        self.draws, self.truncated = list(draws), set(truncated)
+        self.asked = []
+        self.rows = 0
+
+    def next_batch(self, step):
+        self.asked.append(step)
+        trajectories = []
+        for group, rewards in enumerate(self.draws.pop(0)):
+            for sample, reward in enumerate(rewards):
+                row = Trajectory(message_log=[], metadata=None, task_name="t", group_id=group, index=group, sample=sample)
+                row.add_answer("", torch.tensor([self.rows]), torch.tensor([-1.0]))
+                row.add_rewards({"reward": reward})
+                row.truncated = self.rows in self.truncated
+                trajectories.append(row)
+                self.rows += 1
+        metrics = {"reward/mean": float(len(self.asked)), "rollout/rows": float(len(trajectories)), "length/max": 5.0}
+        return Rollouts(batch=to_batch(trajectories), metrics=metrics, trajectories=trajectories)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+def draw(source, **fields):
+    fields = {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "use_dynamic_sampling": True, **fields}
+    teaches = make_estimator(AdvantageConfig()).teaches
+    return draw_rollouts(source, 3, config=GRPOConfig(**fields), shape=lambda batch: {}, teaches=teaches)
+
+
+ALL, NONE, ONE, MOST = [1.0] * 4, [0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]
+
+
+def test_equal_groups_are_dropped_whole_and_further_prompts_are_drawn():
+    source = Scripted([ALL, ONE], [NONE, NONE], [MOST, ALL])
+    found = draw(source)
+    assert source.asked == [3, 3, 3]
+    # Rows 4..7 of the first draw, 16..19 of the third: with their odd one, and under ids that do not collide.
+    assert found.batch["input_ids"].flatten().tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
+    assert found.batch["group_ids"].tolist() == [0] * 4 + [1] * 4
+    assert [row.group_id for row in found.trajectories] == [0] * 4 + [1] * 4
+    assert [int(row.token_ids()) for row in found.trajectories] == found.batch["input_ids"].flatten().tolist()
+    assert found.batch["rewards"].tolist() == ONE + MOST
+
+
+def test_what_was_thrown_away_is_counted_and_metrics_are_of_all_that_was_sampled():
+    found = draw(Scripted([ALL, ONE], [NONE, NONE], [MOST, ONE]))
+    counts = {name.split("/")[1]: value for name, value in found.metrics.items() if name.startswith("dynamic_sampling/")}
+    assert counts == {"draws": 3.0, "dropped_groups": 3.0, "surplus_groups": 1.0, "missing_groups": 0.0}
+    assert found.metrics["reward/mean"] == 2.0
+    assert found.metrics["rollout/rows"] == 24.0
+    assert found.metrics["length/max"] == 5.0
+    assert found.batch.size == 8
+
+
+def test_a_bound_that_is_reached_leaves_a_smaller_step_and_says_what_is_missing():
+    source = Scripted([ALL, ONE], [NONE, NONE], [MOST, ONE])
+    found = draw(source, dynamic_sampling_max_gen_batches=2)
+    assert found.batch.size == 4
+    assert found.metrics["dynamic_sampling/missing_groups"] == 1.0
+    assert len(source.draws) == 1
+
+
+def test_a_step_in_which_nothing_differs_says_so():
+    with pytest.raises(RLCoreError, match="drew 4 prompts in 2 draws, and in none of their groups did rewards differ"):
+        draw(Scripted([ALL, ALL], [NONE, NONE]), dynamic_sampling_max_gen_batches=2)
+
+
+def test_a_group_of_which_every_row_was_cut_off_is_no_group_to_train_on():
+    found = draw(Scripted([ONE, ONE], [MOST, ALL], truncated=range(4)), overlong_filtering=True)
+    assert found.batch["input_ids"].flatten().tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert found.metrics["dynamic_sampling/draws"] == 2.0
+
+
+def test_without_dynamic_sampling_a_draw_is_taken_as_it_is():
+    found = draw(Scripted([ALL, ONE], truncated=[5]), use_dynamic_sampling=False, overlong_filtering=True)
+    assert found.batch["input_ids"].flatten().tolist() == list(range(8))
+    assert found.batch["sample_mask"].tolist() == [1, 1, 1, 1, 1, 0, 1, 1]
+    assert "dynamic_sampling/draws" not in found.metrics
+
+
+def test_a_multiplier_draws_more_prompts_at_once():
+    assert GRPOConfig(num_prompts_per_step=6, use_dynamic_sampling=True, batch_multiplier=1.5).prompts_per_draw == 9

@@ -1,0 +1,207 @@
+"""Advantage estimators against hand-worked groups and plain loops that share no code."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
+from rl_core.algorithms.grpo_config import AdvantageConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import ComponentImportError, DataError, WrongKindError
+
+
+def batch_of(rewards, groups, *, parts=None, mask=None, kept=None, penalties=None):
+    token_mask = torch.ones(len(rewards), 3) if mask is None else torch.tensor(mask)
+    batch = {
+        "rewards": torch.tensor(rewards),
+        "reward_parts": parts or [{"reward": r} for r in rewards],
+        "group_ids": torch.tensor(groups),
+        "token_mask": token_mask,
+        "sample_mask": torch.ones(len(rewards)) if kept is None else torch.tensor(kept),
+    }
+    if penalties is not None:
+        batch["token_penalties"] = torch.tensor(penalties)
+    return BatchedDataDict(batch)
+
+
+def estimate(batch, **config):
+    return make_estimator(AdvantageConfig(**config))(batch).values
+
+
+def are_equal(values):
+    return max(values) - min(values) <= 1e-6 * max(1.0, *(abs(v) for v in values))
+
+
+def normalised(values):
+    if not values or are_equal(values):
+        return [0.0] * len(values)
+    centre, spread = statistics.fmean(values), statistics.pstdev(values)
+    return [(v - centre) / spread for v in values]
+
+
+def within_groups(rewards, groups):
+    out = []
+    for reward, group in zip(rewards, groups, strict=True):
+        mine = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        if len(mine) == 1 or are_equal(mine):
+            out.append(0.0)
+        else:
+            out.append((reward - statistics.fmean(mine)) / statistics.stdev(mine))
+    return out
+
+
+ROWS = st.lists(
+    st.tuples(st.floats(-5, 5, width=16), st.floats(-5, 5, width=16), st.integers(0, 3), st.integers(0, 7), st.booleans()),
+    min_size=1,
+    max_size=16,
+)
+
+
+def drawn(rows):
+    """A batch of two rewards a row, of masks from three bits, of rows that are left out, and of penalties."""
+    mask = [[float(bits >> t & 1) for t in range(3)] for *_, bits, _ in rows]
+    penalties = [[0.25 * (b + t) * m for t, m in enumerate(row)] for b, row in enumerate(mask)]
+    return batch_of(
+        [a + b for a, b, *_ in rows],
+        [group for _, _, group, *_ in rows],
+        parts=[{"a": a, "b": b} for a, b, *_ in rows],
+        mask=mask,
+        kept=[float(kept) for *_, kept in rows],
+        penalties=penalties,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS)
+def test_reinforce_plus_plus_equals_a_loop_over_tokens(rows):
+    batch = drawn(rows)
+    for minus_baseline in (False, True):
+        rewards = batch["rewards"].tolist()
+        if minus_baseline:
+            groups = batch["group_ids"].tolist()
+            means = {g: statistics.fmean(r for r, h in zip(rewards, groups, strict=True) if h == g) for g in groups}
+            rewards = [r - means[g] for r, g in zip(rewards, groups, strict=True)]
+        places, values = [], []
+        for b, reward in enumerate(rewards):
+            for t in range(3):
+                if batch["token_mask"][b, t] * batch["sample_mask"][b]:
+                    places.append((b, t))
+                    values.append(reward - sum(float(batch["token_penalties"][b, s]) for s in range(t, 3)))
+        expected = torch.zeros(len(rows), 3)
+        for place, value in zip(places, normalised(values), strict=True):
+            expected[place] = value
+        found = estimate(batch, name="reinforce_plus_plus", minus_baseline=minus_baseline)
+        # Rewards are float32, and groups that are equal but for rounding are set to zero before the baseline is taken.
+        assert torch.allclose(found, expected, atol=1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS)
+def test_gdpo_equals_a_loop_over_rewards_and_rows(rows):
+    batch = drawn(rows)
+    groups = batch["group_ids"].tolist()
+    by_part = {name: within_groups([part[name] for part in batch["reward_parts"]], groups) for name in ("a", "b")}
+    total = [2.0 * a + 0.5 * b for a, b in zip(by_part["a"], by_part["b"], strict=True)]
+    trained = [b for b in range(len(rows)) if batch["sample_mask"][b] and batch["token_mask"][b].sum()]
+    whitened = dict(zip(trained, normalised([total[b] for b in trained]), strict=True))
+    for of_batch in (False, True):
+        found = estimate(batch, name="gdpo", reward_weights={"a": 2.0, "b": 0.5}, normalize_batch=of_batch)
+        for b in range(len(rows)):
+            expected = whitened.get(b, 0.0) if of_batch else total[b]
+            for t in range(3):
+                assert float(found[b, t]) == pytest.approx(expected * float(batch["token_mask"][b, t]), rel=1e-4, abs=1e-4)
+
+
+def test_gdpo_tells_apart_what_the_sum_cannot():
+    # Sums of 1 by different rewards: GRPO values rows 0 and 1 alike; the second reward is rarer, so it is worth more.
+    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.0}]
+    batch = batch_of([1.0, 1.0, 1.0, 0.0], [0] * 4, parts=parts)
+    together = estimate(batch, name="grpo")[:, 0].tolist()
+    apart = estimate(batch, name="gdpo", normalize_batch=False)[:, 0].tolist()
+    assert together[0] == together[1]
+    # a: mean 1/2, deviation sqrt(1/3); b: mean 1/4, deviation 1/2
+    assert apart[0] == pytest.approx(0.5 / math.sqrt(1 / 3) - 0.5, rel=1e-5)
+    assert apart[1] == pytest.approx(-0.5 / math.sqrt(1 / 3) + 1.5, rel=1e-5)
+
+
+def test_gdpo_names_a_weight_that_no_reward_has():
+    with pytest.raises(DataError, match=r"names tone, and the environments give a, b"):
+        estimate(batch_of([1.0, 0.0], [0, 0], parts=[{"a": 1.0}, {"b": 0.0}]), name="gdpo", reward_weights={"tone": 1.0})
+
+
+def test_rloo_by_hand():
+    # 4 - mean(1, 1), 1 - mean(4, 1), 1 - mean(4, 1); and no division
+    assert estimate(batch_of([4.0, 1.0, 1.0], [7] * 3), name="rloo")[:, 1].tolist() == pytest.approx([3.0, -1.5, -1.5])
+    normalised_ = estimate(batch_of([4.0, 1.0, 1.0], [7] * 3), name="rloo", normalize_rewards=True)[:, 1]
+    assert normalised_.tolist() == pytest.approx([v / math.sqrt(3) for v in (3.0, -1.5, -1.5)])
+
+
+def test_a_kl_in_the_reward_counts_as_a_whole_where_rows_are_compared_and_from_here_on_where_tokens_are():
+    penalties = [[0.0, 0.25, 0.25], [0.0, 0.0, 0.0]]
+    batch = batch_of([1.0, 1.0], [0, 0], mask=[[0.0, 1, 1], [0.0, 1, 1]], penalties=penalties)
+    # rewards of 0.5 and 1, mean 0.75
+    of_rows = estimate(batch, name="grpo", normalize_rewards=False)
+    assert of_rows.tolist() == [[0.0, -0.25, -0.25], [0.0, 0.25, 0.25]]
+    # returns 0.5, 0.75, 1, 1: mean 0.8125
+    of_tokens = estimate(batch, name="reinforce_plus_plus")
+    returns = [0.5, 0.75, 1.0, 1.0]
+    expected = [(r - 0.8125) / statistics.pstdev(returns) for r in returns]
+    assert of_tokens[:, 1:].flatten().tolist() == pytest.approx(expected, rel=1e-5)
+    assert of_tokens[:, 0].tolist() == [0.0, 0.0]
+
+
+def test_rows_of_a_batch_that_are_all_alike_are_worth_nothing():
+    for name in ("grpo", "rloo", "reinforce_plus_plus", "gdpo"):
+        assert not estimate(batch_of([0.7] * 4, [0, 0, 1, 1]), name=name).any()
+
+
+def test_groups_of_equal_rewards_teach_nothing_and_named_rewards_are_looked_at_one_by_one():
+    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
+    batch = batch_of([1.0, 1.0, 2.0, 2.0], [0, 0, 1, 1], parts=parts)
+    assert make_estimator(AdvantageConfig()).teaches(batch).tolist() == [False] * 4
+    assert make_estimator(AdvantageConfig(name="gdpo")).teaches(batch).tolist() == [True, True, False, False]
+    only_a = AdvantageConfig(name="gdpo", reward_weights={"b": 0.0})
+    assert make_estimator(only_a).teaches(batch).tolist() == [True, True, False, False]
+
+
+class Constant(AdvantageEstimator):
+    """An estimator of somebody else."""
+
+    def __init__(self, *, worth):
+        self.worth = worth
+
+    def __call__(self, batch):
+        return Advantages(values=self.worth * batch["token_mask"], metrics={})
+
+
+def test_an_estimator_may_be_given_by_its_path(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "somebodys_estimators", sys.modules[__name__])
+    found = estimate(batch_of([1.0], [0]), name="somebodys_estimators.Constant", kwargs={"worth": 2.0})
+    assert found.tolist() == [[2.0, 2.0, 2.0]]
+    with pytest.raises(WrongKindError, match="is not a AdvantageEstimator"):
+        make_estimator(AdvantageConfig(name="somebodys_estimators.batch_of"))
+    with pytest.raises(ComponentImportError):
+        make_estimator(AdvantageConfig(name="nobodys_estimators.Constant"))
+
+
+REFUSED = {
+    "an unknown name": ({"name": "grpoo"}, "grpo, rloo, reinforce_plus_plus, gdpo"),
+    "RLOO without leaving one out": ({"name": "rloo", "use_leave_one_out_baseline": False}, "is the leave-one-out"),
+    "a batch that is normalised by groups": ({"name": "reinforce_plus_plus", "normalize_rewards": True}, "normalize_rewards"),
+    "weights of one reward": ({"reward_weights": {"a": 1.0}}, "no use for reward_weights"),
+    "a baseline that is there already": ({"minus_baseline": True}, "no use for minus_baseline"),
+    "arguments for our own": ({"kwargs": {"x": 1}}, "no use for kwargs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_an_estimator_would_ignore_are_refused(case):
+    fields, reason = REFUSED[case]
+    with pytest.raises(ValueError, match=reason):
+        AdvantageConfig(**fields)

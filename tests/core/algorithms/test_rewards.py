@@ -1,0 +1,131 @@
+"""What is done to rewards, by hand and against plain loops."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.algorithms.grpo_config import GRPOConfig, RewardScalingConfig
+from rl_core.algorithms.losses.config import ClippedPGLossConfig
+from rl_core.algorithms.rewards import RewardShaping, clip_advantages, kl_in_reward, overlong_punishment, scale_rewards
+from rl_core.config.schema import DataConfig, GenerationConfig, LossConfig, PolicyConfig, RunConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+
+
+def shaping(**fields):
+    config = GRPOConfig(**fields)
+    generation = GenerationConfig(backend="x", max_new_tokens=10)
+    policy = PolicyConfig(backend="x", model_name="x", generation=generation)
+    return RewardShaping(
+        config, RunConfig(algorithm_name="grpo", algorithm=config, loss_fn=LossConfig(), policy=policy, data=DataConfig())
+    )
+
+
+def rollouts(lengths, rewards):
+    return BatchedDataDict(
+        {
+            "rewards": torch.tensor(rewards),
+            "reward_parts": [{"reward": r} for r in rewards],
+            "token_mask": (torch.arange(12) < torch.tensor(lengths).unsqueeze(1)).float(),
+        }
+    )
+
+
+def test_the_soft_punishment_begins_in_the_buffer_and_is_whole_at_the_limit():
+    lengths = torch.tensor([0, 6, 7, 8, 10, 11])
+    found = overlong_punishment(lengths, limit=10, buffer=4, penalty=0.5)
+    assert found.tolist() == [0.0, 0.0, -0.125, -0.25, -0.5, -0.5]
+
+
+@given(length=st.integers(0, 40), limit=st.integers(2, 30), buffer=st.integers(1, 10), penalty=st.floats(0.1, 3))
+def test_the_soft_punishment_is_equation_13_of_dapo(length, limit, buffer, penalty):
+    if length <= limit - buffer:
+        expected = 0.0
+    elif length <= limit:
+        expected = ((limit - buffer) - length) / buffer * penalty
+    else:
+        expected = -penalty
+    found = overlong_punishment(torch.tensor([length]), limit=limit, buffer=buffer, penalty=penalty)
+    assert float(found) == pytest.approx(expected, abs=1e-5)
+
+
+@given(reward=st.floats(-10, 10), low=st.floats(-3, 0), width=st.floats(0.5, 4), target=st.floats(-2, 2), out=st.floats(0.5, 4))
+def test_scaling_is_a_line_between_the_ends_and_flat_beyond(reward, low, width, target, out):
+    config = RewardScalingConfig(
+        enabled=True, source_min=low, source_max=low + width, target_min=target, target_max=target + out
+    )
+    held = min(max(reward, low), low + width)
+    expected = target + (held - low) * out / width
+    assert float(scale_rewards(torch.tensor(reward, dtype=torch.float64), config)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_rewards_are_scaled_then_punished_and_the_punishment_is_a_reward_of_its_own():
+    shape = shaping(
+        reward_scaling={"enabled": True, "target_min": -1.0},
+        reward_shaping={"enabled": True, "overlong_buffer_length": 4, "overlong_buffer_penalty": 0.5},
+    )
+    batch = rollouts([5, 8, 12], [1.0, 0.0, 3.0])
+    metrics = shape(batch)
+    assert batch["rewards"].tolist() == [1.0, -1.25, 0.5]
+    assert [parts["overlong"] for parts in batch["reward_parts"]] == [0.0, -0.25, -0.5]
+    assert metrics == {
+        "reward/clipped_frac": pytest.approx(1 / 3),
+        "reward/overlong": pytest.approx(-0.25),
+        "reward/shaped": pytest.approx(0.25 / 3),
+    }
+
+
+def test_a_config_without_shaping_leaves_rewards_alone():
+    batch = rollouts([5], [7.0])
+    assert shaping()(batch) == {}
+    assert batch["rewards"].tolist() == [7.0]
+
+
+def test_the_limit_may_be_one_of_its_own():
+    shape = shaping(reward_shaping={"enabled": True, "overlong_buffer_length": 2, "max_response_length": 6})
+    batch = rollouts([5], [1.0])
+    shape(batch)
+    assert batch["rewards"].tolist() == [0.5]
+
+
+def test_the_kl_in_the_reward_is_a_cost_of_each_sampled_token():
+    config = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, reference_policy_kl_type="k1", use_kl_in_reward=True)
+    batch = BatchedDataDict(
+        {
+            "token_mask": torch.tensor([[0.0, 1, 1]]),
+            "prev_logprobs": torch.tensor([[0.0, -1.0, -2.0]]),
+            "reference_policy_logprobs": torch.tensor([[-9.0, -1.5, -1.0]]),
+        }
+    )
+    metrics = kl_in_reward(config)(batch)
+    assert batch["token_penalties"].tolist()[0] == pytest.approx([0.0, 0.05, -0.1])
+    assert metrics == {"kl/reference": pytest.approx(-0.25)}
+    assert kl_in_reward(ClippedPGLossConfig()) is None
+    assert kl_in_reward(LossConfig()) is None
+
+
+def test_advantages_are_held_within_their_bounds_and_counted_where_they_are_trained():
+    values, mask = torch.tensor([[-3.0, 0.5, 9.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    clipped, metrics = clip_advantages(values, mask, GRPOConfig(advantage_clip_low=-1.0, advantage_clip_high=2.0))
+    assert clipped.tolist() == [[-1.0, 0.5, 2.0]]
+    assert metrics == {"advantage/clipped_frac": 0.5}
+    one_side, _ = clip_advantages(values, mask, GRPOConfig(advantage_clip_high=2.0))
+    assert one_side.tolist() == [[-3.0, 0.5, 2.0]]
+    assert clip_advantages(values, mask, GRPOConfig())[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"reward_scaling": {"source_min": 1.0, "source_max": 1.0}}, "not below source_max"),
+        ({"reward_scaling": {"target_min": 1.0, "target_max": 0.0}}, "better would become worse"),
+        ({"advantage_clip_low": 0.5}, "less than 0"),
+        ({"advantage_clip_high": -2.0}, "greater than 0"),
+        ({"batch_multiplier": 2.0}, "throw them away"),
+        ({"use_dynamic_sampling": True, "adv_estimator": {"name": "reinforce_plus_plus"}}, "learns from them"),
+        ({"reward_scaling": {"enabled": True}, "adv_estimator": {"name": "gdpo"}}, "never looks at the sum"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused_with_the_reason(fields, reason):
+    with pytest.raises(ValueError, match=reason):
+        GRPOConfig(**fields)
