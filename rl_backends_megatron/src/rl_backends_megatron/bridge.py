@@ -1,0 +1,218 @@
+"""Weights between a Hugging Face checkpoint and this rank's model chunks, both ways, by the tables in `families`.
+
+Loading reads what this rank holds and nothing else. Exporting streams (name, whole tensor) to every rank, one Megatron
+parameter at a time: gathered over tensor-parallel ranks, split, broadcast over pipeline stages, and for experts gathered over
+their ranks. A round trip is exact to the bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_backends_megatron.families import Family, Weight
+from rl_backends_megatron.parallel import Ranks
+from rl_backends_megatron.weight_layouts import Sizes, Source
+from rl_core.errors import CheckpointError, NotSupportedError
+
+_PLACEHOLDER = re.compile(r"\\\{(layer|expert)\\\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What one Megatron parameter becomes.
+
+    Attributes:
+        names: the Hugging Face tensors; for an expert's parameter one tuple a rank of experts, else one.
+        shapes: of one tuple's tensors.
+        is_expert: whether it belongs to an expert.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_expert: bool
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter that this rank holds (a part of)."""
+
+    parameter: torch.nn.Parameter
+    weight: Weight
+    names: tuple[str, ...]
+
+
+class Bridge:
+    """One model's weights between the two worlds; making one is collective.
+
+    Args:
+        chunks: this rank's model chunks, bare (no data-parallel wrapper).
+        family: the model's tables.
+        sizes: of the model.
+        ranks: the process groups.
+        tied: whether the output layer is the embedding.
+        num_experts: of a mixture.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], family: Family, sizes: Sizes, ranks: Ranks, *, tied: bool, num_experts: int | None
+    ) -> None:
+        self._ranks, self._sizes, self._tied = ranks, sizes, tied
+        self._experts_here = (num_experts or 0) // ranks.expert.size()
+        self._patterns = [(_pattern(name), weight) for weight in family.weights for name in weight.megatron]
+        self._held = [held for chunk in chunks for held in self._parameters_of(chunk)]
+        self._exports = self._exchange()
+
+    @torch.no_grad()
+    def load(self, source: Source) -> None:
+        """Set this rank's weights from `source`.
+
+        Raises:
+            CheckpointError: a tensor is missing, or of another shape.
+        """
+        for held in self._held:
+            group = self._tensor_group(held.weight)
+            part = held.weight.layout.load(source, held.names, group.rank(), group.size(), held.parameter.shape, self._sizes)
+            if part.shape != held.parameter.shape:
+                raise CheckpointError(
+                    f"{', '.join(held.names)} give {tuple(part.shape)} on this rank, and the model needs "
+                    f"{tuple(held.parameter.shape)}: the weights are of another model than its config.json."
+                )
+            held.parameter.copy_(part)
+
+    @property
+    def manifest(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape of every tensor of the whole model, in the order of `export`."""
+        found: dict[str, tuple[int, ...]] = {}
+        for stage in self._exports:
+            for export in stage:
+                for names in export.names:
+                    found.update(zip(names, export.shapes, strict=True))
+        return found
+
+    @torch.no_grad()
+    def export(
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor) on every rank; collective.
+
+        Args:
+            names: these, in the manifest's order; all by default.
+            value: what to export of each parameter.
+        """
+        wanted = None if names is None else set(names)
+        for stage, exports in enumerate(self._exports):
+            for index, export in enumerate(exports):
+                chosen = [n for n in range(len(export.shapes)) if wanted is None or any(e[n] in wanted for e in export.names)]
+                if not chosen:
+                    continue
+                held = self._held_by_index(index) if stage == self._ranks.pipeline.rank() else None
+                for number, tensors in zip(chosen, self._gathered(held, export, stage, chosen, value), strict=True):
+                    for each, tensor in zip(export.names, tensors, strict=True):
+                        if wanted is None or each[number] in wanted:
+                            yield each[number], tensor
+
+    def _gathered(
+        self, held: Held | None, export: Export, stage: int, chosen: Sequence[int], value: Callable[..., torch.Tensor]
+    ) -> Iterator[list[torch.Tensor]]:
+        """For each chosen tensor: that of each rank of experts, or the one."""
+        device, dtype = self._held[0].parameter.device, self._held[0].parameter.dtype
+        parts: list[torch.Tensor] = []
+        if held is not None:
+            part = value(held.parameter)
+            dtype = part.dtype
+            parts = held.weight.layout.split(self._joined(part, held.weight), self._sizes)
+        for number in chosen:
+            if held is None:
+                tensor = torch.empty(export.shapes[number], dtype=dtype, device=device)
+            else:
+                tensor = parts[number].contiguous()
+            if self._ranks.pipeline.size() > 1:
+                source = dist.get_global_rank(self._ranks.pipeline, stage)
+                dist.broadcast(tensor, src=source, group=self._ranks.pipeline)
+            if len(export.names) == 1:
+                yield [tensor]
+                continue
+            everyone = [torch.empty_like(tensor) for _ in export.names]
+            dist.all_gather(everyone, tensor, group=self._ranks.expert)
+            yield everyone
+
+    def _joined(self, part: torch.Tensor, weight: Weight) -> torch.Tensor:
+        group = self._tensor_group(weight)
+        if weight.layout.dim is None or group.size() == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return weight.layout.join(parts)
+
+    def _tensor_group(self, weight: Weight) -> Any:
+        return self._ranks.expert_tensor if weight.is_expert else self._ranks.tensor
+
+    def _parameters_of(self, chunk: Any) -> Iterator[Held]:
+        for name, parameter in chunk.named_parameters():
+            # The number in the name counts from the chunk's first layer, the layer's own from the model's.
+            local = re.match(r"decoder\.layers\.(\d+)\.", name)
+            layer = chunk.decoder.layers[int(local[1])].layer_number - 1 if local else None
+            yield self._matched(name, parameter, layer)
+
+    def _matched(self, name: str, parameter: torch.nn.Parameter, layer: int | None) -> Held:
+        for pattern, weight in self._patterns:
+            found = pattern.fullmatch(name)
+            if not found:
+                continue
+            numbers: dict[str, int] = {}
+            if layer is not None:
+                numbers["layer"] = layer
+            if weight.is_expert:
+                numbers["expert"] = int(found["expert"]) + self._ranks.expert.rank() * self._experts_here
+            names = tuple(hf.format(**numbers) for hf in weight.hf)
+            if self._tied and names == ("lm_head.weight",):
+                names = ("model.embed_tokens.weight",)
+            return Held(parameter, weight, names)
+        raise NotSupportedError(
+            f"Megatron-Core built a parameter {name}, which the model's table in rl_backends_megatron.families does not name."
+        )
+
+    def _exchange(self) -> list[list[Export]]:
+        """What every pipeline stage exports."""
+        own = [self._export_of(held) for held in self._held if not self._is_copy(held)]
+        if self._ranks.expert.size() > 1:
+            of_experts: list[Any] = [None] * self._ranks.expert.size()
+            dist.all_gather_object(of_experts, own, group=self._ranks.expert)
+            own = [_over_experts(same) for same in zip(*of_experts, strict=True)]
+        stages: list[Any] = [None] * self._ranks.pipeline.size()
+        dist.all_gather_object(stages, own, group=self._ranks.pipeline)
+        return stages
+
+    def _export_of(self, held: Held) -> Export:
+        shape = list(held.parameter.shape)
+        dim = held.weight.layout.dim
+        if dim is not None:
+            shape[dim] *= self._tensor_group(held.weight).size()
+        parts = held.weight.layout.split(torch.empty(shape, device="meta"), self._sizes)
+        return Export(names=(held.names,), shapes=tuple(tuple(part.shape) for part in parts), is_expert=held.weight.is_expert)
+
+    def _is_copy(self, held: Held) -> bool:
+        """Whether it is the last stage's copy of the embedding, which the first stage exports."""
+        return self._tied and held.weight.hf == ("lm_head.weight",)
+
+    def _held_by_index(self, index: int) -> Held:
+        return [held for held in self._held if not self._is_copy(held)][index]
+
+
+def _over_experts(same: Sequence[Export]) -> Export:
+    if not same[0].is_expert:
+        return same[0]
+    return Export(names=tuple(each.names[0] for each in same), shapes=same[0].shapes, is_expert=True)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(_PLACEHOLDER.sub(lambda found: rf"(?P<{found[1]}>\d+)", re.escape(name)))

@@ -1,0 +1,142 @@
+"""The section `policy` of the Megatron backend, and which of its keys exclude each other; imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_core.config.schema import PolicyConfig, Section
+
+
+class MegatronConfig(Section):
+    """`policy.megatron_cfg`: how ranks share the model, and how Megatron-Core runs it.
+
+    What is left of the ranks after tensor, pipeline and context parallelism is data parallel.
+    """
+
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each matrix; neighbours, so keep them on one node."""
+    sequence_parallel: bool = False
+    """Cut activations between the matrices along the sequence, over the tensor-parallel ranks: less memory, same traffic."""
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    """Stages that the layers are divided into."""
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
+    """Model chunks of each stage, which take turns (the interleaved schedule): smaller bubbles, more traffic."""
+    num_layers_in_first_pipeline_stage: int | None = Field(default=None, ge=1)
+    """Layers of the first stage, where the division is not to be even."""
+    num_layers_in_last_pipeline_stage: int | None = Field(default=None, ge=1)
+    """Layers of the last stage, where the division is not to be even."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each row, for rows too long for one device."""
+    expert_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks, of those along data and context, that the experts of a mixture are divided over."""
+    expert_tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each matrix of an expert; more than one needs NCCL where experts are divided as well."""
+    use_distributed_optimizer: bool = False
+    """Divide optimizer state and float32 weights over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel ranks while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather stepped weights while the next forward pass goes on; needs the distributed optimizer."""
+    ddp_bucket_size: int | None = Field(default=None, ge=1)
+    """Parameters of one gradient bucket; Megatron's own choice by default."""
+    grad_reduce_in_fp32: bool = True
+    """Add up and sum gradients in float32 where weights are bfloat16."""
+    recompute_granularity: Literal["selective", "full"] | None = None
+    """What to compute again in the backward pass: attention alone, or whole layers; `policy.activation_checkpointing` is
+    `full`."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """Whole layers in groups of `recompute_num_layers`, or only the first so many of each stage."""
+    recompute_num_layers: int = Field(default=1, ge=1)
+    """See `recompute_method`."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers of torch, or of Transformer Engine (GPUs); `auto` takes the latter where it is installed."""
+    use_flash_attention: bool | None = None
+    """True: a flash kernel or an error; false: the plain kernel; by default the fastest that there is."""
+    moe_grouped_gemm: bool = False
+    """Multiply all experts of a rank in one kernel; needs Transformer Engine."""
+    make_vocab_size_divisible_by: int = Field(default=1, ge=1)
+    """Each rank's share of the vocabulary is padded to a multiple of it; padding never gets probability."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    """Positions of which float32 logits exist at one time."""
+    reference: bool = True
+    """Keep a frozen copy of the initial weights once something asks for it."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the tokenizer."""
+    seed: int = 0
+    """Seed of `generate` for rows that bring none of their own."""
+    distributed_timeout_s: float = Field(default=600.0, gt=0.0)
+    """How long a rank waits for the others in a collective."""
+
+    @property
+    def ranks_of_a_replica(self) -> int:
+        """Ranks that hold one copy of the model between them."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @model_validator(mode="after")
+    def _parallel_sizes_fit_each_other(self) -> Self:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel divides activations over the tensor-parallel ranks, and there is one: raise "
+                "tensor_model_parallel_size, or leave sequence_parallel out"
+            )
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                "virtual_pipeline_model_parallel_size cuts pipeline stages into chunks, and there is one stage: raise "
+                "pipeline_model_parallel_size, or leave it out"
+            )
+        uneven = self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage
+        if uneven and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need several stages: raise "
+                "pipeline_model_parallel_size, or leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _options_have_what_they_need(self) -> Self:
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError(
+                "overlap_param_gather gathers weights that use_distributed_optimizer has divided, and Megatron-Core wants "
+                "overlap_grad_reduce with it: set both, or leave overlap_param_gather out"
+            )
+        if self.moe_grouped_gemm and self.transformer_impl == "local":
+            raise ValueError(
+                "moe_grouped_gemm needs the kernels of Transformer Engine: leave it out, or set "
+                "transformer_impl: transformer_engine"
+            )
+        return self
+
+
+class MegatronPolicyConfig(PolicyConfig):
+    """`policy` with `backend: megatron`."""
+
+    backend: str = "megatron"
+    megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
+    """What only this backend knows."""
+
+    @model_validator(mode="after")
+    def _the_optimizer_is_one_of_megatron(self) -> Self:
+        if self.optimizer.name not in OPTIMIZER_KEYS:
+            raise ValueError(
+                f"optimizer.name {self.optimizer.name!r}: Megatron-Core builds the optimizer itself, since it divides its "
+                f"state over ranks. It has {', '.join(OPTIMIZER_KEYS)}"
+            )
+        allowed = OPTIMIZER_KEYS[self.optimizer.name]
+        for key in self.optimizer.kwargs:
+            if key not in allowed:
+                raise ValueError(
+                    f"optimizer.kwargs.{key}: {self.optimizer.name} under Megatron-Core takes {', '.join(allowed)}; leave "
+                    "it out, or use the backend `hf`"
+                )
+        return self
+
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "decay_matrices_only")
+OPTIMIZER_KEYS = {
+    "torch.optim.AdamW": _ADAM,
+    "torch.optim.Adam": _ADAM,
+    "torch.optim.SGD": ("lr", "momentum", "weight_decay", "decay_matrices_only"),
+}
+"""The optimizers that Megatron-Core has, by the names that `policy.optimizer` uses, and their arguments."""

@@ -1,0 +1,134 @@
+"""The one room that lets the unmodified wheel of Megatron-Core run without CUDA; a null context where there is CUDA.
+
+Megatron-Core 0.16.1 asks for the device "cuda" by name in some fifty places. Inside `with device_seam():` such a request means
+the CPU. Two kinds of accommodation: the device argument of any torch call, by a `TorchFunctionMode` (1.4 us a call), and four
+module attributes that no argument reaches. All of them are private to that version, so the version is checked, and
+`check_megatron` asserts at start that what is touched exists. Nothing else of Megatron is changed, here or in other rooms.
+
+The mode belongs to a thread: enter it in the thread that calls Megatron, around building models and optimizers, forward and
+backward passes, optimizer steps and distributed checkpoints.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rl_core.errors import UserError
+
+MEGATRON_VERSION: Final = "0.16.1"
+_CPU = torch.device("cpu")
+_OPTIMIZERS = "/megatron/core/optimizer/"
+_TOUCHED: Final[Mapping[str, Sequence[str]]] = {
+    "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
+    "megatron.core.transformer.moe.moe_utils": ("RouterGatingLinearFunction",),
+    "megatron.core.transformer.moe.token_dispatcher": (
+        "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
+        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+    ),
+}
+
+
+def check_megatron() -> None:
+    """Make sure that the installed Megatron-Core is the one that this room knows.
+
+    Raises:
+        UserError: it is another version, or it lacks what is touched here.
+    """
+    found = version("megatron-core")
+    if found != MEGATRON_VERSION:
+        raise UserError(
+            f"megatron-core {found} is installed, and this backend is written for {MEGATRON_VERSION}: it relies on names "
+            f"that no version promises. Install it with `pip install megatron-core=={MEGATRON_VERSION}`."
+        )
+    for module_name, names in _TOUCHED.items():
+        module = importlib.import_module(module_name)
+        for name in names:
+            owner: Any = module
+            for part in name.split("."):
+                if not hasattr(owner, part):
+                    raise UserError(
+                        f"{module_name} has no {name}, though megatron-core says it is {found}: the installation is changed "
+                        f"or torn. Reinstall it with `pip install --force-reinstall --no-deps megatron-core=={found}`."
+                    )
+                owner = getattr(owner, part)
+
+
+@contextmanager
+def device_seam() -> Iterator[None]:
+    """Inside, "cuda" means the CPU; nothing happens where torch sees a CUDA device."""
+    _supply_missing_name()
+    if torch.cuda.is_available():
+        yield
+        return
+    _replace_attributes()
+    saved = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    try:
+        with _CudaMeansCpu():
+            yield
+    finally:
+        torch.cuda.current_device, torch.cuda.synchronize = saved
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        # Optimizers sort parameters by the name of their type, `torch.cuda.FloatTensor`.
+        if func is torch.Tensor.type and isinstance(result, str) and _OPTIMIZERS in sys._getframe(1).f_code.co_filename:
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+@cache
+def _supply_missing_name() -> None:
+    # 0.16.1 reads this name unguarded in the router wherever Transformer Engine is absent, on GPUs as well.
+    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(utils, "te_general_gemm"):
+        utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+@cache
+def _replace_attributes() -> None:
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    # Recomputation saves the device's random state; there is no dropout here, so there is nothing to save.
+    random._get_cuda_rng_state = lambda *args, **kwargs: None
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    # Anything but None: then no CUDA stream is made.
+    dispatcher.cuda_dtoh_stream = False
+    dispatcher._maybe_dtoh_and_synchronize = _splits_on_host
+
+
+def _splits_on_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """What the dispatcher does at its copy point, without a stream: split sizes as arrays."""
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.numpy())
+    return tokens_per_expert

@@ -1,0 +1,180 @@
+"""The tables: for each family of models, how its config and its weights' names are Megatron-Core's.
+
+A family is a row in `FAMILIES`: the `model_type` of its config.json, what its config adds to that of a Llama, what it must not
+ask for, and its weights. Adding a model is adding a row (docs/adding_a_model.md); nothing else knows a model by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_backends_megatron.weight_layouts import Divided, GateAndUp, QueryKeyValue, Replicated, Vocabulary, WeightLayout
+from rl_core.errors import NotSupportedError
+from rl_core.plugins.component import did_you_mean
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One Megatron parameter.
+
+    Attributes:
+        megatron: its name; `{layer}` and `{expert}` stand for numbers of the whole model. Several where Transformer Engine
+            merges layers and calls it otherwise.
+        hf: the tensors of a Hugging Face checkpoint that it is made of, with the same placeholders.
+        layout: how.
+    """
+
+    megatron: tuple[str, ...]
+    hf: tuple[str, ...]
+    layout: WeightLayout
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it belongs to one expert of a mixture."""
+        return "{expert}" in self.hf[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models with one `model_type`.
+
+    Attributes:
+        weights: every parameter.
+        config: fields of Megatron's TransformerConfig, beyond those of a Llama, from the Hugging Face config.
+        refused: name of a config field to the values with which the model is the one described here; another value would be
+            computed wrongly.
+    """
+
+    weights: tuple[Weight, ...]
+    config: Callable[[Any], dict[str, Any]] = lambda hf: {}
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+_LAYER = "decoder.layers.{layer}."
+_HF_LAYER = "model.layers.{layer}."
+
+
+def _in_layer(megatron: str | tuple[str, ...], hf: str | tuple[str, ...], layout: WeightLayout) -> Weight:
+    ours = (megatron,) if isinstance(megatron, str) else megatron
+    theirs = (hf,) if isinstance(hf, str) else hf
+    return Weight(tuple(_LAYER + name for name in ours), tuple(_HF_LAYER + name for name in theirs), layout)
+
+
+def _qkv(kind: str) -> Weight:
+    names = tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv")
+    return _in_layer(f"self_attention.linear_qkv.{kind}", names, QueryKeyValue())
+
+
+_OUTSIDE = (
+    Weight(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Vocabulary()),
+    Weight(("decoder.final_layernorm.weight",), ("model.norm.weight",), Replicated()),
+    Weight(("output_layer.weight",), ("lm_head.weight",), Vocabulary()),
+)
+_ATTENTION = (
+    _in_layer(
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"), "input_layernorm.weight", Replicated()
+    ),
+    _qkv("weight"),
+    _in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Divided(1)),
+)
+_QKV_BIAS = (_qkv("bias"),)
+_QK_NORM = (
+    _in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", Replicated()),
+    _in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", Replicated()),
+)
+_NORM_BEFORE_MLP = _in_layer(
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), "post_attention_layernorm.weight", Replicated()
+)
+_MLP = (
+    _NORM_BEFORE_MLP,
+    _in_layer("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GateAndUp()),
+    _in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Divided(1)),
+)
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
+    expert = block + ".experts.{expert}."
+    return (
+        _NORM_BEFORE_MLP,
+        _in_layer("mlp.router.weight", f"{block}.gate.weight", Replicated()),
+        _in_layer(
+            ("mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
+            (f"{expert}{gate}.weight", f"{expert}{up}.weight"),
+            GateAndUp(),
+        ),
+        _in_layer(
+            ("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
+            f"{expert}{down}.weight",
+            Divided(1),
+        ),
+    )
+
+
+def _mixture(hf: Any, *, experts: int, ffn: int, softmax_first: bool) -> dict[str, Any]:
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": ffn,
+        "moe_router_pre_softmax": softmax_first,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+    }
+
+
+_PLAIN = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)}
+_NO_WINDOW = {"use_sliding_window": (False,)}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(weights=(*_OUTSIDE, *_ATTENTION, *_MLP), refused=_PLAIN),
+    "mistral": Family(weights=(*_OUTSIDE, *_ATTENTION, *_MLP), refused={**_PLAIN, "sliding_window": (None,)}),
+    "qwen2": Family(
+        weights=(*_OUTSIDE, *_ATTENTION, *_QKV_BIAS, *_MLP),
+        config=lambda hf: {"add_qkv_bias": True},
+        refused={"hidden_act": ("silu",), **_NO_WINDOW},
+    ),
+    "qwen3": Family(
+        weights=(*_OUTSIDE, *_ATTENTION, *_QK_NORM, *_MLP),
+        config=lambda hf: {"qk_layernorm": True},
+        refused={**_PLAIN, **_NO_WINDOW},
+    ),
+    "qwen3_moe": Family(
+        weights=(*_OUTSIDE, *_ATTENTION, *_QK_NORM, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+        config=lambda hf: {
+            "qk_layernorm": True,
+            **_mixture(
+                hf, experts=hf.num_experts, ffn=hf.moe_intermediate_size, softmax_first=not getattr(hf, "norm_topk_prob", False)
+            ),
+        },
+        refused={**_PLAIN, **_NO_WINDOW, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    ),
+    "mixtral": Family(
+        weights=(*_OUTSIDE, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+        config=lambda hf: _mixture(hf, experts=hf.num_local_experts, ffn=hf.intermediate_size, softmax_first=False),
+        refused={**_PLAIN, "sliding_window": (None,)},
+    ),
+}
+
+
+def family_of(hf: Any, *, model_name: str) -> Family:
+    """The family of a Hugging Face config.
+
+    Raises:
+        NotSupportedError: there is none, or this model differs from its family's description.
+    """
+    family = FAMILIES.get(hf.model_type)
+    if family is None:
+        raise NotSupportedError(
+            f"{model_name} is a {hf.model_type!r}, and the Megatron backend has tables for {', '.join(FAMILIES)}."
+            f"{did_you_mean(hf.model_type, sorted(FAMILIES))} Add one (docs/adding_a_model.md), or use `backend: hf`."
+        )
+    for name, described in family.refused.items():
+        found = getattr(hf, name, described[0])
+        if found not in described:
+            raise NotSupportedError(
+                f"{model_name} has `{name}: {found!r}` in its config.json, and the Megatron backend computes a "
+                f"{hf.model_type} with {' or '.join(map(repr, described))}. Use `backend: hf`."
+            )
+    return family

@@ -1,0 +1,184 @@
+"""A model folder of Transformers: its config, its tensors read in part from safetensors, and writing one; knows no Megatron."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from rl_core.errors import CheckpointError, UserError
+
+_INDEX = "model.safetensors.index.json"
+_SHARD_BYTES = 4 * 2**30
+
+
+def find_folder(name: str, *, weights: bool = True) -> Path:
+    """The folder of a model, fetched from the hub where it is no folder here.
+
+    Args:
+        name: folder, or name on the hub (or in its cache).
+        weights: fetch them as well as the config.
+
+    Raises:
+        UserError: there is no such model in safetensors.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"The folder {name} holds no config.json, so it is no model of Transformers.")
+        return path
+    if path.suffix == ".gguf":
+        raise UserError(
+            f"{name} is a GGUF file, and the Megatron backend reads safetensors. Load it once with Transformers and write it "
+            "with `save_pretrained`, or use `backend: hf`."
+        )
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
+        raise UserError(f"The folder {name} does not exist (looked at {path.absolute()}). Check `model_name`.")
+    try:
+        patterns = ["*.json", *(["*.safetensors"] if weights else [])]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UserError(
+            f"No model {name!r}: no folder of that name at {path.absolute()}, and the hub answered: {type(error).__name__}: "
+            f"{error}. Give the path of a model folder, or connect to the hub (HF_ENDPOINT names another, HF_TOKEN opens "
+            "gated models)."
+        ) from error
+
+
+def read_config(folder: Path) -> Any:
+    """The Hugging Face config in a folder.
+
+    Raises:
+        UserError: it is of no kind that Transformers knows.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"The config.json in {folder} cannot be read: {type(error).__name__}: {error}") from error
+
+
+class SafetensorsFolder:
+    """The tensors in a folder, read from disk as they are asked for; a context manager.
+
+    Args:
+        folder: holds `model.safetensors`, or shards with their index.
+
+    Raises:
+        CheckpointError: there are none, or one is torn.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = _tensor_files(folder)
+        self._open: dict[str, Any] = {}
+        self._exits = ExitStack()
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._exits.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The tensor."""
+        tensor: torch.Tensor = self._read(name)[:]
+        return tensor
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Its entries from `start` to `stop` along `dim`, and no others from disk."""
+        tensor: torch.Tensor = self._read(name)[(slice(None),) * dim + (slice(start, stop),)]
+        return tensor
+
+    def size(self, name: str, dim: int) -> int:
+        """Its length along `dim`."""
+        length: int = self._read(name).get_shape()[dim]
+        return length
+
+    def _read(self, name: str) -> Any:
+        if name not in self._files:
+            raise CheckpointError(
+                f"{self._folder} has no tensor {name}, which its config.json calls for: it is torn, or of another model."
+            )
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = self._exits.enter_context(_opened(self._folder / file))
+        return self._open[file].get_slice(name)
+
+
+def write_folder(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], config: Any) -> None:
+    """Write weights as they come, in shards of some gigabytes, and the config; from one rank.
+
+    Args:
+        folder: made where it is not there.
+        weights: name and whole tensor; taken to the CPU one after the other.
+        config: the Hugging Face config; written last, so a folder with one is whole.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("model*.safetensors"), folder / _INDEX, folder / "config.json"):
+        old.unlink(missing_ok=True)
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    size = total = 0
+    for name, tensor in weights:
+        if held and size + tensor.nbytes > _SHARD_BYTES:
+            shards.append(_write_shard(folder, held, len(shards)))
+            held, size = {}, 0
+        held[name] = tensor.detach().cpu().contiguous().clone()
+        size += tensor.nbytes
+        total += tensor.nbytes
+    shards.append(_write_shard(folder, held, len(shards)))
+    _name_shards(folder, shards, total)
+    config.save_pretrained(folder)
+
+
+def _write_shard(folder: Path, tensors: dict[str, torch.Tensor], number: int) -> list[str]:
+    save_file(tensors, folder / f"model-{number + 1:05d}.safetensors", metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+    """The names that Transformers looks for: one file, or shards that know their number, and an index."""
+    if len(shards) == 1:
+        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"model-{number:05d}.safetensors").rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    """Name of each tensor to the file that it is in."""
+    if (folder / _INDEX).is_file():
+        files: dict[str, str] = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return files
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise CheckpointError(
+            f"{folder} holds neither model.safetensors nor {_INDEX}. Weights in another form can be rewritten by "
+            "Transformers: `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`."
+        )
+    with _opened(single) as tensors:
+        return dict.fromkeys(tensors.keys(), single.name)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is torn: {type(error).__name__}: {error}") from error

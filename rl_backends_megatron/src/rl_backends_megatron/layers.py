@@ -1,0 +1,143 @@
+"""The two layers that Megatron-Core has from Transformer Engine alone, in plain torch: RMSNorm and packed, CP-aware attention.
+
+They take the places of `WrappedTorchNorm`, which refuses sequence parallelism, and of `DotProductAttention`, which refuses
+packed rows and context parallelism. Context parallelism here gathers all keys and values of the group and attends under a dense
+mask: right for tests and moderate lengths; for long rows on GPUs take Transformer Engine, which passes keys round a ring.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import divide
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rl_backends_megatron.context_parallel import share_of_row
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight, normalised in float32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        ones = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(ones)
+        # `finalize_model_grads` reads it: each rank saw a part of the tokens, so this gradient is summed over them.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalised along the last axis, of the dtype of `x`."""
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention by `scaled_dot_product_attention`, over padded [s, b, heads, d] or packed [t, heads, d] rows.
+
+    The arguments are those that Megatron-Core builds any core attention with.
+    """
+
+    flash: bool | None = None
+    """Require a flash kernel (true), use the plain one (false), or whatever is fastest; set by `attention_class`."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.cp = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.scale = softmax_scale
+        self.hidden_per_partition = divide(config.kv_channels * config.num_attention_heads, pg_collection.tp.size())
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """[s, b, heads * d], or [t, heads, d] where rows are packed. Padding is on the right, so no mask is read."""
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        if self.cp is not None:
+            return self._over_context_parallel_ranks(query, key, value, packed_seq_params if packed else None)
+        if packed:
+            borders = packed_seq_params.cu_seqlens_q.tolist()
+            rows = [
+                self._attend(query[start:end, None], key[start:end, None], value[start:end, None], None)[:, 0]
+                for start, end in itertools.pairwise(borders)
+                if end > start
+            ]
+            return torch.cat(rows)
+        return self._attend(query, key, value, None).reshape(query.size(0), query.size(1), self.hidden_per_partition)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """[s, b, heads, d]; causal where there is no mask."""
+        q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        with self._kernel():
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+            )
+        return out.permute(2, 0, 1, 3)
+
+    def _kernel(self) -> AbstractContextManager[None]:
+        if self.flash is None:
+            return nullcontext()
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION if self.flash else SDPBackend.MATH])
+
+    def _over_context_parallel_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Any
+    ) -> torch.Tensor:
+        """This rank's queries against everyone's keys; gradients of keys and values go back to their ranks."""
+        assert self.cp is not None
+        ranks = self.cp.size()
+        key, value = (
+            gather_from_sequence_parallel_region(each, tensor_parallel_output_grad=True, group=self.cp) for each in (key, value)
+        )
+        if packing is None:
+            lengths = [query.size(0) * ranks]
+        else:
+            lengths = (packing.cu_seqlens_q[1:] - packing.cu_seqlens_q[:-1]).tolist()
+        places = [_places(lengths, ranks, rank).to(query.device) for rank in range(ranks)]
+        own, everyone = places[self.cp.rank()], torch.cat(places, dim=1)
+        mask = (own[0][:, None] == everyone[0]) & (everyone[1] <= own[1][:, None])
+        if packing is not None:
+            return self._attend(query[:, None], key[:, None], value[:, None], mask)[:, 0]
+        out = self._attend(query, key, value, mask)
+        return out.reshape(query.size(0), query.size(1), self.hidden_per_partition)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Attention has no weights."""
+        return {}
+
+
+def attention_class(flash: bool | None) -> type[SdpaCoreAttention]:
+    """The attention, held to the kernel that the config names."""
+    return type("SdpaCoreAttention", (SdpaCoreAttention,), {"flash": flash})
+
+
+def _places(lengths: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
+    """[2, t]; row and position of each token that the rank holds."""
+    parts = []
+    for row, length in enumerate(lengths):
+        positions = share_of_row(length, ranks, rank)
+        parts.append(torch.stack([torch.full_like(positions, row), positions]))
+    return torch.cat(parts, dim=1)

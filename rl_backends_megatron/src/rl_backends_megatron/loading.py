@@ -1,0 +1,74 @@
+"""A model of Hugging Face on these ranks: chunks built, weights read, bridge made; knows no training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_backends_megatron.bridge import Bridge
+from rl_backends_megatron.config import MegatronPolicyConfig
+from rl_backends_megatron.device_seam import device_seam
+from rl_backends_megatron.families import family_of
+from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config
+from rl_backends_megatron.model import Chunks, build_chunks, sizes_of
+from rl_backends_megatron.parallel import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """This rank's part of a model, with its weights.
+
+    Attributes:
+        folder: where it was read from.
+        hf: its Hugging Face config.
+        chunks: the layers.
+        bridge: its weights under Hugging Face names.
+    """
+
+    folder: Path
+    hf: Any
+    chunks: Chunks
+    bridge: Bridge
+
+    def take_weights(self, folder: Path) -> None:
+        """Set the weights to those in a folder.
+
+        Raises:
+            CheckpointError: the folder is torn, or of another model.
+        """
+        with SafetensorsFolder(folder) as source:
+            self.bridge.load(source)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, without padding."""
+        size: int = self.hf.vocab_size
+        return size
+
+
+def load_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
+    """The model that the config names, on the rank's device; collective.
+
+    Raises:
+        UserError: there is no such model, or no table for its family.
+        CheckpointError: its weights are torn.
+    """
+    folder = find_folder(config.model_name)
+    hf = read_config(folder)
+    family = family_of(hf, model_name=config.model_name)
+    with device_seam():
+        chunks = build_chunks(hf, family, config, device=ranks.device.type)
+        bridge = Bridge(
+            chunks.modules,
+            family,
+            sizes_of(hf),
+            ranks,
+            tied=bool(hf.tie_word_embeddings),
+            num_experts=chunks.config.num_moe_experts,
+        )
+    for module in chunks.modules:
+        module.to(ranks.device)
+    model = LoadedModel(folder=folder, hf=hf, chunks=chunks, bridge=bridge)
+    model.take_weights(folder)
+    return model

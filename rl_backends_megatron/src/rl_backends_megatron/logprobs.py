@@ -1,0 +1,111 @@
+"""Log-probability and entropy from logits whose vocabulary is divided over ranks; the logits are never gathered.
+
+With z the logits over T, m their maximum, s = sum exp(z - m): log p(y) = z_y - m - log s, and the entropy is H = log s - sum p
+(z - m). A maximum and one sum go over the ranks, a few numbers a position. Padding columns of the vocabulary are masked out.
+Megatron-Core's own cross entropy overwrites its logits, counts padding columns, and has no entropy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+
+def vocab_parallel_logprobs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    group: Any,
+    vocab_size: int,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of each target, and the entropy of each distribution where it is asked for, in nats.
+
+    Args:
+        logits: [N, V' / R] any float type; this rank's columns, left as they are.
+        targets: [N] int64 token ids below `vocab_size`.
+        group: the R tensor-parallel ranks.
+        vocab_size: V; columns from there to V' are padding.
+        temperature: logits are divided by it.
+        chunk: positions computed at one time, in float32.
+        entropy: compute it as well.
+
+    Returns:
+        [N] float32 and [N] float32 or None, the same on every rank and differentiable in `logits`.
+    """
+    logprobs, entropies = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, targets, group, vocab_size, temperature, chunk, entropy
+    )
+    return logprobs, entropies
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        group: Any,
+        vocab_size: int,
+        temperature: float,
+        chunk: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        first = group.rank() * logits.size(1)
+        local = (targets >= first) & (targets < first + logits.size(1))
+        column = (targets - first).clamp(0, logits.size(1) - 1)
+        highest = _highest(logits, vocab_size - first, temperature, chunk)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)
+        for start in range(0, len(logits), chunk):
+            rows = slice(start, start + chunk)
+            z = _scaled(logits[rows], vocab_size - first, temperature) - highest[rows, None]
+            sums[0, rows] = z.gather(1, column[rows, None])[:, 0].masked_fill(~local[rows], 0.0)
+            power = z.exp()
+            sums[1, rows] = power.sum(1)
+            if with_entropy:
+                sums[2, rows] = (power * z.masked_fill(power == 0, 0.0)).sum(1)
+        dist.all_reduce(sums, group=group)
+        log_sum = sums[1].log()
+        entropies = log_sum - sums[2] / sums[1] if with_entropy else None
+        ctx.save_for_backward(logits, column, local, highest + log_sum, entropies)
+        ctx.limit, ctx.temperature, ctx.chunk = vocab_size - first, temperature, chunk
+        return sums[0] - log_sum, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        logits, column, local, normaliser, entropies = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for start in range(0, len(logits), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            log_p = _scaled(logits[rows], ctx.limit, ctx.temperature) - normaliser[rows, None]
+            p = log_p.exp()
+            part = p * -grad[rows, None]
+            part.scatter_add_(1, column[rows, None], (grad[rows] * local[rows])[:, None])
+            if entropies is not None and grad_entropy is not None:
+                # dH/dz = -p (log p + H); p log p is 0 where p is.
+                slope = p * (log_p.masked_fill(p == 0, 0.0) + entropies[rows, None])
+                part -= slope * grad_entropy[rows, None]
+            result[rows] = part / ctx.temperature
+        return result, None, None, None, None, None, None
+
+
+def _scaled(logits: torch.Tensor, limit: int, temperature: float) -> torch.Tensor:
+    """[n, V' / R] float32, a copy; minus infinity on padding columns, those from `limit` on."""
+    z = logits.float() / temperature if temperature != 1.0 else logits.to(torch.float32, copy=True)
+    if limit < z.size(1):
+        z[:, max(0, limit) :] = float("-inf")
+    return z
+
+
+def _highest(logits: torch.Tensor, limit: int, temperature: float, chunk: int) -> torch.Tensor:
+    """[N] float32; the largest logit of this rank's columns, minus infinity where all of them are padding."""
+    if limit <= 0 or not len(logits):
+        return torch.full((len(logits),), float("-inf"), dtype=torch.float32, device=logits.device)
+    return torch.cat([part.amax(1).float() / temperature for part in logits[:, :limit].split(chunk)])

@@ -1,0 +1,175 @@
+"""Cuts a batch into microbatches and gives each the form in which Megatron reads it; knows no loss and no optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from rl_backends_megatron.config import MegatronPolicyConfig
+from rl_backends_megatron.context_parallel import share_of_row, share_of_rows
+from rl_backends_megatron.parallel import Ranks
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.packed import pack_rows
+from rl_core.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInput:
+    """One microbatch on one rank, with M predicted tokens.
+
+    Attributes:
+        input_ids: [b, L] or, packed, [1, N] int64; the tokens that this context-parallel rank holds.
+        position_ids: of the same shape; rotary positions are counted by Megatron itself.
+        packing: borders between packed rows; None where rows are padded.
+        predictors: [M] int64; which of the b * L (or N) logits predicts the token.
+        targets: [M] int64; the token.
+        places: [M] int64; where its log-probability belongs in the flattened [b, T].
+        shape: (b, T) of the microbatch as it came.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    packing: PackedSeqParams | None
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    places: torch.Tensor
+    shape: tuple[int, int]
+
+
+class Microbatcher:
+    """Microbatches as the config asks for them: by count, by token budget, or packed.
+
+    Args:
+        config: the policy's section.
+        ranks: rows are divided over those of the context axis.
+    """
+
+    def __init__(self, config: MegatronPolicyConfig, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
+        self.packing = config.sequence_packing.enabled
+        megatron = config.megatron_cfg
+        # Sequence parallelism cuts what a rank holds of a row into equal parts, context parallelism a row into 2n chunks.
+        self._multiple = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
+        if megatron.context_parallel_size > 1:
+            self._multiple *= 2 * megatron.context_parallel_size
+
+    def split(self, batch: BatchedDataDict[Any], *, rows: int) -> Iterator[BatchedDataDict[Any]]:
+        """Microbatches of one global batch, in the order of its rows.
+
+        Args:
+            batch: carries a plan where token budget or packing is on (`shard_by_batch_size` makes it).
+            rows: rows of a microbatch where there is no plan.
+        """
+        if batch.micro_batch_indices is None:
+            return batch.make_microbatch_iterator(rows)
+        if self.packing:
+            return batch.make_microbatch_iterator_for_packable_sequences()
+        return batch.make_microbatch_iterator_with_dynamic_shapes()
+
+    def form(self, microbatch: BatchedDataDict[Any], *, training: bool) -> ModelInput:
+        """The microbatch as this rank's model reads it.
+
+        Args:
+            microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
+            training: score only tokens with `token_mask * sample_mask`; otherwise all.
+
+        Raises:
+            DataError: a row is longer than `max_total_sequence_length`, or than the batch is wide.
+        """
+        ids, lengths = microbatch["input_ids"], microbatch["input_lengths"].to("cpu", torch.int64)
+        self._check(ids, lengths)
+        mask = microbatch["token_mask"] * microbatch["sample_mask"].unsqueeze(1) if training else None
+        rows, columns = _wanted(ids, lengths, mask)
+        return self._packed(ids, lengths, rows, columns) if self.packing else self._padded(ids, lengths, rows, columns)
+
+    def _padded(self, ids: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> ModelInput:
+        """Rows beside each other: attention is causal, so no token sees the padding behind it, and no mask is needed."""
+        width = -(-max(int(lengths.max()), 1) // self._multiple) * self._multiple
+        wide = torch.nn.functional.pad(ids[:, :width], (0, max(0, width - ids.shape[1])))
+        group = self._ranks.context
+        held = torch.arange(width) if group.size() == 1 else share_of_row(width, group.size(), group.rank())
+        where = torch.full((width,), -1, dtype=torch.int64)
+        where[held] = torch.arange(len(held))
+        local = where[columns - 1]
+        predictors = torch.where(local >= 0, rows * len(held) + local, -1)
+        positions = held.expand(len(ids), -1)
+        return self._on_device(wide[:, held], positions, None, predictors, ids, rows, columns)
+
+    def _packed(self, ids: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> ModelInput:
+        """Rows end to end; attention takes their borders, and rotary positions restart there."""
+        own = self._config.sequence_packing.sequence_length_pad_multiple
+        multiple = torch.lcm(torch.tensor(own), torch.tensor(self._multiple)).item()
+        packed = pack_rows({"input_ids": ids, "input_lengths": lengths}, pad_multiple=int(multiple))
+        total = packed.input_ids.shape[1]
+        group = self._ranks.context
+        held = torch.arange(total)
+        if group.size() > 1:
+            held = share_of_rows(packed.cu_seqlens.diff().tolist(), group.size(), group.rank())
+        where = torch.full((total,), -1, dtype=torch.int64)
+        where[held] = torch.arange(len(held))
+        predictors = where[packed.cu_seqlens.to(torch.int64)[rows] + columns - 1]
+        borders = packed.cu_seqlens.to(self._ranks.device)
+        packing = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            cu_seqlens_q_padded=borders,
+            cu_seqlens_kv_padded=borders,
+            max_seqlen_q=packed.max_seqlen,
+            max_seqlen_kv=packed.max_seqlen,
+        )
+        positions = packed.position_ids[:, held]
+        return self._on_device(packed.input_ids[:, held], positions, packing, predictors, ids, rows, columns)
+
+    def _on_device(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        packing: PackedSeqParams | None,
+        predictors: torch.Tensor,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> ModelInput:
+        here = predictors >= 0
+        rows, columns = rows[here], columns[here]
+        device = self._ranks.device
+        return ModelInput(
+            input_ids=input_ids.contiguous().to(device),
+            position_ids=position_ids.contiguous().to(device),
+            packing=packing,
+            predictors=predictors[here].to(device),
+            targets=ids[rows, columns].to(device),
+            places=(rows * ids.shape[1] + columns).to(device),
+            shape=(ids.shape[0], ids.shape[1]),
+        )
+
+    def _check(self, ids: torch.Tensor, lengths: torch.Tensor) -> None:
+        longest, limit = int(lengths.max()), self._config.max_total_sequence_length
+        if longest > ids.shape[1]:
+            raise DataError(f"`input_lengths` says {longest} tokens where `input_ids` is {ids.shape[1]} wide.")
+        if longest > limit:
+            raise DataError(
+                f"A row has {longest} tokens; `policy.max_total_sequence_length` allows {limit}. Raise it, or shorten the row."
+            )
+
+
+def filler_of(microbatch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """A microbatch of one token that trains nothing: the interleaved schedule wants a multiple of the stages."""
+    filler = microbatch.slice(0, 1)
+    filler["input_lengths"] = torch.ones_like(filler["input_lengths"])
+    return filler
+
+
+def _wanted(ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of each token to be scored; the first of a row has no predictor."""
+    column = torch.arange(ids.shape[1])
+    wanted = (column < lengths.unsqueeze(1)) & (column > 0)
+    if mask is not None:
+        wanted &= mask > 0
+    rows, columns = wanted.nonzero(as_tuple=True)
+    return rows, columns

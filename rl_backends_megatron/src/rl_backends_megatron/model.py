@@ -1,0 +1,239 @@
+"""Builds this rank's part of a model for Megatron-Core from a Hugging Face config; knows no weights and no optimizer."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rl_backends_megatron.config import MegatronPolicyConfig
+from rl_backends_megatron.families import Family
+from rl_backends_megatron.layers import RMSNorm, attention_class
+from rl_backends_megatron.weight_layouts import Sizes
+from rl_core.errors import NotSupportedError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """This rank's part of a model.
+
+    Attributes:
+        modules: one GPTModel, or several where the pipeline is interleaved; their weights are not set yet.
+        config: Megatron's, which schedules read hooks from; each `Chunks` has its own.
+    """
+
+    modules: list[GPTModel]
+    config: TransformerConfig
+
+
+def head_dim(hf: Any) -> int:
+    """Entries of one attention head."""
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+
+
+def sizes_of(hf: Any) -> Sizes:
+    """What weight layouts need to know."""
+    return Sizes(
+        num_heads=hf.num_attention_heads,
+        num_groups=hf.num_key_value_heads,
+        head_dim=head_dim(hf),
+        vocab_size=hf.vocab_size,
+    )
+
+
+def padded_vocab_size(vocab_size: int, config: MegatronPolicyConfig) -> int:
+    """V, rounded up so that every tensor-parallel rank has as many rows."""
+    multiple = config.megatron_cfg.make_vocab_size_divisible_by * config.megatron_cfg.tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def uses_transformer_engine(config: MegatronPolicyConfig, *, device: str) -> bool:
+    """Whether layers are Transformer Engine's.
+
+    Raises:
+        NotSupportedError: they are asked for, and cannot be.
+    """
+    wanted = config.megatron_cfg.transformer_impl
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if wanted == "transformer_engine" and not (installed and device == "cuda"):
+        raise NotSupportedError(
+            "`policy.megatron_cfg.transformer_impl: transformer_engine` needs a GPU and the package transformer-engine "
+            f"(here: {device}, {'installed' if installed else 'not installed'}). Set it to `auto` or `local`."
+        )
+    return wanted != "local" and installed and device == "cuda"
+
+
+def build_chunks(hf: Any, family: Family, config: MegatronPolicyConfig, *, device: str) -> Chunks:
+    """This rank's layers, without the checkpoint's weights; enter the device seam around it."""
+    engine = uses_transformer_engine(config, device=device)
+    transformer = _transformer_config(hf, family, config, on_gpu=device == "cuda")
+    virtual = config.megatron_cfg.virtual_pipeline_model_parallel_size
+    stages = [None] if virtual is None else list(range(virtual))
+    return Chunks(modules=[_build(hf, config, transformer, engine, stage) for stage in stages], config=transformer)
+
+
+def _transformer_config(hf: Any, family: Family, config: MegatronPolicyConfig, *, on_gpu: bool) -> TransformerConfig:
+    dtype = DTYPES[config.precision]
+    fields: dict[str, Any] = {
+        **_shape(hf),
+        **_parallelism(config, on_gpu=on_gpu),
+        **_recomputation(config),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # With `perform_initialization=False` weights are not marked as tensor parallel, and the gradient norm leaves out
+        # every shard but the first, in silence. So: initialise, by doing nothing.
+        "perform_initialization": True,
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        # The loss is divided by its global count already: gradients are summed, never averaged.
+        "calculate_per_token_loss": True,
+        "moe_grouped_gemm": config.megatron_cfg.moe_grouped_gemm,
+        "attention_backend": _ATTENTION[config.megatron_cfg.use_flash_attention],
+        **family.config(hf),
+    }
+    return TransformerConfig(**fields)
+
+
+_ATTENTION = {None: AttnBackend.auto, True: AttnBackend.flash, False: AttnBackend.unfused}
+
+
+def _leave(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _shape(hf: Any) -> dict[str, Any]:
+    return {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": head_dim(hf),
+        "ffn_hidden_size": hf.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        # Fusions compile; what they save is small beside a compiler in every worker.
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def _parallelism(config: MegatronPolicyConfig, *, on_gpu: bool) -> dict[str, Any]:
+    megatron = config.megatron_cfg
+    interleaved = megatron.virtual_pipeline_model_parallel_size is not None
+    return {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "sequence_parallel": megatron.sequence_parallel,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": megatron.virtual_pipeline_model_parallel_size,
+        "num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
+        "context_parallel_size": megatron.context_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
+        # Microbatches differ in width; the only dispatcher that allows it is refused or accepted for dense models too.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "batch_p2p_sync": on_gpu,
+        # Interleaved with two stages and batched sends, variable lengths deadlock.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def _recomputation(config: MegatronPolicyConfig) -> dict[str, Any]:
+    megatron = config.megatron_cfg
+    granularity = "full" if config.activation_checkpointing else megatron.recompute_granularity
+    if granularity != "full":
+        return {"recompute_granularity": granularity}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": megatron.recompute_method,
+        "recompute_num_layers": megatron.recompute_num_layers,
+    }
+
+
+def _build(hf: Any, config: MegatronPolicyConfig, transformer: TransformerConfig, engine: bool, stage: int | None) -> GPTModel:
+    rope = hf.rope_parameters
+    model = GPTModel(
+        transformer,
+        _engine_spec(transformer) if engine else _local_spec(transformer, config, stage),
+        vocab_size=padded_vocab_size(hf.vocab_size, config),
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
+        position_embedding_type="rope",
+        rotary_base=rope["rope_theta"],
+        vp_stage=stage,
+    )
+    model.rotary_pos_emb.inv_freq = _inverse_frequencies(hf, model.rotary_pos_emb.inv_freq)
+    return model
+
+
+def _local_spec(transformer: TransformerConfig, config: MegatronPolicyConfig, stage: int | None) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(
+        num_experts=transformer.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=transformer.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = attention_class(config.megatron_cfg.use_flash_attention)
+    if transformer.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    # The last norm is chosen outside the layer's spec, so the whole block is given.
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(transformer, vp_stage=stage), layer_norm=RMSNorm
+    )
+
+
+def _engine_spec(transformer: TransformerConfig) -> Any:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=transformer.num_moe_experts,
+        moe_grouped_gemm=transformer.moe_grouped_gemm,
+        qk_layernorm=transformer.qk_layernorm,
+    )
+
+
+def _inverse_frequencies(hf: Any, own: torch.Tensor) -> torch.Tensor:
+    """Those of Transformers: Megatron-Core has Llama 3's scaling alone, with constants of its own."""
+    kind = hf.rope_parameters["rope_type"]
+    if kind not in _ROPE_TYPES:
+        raise NotSupportedError(
+            f"The model has rotary positions of type {kind!r}; the Megatron backend has {', '.join(_ROPE_TYPES)}. Use "
+            "`backend: hf`."
+        )
+    if kind == "default":
+        return own
+    frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))[0]
+    return frequencies.to(own)

@@ -1,0 +1,175 @@
+"""Builds Megatron's data-parallel wrapper and optimizer, and the learning-rate schedule; steps; knows no loss.
+
+Megatron-Core divides optimizer state over ranks, so it builds the optimizer itself, from the same names and arguments as any
+other backend. Beside it stands a *leader*: the same class of torch on one number, which the schedule of torch acts on; what it
+does to the leader's group is copied to Megatron's groups before each step. So every schedule of torch works, and the arguments
+are checked by the class that they are of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from rl_backends_megatron.config import MegatronPolicyConfig
+from rl_backends_megatron.model import DTYPES, Chunks
+from rl_backends_megatron.schedules import build_scheduler
+from rl_core.config.schema import OptimizerConfig
+from rl_core.errors import UserError
+
+_FOLLOWED = ("betas", "momentum")
+"""What a schedule may change beside the learning rate."""
+
+
+class Trainer:
+    """What steps, and how; making one is collective. Enter the device seam around every call.
+
+    Args:
+        chunks: this rank's model chunks; their config gets the hooks of the data-parallel wrapper.
+        config: the section `policy`.
+
+    Attributes:
+        models: the chunks inside their wrappers, which is what schedules run.
+        optimizer: Megatron's.
+        scheduler: acts on the leader.
+        weight_version: optimizer steps taken.
+    """
+
+    def __init__(self, chunks: Chunks, config: MegatronPolicyConfig) -> None:
+        megatron = config.megatron_cfg
+        wrapping = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=megatron.grad_reduce_in_fp32,
+            overlap_grad_reduce=megatron.overlap_grad_reduce,
+            overlap_param_gather=megatron.overlap_param_gather,
+            use_distributed_optimizer=megatron.use_distributed_optimizer,
+            bucket_size=megatron.ddp_bucket_size,
+        )
+        self.models = [
+            # Chunks but the first have had their turn when the first bucket is due, so they are summed in one.
+            DistributedDataParallel(chunks.config, wrapping, module, disable_bucketing=number > 0)
+            for number, module in enumerate(chunks.modules)
+        ]
+        chunks.config.finalize_model_grads_func = finalize_model_grads
+        if megatron.overlap_grad_reduce:
+            hooks = [model.no_sync for model in self.models]
+            chunks.config.no_sync_func = hooks[0] if len(hooks) == 1 else hooks
+        self._overlaps_gather = megatron.overlap_param_gather
+        self._leader = _leader(config.optimizer)
+        self.scheduler = build_scheduler(self._leader, config.scheduler)
+        self.optimizer = get_megatron_optimizer(_settings(config), self.models, config_overrides=_spared(config.optimizer))
+        self.weight_version = 0
+
+    @property
+    def parts(self) -> list[Any]:
+        """Megatron's optimizers, one for each kind of process group (experts have one of their own)."""
+        return list(getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer])
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for model in self.models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def gradient_norm(self) -> float:
+        """2-norm of the whole gradient after a backward pass, the same on every rank; collective."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def step(self, norm: float, max_norm: float | None) -> float:
+        """Clip, step, and publish; collective.
+
+        Args:
+            norm: what `gradient_norm` gave.
+            max_norm: clip to it; None leaves the gradient.
+
+        Returns:
+            The learning rate of the step.
+        """
+        if max_norm is not None:
+            for part in self.parts:
+                if parameters := part.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=norm)
+        lr = float(self._leader.param_groups[0]["lr"])
+        self._lead()
+        self.optimizer.step_with_ready_grads()
+        # Without gradients the leader stays where it is; torch wants it to step before its schedule.
+        self._leader.step()
+        self.scheduler.step()
+        self.weight_version += 1
+        return lr
+
+    def complete_weights(self) -> None:
+        """Make every rank's weights whole and present where their gathering overlaps the next forward pass; collective."""
+        if self._overlaps_gather:
+            for model in self.models:
+                model.start_param_sync(force_sync=True)
+
+    def take_weights(self) -> None:
+        """Set float32 copies to the model's weights, after those were set from outside."""
+        self.optimizer.reload_model_params()
+
+    def move_state(self, device: torch.device | str) -> None:
+        """Bring the optimizer's state to `device`; weights and their float32 copies stay."""
+        for part in self.parts:
+            for state in part.state.values():
+                for key, value in state.items():
+                    # Adam keeps step counts on the CPU.
+                    if isinstance(value, torch.Tensor) and value.ndim > 0:
+                        state[key] = value.to(device)
+
+    def _lead(self) -> None:
+        # Megatron's own scheduler would apply the factors; without it they are ours to apply.
+        leader = self._leader.param_groups[0]
+        for group in self.optimizer.param_groups:
+            group["lr"] = leader["lr"] * group.get("lr_mult", 1.0)
+            group["weight_decay"] = leader["weight_decay"] * group.get("wd_mult", 1.0)
+            group.update({key: leader[key] for key in _FOLLOWED if key in leader and key in group})
+
+
+def _settings(config: MegatronPolicyConfig) -> MegatronOptimizerConfig:
+    given = dict(_leader(config.optimizer).param_groups[0])
+    fields: dict[str, Any] = {"lr": given["lr"], "weight_decay": given["weight_decay"], "clip_grad": 0.0}
+    if config.optimizer.name.endswith("SGD"):
+        fields |= {"optimizer": "sgd", "sgd_momentum": given["momentum"]}
+    else:
+        beta1, beta2 = given["betas"]
+        fields |= {
+            "optimizer": "adam",
+            "adam_beta1": beta1,
+            "adam_beta2": beta2,
+            "adam_eps": given["eps"],
+            "decoupled_weight_decay": config.optimizer.name.endswith("AdamW"),
+        }
+    dtype = DTYPES[config.precision]
+    return MegatronOptimizerConfig(
+        **fields,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.megatron_cfg.use_distributed_optimizer,
+        overlap_param_gather=config.megatron_cfg.overlap_param_gather,
+    )
+
+
+def _spared(config: OptimizerConfig) -> dict[Any, Any]:
+    """Which parameters are spared the weight decay: none, as in torch, or all of one axis where the config says so."""
+    if not config.kwargs.get("decay_matrices_only", False):
+        return {}
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+    one_axis = ParamPredicate(name="one_axis", fn=lambda parameter: parameter.ndim == 1)
+    return {ParamKey(predicate=one_axis): {"wd_mult": 0.0}}
+
+
+def _leader(config: OptimizerConfig) -> torch.optim.Optimizer:
+    kwargs = {key: value for key, value in config.kwargs.items() if key != "decay_matrices_only"}
+    kind = getattr(torch.optim, config.name.rpartition(".")[2])
+    try:
+        leader: torch.optim.Optimizer = kind([torch.zeros((), requires_grad=True)], **kwargs)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"`policy.optimizer.kwargs`: {config.name} refuses {kwargs}: {error}") from error
+    return leader

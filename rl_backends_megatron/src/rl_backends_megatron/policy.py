@@ -1,0 +1,157 @@
+"""`MegatronPolicy`: a model of Hugging Face trained by Megatron-Core, over a cluster or in this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+
+from rl_backends_megatron.checks import check_fit
+from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
+from rl_backends_megatron.families import family_of
+from rl_backends_megatron.hf_folder import find_folder, read_config
+from rl_backends_megatron.worker import MegatronPolicyWorker
+from rl_core.cluster.sharding import NamedSharding
+from rl_core.config.schema import DeadlineConfig, GenerationConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.generation import ROW_KEYS
+from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.rows import at_the_door, with_filler_rows
+from rl_core.errors import ConfigError
+from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+from rl_core.plugins.component import did_you_mean
+
+if TYPE_CHECKING:
+    from rl_core.cluster.virtual_cluster import RayVirtualCluster
+
+
+class MegatronPolicy(DistributedPolicy):
+    """A causal LM that Megatron-Core scores and trains under tensor, pipeline, context, expert and data parallelism.
+
+    `MegatronPolicy(model_name="path/to/model", tensor_model_parallel_size=2, sequence_parallel=True)` starts two workers on
+    this machine's Ray; `cluster=` names another place. A single rank without a cluster runs in this process, whose
+    torch.distributed it takes for itself until `shutdown`.
+
+    Args:
+        model_name: name, or folder with safetensors.
+        config: the whole section `policy`, in place of `model_name` and the arguments below.
+        cluster: where the workers run.
+        num_workers: ranks; all of the cluster's by default.
+        deadlines: how long to wait for what.
+        torch_dtype: `float32` or `bfloat16`, as text or as torch's dtype; the promised name of `precision`.
+        **fields: any field of `MegatronPolicyConfig`, or of its `megatron_cfg`, by name.
+
+    Raises:
+        ConfigError: a field does not exist, or the model cannot be divided as asked.
+        UserError: there is no such model.
+    """
+
+    def __init__(
+        self,
+        model_name: str | None = None,
+        *,
+        config: MegatronPolicyConfig | None = None,
+        cluster: RayVirtualCluster | None = None,
+        num_workers: int | None = None,
+        deadlines: DeadlineConfig | None = None,
+        torch_dtype: str | torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        section = _section(model_name, config, torch_dtype, fields)
+        ranks = num_workers or (cluster.world_size() if cluster is not None else section.megatron_cfg.ranks_of_a_replica)
+        hf = read_config(find_folder(section.model_name, weights=False))
+        family_of(hf, model_name=section.model_name)
+        check_fit(hf, section, world_size=ranks, on_gpu=cluster.use_gpus if cluster is not None else torch.cuda.is_available())
+        # A whole config comes from a YAML, which says itself where workers run.
+        alone = cluster is None and config is None and ranks > 1
+        self._own_cluster = _cluster_of(ranks) if alone else None
+        super().__init__(
+            worker_class=MegatronPolicyWorker,
+            config=section,
+            cluster=cluster or self._own_cluster,
+            num_workers=ranks,
+            deadlines=deadlines,
+            sharding=grid(section.megatron_cfg, ranks),
+        )
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Sample by whole forward passes, one a token, without a cache: for tests and small runs."""
+        self.wait_ready()
+        rows = at_the_door(data, [key for key in ROW_KEYS if key in data or key in ("input_ids", "input_lengths")])
+        shards = with_filler_rows(rows, self.data_ranks).shard_by_batch_size(self.data_ranks)
+        deadline_s = self._deadlines.generate_s
+        results = self.group.run_sharded("generate", shards, greedy=greedy, deadline_s=deadline_s)
+        output: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
+        return output.slice(0, data.size)
+
+    def shutdown(self) -> bool:
+        done = super().shutdown()
+        if self._own_cluster is not None:
+            self._own_cluster.shutdown()
+            self._own_cluster = None
+        return done
+
+
+def grid(megatron: MegatronConfig, ranks: int) -> NamedSharding:
+    """The named grid of ranks, in Megatron's own order: tensor-parallel ranks are neighbours, then context, data, pipeline."""
+    return NamedSharding.grid(
+        pipeline=megatron.pipeline_model_parallel_size,
+        data=ranks // megatron.ranks_of_a_replica,
+        context=megatron.context_parallel_size,
+        tensor=megatron.tensor_model_parallel_size,
+    )
+
+
+def _cluster_of(ranks: int) -> RayVirtualCluster:
+    from rl_core.cluster.virtual_cluster import RayVirtualCluster
+
+    return RayVirtualCluster([ranks], name="megatron")
+
+
+def _section(
+    model_name: str | None,
+    config: MegatronPolicyConfig | None,
+    torch_dtype: str | torch.dtype | None,
+    fields: dict[str, Any],
+) -> MegatronPolicyConfig:
+    """The one section that the constructor's arguments amount to."""
+    if config is not None:
+        if model_name is not None or torch_dtype is not None or fields:
+            raise ConfigError(
+                "MegatronPolicy got a whole `config` and fields beside it: put them into the config, for example with "
+                "`config.model_copy(update={...})`."
+            )
+        return config
+    if model_name is None:
+        raise ConfigError("MegatronPolicy needs a model: MegatronPolicy('path/to/model') or config=MegatronPolicyConfig(...).")
+    values: dict[str, Any] = {"model_name": model_name}
+    own = dict(fields.pop("megatron_cfg", None) or {})
+    for key, value in fields.items():
+        if key in MegatronPolicyConfig.model_fields:
+            values[key] = value
+        elif key in MegatronConfig.model_fields:
+            own[key] = value
+        else:
+            known = sorted({*MegatronPolicyConfig.model_fields, *MegatronConfig.model_fields, "torch_dtype", "cluster"})
+            raise ConfigError(
+                f"MegatronPolicy has no argument {key!r}.{did_you_mean(key, known)} It takes the fields of `policy` and of "
+                "`policy.megatron_cfg`: " + ", ".join(known) + "."
+            )
+    if torch_dtype is not None:
+        values["precision"] = str(torch_dtype).removeprefix("torch.")
+    try:
+        if isinstance(values.get("generation"), dict):
+            values["generation"] = GenerationConfig(**{"backend": "megatron", **values["generation"]})
+        return MegatronPolicyConfig(**values, megatron_cfg=MegatronConfig(**own))
+    except ValidationError as error:
+        raise ConfigError(f"MegatronPolicy: {_problems(error)}") from error
+
+
+def _problems(error: ValidationError) -> str:
+    return "; ".join(
+        f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']} (found {problem['input']!r})"
+        for problem in error.errors(include_url=False)
+    )

@@ -1,0 +1,224 @@
+"""Samples from the parallel model by whole forward passes, one a token, without a cache: for tests and small runs.
+
+Every rank of a replica draws the same token, since the last stage draws it and hands it on. A row's draws depend on its seed
+and its own tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from rl_backends_megatron.microbatches import ModelInput
+from rl_backends_megatron.parallel import Ranks
+from rl_backends_megatron.scoring import forward
+from rl_core.config.schema import GenerationConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.schema import pad_value
+from rl_core.errors import DataError, NotSupportedError
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass
+class Row:
+    """One completion on its way.
+
+    Attributes:
+        prompt: its tokens.
+        limit: most tokens of the completion.
+        stop_strings: strings that end it.
+        generator: what it is drawn with.
+        tokens: drawn so far.
+        logprobs: of each, in nats.
+        stopped: ended by an end token or a stop string.
+        done: stopped, or at its limit.
+    """
+
+    prompt: list[int]
+    limit: int
+    stop_strings: list[str]
+    generator: torch.Generator
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+    done: bool = False
+
+
+class Sampler:
+    """Decodes the rows of one call after another.
+
+    Args:
+        config: the section `policy.generation`, whichever backend it names.
+        ranks: the ranks.
+        vocab_size: V, without padding.
+        end_ids: tokens that end a row.
+        max_model_len: most tokens of prompt and completion.
+        seed: of rows that bring none.
+        multiple: rows are padded to a multiple of so many tokens.
+        decode: token ids to text, for stop strings; None without a tokenizer.
+
+    Raises:
+        NotSupportedError: the config asks for top-p or top-k.
+    """
+
+    def __init__(
+        self,
+        config: GenerationConfig,
+        ranks: Ranks,
+        *,
+        vocab_size: int,
+        end_ids: frozenset[int],
+        max_model_len: int,
+        seed: int,
+        multiple: int,
+        decode: Decode | None,
+    ) -> None:
+        if config.top_p < 1.0 or config.top_k is not None:
+            raise NotSupportedError(
+                "MegatronPolicy.generate samples from the whole distribution: set top_p to 1.0 and top_k to null, or name a "
+                "generation backend under `policy.generation`."
+            )
+        if ranks.context.size() > 1:
+            raise NotSupportedError(
+                "MegatronPolicy.generate does not run under context parallelism: set context_parallel_size to 1, or name a "
+                "generation backend under `policy.generation`."
+            )
+        self._config, self._ranks = config, ranks
+        self._vocab_size, self._max_model_len, self._seed, self._multiple = vocab_size, max_model_len, seed, multiple
+        self._end_ids = end_ids | set(config.stop_token_ids or ())
+        self._decode = decode
+        self._calls = 0
+
+    def generate(
+        self, models: Sequence[Any], data: BatchedDataDict[Any], *, greedy: bool, weight_version: int
+    ) -> BatchedDataDict[Any]:
+        """Complete this rank's rows; see `GenerationInterface.generate`. Collective over all ranks of the policy."""
+        rows = self._read(data)
+        self._calls += 1
+        # Experts are shared by replicas with other rows, so all of them go on until the last one has done.
+        while self._ranks.any(any(not row.done for row in rows)):
+            drawn = self._draw(models, rows, greedy=greedy)
+            for row, token, logprob in zip(rows, drawn[0].tolist(), drawn[1].tolist(), strict=True):
+                if not row.done:
+                    self._take(row, int(token), logprob)
+        return _answer(rows, weight_version)
+
+    def _draw(self, models: Sequence[Any], rows: Sequence[Row], *, greedy: bool) -> torch.Tensor:
+        """[2, B] float64; the next token of each row and its log-probability, the same on every rank of the replica."""
+        inputs = self._input(rows)
+        # An interleaved pipeline wants a multiple of its stages.
+        copies = self._ranks.pipeline.size() if len(models) > 1 else 1
+        found = forward(models, [inputs] * copies, lambda logits, each: self._last(logits, each))
+        drawn = torch.zeros(2, len(rows), dtype=torch.float64)
+        if found:
+            logprobs = torch.log_softmax(found[0].float().cpu() / self._config.temperature, dim=-1)
+            for number, row in enumerate(rows):
+                token = self._choose(row, logprobs[number], greedy=greedy)
+                drawn[0, number], drawn[1, number] = token, logprobs[number, token]
+        return self._ranks.tensor_from_last_stage(drawn.to(self._ranks.device)).cpu()
+
+    def _last(self, logits: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        """[B, V] logits behind the last token of each row, gathered over the tensor-parallel ranks."""
+        part = logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors).contiguous()
+        parts = [torch.empty_like(part) for _ in range(self._ranks.tensor.size())]
+        dist.all_gather(parts, part, group=self._ranks.tensor)
+        return torch.cat(parts, dim=1)[:, : self._vocab_size]
+
+    def _choose(self, row: Row, logprobs: torch.Tensor, *, greedy: bool) -> int:
+        if greedy or row.done:
+            return int(logprobs.argmax())
+        return int(torch.multinomial(logprobs.exp(), 1, generator=row.generator))
+
+    def _input(self, rows: Sequence[Row]) -> ModelInput:
+        sequences = [row.prompt + row.tokens for row in rows]
+        width = -(-max(map(len, sequences)) // self._multiple) * self._multiple
+        ids = torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences])
+        last = torch.tensor([number * width + len(sequence) - 1 for number, sequence in enumerate(sequences)])
+        device = self._ranks.device
+        return ModelInput(
+            input_ids=ids.to(device),
+            position_ids=torch.arange(width).expand(len(rows), -1).to(device),
+            packing=None,
+            predictors=last.to(device),
+            targets=torch.zeros(0, dtype=torch.int64),
+            places=torch.zeros(0, dtype=torch.int64),
+            shape=(len(rows), width),
+        )
+
+    def _take(self, row: Row, token: int, logprob: float) -> None:
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+        row.stopped = token in self._end_ids
+        if row.stop_strings and not row.stopped:
+            assert self._decode is not None
+            text = self._decode(row.tokens)
+            row.stopped = any(string in text for string in row.stop_strings)
+        row.done = row.stopped or len(row.tokens) >= row.limit
+
+    def _read(self, data: BatchedDataDict[Any]) -> list[Row]:
+        limits = data["max_new_tokens"].tolist() if "max_new_tokens" in data else [self._config.max_new_tokens] * data.size
+        strings = data["stop_strings"] if "stop_strings" in data else [None] * data.size
+        rows = []
+        for number, (ids, length) in enumerate(zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)):
+            seed = int(data["sample_seeds"][number]) if "sample_seeds" in data else self._seed_of(number)
+            own = [*(self._config.stop_strings or ()), *(strings[number] or ())]
+            self._check(number, ids[:length], length, own)
+            rows.append(
+                Row(
+                    prompt=ids[:length],
+                    limit=min(limits[number], self._config.max_new_tokens, self._max_model_len - length),
+                    stop_strings=own,
+                    generator=torch.Generator().manual_seed(seed),
+                )
+            )
+        return rows
+
+    def _seed_of(self, number: int) -> int:
+        """Its own for each call, replica and row."""
+        entropy = torch.Generator().manual_seed(self._seed)
+        span = 2**62
+        base = int(torch.randint(span, (1,), generator=entropy))
+        replica: int = parallel_state.get_data_parallel_rank()
+        return (base + 1_000_003 * self._calls + 7_919 * replica + number) % span
+
+    def _check(self, number: int, prompt: Sequence[int], length: int, stop_strings: Sequence[str]) -> None:
+        if not prompt or len(prompt) != length:
+            raise DataError(f"Row {number} has input length {length}: a prompt has at least one token, inside input_ids.")
+        if length >= self._max_model_len:
+            raise DataError(
+                f"Row {number} has a prompt of {length} tokens, which leaves no room for a completion within "
+                f"policy.max_total_sequence_length = {self._max_model_len}. Raise it, or drop the row."
+            )
+        outside = [token for token in prompt if not 0 <= token < self._vocab_size]
+        if outside:
+            raise DataError(
+                f"Row {number} holds token id {outside[0]}, outside the model's vocabulary of {self._vocab_size}. Tokenize "
+                "with the model's own tokenizer."
+            )
+        if stop_strings and self._decode is None:
+            raise DataError(f"Row {number} has stop strings {list(stop_strings)}, but the model's folder has no tokenizer.")
+
+
+def _answer(rows: Sequence[Row], weight_version: int) -> BatchedDataDict[Any]:
+    lengths = [len(row.prompt) + len(row.tokens) for row in rows]
+    output_ids = torch.full((len(rows), max(lengths)), int(pad_value("output_ids")), dtype=torch.int64)
+    logprobs = torch.zeros(output_ids.shape, dtype=torch.float32)
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        output_ids[number, :length] = torch.tensor(row.prompt + row.tokens)
+        logprobs[number, len(row.prompt) : length] = torch.tensor(row.logprobs)
+    return BatchedDataDict(
+        {
+            "output_ids": output_ids,
+            "generation_lengths": torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
+            "unpadded_sequence_lengths": torch.tensor(lengths, dtype=torch.int64),
+            "logprobs": logprobs,
+            "truncated": torch.tensor([not row.stopped for row in rows], dtype=torch.bool),
+            "weight_version": torch.full((len(rows),), weight_version, dtype=torch.int64),
+        }
+    )

@@ -1,0 +1,113 @@
+"""Runs microbatches through the pipeline, and turns the last stage's logits into log-probabilities; knows no loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from rl_backends_megatron.context_parallel import sum_over_ranks
+from rl_backends_megatron.logprobs import vocab_parallel_logprobs
+from rl_backends_megatron.microbatches import ModelInput
+from rl_backends_megatron.parallel import Ranks
+
+
+class LogprobHead:
+    """From the last stage's logits to log-probabilities of tokens.
+
+    Args:
+        ranks: the vocabulary is divided over `tensor`, rows over `context`.
+        vocab_size: V, without padding.
+        temperature: logits are divided by it.
+        chunk_tokens: positions of which float32 logits exist at one time.
+    """
+
+    def __init__(self, ranks: Ranks, *, vocab_size: int, temperature: float, chunk_tokens: int) -> None:
+        self._ranks = ranks
+        self._vocab_size, self._temperature, self._chunk = vocab_size, temperature, chunk_tokens
+
+    def __call__(self, logits: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        """Log-probabilities [b, T] float32 of a microbatch, on every rank of the stage; 0.0 where none was wanted.
+
+        Args:
+            logits: [b, L, V' / R] or [1, N, V' / R].
+            inputs: what they were computed from.
+        """
+        picked, _ = vocab_parallel_logprobs(
+            logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors),
+            inputs.targets,
+            group=self._ranks.tensor,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            chunk=self._chunk,
+        )
+        flat = picked.new_zeros(inputs.shape[0] * inputs.shape[1]).index_put((inputs.places,), picked)
+        if self._ranks.context.size() > 1:
+            flat = sum_over_ranks(flat, self._ranks.context)
+        return flat.view(inputs.shape)
+
+
+def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[[torch.Tensor, ModelInput], Any]) -> list[Any]:
+    """What `read` makes of each microbatch's logits; an empty list on all but the last stage. Without gradients.
+
+    Args:
+        models: this rank's chunks.
+        inputs: every rank of the pipeline has the same.
+        read: takes logits and their input.
+    """
+    for model in models:
+        model.eval()
+
+    def consume(each: ModelInput, logits: torch.Tensor, non_loss_data: bool = True) -> Any:
+        return read(logits, each)
+
+    with torch.no_grad():
+        return _run(models, inputs, consume, learn=False)
+
+
+def forward_backward(
+    models: Sequence[Any], inputs: Sequence[ModelInput], loss_of: Callable[[torch.Tensor, int], tuple[torch.Tensor, Any]]
+) -> list[Any]:
+    """Add up gradients of all microbatches, over data- and context-parallel ranks too.
+
+    Args:
+        models: this rank's chunks, in their data-parallel wrappers.
+        inputs: every rank of the pipeline has the same.
+        loss_of: takes the logits and the number of a microbatch; gives its loss, and what to hand back.
+
+    Returns:
+        What `loss_of` handed back; an empty list on all but the last stage.
+    """
+    for model in models:
+        model.train()
+    numbers = {id(each): number for number, each in enumerate(inputs)}
+
+    def consume(each: ModelInput, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, answer = loss_of(logits, numbers[id(each)])
+        # A count of no tokens: the gradient is not divided by anything more.
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), answer
+
+    return _run(models, inputs, consume, learn=True)
+
+
+def _run(models: Sequence[Any], inputs: Sequence[ModelInput], consume: Callable[..., Any], *, learn: bool) -> list[Any]:
+    def forward_step(iterator: Iterator[ModelInput], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        each = next(iterator)
+        output = model(each.input_ids, each.position_ids, None, packed_seq_params=each.packing)
+        return output, partial(consume, each)
+
+    iterators = [iter(inputs) for _ in models]
+    return get_forward_backward_func()(  # type: ignore[no-any-return]
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(models) > 1 else iterators[0],
+        model=list(models) if len(models) > 1 else models[0],
+        num_microbatches=len(inputs),
+        # Lengths are sent along with each microbatch; these only have to be possible.
+        seq_length=inputs[0].input_ids.shape[1],
+        micro_batch_size=inputs[0].input_ids.shape[0],
+        forward_only=not learn,
+        collect_non_loss_data=not learn,
+    )

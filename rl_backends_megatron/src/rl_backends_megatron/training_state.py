@@ -1,0 +1,113 @@
+"""Writes and reads what training goes on from: optimizer, float32 weights, schedule; knows no forward pass.
+
+Tensors go through Megatron's distributed checkpoint (format torch_dist), each rank its part, under names of the whole model: so
+any other division over ranks reads its own part. Beside them `trainer.pt`, from rank 0.
+"""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rl_backends_megatron.device_seam import device_seam
+from rl_backends_megatron.optimizer import Trainer
+from rl_backends_megatron.parallel import Ranks
+from rl_backends_megatron.torch_adam_state import give_state, own_steps, sets_copies
+from rl_core.errors import CheckpointError
+
+_FORMAT: Final = 1
+
+
+def save(trainer: Trainer, folder: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
+    """Write this rank's part into `folder`; collective.
+
+    Args:
+        trainer: what steps.
+        folder: made where it is not there.
+        ranks: the ranks.
+        facts: of the configuration, which a resume must share.
+    """
+    tensors = folder / "tensors"
+    if ranks.rank == 0:
+        tensors.mkdir(parents=True, exist_ok=True)
+        for old in tensors.iterdir():
+            old.unlink()
+    torch.distributed.barrier()
+    # Otherwise the writer starts a process of its own for one queue, which imports the main module anew: seconds, and a
+    # deadlock where that is an unguarded script.
+    filesystem_async._results_queue = queue.Queue()
+    for part in trainer.parts:
+        if not part.state:
+            give_state(part)
+    with device_seam():
+        dist_checkpointing.save(_sharded(trainer, loading=False), str(tensors))
+    if ranks.rank == 0:
+        values = {
+            "format": _FORMAT,
+            "weight_version": trainer.weight_version,
+            "scheduler": trainer.scheduler.state_dict(),
+            "facts": facts,
+        }
+        torch.save(values, folder / "trainer.pt")
+
+
+def load(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
+    """Go on from what `save` wrote, by any number and arrangement of ranks; collective.
+
+    Raises:
+        CheckpointError: the folder is absent, torn, or of another configuration.
+    """
+    values = _read(folder / "trainer.pt")
+    if values.get("format") != _FORMAT:
+        raise CheckpointError(f"{folder} was written by another format ({values.get('format')}; this is {_FORMAT}).")
+    for name, now in facts.items():
+        then = values["facts"].get(name)
+        if then != now:
+            raise CheckpointError(
+                f"{folder} was written with {name} = {then!r}, and this policy has {now!r}; their state is kept in different "
+                "forms. Resume under the config that wrote it; the division over ranks may change."
+            )
+    for part in trainer.parts:
+        give_state(part)
+    try:
+        with device_seam(), sets_copies(trainer.parts):
+            found = dist_checkpointing.load(_sharded(trainer, loading=True), str(folder / "tensors"))
+            trainer.optimizer.load_state_dict(found["optimizer"])
+    except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError) as error:
+        raise CheckpointError(f"{folder} is torn, or of another model: {type(error).__name__}: {error}") from error
+    for part in trainer.parts:
+        own_steps(part)
+    trainer.scheduler.load_state_dict(values["scheduler"])
+    trainer.weight_version = values["weight_version"]
+
+
+def _sharded(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "chained_optim_avoid_prefix": True,
+    }
+    weights = {
+        f"model{number}": model.module.sharded_state_dict(metadata=metadata) for number, model in enumerate(trainer.models)
+    }
+    if len(weights) == 1:
+        weights = weights["model0"]
+    state = trainer.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+    return {"optimizer": state}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist, so there is no training state to go on from.") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is torn: {type(error).__name__}: {error}") from error
+    return found

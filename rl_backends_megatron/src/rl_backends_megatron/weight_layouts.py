@@ -1,0 +1,157 @@
+"""How tensors of a Hugging Face checkpoint become one Megatron tensor, divided over ranks, and back; knows no model's names.
+
+A layout is one answer to four questions: which part of the source tensors does a rank need (`load`), how are ranks' parts put
+together (`join`), what were the source tensors (`split`), and what shapes have they (by `split` of a tensor without data).
+Adding a model needs a new layout only where it merges tensors in a new way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Source(Protocol):
+    """Where tensors are read from, whole or in part."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The tensor."""
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Its entries from `start` to `stop` along `dim`; fewer where the tensor ends before."""
+
+    def size(self, name: str, dim: int) -> int:
+        """Its length along `dim`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What layouts need to know of a model.
+
+    Attributes:
+        num_heads: query heads.
+        num_groups: key and value heads.
+        head_dim: entries of one head.
+        vocab_size: V, without padding.
+    """
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    vocab_size: int
+
+
+class WeightLayout(ABC):
+    """See the page above.
+
+    Attributes:
+        dim: along which ranks divide the Megatron tensor; None where each has all of it.
+    """
+
+    dim: int | None = None
+
+    @abstractmethod
+    def load(
+        self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
+    ) -> torch.Tensor:
+        """This rank's part of the Megatron tensor, of `shape`; reads no more of the source than it needs."""
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole Megatron tensor."""
+        return parts[0] if self.dim is None else torch.cat(list(parts), self.dim)
+
+    def split(self, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """The source tensors, in the order of their names."""
+        return [whole]
+
+
+class Replicated(WeightLayout):
+    """One tensor, which every rank has."""
+
+    def load(
+        self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
+    ) -> torch.Tensor:
+        return source.whole(names[0])
+
+
+class Divided(WeightLayout):
+    """One tensor, cut into equal parts along one dimension."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def load(
+        self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
+    ) -> torch.Tensor:
+        assert self.dim is not None
+        length = shape[self.dim]
+        return source.part(names[0], self.dim, rank * length, (rank + 1) * length)
+
+
+class Vocabulary(WeightLayout):
+    """[V, H], rows divided; zero rows behind it, so that ranks have equally many."""
+
+    dim = 0
+
+    def load(
+        self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
+    ) -> torch.Tensor:
+        start = min(rank * shape[0], sizes.vocab_size)
+        found = source.part(names[0], 0, start, min(start + shape[0], sizes.vocab_size))
+        return torch.cat([found, found.new_zeros(shape[0] - len(found), *found.shape[1:])])
+
+    def split(self, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        return [whole[: sizes.vocab_size]]
+
+
+class QueryKeyValue(WeightLayout):
+    """Queries, keys and values (weights or biases) in one: for each key head its queries, the key, the value; rows divided."""
+
+    dim = 0
+
+    def load(
+        self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
+    ) -> torch.Tensor:
+        if sizes.num_groups % ranks == 0:
+            parts = []
+            for name in names:
+                rows = source.size(name, 0) // ranks
+                parts.append(source.part(name, 0, rank * rows, (rank + 1) * rows))
+            return _by_group(parts, sizes.num_groups // ranks)
+        # Fewer key heads than ranks: the cut goes through a group.
+        whole = _by_group([source.whole(name) for name in names], sizes.num_groups)
+        return whole[rank * shape[0] : (rank + 1) * shape[0]]
+
+    def split(self, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        queries = sizes.num_heads // sizes.num_groups
+        grouped = whole.reshape(sizes.num_groups, (queries + 2) * sizes.head_dim, *whole.shape[1:])
+        parts = grouped.split([queries * sizes.head_dim, sizes.head_dim, sizes.head_dim], 1)
+        return [part.reshape(-1, *whole.shape[1:]) for part in parts]
+
+
+class GateAndUp(WeightLayout):
+    """The two input matrices of a gated MLP, one above the other on each rank: [gate_r; up_r]."""
+
+    dim = 0
+
+    def load(
+        self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
+    ) -> torch.Tensor:
+        rows = shape[0] // 2
+        return torch.cat([source.part(name, 0, rank * rows, (rank + 1) * rows) for name in names])
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        halves = [part.chunk(2, 0) for part in parts]
+        return torch.cat([*(gate for gate, _ in halves), *(up for _, up in halves)])
+
+    def split(self, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        return list(whole.chunk(2, 0))
+
+
+def _by_group(parts: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
+    rest = parts[0].shape[1:]
+    return torch.cat([part.reshape(groups, -1, *rest) for part in parts], 1).reshape(-1, *rest)

@@ -1,0 +1,237 @@
+"""One rank of the Megatron policy: scores, steps, saves and hands on its weights; knows no other replica's rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_backends_megatron import training_state
+from rl_backends_megatron.config import MegatronPolicyConfig
+from rl_backends_megatron.device_seam import device_seam
+from rl_backends_megatron.hf_folder import read_config, write_folder
+from rl_backends_megatron.loading import LoadedModel, load_model
+from rl_backends_megatron.microbatches import Microbatcher, ModelInput, filler_of
+from rl_backends_megatron.model import DTYPES
+from rl_backends_megatron.optimizer import Trainer
+from rl_backends_megatron.parallel import Ranks, join, leave
+from rl_backends_megatron.reference import ReferencePolicy
+from rl_backends_megatron.scoring import LogprobHead, forward
+from rl_backends_megatron.step import optimizer_step
+from rl_backends_megatron.tokenizer_files import find_tokenizer
+from rl_core.cluster.worker_context import WorkerContext
+from rl_core.config.schema import GenerationConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import CheckpointError, NotSupportedError
+from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.weights.manifest import dtype_name
+from rl_core.weights.source import WeightSource
+
+
+class MegatronPolicyWorker(WeightSource, PolicyWorker):
+    """One rank of a policy on Megatron-Core.
+
+    Args:
+        context: rank, meeting point and device.
+        config: the section `policy`.
+    """
+
+    def __init__(self, context: WorkerContext, config: MegatronPolicyConfig) -> None:
+        self.context = context
+        self._config = config
+        self._temperature = config.generation.temperature if config.generation is not None else 1.0
+        self._reference: ReferencePolicy | None = None
+        self._sampler: Any = None
+
+    def setup(self) -> Mapping[str, Any]:
+        if not self.context.run_in_process:
+            torch.set_num_threads(self.context.num_threads)
+        self._ranks: Ranks = join(self.context, self._config.megatron_cfg)
+        self._model: LoadedModel = load_model(self._config, self._ranks)
+        with device_seam():
+            self._trainer = Trainer(self._model.chunks, self._config)
+        self._microbatcher = Microbatcher(self._config, self._ranks)
+        self._head = LogprobHead(
+            self._ranks,
+            vocab_size=self._model.vocab_size,
+            temperature=self._temperature,
+            chunk_tokens=self._config.megatron_cfg.logprob_chunk_tokens,
+        )
+        numbers = [torch.Size(shape).numel() for shape in self._model.bridge.manifest.values()]
+        return {
+            "num_parameters": sum(numbers),
+            "device": str(self._ranks.device),
+            "vocab_size": self._model.vocab_size,
+        }
+
+    def get_logprobs(self, data: BatchedDataDict[Any], *, reference: bool = False) -> BatchedDataDict[Any]:
+        scene = self._reference_policy().on_device() if reference else nullcontext(self._trainer.models)
+        columns: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
+        columns.micro_batch_indices, columns.micro_batch_lengths = data.micro_batch_indices, data.micro_batch_lengths
+        batches = list(self._microbatcher.split(columns, rows=self._config.logprob_batch_size))
+        with scene as models, device_seam():
+            parts = forward(models, self._inputs(batches, training=False), self._head)
+        logprobs = torch.zeros(data["input_ids"].shape, dtype=torch.float32, device=self._ranks.device)
+        start = 0
+        for part in parts[: len(batches)]:
+            logprobs[start : start + len(part), : part.shape[1]] = part
+            start += len(part)
+        return BatchedDataDict({"logprobs": self._ranks.tensor_from_last_stage(logprobs).cpu()})
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        *,
+        counts: Sequence[GlobalCounts],
+        eval_mode: bool = False,
+        mbs: int | None = None,
+    ) -> list[StepResult]:
+        rows = max(1, data.size // len(counts))
+        results = []
+        for number, count in enumerate(counts):
+            batch = data.get_batch(number, rows)
+            batches = list(self._microbatcher.split(batch, rows=mbs or self._config.train_micro_batch_size))
+            with device_seam():
+                result = optimizer_step(
+                    self._trainer.models,
+                    self._inputs(batches, training=True),
+                    [each.to(self._ranks.device) for each in batches],
+                    loss_fn,
+                    count,
+                    trainer=None if eval_mode else self._trainer,
+                    head=self._head,
+                    ranks=self._ranks,
+                    max_grad_norm=self._config.max_grad_norm,
+                )
+            results.append(result)
+        return results
+
+    def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
+        if self._sampler is None:
+            self._sampler = self._make_sampler()
+        with device_seam():
+            answer: BatchedDataDict[Any] = self._sampler.generate(
+                self._trainer.models, data, greedy=greedy, weight_version=self.get_weight_version()
+            )
+        return answer
+
+    def prepare_for_training(self) -> None:
+        self._trainer.move_state(self._ranks.device)
+
+    def finish_training(self) -> None:
+        with device_seam():
+            self._trainer.drop_gradients()
+
+    def offload_before_refit(self) -> None:
+        """Optimizer state leaves the device; the weights stay, to be sent."""
+        self._trainer.move_state("cpu")
+
+    def offload_after_refit(self) -> None:
+        """Weights live in the gradient wrapper's buffers and stay on the device; see the README."""
+        self._trainer.move_state("cpu")
+
+    def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
+        weights = self.iter_weights()
+        if self._ranks.rank == 0:
+            write_folder(Path(weights_path), weights, self._config_to_save())
+            tokenizer = find_tokenizer(self._config)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(weights_path)
+        else:
+            for _ in weights:
+                pass
+        if optimizer_path is not None:
+            self._trainer.move_state(self._ranks.device)
+            training_state.save(self._trainer, Path(optimizer_path), self._ranks, self._facts())
+        dist.barrier()
+
+    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
+        weights_path = Path(weights_path)
+        if not (weights_path / "config.json").is_file():
+            raise CheckpointError(f"{weights_path} holds no config.json, so no weights were saved there.")
+        if optimizer_path is not None and not Path(optimizer_path).is_dir():
+            raise CheckpointError(f"{optimizer_path} does not exist, so there is no training state to go on from.")
+        found = read_config(weights_path).model_type
+        if found != self._model.hf.model_type:
+            raise CheckpointError(f"{weights_path} is of another model: a {found}, not a {self._model.hf.model_type}.")
+        self._trainer.complete_weights()
+        self._model.take_weights(weights_path)
+        with device_seam():
+            self._trainer.take_weights()
+        if optimizer_path is not None:
+            self._trainer.move_state(self._ranks.device)
+            training_state.load(self._trainer, Path(optimizer_path), self._facts())
+
+    def get_weight_version(self) -> int:
+        return self._trainer.weight_version
+
+    def weight_manifest(self) -> RefitManifest:
+        dtype = dtype_name(DTYPES[self._config.precision])
+        return {name: (tuple(shape), dtype) for name, shape in self._model.bridge.manifest.items()}
+
+    def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        with device_seam():
+            self._trainer.complete_weights()
+        return self._model.bridge.export(names)
+
+    def shutdown(self) -> None:
+        self.leave_refit()
+        leave()
+
+    def _inputs(self, batches: Sequence[BatchedDataDict[Any]], *, training: bool) -> list[ModelInput]:
+        """Each microbatch as the model reads it, filled up to a multiple of the stages where they take turns."""
+        inputs = [self._microbatcher.form(each, training=training) for each in batches]
+        missing = -len(batches) % self._ranks.pipeline.size() if len(self._trainer.models) > 1 else 0
+        return inputs + [self._microbatcher.form(filler_of(batches[0]), training=training) for _ in range(missing)]
+
+    def _reference_policy(self) -> ReferencePolicy:
+        if not self._config.megatron_cfg.reference:
+            raise NotSupportedError(
+                "This policy has no reference: `policy.megatron_cfg.reference` is false. Set it to true, or use a loss without "
+                "a KL term against the reference policy."
+            )
+        if self._reference is None:
+            self._reference = ReferencePolicy(self._config, self._ranks)
+        return self._reference
+
+    def _make_sampler(self) -> Any:
+        from rl_backends_megatron.sampler import Sampler
+
+        given = self._config.generation or GenerationConfig(backend="megatron")
+        tokenizer = find_tokenizer(self._config)
+        end = self._model.hf.eos_token_id
+        ends = end if isinstance(end, list) else [end]
+        return Sampler(
+            given,
+            self._ranks,
+            vocab_size=self._model.vocab_size,
+            end_ids=frozenset(token for token in ends if token is not None),
+            max_model_len=min(self._config.max_total_sequence_length, self._model.hf.max_position_embeddings),
+            seed=self._config.megatron_cfg.seed,
+            multiple=self._ranks.tensor.size(),
+            decode=None if tokenizer is None else tokenizer.decode,
+        )
+
+    def _config_to_save(self) -> Any:
+        config = copy.deepcopy(self._model.hf)
+        config.dtype = DTYPES[self._config.precision]
+        return config
+
+    def _facts(self) -> dict[str, Any]:
+        """What a resume must share, since optimizer state is kept in another form otherwise."""
+        return {
+            "policy.precision": self._config.precision,
+            "policy.optimizer.name": self._config.optimizer.name,
+            "policy.optimizer.kwargs.decay_matrices_only": bool(
+                self._config.optimizer.kwargs.get("decay_matrices_only", False)
+            ),
+            "policy.megatron_cfg.use_distributed_optimizer": self._config.megatron_cfg.use_distributed_optimizer,
+        }
