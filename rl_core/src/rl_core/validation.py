@@ -20,8 +20,9 @@ QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
 LARGE_DIFFERENCES: Final = (0.1, 1.0)
 """Sizes of |d|, in nats, of which the share of tokens beyond them is told."""
 _EDGES: Final = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 2**31)
-_JUDGED_TOKENS: Final = 100
-"""Tokens from which on a stretch of positions is judged by itself: the mean of fewer is noise in bfloat16."""
+JUDGED_TOKENS: Final = 500
+"""Tokens from which on a range of positions is judged by itself. In bfloat16 |d| has a mean and a spread of about 0.04 each,
+so that the mean of fewer tokens would pass 1.05 by chance now and then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +95,14 @@ class LogProbabilityAgreement:
     def failures(self, threshold: float) -> list[str]:
         """What is beyond `threshold`, one sentence each; none where the two are consistent.
 
-        Judged are exp(mean |d|) of all tokens, and of each range of positions that has a hundred of them, so that many
-        good early tokens cannot hide late ones that drift. A NaN is beyond every threshold.
+        Judged are exp(mean |d|) of all tokens, and of each range of positions that has `JUDGED_TOKENS` of them, so that
+        many good early tokens cannot hide late ones that drift. A NaN is beyond every threshold.
         """
         judged = [("over all tokens", self.multiplicative_error)]
         judged += [
             (f"at positions {part.label} of the completion", part.multiplicative_error)
             for part in self.by_position
-            if part.num_tokens >= _JUDGED_TOKENS
+            if part.num_tokens >= JUDGED_TOKENS
         ]
         return [
             f"exp(mean |d|) is {error:.6g} {where}, and {threshold:.6g} is allowed"

@@ -22,7 +22,7 @@ from rl_core.algorithms.losses.reduce import row_means, token_mean
 def mismatch_metrics(
     previous: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, global_valid_toks: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """How far the sampler was from the policy, as shares of means over trained tokens.
+    """How far the sampler was from the policy: shares of means over trained tokens, and `mismatch/max`, which reduces by max.
 
     Args:
         previous: [B, T] log p under the policy that is to be trained, in nats.
@@ -30,9 +30,11 @@ def mismatch_metrics(
         mask: [B, T] float32, `token_mask * sample_mask`.
         global_valid_toks: scalar, the trained tokens of the global batch.
     """
+    difference = (previous - sampled).abs()
     return {
         "mismatch/kl": token_mean(calculate_kl(sampled, previous, "k3"), mask, global_valid_toks),
-        "mismatch/mult_prob_error": token_mean((previous - sampled).abs().exp(), mask, global_valid_toks),
+        "mismatch/mult_prob_error": token_mean(difference.exp(), mask, global_valid_toks),
+        "mismatch/max": torch.where(mask > 0, difference, torch.zeros_like(difference)).max(),
     }
 
 

@@ -36,7 +36,7 @@ class ClippedPGLossFn(LossFunction):
     `prev_logprobs` and the ratio is 1 with the gradient of log p.
     """
 
-    metric_reductions: ClassVar[Mapping[str, Reduction]] = {"ratio/min": "min", "ratio/max": "max"}
+    metric_reductions: ClassVar[Mapping[str, Reduction]] = {"ratio/min": "min", "ratio/max": "max", "mismatch/max": "max"}
 
     def __init__(self, config: ClippedPGLossConfig | None = None) -> None:
         self.config = config or ClippedPGLossConfig()
