@@ -12,11 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.parallel import fill, whole
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import load_tokenizer_if_there
 from rl_core.errors import CheckpointError
 from rl_core.weights.manifest import weights_of
-
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
 
 
 def full_weights(
@@ -118,15 +116,9 @@ def find_tokenizer(config: HFPolicyConfig) -> Any:
     Raises:
         UserError: there should be one, and it cannot be loaded.
     """
-    source = config.tokenizer.name or config.model_name
-    folder = Path(source).expanduser()
-    # Asked for a tokenizer that is not there, Transformers may make an empty one.
-    if (
-        config.tokenizer.name is None
-        and folder.is_dir()
-        and not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern))
-    ):
-        return None
-    return load_tokenizer(
-        source, chat_template=config.tokenizer.chat_template, trust_remote_code=config.hf_cfg.trust_remote_code
+    return load_tokenizer_if_there(
+        config.model_name,
+        tokenizer_name=config.tokenizer.name,
+        chat_template=config.tokenizer.chat_template,
+        trust_remote_code=config.hf_cfg.trust_remote_code,
     )

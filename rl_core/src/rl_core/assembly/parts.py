@@ -23,9 +23,10 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import Component
 from rl_core.plugins.registry import Registry
+from rl_core.weights.canary import Canary, make_canary
 from rl_core.weights.synchronizer import WeightSynchronizer
 
-IN_PROCESS_TRANSPORTS = ("by_reference",)
+IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
 ONE_NODE_TRANSPORTS = ("shared_memory", "collective")
 MANY_NODES_TRANSPORTS = ("collective",)
 """In the order in which they are tried: the cheapest first."""
@@ -120,8 +121,16 @@ class Builder:
         self.exits.callback(environment.shutdown)
         return environment
 
-    def weights(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> WeightSynchronizer:
-        """What brings the policy's weights to the engine, by the first transport that both sides speak."""
+    def weights(
+        self, policy: ColocatablePolicyInterface, generation: GenerationInterface, tokenizer: Any = None
+    ) -> WeightSynchronizer:
+        """What brings the policy's weights to the engine, by the first transport that both sides speak, and proves it.
+
+        Args:
+            policy: where they come from.
+            generation: where they go.
+            tokenizer: its vocabulary gives the canary its words; without one there is no canary.
+        """
         section = self.run.policy.generation
         assert section is not None
         synchronizer = WeightSynchronizer(
@@ -133,6 +142,7 @@ class Builder:
             transport=section.refit_transport,
             buffer_bytes=section.refit_buffer_mib * 2**20,
             deadline_s=self.run.cluster.deadlines.refit_s,
+            canary=(lambda: self._canary(generation, tokenizer)) if section.refit_canary and tokenizer is not None else None,
             num_receivers=generation.num_workers,
             wait=wait_together,
             rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
@@ -140,6 +150,20 @@ class Builder:
         self.exits.callback(synchronizer.close)
         generation.refit_with(synchronizer.sync)
         return synchronizer
+
+    def _canary(self, generation: GenerationInterface, tokenizer: Any) -> Canary:
+        policy, section = self.run.policy, self.run.policy.generation
+        assert section is not None
+        facts = getattr(generation, "facts", {})
+        precisions = {policy.precision, facts.get("precision", policy.precision)}
+        return make_canary(
+            sorted(set(range(min(len(tokenizer), facts.get("vocab_size", len(tokenizer))))) - set(tokenizer.all_special_ids)),
+            num_receivers=generation.num_workers,
+            max_length=policy.max_total_sequence_length,
+            exact=precisions == {"float32"},
+            tolerance=section.canary_tolerance,
+            greedy=section.top_p < 1.0 or section.top_k is not None,
+        )
 
     def _transports(self, wanted: str | None) -> list[type[WeightTransport]]:
         """What can lead from these policy workers to these engine workers, the cheapest first."""

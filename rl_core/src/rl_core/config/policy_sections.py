@@ -113,6 +113,11 @@ class GenerationConfig(Section):
     refit_transport: str | None = None
     """Weight transport by name; the first that both sides speak by default."""
 
+    refit_canary: bool = True
+    """After each refit, compare log-probabilities of a few rows between engine and policy; stop the run where they differ."""
+    canary_tolerance: float | None = Field(default=None, gt=0.0)
+    """Most mean difference of those log-probabilities, in nats a token; 0.001 where both sides compute in float32, else 0.2."""
+
     @model_validator(mode="after")
     def _validation_is_greedy_or_as_in_training(self) -> Self:
         if self.val_temperature not in (0.0, self.temperature):

@@ -7,6 +7,8 @@ from typing import Any
 
 from rl_core.errors import DataError
 
+_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
+
 
 def load_tokenizer(
     name_or_path: str | Path, *, chat_template: str | Path | None = None, trust_remote_code: bool = False
@@ -49,6 +51,31 @@ def load_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def load_tokenizer_if_there(
+    model_name: str | Path,
+    *,
+    tokenizer_name: str | None = None,
+    chat_template: str | Path | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The tokenizer that is named, or the model's; None where the model's folder has none and no other is named.
+
+    Args:
+        model_name: A model's name, a folder, or a GGUF file.
+        tokenizer_name: Likewise, of another tokenizer.
+        chat_template: As `load_tokenizer`.
+        trust_remote_code: As `load_tokenizer`.
+
+    Raises:
+        DataError: There should be one, and it cannot be loaded.
+    """
+    folder = Path(model_name).expanduser()
+    # Asked for a tokenizer that is not there, Transformers may make an empty one.
+    if tokenizer_name is None and folder.is_dir() and not any(path for pattern in _FILES for path in folder.glob(pattern)):
+        return None
+    return load_tokenizer(tokenizer_name or model_name, chat_template=chat_template, trust_remote_code=trust_remote_code)
 
 
 def _template_text(chat_template: str | Path) -> str:

@@ -44,6 +44,18 @@ class StepResult:
     """This rank's shares of the loss's metrics, already reduced over its microbatches."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """One row for an engine that streams."""
+
+    name: str
+    """What its answer is called; unique among the rows under way."""
+    row: BatchedDataDict[Any]
+    """A batch of one row; see `GenerationDatumSpec`."""
+    greedy: bool = False
+    """Take the most likely token at each position."""
+
+
 class PolicyWorker(ABC):
     """One rank of a policy."""
 
@@ -119,6 +131,24 @@ class GenerationWorker(ABC):
     @abstractmethod
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         """Complete this replica's rows; see `GenerationInterface.generate`."""
+
+    def exchange(
+        self, arrivals: Sequence[Arrival], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
+    ) -> dict[str, BatchedDataDict[Any]]:
+        """Take rows in and give finished ones out, for an engine that streams (`GenerationInterface.generate_async`).
+
+        Args:
+            arrivals: rows to begin.
+            cancelled: names of rows that nobody waits for any more; unknown ones are skipped.
+            wait_s: how long to work before it returns with nothing; it returns as soon as a row has ended.
+
+        Returns:
+            Name to `GenerationOutputSpec` of one row, of the rows that have ended and were not handed out yet.
+
+        Raises:
+            DataError: a row cannot be completed; the others of the call before it have begun.
+        """
+        raise NotImplementedError
 
     def prepare_for_generation(self) -> None:
         return None

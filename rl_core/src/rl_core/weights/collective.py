@@ -222,11 +222,12 @@ class CollectiveTransport(WeightTransport):
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._joined = False
+        self._restarts = 0
         self._left: set[tuple[str, int]] = set()
 
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
         wait, deadline_s = self.context.wait, self.context.deadline_s
-        if not self._joined:
+        if not self._joined or generation.restarts != self._restarts:
             self._join(policy, generation)
         # Joined again after any error: a broadcast that some rank did not finish leaves the group unusable.
         self._joined = False
@@ -239,6 +240,7 @@ class CollectiveTransport(WeightTransport):
     def _join(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:
         ip, port = self._new_meeting_point()
         ranks = 1 + self.context.num_receivers
+        self._restarts = generation.restarts
         calls = [*policy.init_collective(ip, port, ranks), *generation.init_collective(ip, port, ranks)]
         try:
             self.context.wait(calls, self.context.deadline_s)

@@ -13,6 +13,7 @@ from rl_core.errors import MissingCapabilityError, WeightSyncError, WorkerDiedEr
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
+from rl_core.weights.canary import Canary
 from rl_core.weights.fingerprint import describe_differences, kind_of
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class WeightSynchronizer:
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         deadline_s: float = 600.0,
         prove: bool = True,
+        canary: Callable[[], Canary] | None = None,
         num_receivers: int = 1,
         wait: Callable[[Sequence[Any], float], Any] | None = None,
         rendezvous: Callable[[], tuple[str, int]] | None = None,
@@ -51,6 +53,7 @@ class WeightSynchronizer:
             buffer_bytes: most bytes on their way at one time.
             deadline_s: seconds that one refit may take.
             prove: compare fingerprints after each refit; versions are compared in any case.
+            canary: makes the rows that both sides score after each refit, once they have loaded; none by default.
             num_receivers: generation workers.
             wait: waits for pending calls (`rl_core.cluster.wait_together`); needed by transports that call both sides at once.
             rendezvous: address and free port on the node of the policy's rank 0; this machine's loopback by default.
@@ -61,6 +64,8 @@ class WeightSynchronizer:
         self._policy = policy
         self._generation = generation
         self._prove = prove
+        self._make_canary = canary
+        self._canary: Canary | None = None
         chosen = choose_transport(
             transports, policy_speaks=policy_capabilities, generation_speaks=generation_capabilities, name=transport
         )
@@ -91,8 +96,9 @@ class WeightSynchronizer:
             only_if_stale: move nothing where versions agree already and, under `prove`, fingerprints too.
 
         Returns:
-            `refit/prepare_s`, `refit/push_s`, `refit/prove_s`, `refit/total_s` in seconds, `refit/bytes`,
-            `refit/weight_version`, and `refit/moved`: 1.0, or 0.0 where equal weights were left as they are.
+            `refit/prepare_s`, `refit/push_s`, `refit/prove_s`, `refit/canary_s`, `refit/total_s` in seconds, `refit/bytes`,
+            `refit/weight_version`, `refit/moved`: 1.0, or 0.0 where equal weights were left as they are, and with a canary
+            `refit/canary_error`, in nats a token.
 
         Raises:
             WeightSyncError: the generation backend's weights are not the policy's; names the tensors.
@@ -110,16 +116,19 @@ class WeightSynchronizer:
 
     def _sync_once(self, only_if_stale: bool) -> dict[str, float]:
         started = time.perf_counter()
-        seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0}
+        seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0, "canary_s": 0.0}
+        found: dict[str, float] = {}
         if only_if_stale and not self.is_stale and self._already_equal(seconds):
             return self._metrics(seconds, started, moved=0, happened=False)
         try:
             with _attributed(self.transport_name):
                 moved = self._refit(seconds)
+                with _timed(seconds, "canary_s"):
+                    found = self._ask_canary()
         finally:
             self._policy.finish_refit()
         self._policy.offload_after_refit()
-        return self._metrics(seconds, started, moved=moved, happened=True)
+        return self._metrics(seconds, started, moved=moved, happened=True) | found
 
     def close(self) -> None:
         """Leave process groups and free buffers; calling it twice is fine."""
@@ -142,6 +151,11 @@ class WeightSynchronizer:
                     "and values of older weights. Let its running requests end, or abort them, before a refit."
                 )
         return moved
+
+    def _ask_canary(self) -> dict[str, float]:
+        if self._canary is None and self._make_canary is not None:
+            self._canary = self._make_canary()
+        return {} if self._canary is None else {"refit/canary_error": self._canary.prove(self._policy, self._generation)}
 
     def _prove_version(self) -> None:
         policy, engine = self._policy.weight_version, self._generation.weight_version

@@ -1,0 +1,113 @@
+"""vLLM's asynchronous engine behind the same verbs: its core computes in a process of its own, whoever asks for what."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from rl_backends_vllm.engine import Engine
+
+
+class AsyncEngine(Engine):
+    """`vllm.AsyncLLM` on an event loop of its own thread.
+
+    Args:
+        arguments: of `vllm.AsyncEngineArgs`.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        try:
+            self._engine = self._wait(self._start(arguments))
+        except BaseException:
+            self._stop_loop()
+            raise
+        self.config = self._engine.vllm_config
+
+    def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
+        self._wait(self._begin(request_id, list(tokens), parameters))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._wait(self._forget(list(request_ids)))
+
+    def finished(self, wait_s: float) -> list[Any]:
+        done: list[Any] = []
+        try:
+            done.append(self._done.get(timeout=wait_s))
+            while True:
+                done.append(self._done.get_nowait())
+        except queue.Empty:
+            pass
+        for output in done:
+            if isinstance(output, BaseException):
+                raise output
+        return done
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = self._wait(self._engine.collective_rpc(method, args=args))
+        return answers
+
+    def hold(self) -> None:
+        self._wait(self._engine.pause_generation(mode="keep"))
+
+    def go_on(self) -> None:
+        self._wait(self._engine.resume_generation())
+
+    def forget_prefixes(self) -> bool:
+        return bool(self._wait(self._engine.reset_prefix_cache(reset_running_requests=True)))
+
+    def sleep(self, level: int) -> None:
+        self._wait(self._engine.sleep(level))
+
+    def wake(self, tag: str) -> None:
+        self._wait(self._engine.wake_up([tag]))
+
+    def shutdown(self) -> None:
+        self._loop.call_soon_threadsafe(self._engine.shutdown)
+        self._wait(asyncio.sleep(0))
+        self._stop_loop()
+
+    async def _start(self, arguments: Mapping[str, Any]) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def _begin(self, request_id: str, tokens: list[int], parameters: Any) -> None:
+        task = asyncio.get_running_loop().create_task(self._follow(request_id, tokens, parameters))
+        self._tasks[request_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
+
+    async def _follow(self, request_id: str, tokens: list[int], parameters: Any) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        try:
+            async for output in self._engine.generate(tokens_input(tokens), parameters, request_id):
+                if output.finished:
+                    self._done.put(output)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # raised by `finished`, in the thread that waits
+            self._done.put(error)
+
+    async def _forget(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            task = self._tasks.get(request_id)
+            if task is not None:
+                task.cancel()
+        await self._engine.abort(request_ids)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10.0)
+        self._loop.close()

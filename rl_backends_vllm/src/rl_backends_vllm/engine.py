@@ -1,0 +1,119 @@
+"""vLLM's engine behind few verbs, in this process; knows rows as requests, and neither batches nor policies."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_backends_vllm.extension import pack, unpack
+
+
+class Engine(ABC):
+    """What a worker asks of vLLM.
+
+    Attributes:
+        config: the `vllm.VllmConfig` that it runs with.
+    """
+
+    config: Any
+
+    @abstractmethod
+    def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
+        """Queue one prompt."""
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Forget requests; those that are unknown or done are skipped."""
+
+    @abstractmethod
+    def finished(self, wait_s: float) -> list[Any]:
+        """Requests (`vllm.RequestOutput`) that have ended since the last call; works on until one has or the time is up."""
+
+    @abstractmethod
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker process of the engine."""
+
+    @abstractmethod
+    def hold(self) -> None:
+        """Stop computing, with every request kept."""
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """Compute again."""
+
+    @abstractmethod
+    def forget_prefixes(self) -> bool:
+        """Empty the cache; requests under way compute their keys and values anew. True once it is empty."""
+
+    @abstractmethod
+    def sleep(self, level: int) -> None:
+        """Free the memory of the KV cache, and move weights to the host (1) or drop them (2)."""
+
+    @abstractmethod
+    def wake(self, tag: str) -> None:
+        """Take memory for "weights" or for "kv_cache" again."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the engine and its processes."""
+
+    def refit(self, verb: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """A verb of `rl_backends_vllm.extension.VERBS` in every worker process; one result each."""
+        return unpack(self.rpc("rlcore_refit", verb, pack(*args, **kwargs)))
+
+
+class InProcessEngine(Engine):
+    """The engine's core in this process; it computes while `finished` is called.
+
+    Args:
+        arguments: of `vllm.EngineArgs`.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.config = self._engine.vllm_config
+        self._held = False
+
+    def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        self._engine.add_request(request_id, tokens_input(list(tokens)), parameters)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._engine.abort_request(list(request_ids))
+
+    def finished(self, wait_s: float) -> list[Any]:
+        until = time.monotonic() + wait_s
+        done: list[Any] = []
+        while not done and not self._held and self._engine.has_unfinished_requests():
+            done = [output for output in self._engine.step() if output.finished]
+            if time.monotonic() >= until:
+                break
+        return done
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = self._engine.collective_rpc(method, args=args)
+        return answers
+
+    def hold(self) -> None:
+        self._held = True
+
+    def go_on(self) -> None:
+        self._held = False
+
+    def forget_prefixes(self) -> bool:
+        return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
+
+    def sleep(self, level: int) -> None:
+        self._engine.sleep(level)
+
+    def wake(self, tag: str) -> None:
+        self._engine.wake_up([tag])
+
+    def shutdown(self) -> None:
+        self._engine.engine_core.shutdown()

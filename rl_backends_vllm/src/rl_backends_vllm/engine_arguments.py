@@ -1,0 +1,64 @@
+"""Which arguments vLLM's engine has, read from its source: importing vLLM would cost every `rlcore validate` six seconds."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from functools import lru_cache
+from pathlib import Path
+
+_CFG = "set policy.generation.vllm_cfg.{} instead."
+_SAME_NAME = (
+    "enable_prefix_caching",
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "kv_cache_dtype",
+    "load_format",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "pipeline_parallel_size",
+    "seed",
+    "tensor_parallel_size",
+    "trust_remote_code",
+)
+_REPLICAS = (
+    "data_parallel_address",
+    "data_parallel_backend",
+    "data_parallel_rank",
+    "data_parallel_rpc_port",
+    "data_parallel_size",
+    "data_parallel_size_local",
+)
+OWNED = {
+    "model": "set policy.generation.model_name instead.",
+    "dtype": _CFG.format("precision"),
+    "tokenizer": _CFG.format("tokenizer"),
+    "kv_cache_memory_bytes": _CFG.format("kv_cache_gib"),
+    "enable_sleep_mode": _CFG.format("sleep_level"),
+    "logprobs_mode": "log-probabilities are always those of the distribution that was sampled from.",
+    "worker_extension_cls": "the refit needs it.",
+    "logits_processors": "training could not score the tokens under the distribution that they were sampled from.",
+    "skip_tokenizer_init": "it follows from whether the model has a tokenizer.",
+    "disable_log_stats": "the engine reports through the run's metrics.",
+    **{name: _CFG.format(name) for name in _SAME_NAME},
+    **dict.fromkeys(_REPLICAS, "a replica is one engine; set policy.generation.num_workers for more of them."),
+}
+"""Arguments that are set elsewhere, and where."""
+
+
+@lru_cache(maxsize=1)
+def known_engine_arguments() -> frozenset[str]:
+    """Names of the fields of `vllm.EngineArgs`; empty where vLLM is not installed, which is reported elsewhere."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return frozenset()
+    source = Path(found.origin).parent / "engine" / "arg_utils.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            return frozenset(
+                field.target.id
+                for field in node.body
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
+            )
+    return frozenset()

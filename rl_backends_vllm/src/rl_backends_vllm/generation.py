@@ -1,0 +1,121 @@
+"""`VllmGeneration`: vLLM as a generation engine, in this process or as replicas over a cluster. Importing it loads no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from rl_backends_vllm.config import VllmConfig, VllmEngineConfig
+from rl_backends_vllm.device import worker_environment
+from rl_backends_vllm.worker import VllmGenerationWorker
+from rl_core.config.schema import DeadlineConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.completions import RowLimits, read_prompts
+from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.dispatch.streaming import RowStream
+from rl_core.errors import ConfigError
+from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+from rl_core.plugins.component import did_you_mean
+
+if TYPE_CHECKING:
+    from rl_core.cluster.virtual_cluster import RayVirtualCluster
+
+
+class VllmGeneration(DistributedGeneration):
+    """Samples from vLLM: paged attention, continuous batching, prompts that begin alike computed once.
+
+    `VllmGeneration(cluster, config)` runs one replica on every `tensor_parallel_size * pipeline_parallel_size` places of the
+    cluster; without a cluster, one replica runs in this process.
+
+    A row's seed decides its tokens: the same batch gives the same tokens. In another batch a row's tokens are the same as far
+    as vLLM's arithmetic is, which does not depend on the batch in float32 but for rounding, and does in bfloat16.
+
+    Args:
+        cluster: where the replicas run.
+        config: the section `policy.generation`, or a plain mapping of its fields, those of `vllm_cfg` among them.
+        num_workers: replicas; as many as the cluster has places for by default.
+        deadlines: how long to wait for what.
+
+    Raises:
+        ConfigError: a field does not exist or has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster | None = None,
+        config: VllmConfig | Mapping[str, Any] | None = None,
+        *,
+        num_workers: int | None = None,
+        deadlines: DeadlineConfig | None = None,
+    ) -> None:
+        section = _section(config)
+        self._processes = section.vllm_cfg.processes
+        replicas = num_workers or section.num_workers
+        use_gpus = cluster is not None and cluster.use_gpus
+        super().__init__(
+            worker_class=VllmGenerationWorker,
+            config=section,
+            cluster=cluster,
+            num_workers=replicas or (max(1, cluster.world_size() // self._processes) if cluster is not None else 1),
+            deadlines=deadlines,
+            env_vars=worker_environment(use_gpus=use_gpus, python=section.python),
+        )
+        self._stream = RowStream(self.group, deadline_s=self._deadlines.generate_s)
+
+    @property
+    def num_workers(self) -> int:
+        return self.group.world_size * self._processes
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        # Here, not only in the replicas: the error then names the caller's row, and no replica has begun.
+        read_prompts(data, self._limits())
+        return super().generate(data, greedy)
+
+    async def generate_async(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+        """Yield (row, its output) as each row ends; leaving the iterator cancels the others.
+
+        Rows under way at a refit go on with the new weights, or begin again (`vllm_cfg.in_flight`); a row is stamped with the
+        weight version that it began with.
+        """
+        read_prompts(data, self._limits())
+        async for row, output in self._stream.rows(data, greedy=greedy):
+            yield row, output
+
+    def _limits(self) -> RowLimits:
+        return RowLimits(
+            vocab_size=self.facts["vocab_size"],
+            max_model_len=self.facts["max_model_len"],
+            max_new_tokens=self.config.max_new_tokens,
+        )
+
+
+def _section(config: VllmConfig | Mapping[str, Any] | None) -> VllmConfig:
+    """The section; a plain mapping may hold the fields of `vllm_cfg` beside its own."""
+    if isinstance(config, VllmConfig):
+        return config
+    if config is None:
+        raise ConfigError("VllmGeneration needs a config: VllmGeneration(cluster, VllmConfig(model_name=...)).")
+    own = dict(config.get("vllm_cfg") or {})
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in VllmConfig.model_fields:
+            values[key] = value
+        elif key in VllmEngineConfig.model_fields:
+            own[key] = value
+        else:
+            known = sorted({*VllmConfig.model_fields, *VllmEngineConfig.model_fields})
+            raise ConfigError(f"VllmGeneration: the config has no field {key!r}.{did_you_mean(key, known)}")
+    try:
+        return VllmConfig(**{**values, "vllm_cfg": VllmEngineConfig(**own)})
+    except ValidationError as error:
+        problems = "; ".join(
+            f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']} (found {problem['input']!r})"
+            for problem in error.errors(include_url=False)
+        )
+        raise ConfigError(f"VllmGeneration: {problems}") from error

@@ -1,0 +1,76 @@
+"""What vLLM is given to read: the model's own folder or name, or, for a GGUF file, a folder with its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rl_core.data.tokenizer import load_tokenizer_if_there
+from rl_core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """A model as vLLM and we read it.
+
+    Attributes:
+        path: what vLLM is given.
+        hf_config: the configuration of Transformers.
+        generation_config: likewise, or None where the model has none.
+        tokenizer: of the model or of the config, or None where there is none.
+        tokenizer_path: what vLLM is given to read text with; None without one.
+        has_weights: whether vLLM finds weights there.
+    """
+
+    path: str
+    hf_config: Any
+    generation_config: Any
+    tokenizer: Any
+    tokenizer_path: str | None
+    has_weights: bool
+
+
+@contextmanager
+def model_files(model_name: str, *, tokenizer_name: str | None, trust_remote_code: bool) -> Iterator[ModelFiles]:
+    """The files of a model, as long as the block runs; vLLM needs them while it starts and not after.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model_name)
+    is_gguf = path.suffix == ".gguf"
+    location, options = (str(path.parent), {"gguf_file": path.name}) if is_gguf else (model_name, {})
+    try:
+        hf_config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.generation.model_name: {model_name!r} cannot be read as a model: {error}") from error
+    tokenizer = load_tokenizer_if_there(model_name, tokenizer_name=tokenizer_name, trust_remote_code=trust_remote_code)
+    with TemporaryDirectory(prefix="rlcore-vllm-") as folder:
+        if is_gguf:
+            hf_config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        elif tokenizer is not None and tokenizer_name is not None:
+            tokenizer.save_pretrained(folder)
+        yield ModelFiles(
+            path=folder if is_gguf else model_name,
+            hf_config=hf_config,
+            generation_config=_generation_config(model_name) if not is_gguf else None,
+            tokenizer=tokenizer,
+            tokenizer_path=None if tokenizer is None else folder if is_gguf or tokenizer_name is not None else model_name,
+            has_weights=not is_gguf,
+        )
+
+
+def _generation_config(model_name: str) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model_name)
+    except OSError:  # a model need not have one
+        return None

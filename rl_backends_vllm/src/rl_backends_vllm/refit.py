@@ -1,0 +1,174 @@
+"""The receiving half of a refit inside a vLLM worker process: loads through vLLM's own reload, and proves that all of it took.
+
+A weight goes through three hands: it arrives (its digest is taken then, over the bytes that vLLM will read), vLLM fuses, shards
+and, on a CPU, packs it into an opaque handle, and the engine computes with that. The last step is proven layer by layer: every
+layer has taken its tensors in this refit, and every packed handle is a new one. Log-probabilities of a canary prompt, compared
+by `rl_core.weights.canary` afterwards, close the circle.
+
+vLLM keeps references to the tensors of layers that are not complete yet, so what is left of a bucket is cloned before its
+memory is reused; and its reload leaves the packed copy of a tied output layer as it was, so that one is packed again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.weights.fingerprint import natural_kind, tensor_digest
+from rl_core.weights.manifest import manifest_of, weights_of
+from rl_core.weights.receiver import WeightReceiver
+
+
+class VllmWeightReceiver(WeightReceiver):
+    """One process of one replica.
+
+    Args:
+        worker: vLLM's worker, which holds the model.
+        context: where it computes (`device`) and which replica it belongs to (`rank`).
+        place: of this process among those of its replica.
+        processes: of the replica.
+    """
+
+    def __init__(self, worker: Any, *, context: Any, place: int, processes: int) -> None:
+        self.context = context
+        self._worker, self._place, self._processes = worker, place, processes
+        self._digests: dict[str, str] = {}
+        self._expected: RefitManifest | None = None
+        self._packed_before: dict[torch.nn.Module, Any] = {}
+        self._tied: set[str] = set()
+
+    def collective_rank(self) -> int:
+        return 1 + self.context.rank * self._processes + self._place
+
+    def expected_weights(self) -> RefitManifest:
+        """The weights of a Transformers model of the same configuration: vLLM reads its names and knows no list of them."""
+        if self._expected is None:
+            from transformers import AutoModelForCausalLM
+
+            model_config = self._worker.model_config
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    model_config.hf_config, trust_remote_code=model_config.trust_remote_code
+                )
+            self._expected = manifest_of(weights_of(model))
+        return self._expected
+
+    def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
+        super().prepare_refit_info(info)
+        return {name: dtype for name, (_, dtype) in info.items()}
+
+    def digests_of_weights(self) -> dict[str, str]:
+        return dict(self._digests)
+
+    def refit_begins(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._undo_half_a_reload()
+        self._digests = {}
+        self._tied = _shared_weights(self._model)
+        self._packed_before = {module: module.cpu_linear for module in self._model.modules() if hasattr(module, "cpu_linear")}
+        with self._inside_vllm():
+            initialize_layerwise_reload(self._model)
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        kind = natural_kind(self._device())
+        for name, tensor in tensors.items():
+            self._digests[name] = tensor_digest(tensor, kind=kind)
+        with self._inside_vllm():
+            self._worker.model_runner.model.load_weights(iter(tensors.items()))
+        self._clone_what_vllm_still_holds()
+
+    def weights_changed(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        incomplete = [f"{name} ({found})" for name, found in self._layers_without_all_weights()]
+        if incomplete:
+            raise WeightSyncError(
+                "vLLM took the weights of this refit and left layers as they were: " + ", ".join(incomplete[:5]) + ". "
+                "The engine would compute with weights of several versions."
+            )
+        with self._inside_vllm():
+            finalize_layerwise_reload(self._model, self._worker.model_config)
+            self._pack_tied_heads_again()
+        old = [name for name, module in self._model.named_modules() if self._is_old(module)]
+        if old:
+            raise WeightSyncError(f"vLLM still computes with packed weights of before the refit in {', '.join(old[:5])}.")
+        self._packed_before = {}
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._worker.model_runner.model
+        return model
+
+    def _layers_without_all_weights(self) -> Iterator[tuple[str, str]]:
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for name, layer in self._model.named_modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or not info.load_numel_total or is_deferred_attention_layer(layer):
+                continue
+            # A tied head is loaded as the embedding that it shares its tensor with; a padded vocabulary is never full.
+            if isinstance(layer, ParallelLMHead) and name in self._tied:
+                continue
+            if isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0:
+                continue
+            if any(True for _ in layer.named_parameters(recurse=False)):
+                yield name, f"{info.load_numel} of {info.load_numel_total} elements"
+
+    def _clone_what_vllm_still_holds(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self._model.modules():
+            for _, call in get_layerwise_info(layer).loaded_weights:
+                for name, value in call.arguments.items():
+                    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                        call.arguments[name] = value.clone()
+
+    def _pack_tied_heads_again(self) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in self._model.modules():
+            if isinstance(module, ParallelLMHead) and self._is_old(module):
+                module.quant_method.process_weights_after_loading(module)
+
+    def _is_old(self, module: torch.nn.Module) -> bool:
+        return module in self._packed_before and module.cpu_linear is self._packed_before[module]
+
+    def _undo_half_a_reload(self) -> None:
+        """Put the tensors back that a reload which failed half-way had taken away: the next one sends all weights anyway."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors
+
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
+
+    @contextmanager
+    def _inside_vllm(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with torch.device(self._worker.device), set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
+            yield
+
+
+def _shared_weights(model: torch.nn.Module) -> set[str]:
+    """Names of modules whose `weight` is the parameter of a module before them."""
+    seen: set[int] = set()
+    shared = set()
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        if id(weight) in seen:
+            shared.add(name)
+        seen.add(id(weight))
+    return shared

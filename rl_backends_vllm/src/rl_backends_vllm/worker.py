@@ -1,0 +1,288 @@
+"""One replica of vLLM as a generation worker: starts the engine, samples, streams, and passes the refit on to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_backends_vllm.config import VllmConfig
+from rl_backends_vllm.device import can_sleep, engine_arguments, set_environment_here
+from rl_backends_vllm.engine import Engine
+from rl_backends_vllm.model_folder import ModelFiles, model_files
+from rl_backends_vllm.requests import SamplingSettings, completion_of
+from rl_core.cluster.worker_context import WorkerContext
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.completions import Completion, Prompt, RowLimits, end_token_ids, read_prompts, to_output
+from rl_core.data.splitmix import derived_seeds
+from rl_core.errors import ConfigError, WeightSyncError
+from rl_core.interfaces.worker import Arrival, GenerationWorker
+from rl_core.weights.receiver import NO_VERSION
+from rl_core.weights.replicas import same_digests_on_every_replica
+
+_POLL_S = 1.0
+_TORN = "The engine has no whole set of weights: its first refit, or the one under way, has not ended. Refit it, then sample."
+
+
+class VllmGenerationWorker(GenerationWorker):
+    """One replica; tensor and pipeline parallel processes are the engine's own.
+
+    Args:
+        context: which replica this is, where it computes, and with how many threads.
+        config: the section `policy.generation`.
+    """
+
+    def __init__(self, context: WorkerContext, config: VllmConfig) -> None:
+        self.context = context
+        self._config = config
+        self._engine: Engine | None = None
+        self._requests: dict[str, _Request] = {}
+        self._calls = 0
+        self._weight_version = NO_VERSION
+        self._asleep: set[str] = set()
+
+    def setup(self) -> Mapping[str, Any]:
+        config = self._config
+        if config.model_name is None:
+            raise ConfigError("`policy.generation.model_name` is empty, and there is no policy to take it from: name a model.")
+        if self.context.run_in_process:
+            set_environment_here()
+        own = config.vllm_cfg
+        tokenizer_name = own.tokenizer.name if own.tokenizer is not None else None
+        with model_files(config.model_name, tokenizer_name=tokenizer_name, trust_remote_code=own.trust_remote_code) as files:
+            load_format = own.load_format or ("auto" if files.has_weights else "dummy")
+            arguments = self._arguments(files, load_format)
+            self._engine = _start(arguments, asynchronous=own.async_engine)
+            self._sampling = self._settings(files)
+        self._engine.rpc("rlcore_place", self.context.rank, self.context.device)
+        self._has_weights = load_format != "dummy"
+        model = self._engine.config.model_config
+        self._limits = RowLimits(
+            vocab_size=model.get_vocab_size(), max_model_len=model.max_model_len, max_new_tokens=config.max_new_tokens
+        )
+        return {
+            "max_model_len": model.max_model_len,
+            "vocab_size": model.get_vocab_size(),
+            "device": self.context.device,
+            "precision": str(model.dtype).removeprefix("torch."),
+        }
+
+    def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
+        self._refuse_torn_weights()
+        self._calls += 1
+        prompts = read_prompts(data, self._limits)
+        seeds = self._seeds(prompts)
+        names = [f"{self._calls}-{prompt.number}" for prompt in prompts]
+        done: dict[str, Completion] = {}
+        try:
+            for name, prompt, seed in zip(names, prompts, seeds, strict=True):
+                self._add(name, prompt, seed=seed, greedy=greedy)
+            while len(done) < len(names):
+                done.update(self._collect(_POLL_S, only=set(names)))
+        except BaseException:
+            self._forget(names)
+            raise
+        return to_output([done[name] for name in names])
+
+    def exchange(
+        self, arrivals: Sequence[Arrival], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
+    ) -> dict[str, BatchedDataDict[Any]]:
+        self._forget(cancelled)
+        for arrival in arrivals:
+            self._refuse_torn_weights()
+            self._calls += 1
+            [prompt] = read_prompts(arrival.row, self._limits)
+            [seed] = self._seeds([prompt])
+            self._add(arrival.name, prompt, seed=seed, greedy=arrival.greedy)
+        return {name: to_output([row]) for name, row in self._collect(wait_s).items()}
+
+    def prepare_for_generation(self) -> None:
+        for tag in ("weights", "kv_cache"):
+            self._wake(tag)
+
+    def finish_generation(self) -> None:
+        level = self._config.vllm_cfg.sleep_level
+        if level == 0 or self._asleep or not can_sleep(self.context.device):
+            return
+        self._running.sleep(level)
+        self._asleep = {"weights", "kv_cache"}
+        if level == 2:
+            self._weight_version, self._has_weights = NO_VERSION, False
+
+    def get_weight_version(self) -> int:
+        return self._weight_version
+
+    def invalidate_kv_cache(self) -> bool:
+        if self._config.vllm_cfg.in_flight == "restart":
+            self._restart_requests()
+        self._wake("kv_cache")
+        emptied = self._running.forget_prefixes()
+        if emptied:
+            self._running.go_on()
+        return emptied
+
+    def prepare_refit_info(self, info: Mapping[str, Any]) -> dict[str, str]:
+        """See `GenerationInterface.prepare_refit_info`; requests under way wait until the cache was emptied."""
+        self._wake("weights")
+        self._running.hold()
+        dtypes: dict[str, str] = self._running.refit("prepare_refit_info", dict(info))[0]
+        return dtypes
+
+    def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
+        """See `GenerationInterface.update_weights`."""
+        self._weight_version = NO_VERSION
+        self._running.refit("update_weights", ipc_handles)
+        self._take_version()
+
+    def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float = 600.0) -> None:
+        """See `GenerationInterface.init_collective`."""
+        self._running.refit("init_collective", ip, port, world_size, timeout_s=timeout_s)
+
+    def update_weights_from_collective(self) -> None:
+        """See `GenerationInterface.update_weights_from_collective`."""
+        self._weight_version = NO_VERSION
+        self._running.refit("update_weights_from_collective")
+        self._take_version()
+
+    def weight_digests(self) -> dict[str, str]:
+        """See `GenerationInterface.weight_digests`."""
+        return same_digests_on_every_replica(self._running.refit("weight_digests"))
+
+    def weight_fingerprint(self) -> str:
+        """See `GenerationInterface.weight_fingerprint`."""
+        fingerprints: list[str] = self._running.refit("weight_fingerprint")
+        if len(set(fingerprints)) > 1:
+            self.weight_digests()  # names the tensors
+        return fingerprints[0]
+
+    def shutdown(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        try:
+            engine.refit("leave_refit")
+        finally:
+            engine.shutdown()
+
+    @property
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise WeightSyncError("The engine does not run: call setup first; after shutdown there is none.")
+        return self._engine
+
+    def _arguments(self, files: ModelFiles, load_format: str) -> dict[str, Any]:
+        own = self._config.vllm_cfg
+        arguments: dict[str, Any] = {
+            "model": files.path,
+            "tokenizer": files.tokenizer_path,
+            "skip_tokenizer_init": files.tokenizer_path is None,
+            "dtype": own.precision or "auto",
+            "load_format": load_format,
+            "trust_remote_code": own.trust_remote_code,
+            "max_model_len": own.max_model_len,
+            "max_num_seqs": own.max_num_seqs,
+            "max_num_batched_tokens": own.max_num_batched_tokens,
+            "enable_prefix_caching": own.enable_prefix_caching,
+            "kv_cache_dtype": own.kv_cache_dtype,
+            "tensor_parallel_size": own.tensor_parallel_size,
+            "pipeline_parallel_size": own.pipeline_parallel_size,
+            # In a Ray actor vLLM would take Ray for more than one process, and its CPU platform has none.
+            "distributed_executor_backend": "mp" if own.processes > 1 else None,
+            "seed": own.seed,
+            "logprobs_mode": "processed_logprobs",
+            "logits_processors": ["rl_backends_vllm.greedy:GreedyTemperature"] if self._config.temperature != 1.0 else None,
+            "worker_extension_cls": "rl_backends_vllm.extension.RefitExtension",
+            "disable_log_stats": True,
+        }
+        arguments |= engine_arguments(own, device=self.context.device, hf_config=files.hf_config)
+        return arguments | self._config.vllm_kwargs
+
+    def _settings(self, files: ModelFiles) -> SamplingSettings:
+        config = self._config
+        return SamplingSettings(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop_strings=tuple(config.stop_strings or ()),
+            end_ids=end_token_ids(files.generation_config, files.hf_config, files.tokenizer, further=config.stop_token_ids),
+            has_tokenizer=files.tokenizer_path is not None,
+        )
+
+    def _seeds(self, prompts: Sequence[Prompt]) -> list[int]:
+        # Replicas that drew from one seed would sample the same rows.
+        seed = self._config.vllm_cfg.seed * 1_000_003 + self.context.rank
+        derived: list[int] = derived_seeds(seed, self._calls, len(prompts)).tolist()
+        return [own if prompt.seed is None else prompt.seed for prompt, own in zip(prompts, derived, strict=True)]
+
+    def _add(self, name: str, prompt: Prompt, *, seed: int, greedy: bool) -> None:
+        parameters = self._sampling.parameters(prompt, seed=seed, greedy=greedy)
+        self._requests[name] = _Request(prompt.tokens, parameters, self._weight_version)
+        self._running.add(name, prompt.tokens, parameters)
+
+    def _collect(self, wait_s: float, *, only: set[str] | None = None) -> dict[str, Completion]:
+        """Finished rows by name; those of other callers are kept for them."""
+        until = time.monotonic() + wait_s
+        while True:
+            for output in self._running.finished(max(until - time.monotonic(), 0.0)):
+                request = self._requests.get(output.request_id)
+                if request is not None:
+                    request.done = completion_of(output, prompt=request.tokens, weight_version=request.weight_version)
+            ready = {
+                name: request.done
+                for name, request in self._requests.items()
+                if request.done is not None and (only is None or name in only)
+            }
+            if ready or time.monotonic() >= until:
+                break
+            if not self._requests:
+                time.sleep(max(until - time.monotonic(), 0.0))
+        for name in ready:
+            del self._requests[name]
+        return ready
+
+    def _forget(self, names: Sequence[str]) -> None:
+        known = [name for name in names if self._requests.pop(name, None) is not None]
+        if known:
+            self._running.abort(known)
+
+    def _restart_requests(self) -> None:
+        waiting = {name: request for name, request in self._requests.items() if request.done is None}
+        self._running.abort(list(waiting))
+        for name, request in waiting.items():
+            request.weight_version = self._weight_version
+            self._running.add(name, request.tokens, request.parameters)
+
+    def _take_version(self) -> None:
+        versions = set(self._running.refit("get_weight_version"))
+        if len(versions) == 1:
+            self._weight_version = versions.pop()
+            self._has_weights = self._has_weights or self._weight_version != NO_VERSION
+
+    def _refuse_torn_weights(self) -> None:
+        self._running.refit("refuse_torn_weights")
+        if not self._has_weights:
+            raise WeightSyncError(_TORN)
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._running.wake(tag)
+            self._asleep.discard(tag)
+
+
+class _Request:
+    """A row in the engine."""
+
+    def __init__(self, tokens: list[int], parameters: Any, weight_version: int) -> None:
+        self.tokens, self.parameters, self.weight_version = tokens, parameters, weight_version
+        self.done: Completion | None = None
+
+
+def _start(arguments: Mapping[str, Any], *, asynchronous: bool) -> Engine:
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if asynchronous:
+        from rl_backends_vllm.async_engine import AsyncEngine
+
+        return AsyncEngine(given)
+    from rl_backends_vllm.engine import InProcessEngine
+
+    return InProcessEngine(given)
