@@ -97,14 +97,13 @@ def check_generation_prompt(tokenizer: Any, question: Sequence[Message]) -> Diag
 def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
     """Tokenise the rendered text as a whole and piece by piece (prompt, answer, closing), and over two turns."""
     prompt, whole = _render(tokenizer, question, header=True), _render(tokenizer, _answered(question), header=False)
-    pieces = [prompt, _ANSWER, _closing(whole)]
-    joined = [token for piece in pieces for token in _encode(tokenizer, piece)]
+    joined = [token for piece in (prompt, _ANSWER, _closing(whole)) for token in _encode(tokenizer, piece)]
     together = _encode(tokenizer, whole)
     why = (
         "A sampled answer is kept as its tokens and joined to the prompt's. Where the whole text has other tokens, supervised "
         "training and the next turn show the model something else than it has sampled."
     )
-    if "".join(pieces) == whole and joined != together:
+    if joined != together:
         place = get_first_index_that_differs(joined, together)
         found = (
             f"joined by turns, token {place} is {_text(tokenizer, joined, place)}, and in the whole text it is "

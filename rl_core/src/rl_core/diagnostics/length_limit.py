@@ -41,8 +41,8 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
     if accepts:
         problems.append(f"a prompt of {limit} tokens, which leaves no room, was not refused")
     longest = int(output["unpadded_sequence_lengths"].max())
-    reached = int((output["unpadded_sequence_lengths"] == limit).sum())
-    details = {"limit": limit, "longest_row": longest, "rows_at_the_limit": reached, "problems": problems}
+    reached = int(((output["unpadded_sequence_lengths"] == limit) & output["truncated"]).sum())
+    details = {"limit": limit, "longest_row": longest, "rows_cut_at_the_limit": reached, "problems": problems}
     if problems:
         return Diagnosis(
             name=NAME,

@@ -1,0 +1,129 @@
+"""Each diagnosis of a chat template, on one that is right and on one that is wrong in just that way."""
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from rl_core.diagnostics.chat_template import check_chat_template
+from rl_core.diagnostics.diagnosis import Verdict
+
+QUESTION = [{"role": "user", "content": "12+34="}]
+RIGHT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHARACTERS = ["<pad>", "<eos>", "<unk>", *"0123456789+-*= \n<>abcdefghijklmnopqrstuvwxyz"]
+
+
+def tokenizer_with(template, *, merges=()):
+    """A token a character, and one for each of `merges`."""
+    vocabulary = {token: number for number, token in enumerate([*CHARACTERS, *("".join(merge) for merge in merges)])}
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(BPE(vocab=vocabulary, merges=list(merges), unk_token="<unk>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+    )
+    made.chat_template = template
+    return made
+
+
+def verdicts(template, *, question=QUESTION, stop_ids=(1,), merges=(), stop_strings=()):
+    found = check_chat_template(
+        tokenizer_with(template, merges=merges), question, stop_ids=set(stop_ids), stop_strings=stop_strings
+    )
+    for diagnosis in found:
+        assert bool(diagnosis.why and diagnosis.remedy) == (diagnosis.verdict is not Verdict.OK), diagnosis
+    return {diagnosis.name: diagnosis for diagnosis in found}
+
+
+def only_problem(found):
+    [problem] = [diagnosis for diagnosis in found.values() if diagnosis.verdict is not Verdict.OK]
+    return problem
+
+
+def test_a_right_template_passes_all_four():
+    found = verdicts(RIGHT)
+    assert list(found) == ["chat_template_renders", "generation_prompt_is_prefix", "turns_join", "end_of_turn_stops"]
+    assert {diagnosis.verdict for diagnosis in found.values()} == {Verdict.OK}
+
+
+def test_the_template_of_the_quickstart_passes(tokenizer):
+    found = check_chat_template(tokenizer, QUESTION, stop_ids={1})
+    assert [diagnosis.verdict for diagnosis in found] == [Verdict.OK] * 4
+
+
+def test_no_template_is_no_fault():
+    [diagnosis] = verdicts(None).values()
+    assert diagnosis.verdict is Verdict.OK
+    assert "has no chat template" in diagnosis.found
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no users here') }}", "no users here"),
+        ("{% for m in messages %}{{ m.content }}", "Unexpected end of template"),
+        ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", "can only concatenate str"),
+        ("{{ messages[0].content.missing.deeper }}", "missing"),
+    ],
+)
+def test_a_template_that_raises_is_the_only_finding(template, said):
+    [diagnosis] = verdicts(template).values()
+    assert (diagnosis.name, diagnosis.verdict) == ("chat_template_renders", Verdict.FAILED)
+    assert said in diagnosis.found
+    assert "['user']" in diagnosis.found
+
+
+def test_a_template_that_drops_what_the_system_said():
+    question = [{"role": "system", "content": "be brief"}, *QUESTION]
+    [diagnosis] = verdicts(RIGHT.replace("messages %}", "messages if m.role != 'system' %}"), question=question).values()
+    assert diagnosis.verdict is Verdict.FAILED
+    assert "lacks what these say: ['system']" in diagnosis.found
+
+
+def test_a_header_that_is_not_how_an_answer_begins():
+    found = verdicts(RIGHT.replace("%}<assistant>{%", "%}<assistant>\n{%"))
+    assert found["generation_prompt_is_prefix"].verdict is Verdict.FAILED
+    assert "does not begin with the prompt, from character" in found["generation_prompt_is_prefix"].found
+    assert found["turns_join"].verdict is Verdict.FAILED
+
+
+def test_a_header_that_changes_the_prompt():
+    template = "{% if add_generation_prompt %}>{% endif %}" + RIGHT
+    found = verdicts(template)
+    assert found["generation_prompt_is_prefix"].verdict is Verdict.FAILED
+    assert "the text before it changes, from character 0 on" in found["generation_prompt_is_prefix"].found
+
+
+def test_an_answer_that_is_merged_with_what_comes_before_it():
+    # Without anything between question and answer, "=" and "4" become one token.
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    assert {diagnosis.verdict for diagnosis in verdicts(template).values()} == {Verdict.OK}
+    found = verdicts(template, merges=[("=", "4")])
+    assert found["turns_join"].verdict is Verdict.FAILED
+    assert "'='" in found["turns_join"].found
+    assert "'=4'" in found["turns_join"].found
+    assert found["generation_prompt_is_prefix"].verdict is Verdict.FAILED
+
+
+def test_a_second_turn_that_rewrites_the_first_is_a_warning():
+    template = RIGHT.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'assistant' and loop.last %} {% endif %}")
+    problem = only_problem(verdicts(template))
+    assert (problem.name, problem.verdict) == ("turns_join", Verdict.WARNING)
+    assert "not prefix-stable" in problem.found
+
+
+def test_a_turn_that_ends_with_a_token_at_which_the_engine_does_not_stop():
+    template = RIGHT.replace("<eos>{% endfor", "\n{% endfor").replace("{{ m.content }}\n", "{{ m.content }}<end>\n")
+    problem = only_problem(verdicts(template))
+    assert (problem.name, problem.verdict) == ("end_of_turn_stops", Verdict.FAILED)
+    first = CHARACTERS.index("<")
+    assert problem.remedy.startswith(f"Set policy.generation.stop_token_ids: [{first}]")
+    assert verdicts(template, stop_ids=(1, first))["end_of_turn_stops"].verdict is Verdict.OK
+    assert verdicts(template, stop_strings=("<end>",))["end_of_turn_stops"].verdict is Verdict.OK
+
+
+def test_a_turn_without_an_end_is_a_warning():
+    problem = only_problem(verdicts(RIGHT.replace("<eos>{% endfor", "{% endfor")))
+    assert (problem.name, problem.verdict) == ("end_of_turn_stops", Verdict.WARNING)
