@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_backends_vllm.extension import pack, unpack
+from rl_core.errors import ConfigError
 
 
 class Engine(ABC):
@@ -71,13 +72,22 @@ class InProcessEngine(Engine):
         arguments: of `vllm.EngineArgs`.
     """
 
+    _here: ClassVar[InProcessEngine | None] = None
+    """The one that runs in this process."""
+
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        if InProcessEngine._here is not None:
+            raise ConfigError(
+                "A vLLM engine runs in this process already, and process groups are the process's: the end of one would end "
+                "the other. Shut the first down, give the second `vllm_cfg.async_engine: true`, or run both over a cluster."
+            )
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.config = self._engine.vllm_config
         self._held = False
+        InProcessEngine._here = self
 
     def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
         from vllm.inputs.engine import tokens_input
@@ -116,4 +126,5 @@ class InProcessEngine(Engine):
         self._engine.wake_up([tag])
 
     def shutdown(self) -> None:
+        InProcessEngine._here = None
         self._engine.engine_core.shutdown()

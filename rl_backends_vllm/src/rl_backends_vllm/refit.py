@@ -79,6 +79,10 @@ class VllmWeightReceiver(WeightReceiver):
         kind = natural_kind(self._device())
         for name, tensor in tensors.items():
             self._digests[name] = tensor_digest(tensor, kind=kind)
+        self.give_to_vllm(tensors)
+
+    def give_to_vllm(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fuse, shard, pack: vLLM's part, with nothing of the sender's memory kept."""
         with self._inside_vllm():
             self._worker.model_runner.model.load_weights(iter(tensors.items()))
         self._clone_what_vllm_still_holds()
@@ -143,8 +147,7 @@ class VllmWeightReceiver(WeightReceiver):
 
     def _undo_half_a_reload(self) -> None:
         """Put the tensors back that a reload which failed half-way had taken away: the next one sends all weights anyway."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
         for layer in self._model.modules():
             info = get_layerwise_info(layer)

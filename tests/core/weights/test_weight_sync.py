@@ -13,6 +13,7 @@ from tiny_refit_workers import (
     PolicyThatBreaks,
     PolicyThatLoses,
     PolicyThatRepeats,
+    SlowEngine,
     TinyEngine,
     TinyPolicy,
 )
@@ -330,3 +331,10 @@ def test_the_first_transport_that_both_sides_speak_is_chosen():
         chosen(["shared_memory"], ["collective"])
     with pytest.raises(MissingCapabilityError, match=r"'nvlink'.*Known are by_reference, shared_memory, collective"):
         chosen(NAMES, NAMES, "nvlink")
+
+
+def test_a_refit_that_the_policy_breaks_off_leaves_no_load_under_way():
+    policy, engine = make_policy(PolicyThatBreaks), make_engine(SlowEngine)
+    with pytest.raises(WeightSyncError, match=r"the disk of k\.weight is gone"):
+        synchronizer(policy, engine).sync()
+    assert not engine.group.run_one("is_loading")

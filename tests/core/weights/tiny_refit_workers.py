@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import torch
@@ -105,6 +106,21 @@ class TinyEngine(WeightSink):
 
 class HalfPrecisionEngine(TinyEngine):
     dtype = torch.bfloat16
+
+
+class SlowEngine(TinyEngine):
+    """Takes its time over each bucket, and says whether it is at it."""
+
+    loading = False
+
+    def load_weights(self, tensors) -> None:
+        self.loading = True
+        time.sleep(0.3)
+        super().load_weights(tensors)
+        self.loading = False
+
+    def is_loading(self) -> bool:
+        return self.loading
 
 
 class ForgetfulEngine(TinyEngine):

@@ -15,7 +15,7 @@ import mmap
 import os
 import time
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import ClassVar
 
@@ -165,6 +165,11 @@ class SharedMemoryTransport(WeightTransport):
                 loading = reader.submit(generation.update_weights, handles)
                 moved += int(handles["num_bytes"])
             self._finish(loading, deadline, f"bucket {len(buckets)} of {len(buckets)}")
+        except BaseException:
+            if loading is not None:
+                # Else the engine would go on loading, in its own time, into the refit that comes after this one.
+                wait([loading], timeout=max(deadline - time.monotonic(), 0.0))
+            raise
         finally:
             reader.shutdown(wait=False, cancel_futures=True)
         return moved

@@ -1,0 +1,293 @@
+"""Every refit of a vLLM engine: equal to a fresh engine, and stopped where a tensor is not what it should be."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_vllm import VllmConfig, VllmGeneration
+from rl_backends_vllm.refit import VllmWeightReceiver
+from rl_core.algorithms.losses import NLLLossFn
+from rl_core.config.schema import OptimizerConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import WeightSyncError
+from rl_core.weights.canary import make_canary
+from rl_core.weights.shared_memory import SharedMemoryTransport
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+VOCABULARY, LENGTH = 320, 48
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,  # vLLM's attention on a CPU takes 32, 64, ...
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "initializer_range": 0.1,
+}
+FAMILIES = {
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama-untied": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
+}
+SPEAKS = ("shared_memory",)
+
+
+def make_model(folder, family):
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    with torch.no_grad():  # biases and norms start as zeros and ones, where a lost one would not show
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def make_policy(path, lr=5e-3):
+    generation = VllmConfig(temperature=0.8, max_new_tokens=16)
+    optimizer = OptimizerConfig(kwargs={"lr": lr, "weight_decay": 0.0})
+    return HuggingFacePolicy(
+        config=HFPolicyConfig(model_name=path, max_total_sequence_length=LENGTH, generation=generation, optimizer=optimizer)
+    )
+
+
+def make_engine(path, **cfg):
+    return VllmGeneration(
+        config=VllmConfig(
+            model_name=path,
+            temperature=0.8,
+            max_new_tokens=16,
+            vllm_cfg={"precision": "float32", "max_model_len": LENGTH, "max_num_seqs": 16, **cfg},
+        )
+    )
+
+
+def synchronizer(policy, engine, *, canary=True, buffer_bytes=64 * 1024):
+    def make():
+        return make_canary(range(3, VOCABULARY), num_receivers=1, max_length=LENGTH, exact=True)
+
+    return WeightSynchronizer(
+        policy,
+        engine,
+        transports=[SharedMemoryTransport],
+        policy_capabilities=SPEAKS,
+        generation_capabilities=SPEAKS,
+        # Buckets smaller than a layer: fused tensors arrive in pieces, and their memory is reused in between.
+        buffer_bytes=buffer_bytes,
+        canary=make if canary else None,
+    )
+
+
+def rows(seed, count=6, width=12):
+    generator = torch.Generator().manual_seed(seed)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(3, VOCABULARY, (count, width), generator=generator),
+            "input_lengths": torch.randint(4, width + 1, (count,), generator=generator),
+            "sample_seeds": torch.arange(count) + 100 * seed,
+        }
+    )
+
+
+def take_step(policy, seed):
+    data = rows(seed, count=8, width=24)
+    data["token_mask"] = torch.ones_like(data["input_ids"], dtype=torch.float32)
+    data["sample_mask"] = torch.ones(8)
+    policy.train(data, NLLLossFn())
+
+
+def plain_logprobs(model, output, temperature=0.8):
+    """Of each sampled token, by a plain forward pass of each row alone."""
+    found = []
+    for ids, length, sampled in zip(
+        output["output_ids"], output["unpadded_sequence_lengths"], output["generation_lengths"], strict=True
+    ):
+        tokens = ids[: int(length)].unsqueeze(0)
+        with torch.no_grad():
+            logits = model(tokens).logits[0].float() / temperature
+        scores = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1)
+        found.append(scores[-int(sampled) :])
+    return torch.cat(found)
+
+
+def sampled_logprobs(output):
+    position = torch.arange(output["output_ids"].shape[1])
+    lengths, sampled = output["unpadded_sequence_lengths"], output["generation_lengths"]
+    mask = (position >= (lengths - sampled).unsqueeze(1)) & (position < lengths.unsqueeze(1))
+    return output["logprobs"][mask]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_each_of_20_refits_the_engine_equals_a_fresh_one_on_the_same_weights(family, tmp_path):
+    path = make_model(tmp_path / "model", family)
+    policy, engine = make_policy(path), make_engine(path, load_format="dummy")
+    sync = synchronizer(policy, engine)
+    outputs = {}
+    try:
+        before = None
+        for step in range(1, 21):
+            take_step(policy, step)
+            found = sync.sync()
+            assert found["refit/canary_error"] < 1e-5
+            outputs[step] = output = engine.generate(rows(step))
+            assert output["weight_version"].tolist() == [step] * 6
+            policy.save_checkpoint(str(tmp_path / str(step)))
+            plain = AutoModelForCausalLM.from_pretrained(tmp_path / str(step), dtype=torch.float32)
+            # Float32 sums in another order: the same tolerance as between any two implementations of this size.
+            torch.testing.assert_close(sampled_logprobs(output), plain_logprobs(plain, output), atol=1e-5, rtol=0)
+            after = plain.model.embed_tokens.weight.detach().clone()
+            assert before is None or (before - after).abs().max() > 1e-4, "the steps change the weights"
+            before = after
+    finally:
+        engine.shutdown()
+        policy.shutdown()
+    for step in (1, 10, 20):
+        fresh = make_engine(str(tmp_path / str(step)))
+        try:
+            again = fresh.generate(rows(step))
+        finally:
+            fresh.shutdown()
+        assert torch.equal(again["output_ids"], outputs[step]["output_ids"])
+        torch.testing.assert_close(again["logprobs"], outputs[step]["logprobs"], atol=1e-5, rtol=0)
+
+
+def test_an_engine_without_weights_refuses_to_sample_before_its_first_refit(tmp_path):
+    path = make_model(tmp_path / "model", "llama-tied")
+    engine = make_engine(path, load_format="dummy")
+    try:
+        assert engine.weight_version == -1
+        with pytest.raises(Exception, match="no whole set of weights"):
+            engine.generate(rows(1))
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A policy and an engine that agree at weight version 1."""
+    path = make_model(tmp_path_factory.mktemp("pair") / "model", "llama-untied")
+    policy, engine = make_policy(path), make_engine(path, load_format="dummy")
+    take_step(policy, 1)
+    synchronizer(policy, engine).sync()
+    yield policy, engine
+    engine.shutdown()
+    policy.shutdown()
+
+
+def lost(name, tensor, earlier):
+    return None
+
+
+def transposed(name, tensor, earlier):
+    return tensor.t().contiguous()
+
+
+def delayed(name, tensor, earlier):
+    return earlier
+
+
+SQUARE, FUSED, NORM = (
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.1.self_attn.q_proj.weight",
+    "model.layers.1.post_attention_layernorm.weight",
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [(lost, SQUARE), (lost, FUSED), (lost, NORM), (lost, "lm_head.weight"), (lost, "model.embed_tokens.weight"),
+     (transposed, SQUARE), (transposed, FUSED), (delayed, SQUARE), (delayed, FUSED), (delayed, NORM),
+     (delayed, "lm_head.weight")],
+)  # fmt: skip
+def test_a_tensor_that_the_engine_loses_transposes_or_delays_stops_the_run(pair, fault, name, monkeypatch):
+    policy, engine = pair
+    earlier = {key: tensor.clone() for key, tensor in policy.group.worker.iter_weights()}
+    take_step(policy, 2)
+    give = VllmWeightReceiver.give_to_vllm
+
+    def faulty(self, tensors):
+        changed = {key: fault(key, tensor, earlier[key]) if key == name else tensor for key, tensor in tensors.items()}
+        give(self, {key: tensor for key, tensor in changed.items() if tensor is not None})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VllmWeightReceiver, "give_to_vllm", faulty)
+        with pytest.raises(WeightSyncError) as caught:
+            synchronizer(policy, engine).sync()
+    says = "left layers as they were" if fault is lost else "computes otherwise than the policy"
+    assert says in str(caught.value)
+    # A full refit mends it.
+    assert synchronizer(policy, engine).sync()["refit/canary_error"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (lost, "left them out"),
+        (transposed, "computes otherwise than the policy"),
+        (delayed, "computes otherwise than the policy"),
+    ],
+)
+def test_a_tensor_that_the_policy_loses_transposes_or_delays_stops_the_run(pair, fault, says, monkeypatch):
+    policy, engine = pair
+    worker = policy.group.worker
+    earlier = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+    take_step(policy, 3)
+    iterate = worker.iter_weights
+
+    def faulty(names=None):
+        for key, tensor in iterate(names):
+            given = fault(key, tensor, earlier[key]) if key == SQUARE else tensor
+            if given is not None:
+                yield key, given
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "iter_weights", faulty)
+        with pytest.raises(WeightSyncError, match=says):
+            synchronizer(policy, engine).sync()
+    assert synchronizer(policy, engine).sync()["refit/canary_error"] < 1e-5
+
+
+def test_an_engine_with_half_a_refit_refuses_to_sample(pair, monkeypatch):
+    policy, engine = pair
+    take_step(policy, 4)
+    give = VllmWeightReceiver.give_to_vllm
+    calls = []
+
+    def dies_at_the_third(self, tensors):
+        calls.append(tensors)
+        if len(calls) == 3:
+            raise RuntimeError("no more")
+        give(self, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VllmWeightReceiver, "give_to_vllm", dies_at_the_third)
+        with pytest.raises(WeightSyncError, match="no more"):
+            synchronizer(policy, engine).sync()
+    with pytest.raises(Exception, match="have not arrived in this refit"):
+        engine.generate(rows(4))
+    synchronizer(policy, engine).sync()
+    assert engine.generate(rows(4))["weight_version"].tolist() == [policy.weight_version] * 6
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_loaded(pair, tmp_path):
+    _, engine = pair
+    other = make_policy(make_model(tmp_path / "other", "qwen3"))
+    version, output = engine.weight_version, engine.generate(rows(5))
+    try:
+        with pytest.raises(WeightSyncError, match=r"q_norm\.weight: the policy sends it, the engine has no such weight"):
+            synchronizer(other, engine).sync()
+    finally:
+        other.shutdown()
+    assert engine.weight_version == version
+    engine.invalidate_kv_cache()
+    assert torch.equal(engine.generate(rows(5))["output_ids"], output["output_ids"])
