@@ -1,0 +1,172 @@
+"""`rlcore check-logprobs`: exit code 0 where policy and engine agree, 1 with the number that is beyond, 2 for a mistake."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from rl_core.errors import UserError
+from rlcore_cli.main import app
+
+MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
+CONFIG = {
+    "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "seed": 3},
+    "policy": {
+        "backend": "hf",
+        "model_name": str(MODEL),
+        "max_total_sequence_length": 16,
+        "generation": {"backend": "hf", "max_new_tokens": 5},
+    },
+    "data": {"train": {"dataset_name": "arithmetic", "num_samples": 40}},
+    "env": {"arithmetic": {"num_workers": 1}},
+}
+IN_PROCESS = "cluster.backend=in_process"
+MARK = "RLCORE_TEST_CHECK"
+
+PERTURBED = """
+from rl_backends_hf import HuggingFacePolicy
+from rl_backends_hf.config import HFPolicyConfig
+from rl_core.config.schema import PolicyConfig
+
+
+class PerturbedPolicy(HuggingFacePolicy):
+    '''Sends the weights that it was given, and scores with one tensor of them changed.'''
+
+    capabilities = ("by_reference",)
+
+    def __init__(self, *, config, cluster, deadlines):
+        values = {key: getattr(config, key) for key in PolicyConfig.model_fields}
+        super().__init__(config=HFPolicyConfig(**values), cluster=cluster, deadlines=deadlines)
+
+    def get_logprobs(self, data):
+        norm = self.group.worker._scoring.model.model.norm.weight.data
+        norm.mul_(1.3)
+        try:
+            return super().get_logprobs(data)
+        finally:
+            norm.div_(1.3)
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def rlcore(*arguments, environment=None):
+    return subprocess.run(
+        [sys.executable, "-m", "rlcore_cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env={**os.environ, **(environment or {})},
+    )
+
+
+def check(*arguments):
+    return CliRunner().invoke(app, ["check-logprobs", *arguments])
+
+
+def test_a_policy_and_an_engine_of_one_model_are_consistent(config, tmp_path):
+    result = check(config, IN_PROCESS)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == "policy hf float32, engine hf float32; weights by by_reference, proven"
+    assert lines[-1] == "consistent"
+    assert any(line.startswith("exp(mean |d|)  1.00000") and line.endswith("1.05 is allowed") for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_the_number_that_fails_is_named_and_the_exit_code_is_1(config):
+    # The engine draws from another distribution than the one that the policy scores.
+    result = check(config, IN_PROCESS, "policy.generation.hf_cfg.repetition_penalty=3.0")
+    assert result.exit_code == 1
+    assert "not consistent: exp(mean |d|) is 1." in result.output
+    assert "over all tokens, and 1.05 is allowed" in result.output
+
+
+def test_a_policy_that_scores_with_a_perturbed_tensor_fails(config, tmp_path):
+    (tmp_path / "perturbed_policy.py").write_text(PERTURBED)
+    result = rlcore("check-logprobs", config, IN_PROCESS, "--json", "policy.backend=perturbed_policy.PerturbedPolicy")
+    assert result.returncode == 1, result.stderr
+    report = json.loads(result.stdout)
+    assert report["consistent"] is False
+    assert report["multiplicative_error"] > 1.05
+    assert len(report["failures"]) == 1
+
+
+@pytest.mark.slow
+def test_over_ray_the_json_is_alone_on_standard_output_and_no_process_is_left(config, tmp_path):
+    mark = uuid.uuid4().hex
+    bfloat16 = "policy.generation.hf_cfg.precision=bfloat16"
+    result = rlcore("check-logprobs", config, bfloat16, "--num-prompts", "7", "--json", environment={MARK: mark})
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["engine"], report["refit"], report["num_rows"]) == ("hf bfloat16", "shared_memory", 7)
+    assert sum(part["num_tokens"] for part in report["by_position"]) == report["num_tokens"]
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    until = time.monotonic() + 20
+    while (left := marked(mark)) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert left == []
+
+
+def marked(mark):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:100])
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_tighter_threshold_is_kept_to(config):
+    assert check(config, IN_PROCESS, "--threshold", "1.0000000001").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("policy.precison=bfloat16",), "Did you mean 'precision'?"),
+        (("data.train.path=x",), "path"),
+        (("policy.model_name=/no/such/model",), "/no/such/model"),
+        (("++data.max_input_seq_length=3",), "record 0 has"),
+    ],
+)
+def test_a_mistake_in_the_config_is_the_users_and_starts_nothing(config, arguments, said):
+    result = check(config, IN_PROCESS, *arguments)
+    # Of an error that `main` prints, the runner shows the exception itself.
+    assert isinstance(result.exception, UserError), result.output
+    assert result.exception.exit_code == 2
+    assert said in str(result.exception)
+
+
+def test_a_config_without_an_engine_says_how_to_name_one(config, tmp_path):
+    supervised = {"sft": {}, "policy": {**CONFIG["policy"]}, "data": CONFIG["data"]}
+    del supervised["policy"]["generation"]
+    (tmp_path / "sft.yaml").write_text(json.dumps(supervised))
+    result = check("sft.yaml", IN_PROCESS)
+    assert isinstance(result.exception, UserError)
+    assert "there is no engine beside the policy" in str(result.exception)
+
+
+def test_it_imports_nothing_heavy_before_it_is_run():
+    code = (
+        "import sys, rlcore_cli.check_logprobs, rlcore_cli.diagnose\n"
+        "print(sorted({'torch', 'ray', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
