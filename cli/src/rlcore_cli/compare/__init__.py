@@ -1,0 +1,1 @@
+"""`rlcore compare`: several runs against each other, on the terminal and as a page."""

@@ -1,0 +1,130 @@
+"""What differs between runs: configs, versions, and the final and best value of each metric; it prints and draws nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore_cli.report.panels import Direction, better, in_order
+from rlcore_cli.report.run_folder import Curve, RunFolder, leaves
+
+ABSENT = "—"
+"""A key that one run has and another has not."""
+
+_OF_THE_RUN_ITSELF = ("logger.run_name", "logger.log_dir")
+"""Keys that differ between any two runs and change nothing in them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One metric that all runs have; the lists are in the order of the runs.
+
+    Attributes:
+        metric: Its name.
+        direction: Which way is better; None where neither is.
+        finals: The last value of each, with its step.
+        bests: The best value of each, with the first step that had it; None where neither way is better.
+    """
+
+    metric: str
+    direction: Direction | None
+    finals: tuple[tuple[float, int], ...]
+    bests: tuple[tuple[float, int], ...] | None
+
+    @property
+    def better_at_the_end(self) -> tuple[int, ...]:
+        """The runs whose final value is the best: several where they are level, none where neither way is better."""
+        return _winners([value for value, _ in self.finals], self.direction)
+
+    @property
+    def better_at_its_best(self) -> tuple[int, ...]:
+        """The runs whose best value is the best, in the same way."""
+        return () if self.bests is None else _winners([value for value, _ in self.bests], self.direction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs side by side.
+
+    Attributes:
+        runs: In the order given; the first is what differences are counted from.
+        letters: A, B, ...: what each is called in tables and curves.
+        verdicts: Of every metric that all of them have.
+        settings: Keys of the config that differ, with each run's value as text.
+        versions: Libraries that differ, with each run's version; empty where a run does not say.
+        untold: The letters of runs that do not say what ran them.
+        not_shared: Metrics that only some have.
+    """
+
+    runs: tuple[RunFolder, ...]
+    letters: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+    settings: tuple[tuple[str, tuple[str, ...]], ...]
+    versions: tuple[tuple[str, tuple[str, ...]], ...]
+    untold: tuple[str, ...]
+    not_shared: tuple[str, ...]
+
+
+def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
+    """Everything in which runs differ."""
+    every_name = list(dict.fromkeys(name for run in runs for name in run.names()))
+    curves = {name: [run.curve(name) for run in runs] for name in every_name}
+    shared = in_order([name for name in every_name if all(curve.steps for curve in curves[name])])
+    letters = tuple(letter(index) for index in range(len(runs)))
+    untold = tuple(name for name, run in zip(letters, runs, strict=True) if not run.environment)
+    return Comparison(
+        runs=tuple(runs),
+        letters=letters,
+        verdicts=tuple(_verdict(name, curves[name]) for name in shared),
+        settings=_differences([_settings(run) for run in runs]),
+        versions=_differences([_versions(run) for run in runs]) if not untold else (),
+        untold=untold,
+        not_shared=tuple(sorted(set(every_name) - set(shared))),
+    )
+
+
+def letter(index: int) -> str:
+    """A, B, ..., Z, A1, B1, ..."""
+    return chr(ord("A") + index % 26) + (str(index // 26) if index >= 26 else "")
+
+
+def _verdict(name: str, curves: Sequence[Curve]) -> Verdict:
+    direction = better(name)
+    finals = tuple((curve.values[-1], curve.steps[-1]) for curve in curves)
+    if direction is None:
+        return Verdict(metric=name, direction=None, finals=finals, bests=None)
+    best = max if direction == "higher" else min
+    bests = tuple(best(zip(c.values, c.steps, strict=True), key=lambda point: point[0]) for c in curves)
+    return Verdict(metric=name, direction=direction, finals=finals, bests=bests)
+
+
+def _winners(values: Sequence[float], direction: Direction | None) -> tuple[int, ...]:
+    if direction is None:
+        return ()
+    best = max(values) if direction == "higher" else min(values)
+    # Level is what cannot be told apart in the four digits that are shown.
+    return tuple(i for i, value in enumerate(values) if abs(value - best) <= 5e-5 * max(abs(value), abs(best)))
+
+
+def _settings(run: RunFolder) -> dict[str, str]:
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        for key, value in leaves(run.config or {})
+        if key not in _OF_THE_RUN_ITSELF
+    }
+
+
+def _versions(run: RunFolder) -> dict[str, str]:
+    environment: dict[str, Any] = dict(run.environment or {})
+    plugins = {f"plugin {name}": label for name, label in environment.get("plugins", {}).items()}
+    own = {key: str(environment[key]) for key in ("python", "platform", "cpus") if key in environment}
+    distributions: dict[str, str] = environment.get("distributions", {})
+    return own | plugins | distributions
+
+
+def _differences(sides: Sequence[dict[str, str]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    keys = dict.fromkeys(key for side in sides for key in side)
+    rows = [(key, tuple(side.get(key, ABSENT) for side in sides)) for key in keys]
+    return tuple((key, values) for key, values in rows if len(set(values)) > 1)

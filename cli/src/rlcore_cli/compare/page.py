@@ -1,0 +1,52 @@
+"""A comparison as one page of HTML, in the style of a run's report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlcore_cli.compare.comparison import Comparison, Verdict
+from rlcore_cli.compare.terminal import cell, verdict_words
+from rlcore_cli.report.page import Figure, figure, render_template
+from rlcore_cli.report.panels import Chosen, choose_panels
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The whole page."""
+    names = list(dict.fromkeys(name for run in comparison.runs for name in run.names()))
+    main, further, unseen = choose_panels(names)
+    return render_template(
+        "compare.html.jinja",
+        comparison=comparison,
+        runs=list(zip(comparison.letters, comparison.runs, strict=True)),
+        figures=[drawn for chosen in main for drawn in _figures(comparison, chosen)],
+        further=[drawn for chosen in further for drawn in _figures(comparison, chosen)],
+        unseen=unseen,
+        verdicts=[_row(verdict, comparison) for verdict in comparison.verdicts],
+    )
+
+
+def _figures(comparison: Comparison, chosen: Chosen) -> list[Figure]:
+    """One chart a metric, one line a run."""
+    panel = chosen.panel
+    return [
+        figure(
+            [(letter, run.curve(name)) for letter, run in zip(comparison.letters, comparison.runs, strict=True)],
+            title=name,
+            unit=panel.unit,
+            note=panel.note if len(chosen.names) == 1 else "",
+        )
+        for name in chosen.names
+    ]
+
+
+def _row(verdict: Verdict, comparison: Comparison) -> dict[str, Any]:
+    def cells(points: tuple[tuple[float, int], ...]) -> list[tuple[str, int]]:
+        return [(cell(value, points[0][0] if index else None), step) for index, (value, step) in enumerate(points)]
+
+    return {
+        "metric": verdict.metric,
+        "direction": verdict.direction,
+        "finals": cells(verdict.finals),
+        "bests": cells(verdict.bests) if verdict.bests is not None else [("", None)] * len(comparison.runs),
+        "words": verdict_words(verdict, comparison.letters),
+    }

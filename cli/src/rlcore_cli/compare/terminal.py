@@ -1,0 +1,125 @@
+"""A comparison as text for a terminal: curves over each other, what differs, a table of values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlcore_cli.compare.comparison import Comparison, Verdict
+from rlcore_cli.report.panels import choose_panels
+from rlcore_cli.report.scales import format_number, thin
+
+DRAWN = ("reward/mean", "validation/accuracy", "validation/loss", "loss")
+"""The curves of a terminal: the first two of these that all runs have."""
+MOST_DRAWN = 2
+LONGEST_VALUE = 40
+
+
+def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
+    """The whole comparison, line by line.
+
+    Args:
+        comparison: The runs.
+        everything: Every shared metric; otherwise those that a report shows first.
+    """
+    for name, run in zip(comparison.letters, comparison.runs, strict=True):
+        yield f"{name} = {run.path} ({run.last_step or 0} steps)"
+    shared = [verdict.metric for verdict in comparison.verdicts]
+    for metric in [name for name in DRAWN if name in shared][:MOST_DRAWN]:
+        yield ""
+        yield from _curves(comparison, metric)
+    yield ""
+    yield from _differing("config", comparison, comparison.settings)
+    if comparison.untold:
+        yield f"Versions cannot be compared: {', '.join(comparison.untold)} has no environment.json."
+        yield ""
+    else:
+        yield from _differing("version", comparison, comparison.versions)
+    yield from _verdict_table(comparison, everything=everything)
+    if comparison.not_shared:
+        yield f"Not in all of them: {', '.join(comparison.not_shared)}."
+
+
+def cell(value: float, first: float | None) -> str:
+    """A value, with its difference from the first run's."""
+    if first is None:
+        return format_number(value)
+    if value == first:
+        return f"{format_number(value)} (=)"
+    sign = "+" if value > first else ""
+    return f"{format_number(value)} ({sign}{format_number(value - first)})"
+
+
+def verdict_words(verdict: Verdict, letters: tuple[str, ...]) -> str:
+    """Which runs are better, or '' where neither way is."""
+
+    def name(winners: tuple[int, ...]) -> str:
+        return "level" if len(winners) == len(letters) else " and ".join(letters[index] for index in winners)
+
+    end, best = name(verdict.better_at_the_end), name(verdict.better_at_its_best)
+    return end if end == best else f"{end} at the end, {best} at best"
+
+
+def _curves(comparison: Comparison, metric: str) -> list[str]:
+    import plotext
+
+    from rlcore_cli.curve import HEIGHT, WIDTH
+
+    plotext.clear_figure()
+    plotext.plot_size(WIDTH, HEIGHT)
+    plotext.theme("clear")
+    for name, run in zip(comparison.letters, comparison.runs, strict=True):
+        curve = run.curve(metric)
+        steps, values = thin(curve.steps, curve.values, WIDTH)
+        plotext.plot(steps, values, marker=name[0])
+    plotext.title(metric)
+    plotext.xlabel("step")
+    drawing: str = plotext.uncolorize(plotext.build())
+    return drawing.rstrip("\n").split("\n")
+
+
+def _differing(what: str, comparison: Comparison, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> Iterator[str]:
+    if not rows:
+        yield f"No {what} differs."
+        yield ""
+        return
+    table = [[what, *comparison.letters]]
+    table += [[key, *(_short(value) for value in values)] for key, values in rows]
+    yield from _aligned(table)
+    yield ""
+
+
+def _verdict_table(comparison: Comparison, *, everything: bool) -> Iterator[str]:
+    chosen, _, _ = choose_panels([verdict.metric for verdict in comparison.verdicts])
+    first_shown = {name for panel in chosen for name in panel.names}
+    verdicts = [verdict for verdict in comparison.verdicts if everything or verdict.metric in first_shown]
+    if not verdicts:
+        yield "The runs have no metric in common."
+        return
+    letters = comparison.letters
+    table = [["metric", *(f"{name} final" for name in letters), *(f"{name} best" for name in letters), "better"]]
+    for verdict in verdicts:
+        bests = verdict.bests or ()
+        table.append(
+            [
+                verdict.metric,
+                *_cells(verdict.finals),
+                *(_cells(bests) or [""] * len(letters)),
+                verdict_words(verdict, letters),
+            ]
+        )
+    yield from _aligned(table)
+    yield "In brackets: against A. One run each: a difference may be the seed's."
+
+
+def _cells(points: tuple[tuple[float, int], ...]) -> list[str]:
+    return [cell(value, points[0][0] if index else None) for index, (value, _) in enumerate(points)]
+
+
+def _aligned(table: list[list[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        yield "  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else f"{value[: LONGEST_VALUE - 1]}…"

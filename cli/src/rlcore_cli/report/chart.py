@@ -1,0 +1,184 @@
+"""One chart as inline SVG, coloured by the page's style sheet; it knows neither runs nor metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from rlcore_cli.report.scales import format_number, moving_mean, nice_ticks, padded_range, thin
+
+WIDTH, HEIGHT = 420, 210
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
+COLOURS = 8
+"""Series colours of the style sheet: `c0` to `c7`."""
+DOTS_UP_TO = 30
+SMOOTHED_FROM = 60
+MOST_BARS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One curve of a chart.
+
+    Attributes:
+        label: Its name in the legend.
+        steps: [N], ascending.
+        values: [N], finite.
+        colour: Which of the `COLOURS`.
+        not_finite: Steps with NaN or infinities, marked at the upper edge.
+    """
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    colour: int
+    not_finite: Sequence[int] = ()
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Whether it is long enough, and moves, so that a moving mean is drawn over it."""
+        return len(self.steps) >= SMOOTHED_FROM and min(self.values) < max(self.values)
+
+    @property
+    def window(self) -> int:
+        """Values of the moving mean."""
+        return max(3, len(self.steps) // 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Where a step and a value lie on the drawing."""
+
+    steps: tuple[float, float]
+    values: tuple[float, float]
+
+    def x(self, step: float) -> float:
+        """Pixels from the left."""
+        first, last = self.steps
+        return LEFT + (step - first) / (last - first) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        """Pixels from the top."""
+        low, high = self.values
+        return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+
+def line_chart(lines: Sequence[Line], *, title: str) -> str:
+    """Curves over steps; "" where none has a value.
+
+    A curve of many steps is drawn thin, with its moving mean over it.
+
+    Args:
+        lines: The curves.
+        title: For who does not see the chart.
+    """
+    drawn = [line for line in lines if len(line.steps) > 0]
+    bad = sorted({step for line in lines for step in line.not_finite})
+    if not drawn:
+        return ""
+    every_step = [step for line in drawn for step in line.steps] + bad
+    axes = Axes(
+        steps=_step_range(min(every_step), max(every_step)),
+        values=padded_range([value for line in drawn for value in line.values]),
+    )
+    body = [_frame(axes), *(_line(line, axes) for line in drawn)]
+    body += [f'<path class="bad" d="M{axes.x(step):.1f} {TOP}v8"/>' for step in thin(bad, bad)[0]]
+    return _svg(title, body, _readings(drawn, axes))
+
+
+def stacked_chart(steps: Sequence[int], layers: Sequence[tuple[str, Sequence[float], int]], *, title: str) -> str:
+    """Bars of layers on each other; of many steps, each bar is the mean of its stretch. "" where there is no step.
+
+    Args:
+        steps: [N], ascending.
+        layers: Label, [N] values of at least 0, and colour of each, from the bottom.
+        title: For who does not see the chart.
+    """
+    if not steps:
+        return ""
+    bars = _stretches(len(steps))
+    means = [[sum(values[i] for i in bar) / len(bar) for bar in bars] for _, values, _ in layers]
+    tops = [sum(column) for column in zip(*means, strict=True)]
+    axes = Axes(steps=(steps[0] - 0.5, steps[-1] + 0.5), values=(0.0, max(tops) * 1.05 or 1.0))
+    body = [_frame(axes)]
+    below = [0.0] * len(bars)
+    for (_, _, colour), heights in zip(layers, means, strict=True):
+        for index, (bar, height) in enumerate(zip(bars, heights, strict=True)):
+            left, right = axes.x(steps[bar[0]] - 0.5), axes.x(steps[bar[-1]] + 0.5)
+            top, bottom = axes.y(below[index] + height), axes.y(below[index])
+            if bottom - top > 0.05:
+                gap = min(1.0, (right - left) * 0.12)
+                width = right - left - gap
+                body.append(
+                    f'<rect class="c{colour % COLOURS}" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" '
+                    f'height="{bottom - top:.1f}"/>'
+                )
+            below[index] += height
+    centres = [steps[bar[len(bar) // 2]] for bar in bars]
+    lines = [
+        Line(label=label, steps=centres, values=heights, colour=colour)
+        for (label, _, colour), heights in zip(layers, means, strict=True)
+    ]
+    return _svg(title, body, _readings(lines, axes))
+
+
+def _line(line: Line, axes: Axes) -> str:
+    colour = f"c{line.colour % COLOURS}"
+    steps, values = thin(line.steps, line.values)
+    raw = f'<polyline class="{colour}{" thin" if line.is_smoothed else ""}" points="{_points(steps, values, axes)}"/>'
+    if line.is_smoothed:
+        smooth_steps, smooth = thin(line.steps, moving_mean(line.values, line.window))
+        return raw + f'<polyline class="{colour}" points="{_points(smooth_steps, smooth, axes)}"/>'
+    if len(line.steps) <= DOTS_UP_TO:
+        dots = (
+            f'<circle class="{colour}" cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.4"/>'
+            for step, value in zip(steps, values, strict=True)
+        )
+        return raw + "".join(dots)
+    return raw
+
+
+def _points(steps: Sequence[int], values: Sequence[float], axes: Axes) -> str:
+    return " ".join(f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in zip(steps, values, strict=True))
+
+
+def _frame(axes: Axes) -> str:
+    """Grid, ticks and their numbers."""
+    parts = []
+    for tick in nice_ticks(*axes.values):
+        y = axes.y(tick)
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" class="left">{format_number(tick)}</text>')
+    for tick in nice_ticks(*axes.steps, count=6, whole=True):
+        x = axes.x(tick)
+        parts.append(f'<path class="tick" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" class="below">{tick:.0f}</text>')
+    parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
+    return "".join(parts)
+
+
+def _svg(title: str, body: Sequence[str], readings: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" data-readings="{escape(readings)}">'
+        f'{"".join(body)}<path class="cursor" d="M0 {TOP}V{HEIGHT - BOTTOM}"/></svg>'
+    )
+
+
+def _readings(lines: Sequence[Line], axes: Axes) -> str:
+    """What the pointer reads off: the scale of the steps, and each curve's values, as JSON."""
+    series = []
+    for line in lines:
+        steps, values = thin(line.steps, line.values)
+        series.append([line.label, line.colour % COLOURS, steps, [format_number(value) for value in values]])
+    return json.dumps({"x": [axes.x(0), axes.x(1) - axes.x(0)], "series": series}, separators=(",", ":"))
+
+
+def _step_range(first: float, last: float) -> tuple[float, float]:
+    return (first, last) if last > first else (first - 1, last + 1)
+
+
+def _stretches(count: int) -> list[range]:
+    bars = min(count, MOST_BARS)
+    return [range(index * count // bars, (index + 1) * count // bars) for index in range(bars)]

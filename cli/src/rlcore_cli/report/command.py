@@ -1,0 +1,77 @@
+"""`rlcore report`: writes the page of a run, once or until the run ends. It changes nothing in the run but adds the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rlcore_cli.report.ending import Ending
+
+PAGE = "report.html"
+
+
+def report(
+    run_folder: Annotated[Path, typer.Argument(help="The run folder.", show_default=False)],
+    output: Annotated[Path | None, typer.Option(help="The page; report.html in the run folder by default.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Rewrite the page as the run goes, until it ends.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="With --follow: look for news every so many seconds.")] = 5.0,
+    max_mib: Annotated[
+        float, typer.Option(min=0.5, help="The most that the page may take; rollouts are left out to keep it.")
+    ] = 5.0,
+) -> None:
+    """Write one page of HTML about a run: curves, rollouts by token, config, versions, how it ended.
+
+    The page needs no network and no other file. A run that is still going can be looked at too.
+
+    Example:
+        rlcore report runs/grpo_addition
+        rlcore report runs/grpo_addition --follow --output /tmp/run.html
+    """
+    page = output if output is not None else run_folder / PAGE
+    ending = _write(run_folder, page, max_mib=max_mib, live=follow)
+    print(f"{page} ({page.stat().st_size / 2**20:.2f} MiB). {ending.sentence}", flush=True)
+    if follow and not ending.is_over:
+        ending = _follow(run_folder, page, max_mib=max_mib, every=every)
+        print(f"{page} is complete. {ending.sentence}")
+
+
+def _follow(run_folder: Path, page: Path, *, max_mib: float, every: float) -> Ending:
+    import time
+
+    seen = _stamp(run_folder)
+    while True:
+        time.sleep(every)
+        now = _stamp(run_folder)
+        # A process that vanishes changes no file, so an unchanged folder is looked at as well, without its rollouts.
+        ending = _write(run_folder, page, max_mib=max_mib, live=True) if now != seen else _how_it_stands(run_folder)
+        if ending.is_over:
+            return _write(run_folder, page, max_mib=max_mib, live=False)
+        seen = now
+
+
+def _how_it_stands(run_folder: Path) -> Ending:
+    from rlcore_cli.report.ending import ending_of
+    from rlcore_cli.report.run_folder import read_run_folder
+
+    return ending_of(read_run_folder(run_folder))
+
+
+def _write(run_folder: Path, page: Path, *, max_mib: float, live: bool) -> Ending:
+    from rlcore_cli.report.ending import ending_of
+    from rlcore_cli.report.page import render, write_page
+    from rlcore_cli.report.run_folder import read_run_folder
+
+    run = read_run_folder(run_folder)
+    ending = ending_of(run)
+    write_page(page, render(run, ending, max_mib=max_mib, live=live))
+    return ending
+
+
+def _stamp(run_folder: Path) -> tuple[float, ...]:
+    from rlcore_cli.report.run_folder import METRICS, STATUS
+
+    watched = (run_folder / METRICS, run_folder / STATUS)
+    return tuple(path.stat().st_mtime_ns if path.exists() else 0.0 for path in watched)

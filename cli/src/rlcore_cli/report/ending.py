@@ -1,0 +1,69 @@
+"""How a run stands or ended, from its status file and from whether its process lives; it knows no page."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlcore_cli.report.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run stands.
+
+    Attributes:
+        state: `finished`, `running`, `interrupted`, `failed`, `vanished` (its process is gone without a word) or `unknown`.
+        sentence: The same for a person.
+        error: What it ended with, in the run's own words.
+        is_over: Whether nothing more will be written.
+    """
+
+    state: str
+    sentence: str
+    error: str | None = None
+    is_over: bool = True
+
+
+def ending_of(run: RunFolder) -> Ending:
+    """How a run stands, from status.json; a process can be looked for on its own machine only."""
+    status = run.status or {}
+    state = status.get("state")
+    done, planned = run.last_step or 0, run.planned_steps
+    so_far = f"{done} of {planned} steps" if planned is not None else f"{done} steps"
+    during = f" in the phase {status['during']}," if status.get("during") else ""
+    error = str(status["error"]) if status.get("error") else None
+    match state:
+        case "finished":
+            return Ending(state=state, sentence=f"Finished: {so_far}.")
+        case "interrupted":
+            return Ending(state=state, sentence=f"Interrupted{during} after {so_far}.", error=error)
+        case "failed":
+            return Ending(state=state, sentence=f"Failed{during} after {so_far}.", error=error)
+        case "running" if _is_gone(run, status.get("pid")):
+            sentence = (
+                f"Ended after {so_far} without a word: its process {status['pid']} is gone. Killed (out of memory?), or "
+                "the machine went down."
+            )
+            return Ending(state="vanished", sentence=sentence)
+        case "running":
+            return Ending(state=state, sentence=f"Running: {so_far} so far.", is_over=False)
+        case _:
+            return Ending(state="unknown", sentence=f"{so_far.capitalize()}; the folder does not say how the run stands.")
+
+
+def _is_gone(run: RunFolder, pid: object) -> bool:
+    host = (run.environment or {}).get("host")
+    if not isinstance(pid, int) or host != socket.gethostname():
+        return False
+    if Path("/proc").is_dir():
+        return not Path(f"/proc/{pid}").exists()
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

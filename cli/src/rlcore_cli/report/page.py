@@ -1,0 +1,179 @@
+"""The page of one run: its parts as plain values for the template, and a file that is replaced at once; reads no run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from rlcore_cli.report.chart import Line, line_chart, stacked_chart
+from rlcore_cli.report.ending import Ending
+from rlcore_cli.report.panels import STEP_TIME, Chosen, choose_panels, phase_label, phases
+from rlcore_cli.report.rollouts import Sample, sample_rollouts
+from rlcore_cli.report.run_folder import Curve, RunFolder, leaves
+from rlcore_cli.report.scales import format_number
+
+MAX_MIB = 5.0
+"""The default of the most that a page may take."""
+RELOAD_S = 10
+"""How often a page that is being rewritten reloads itself, in seconds."""
+LONGEST_VALUE = 2000
+LONGEST_ERROR = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A chart with what is around it."""
+
+    title: str
+    unit: str
+    note: str
+    svg: Markup
+    legend: Sequence[tuple[str, int, str]]
+    """Label, colour, last value."""
+
+
+def render(run: RunFolder, ending: Ending, *, max_mib: float = MAX_MIB, live: bool = False) -> str:
+    """The whole page, of at most `max_mib` MiB: rollouts take the room that everything else leaves.
+
+    Args:
+        run: The run.
+        ending: How it stands.
+        max_mib: The most that the page may take, in MiB.
+        live: Whether it is being rewritten, and should reload itself.
+    """
+    main, further, unseen = choose_panels(run.names())
+    figures = [_figure(run, chosen) for chosen in main]
+    times = _times(run)
+    parts: dict[str, Any] = {
+        "run": run,
+        "ending": ending,
+        "error": _tail(ending.error),
+        "tiles": _tiles(run),
+        "figures": [*figures, *([times] if times is not None else [])],
+        "further": [_figure(run, chosen) for chosen in further],
+        "unseen": unseen,
+        "settings": _settings(run),
+        "max_mib": max_mib,
+        "reload_s": RELOAD_S if live and not ending.is_over else 0,
+    }
+    limit = int(max_mib * 2**20)
+    # Every sentence of the page that a sample may bring, with counts wider than any.
+    widest = Sample(shown_rows=10**9, shown_steps=10**9, all_steps=10**9, shortened=10**9, without_text=10**9)
+    rest = len(render_template("report.html.jinja", sample=widest, **parts).encode())
+    sample = sample_rollouts(run, budget_bytes=max(2, limit - rest))
+    return render_template("report.html.jinja", sample=sample, **parts)
+
+
+def render_template(name: str, **parts: Any) -> str:
+    """A template of this package, with its style and scripts in it; everything else is escaped."""
+    environment = Environment(
+        loader=PackageLoader("rlcore_cli.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = lambda value: format_number(value) if value is not None else "—"
+    texts = files("rlcore_cli.report") / "templates"
+    inline = {name: Markup((texts / file).read_text(encoding="utf-8")) for name, file in _INLINE.items()}
+    return environment.get_template(name).render(**inline, **parts)
+
+
+_INLINE = {"style": "style.css", "charts_script": "charts.js", "rollouts_script": "rollouts.js", "page_script": "page.js"}
+
+
+def write_page(path: Path, text: str) -> None:
+    """Replaces the file at once, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.tmp")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def figure(curves: Sequence[tuple[str, Curve]], *, title: str, unit: str = "", note: str = "") -> Figure:
+    """A line chart of labelled curves."""
+    lines = [
+        Line(label=label, steps=curve.steps, values=curve.values, colour=colour, not_finite=curve.not_finite)
+        for colour, (label, curve) in enumerate(curves)
+    ]
+    smoothed = next((line for line in lines if line.is_smoothed), None)
+    notes = [note] if note else []
+    if smoothed is not None:
+        notes.append(f"Bold: mean over {smoothed.window} values.")
+    if any(line.not_finite for line in lines):
+        notes.append("Marks at the top: NaN or infinite.")
+    legend = [(line.label, line.colour, format_number(line.values[-1]) if line.values else "—") for line in lines]
+    svg = Markup(line_chart(lines, title=title))
+    return Figure(title=title, unit=unit, note=" ".join(notes), svg=svg, legend=legend)
+
+
+def _figure(run: RunFolder, chosen: Chosen) -> Figure:
+    panel = chosen.panel
+    curves = [(name, run.curve(name)) for name in chosen.names]
+    return figure(curves, title=panel.title, unit=panel.unit, note=panel.note)
+
+
+def _times(run: RunFolder) -> Figure | None:
+    """The seconds of each step by phase; what no phase accounts for is `other`."""
+    rows = {step: row for step, row in run.metrics.items() if row.get(STEP_TIME) is not None}
+    names = phases(run.names())
+    if not rows or not names:
+        return None
+    columns = {phase_label(name): [row.get(name) or 0.0 for row in rows.values()] for name in names}
+    measured = [sum(column) for column in zip(*columns.values(), strict=True)]
+    columns["other"] = [max(0.0, (row[STEP_TIME] or 0.0) - known) for row, known in zip(rows.values(), measured, strict=True)]
+    layers = [(label, values, colour) for colour, (label, values) in enumerate(columns.items())]
+    legend = [(label, colour, format_number(sum(values) / len(values))) for label, values, colour in layers]
+    svg = Markup(stacked_chart(list(rows), layers, title="Time by phase"))
+    return Figure(title="Time by phase", unit="s", note="Of each step; in the legend, the mean.", svg=svg, legend=legend)
+
+
+def _tiles(run: RunFolder) -> list[tuple[str, str, str]]:
+    """The few numbers that come first: label, value, a remark."""
+    tiles = []
+    for name in ("reward/mean", "validation/accuracy", "validation/loss"):
+        curve = run.curve(name)
+        if curve.steps:
+            first, last = format_number(curve.values[0]), format_number(curve.values[-1])
+            tiles.append((name.removesuffix("/mean").replace("/", " "), last, f"{first} at step {curve.steps[0]}"))
+    seconds = run.curve(STEP_TIME).values
+    if seconds:
+        tiles.append(("time of the steps", _duration(sum(seconds)), f"{format_number(sum(seconds) / len(seconds))} s a step"))
+    speed = run.curve("tokens_per_s").values
+    if speed:
+        tiles.append(("tokens per second", format_number(sorted(speed)[len(speed) // 2]), "median of the steps"))
+    return tiles
+
+
+def _settings(run: RunFolder) -> list[tuple[str, str, str, str]]:
+    """Every value of the config: key, value, kind of its source, source."""
+    sources = (run.provenance or {}).get("values", {})
+    rows = []
+    for key, value in leaves(run.config or {}):
+        source = sources.get(key, {})
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        if len(text) > LONGEST_VALUE:
+            text = f"{text[:LONGEST_VALUE]} [... {len(text) - LONGEST_VALUE} characters left out]"
+        rows.append((key, text, source.get("kind", ""), source.get("source", "")))
+    return rows
+
+
+def _tail(text: str | None) -> str | None:
+    """The end of a long error, where its cause stands."""
+    if text is None or len(text) <= LONGEST_ERROR:
+        return text
+    return f"[... {len(text) - LONGEST_ERROR} characters left out]\n{text[-LONGEST_ERROR:]}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,180 @@
+"""Rollouts for a page of bounded size: some of the steps, some of their rows, the ends of long ones; it draws nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore_cli.report.run_folder import RunFolder, read_lines
+from rlcore_cli.report.token_pieces import token_pieces
+
+MOST_STEPS = 120
+FEWEST_STEPS = 4
+ROWS_A_STEP = 16
+"""Steps are left out before a step has fewer rows than this."""
+HEAD_TOKENS, TAIL_TOKENS = 1000, 500
+HEAD_CHARACTERS, TAIL_CHARACTERS = 4000, 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The rollouts of a page.
+
+    Attributes:
+        content: What the browser reads, as JSON that is safe within a script element.
+        shown_rows: Rollouts in it.
+        shown_steps: Steps in it.
+        all_steps: Steps whose rollouts the folder has.
+        shortened: Rollouts of which a middle part was left out.
+        without_text: Rollouts whose tokens are shown without their texts, which the folder lacks.
+    """
+
+    content: str = "[]"
+    shown_rows: int = 0
+    shown_steps: int = 0
+    all_steps: int = 0
+    shortened: int = 0
+    without_text: int = 0
+
+
+def sample_rollouts(run: RunFolder, *, budget_bytes: int) -> Sample:
+    """As many rollouts as fit, evenly over the run, the first and the last step among them.
+
+    Args:
+        run: The run.
+        budget_bytes: The most that the content may take.
+    """
+    steps = sorted(run.rollouts)
+    chosen = _evenly(steps, _how_many_steps(run, steps, budget_bytes))
+    trained = _optimizer_steps_before(run)
+    shown: list[dict[str, Any]] = []
+    left = budget_bytes - 2
+    for done, step in enumerate(chosen):
+        part = _of_step(run, step, trained.get(step), left // (len(chosen) - done))
+        if part["rows"]:
+            shown.append(part)
+            left -= len(_compact(part).encode()) + 1
+    rows = [row for part in shown for row in part["rows"]]
+    return Sample(
+        content=_compact(shown),
+        shown_rows=len(rows),
+        shown_steps=len(shown),
+        all_steps=len(steps),
+        shortened=sum("left_out" in row for row in rows),
+        without_text=sum(row.get("no_text", False) for row in rows),
+    )
+
+
+def _how_many_steps(run: RunFolder, steps: Sequence[int], budget_bytes: int) -> int:
+    """So many that each has a fair number of rows, by the size of the last step's first row."""
+    if not steps:
+        return 0
+    first = next(read_lines(run.rollouts[steps[-1]]), None)
+    if first is None:
+        return min(len(steps), FEWEST_STEPS)
+    size = len(_compact(_row(first, run.token_texts, None)).encode()) + len(_compact(_prompt(first)).encode())
+    rows = run.metrics.get(steps[-1], {}).get("rollout/rows") or ROWS_A_STEP
+    affordable = int(budget_bytes / (size * min(ROWS_A_STEP, rows)))
+    return max(1, min(len(steps), MOST_STEPS, max(FEWEST_STEPS, affordable)))
+
+
+def _of_step(run: RunFolder, step: int, trained: int | None, budget_bytes: int) -> dict[str, Any]:
+    """One step's first rows, up to the budget, and their prompts by group; `total` is how many there were, if known."""
+    numbers = run.metrics.get(step, {})
+    total = numbers.get("rollout/rows", numbers.get("validation/rows"))
+    part: dict[str, Any] = {"step": step, "total": total, "prompts": {}, "rows": []}
+    used = len(_compact(part).encode())
+    for record in read_lines(run.rollouts[step]):
+        row = _row(record, run.token_texts, trained)
+        group = str(row["group"])
+        prompt = {} if group in part["prompts"] else {group: _prompt(record)}
+        used += len(_compact(row).encode()) + len(_compact(prompt).encode()) + 2
+        if used > budget_bytes:
+            break
+        part["prompts"] |= prompt
+        part["rows"].append(row)
+    return part
+
+
+def _row(record: Mapping[str, Any], texts: Mapping[int, str], trained: int | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        key: record[key]
+        for key in ("task", "sample", "reward", "answer", "truncated", "turns", "weight_version")
+        if record.get(key) is not None
+    }
+    row["group"] = record.get("group", record.get("index"))
+    if list(record.get("reward_parts") or {}) != ["reward"]:
+        row["reward_parts"] = record.get("reward_parts") or {}
+    if record.get("turns", 1) > 1:
+        row["messages"] = [
+            {"role": message["role"], "content": _shortened(message["content"])} for message in record.get("messages", ())
+        ]
+    staleness = record.get("staleness")
+    if staleness is None and trained is not None and "weight_version" in row:
+        staleness = trained - row["weight_version"]
+    if staleness is not None:
+        row["staleness"] = staleness
+    return row | _tokens(record, texts)
+
+
+def _tokens(record: Mapping[str, Any], texts: Mapping[int, str]) -> dict[str, Any]:
+    """What is known of each token: text, log-probability, ratio, advantage; of a long row its ends alone."""
+    tokens = record.get("tokens") or []
+    completion = str(record.get("completion", ""))
+    per_token: dict[str, Sequence[Any]] = {"tokens": tokens}
+    pieces = token_pieces(tokens, completion, texts)
+    if pieces is not None:
+        per_token["pieces"] = [text if is_in else [text] for text, is_in in pieces]
+    for key, source in (("logprobs", "logprobs"), ("policy_logprobs", "policy_logprobs"), ("advantages", "advantage")):
+        values = record.get(source)
+        if isinstance(values, list) and len(values) == len(tokens):
+            per_token[key] = [None if value is None else round(value, 4) for value in values]
+    found: dict[str, Any] = {}
+    if isinstance(record.get("advantage"), int | float):
+        found["advantage"] = round(record["advantage"], 4)
+    if pieces is None:
+        found |= {"completion": _shortened(completion), "no_text": True}
+    if len(tokens) > HEAD_TOKENS + TAIL_TOKENS:
+        found["left_out"] = len(tokens) - HEAD_TOKENS - TAIL_TOKENS
+        found["left_out_at"] = HEAD_TOKENS
+        per_token = {key: [*values[:HEAD_TOKENS], *values[-TAIL_TOKENS:]] for key, values in per_token.items()}
+    return found | {"num_tokens": len(tokens)} | per_token
+
+
+def _prompt(record: Mapping[str, Any]) -> str:
+    return _shortened(str(record.get("prompt", "")))
+
+
+def _shortened(text: str) -> str:
+    """The two ends of a long text, with how many characters between them were left out."""
+    left_out = len(text) - HEAD_CHARACTERS - TAIL_CHARACTERS
+    if left_out <= 0:
+        return text
+    return f"{text[:HEAD_CHARACTERS]}\n[... {left_out} characters left out ...]\n{text[-TAIL_CHARACTERS:]}"
+
+
+def _optimizer_steps_before(run: RunFolder) -> dict[int, int]:
+    """The policy's weight version when each step began; only as far as every step before it is recorded."""
+    before: dict[int, int] = {0: 0, 1: 0}
+    for step in range(1, (run.last_step or 0) + 1):
+        taken = run.metrics.get(step, {}).get("num_optimizer_steps")
+        if taken is None:
+            break
+        before[step + 1] = before[step] + int(taken)
+    return before
+
+
+def _evenly(steps: Sequence[int], count: int) -> list[int]:
+    if count >= len(steps):
+        return list(steps)
+    if count == 1:
+        return [steps[-1]]
+    return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
+
+
+def _compact(value: Any) -> str:
+    """JSON that ends no script element and opens no comment in it, whatever a model wrote."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e").replace("\u2028", "\\u2028")

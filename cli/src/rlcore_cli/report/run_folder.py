@@ -1,0 +1,197 @@
+"""What a run folder holds, as plain values, whatever part of it is there; it draws nothing and judges nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_core.errors import DataError, UserError
+
+METRICS = "metrics.jsonl"
+STATUS = "status.json"
+CONFIG = "config.yaml"
+PROVENANCE = "provenance.json"
+ENVIRONMENT = "environment.json"
+ROLLOUTS = "rollouts"
+TOKEN_TEXTS = "token_texts.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One metric over the steps at which it was recorded.
+
+    Attributes:
+        name: `area/quantity`.
+        steps: In ascending order.
+        values: One a step, finite.
+        not_finite: Steps at which it was recorded as NaN or infinite.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+    not_finite: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """A run as its folder tells it; what is absent is empty or None.
+
+    Attributes:
+        path: The folder.
+        metrics: By step, ascending: the numbers of the step by name; None stands for NaN and infinities.
+        config: The resolved config.
+        provenance: Where each value of the config came from: `file`, `overrides`, `values`.
+        environment: Versions, plugins, host, start.
+        status: How the run stands, as status.json says it.
+        rollouts: The file of each step's rollouts.
+        token_texts: The text of each token id that was sampled.
+    """
+
+    path: Path
+    metrics: Mapping[int, Mapping[str, float | None]]
+    config: Mapping[str, Any] | None = None
+    provenance: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] | None = None
+    status: Mapping[str, Any] | None = None
+    rollouts: Mapping[int, Path] = field(default_factory=dict)
+    token_texts: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.path.resolve().name
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that was recorded."""
+        return max(self.metrics, default=None)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many steps the config asks for."""
+        for section in (self.config or {}).values():
+            if isinstance(section, Mapping) and "max_num_steps" in section:
+                return int(section["max_num_steps"])
+        return None
+
+    def names(self) -> list[str]:
+        """Every metric, in the order in which it first appeared."""
+        return list(dict.fromkeys(name for row in self.metrics.values() for name in row))
+
+    def curve(self, name: str) -> Curve:
+        """One metric; empty where it was never recorded."""
+        recorded = [(step, row[name]) for step, row in self.metrics.items() if name in row]
+        finite = [(step, value) for step, value in recorded if value is not None]
+        return Curve(
+            name=name,
+            steps=tuple(step for step, _ in finite),
+            values=tuple(value for _, value in finite),
+            not_finite=tuple(step for step, value in recorded if value is None),
+        )
+
+
+def read_run_folder(path: Path) -> RunFolder:
+    """Reads everything but the rollouts, which may be large.
+
+    Raises:
+        UserError: There is no such folder, or it is none of a run.
+        DataError: A file in it is damaged.
+    """
+    _refuse_other_folders(path)
+    config = _read(path / CONFIG, yaml.safe_load)
+    return RunFolder(
+        path=path,
+        metrics=_metrics(path / METRICS),
+        config=config,
+        provenance=_read(path / PROVENANCE, json.loads),
+        environment=_read(path / ENVIRONMENT, json.loads),
+        status=_read(path / STATUS, json.loads),
+        rollouts={int(file.stem.removeprefix("step_")): file for file in sorted(path.glob(f"{ROLLOUTS}/step_*.jsonl"))},
+        token_texts={row["id"]: row["text"] for row in read_lines(path / ROLLOUTS / TOKEN_TEXTS)},
+    )
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file, one at a time; nothing where it is absent. NaN and infinities read as None.
+
+    A last line without an end is being written, or was cut short, and is left out.
+
+    Raises:
+        DataError: A line is no JSON object.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line, parse_constant=_not_finite)
+            except ValueError as error:
+                raise DataError(f"{path}:{number} is damaged: {error}. Remove that line to go on without it.") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}:{number} must hold an object; it holds {str(row)[:80]}.")
+            yield row
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a config by dotted key; an empty section is a value."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from leaves(item, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _refuse_other_folders(path: Path) -> None:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}; a run folder is wanted, such as runs/NAME. `rlcore train` prints its run folder.")
+    if _is_run(path):
+        return
+    runs = sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
+    below = f" Run folders in it: {', '.join(map(str, runs[:8]))}." if runs else ""
+    raise UserError(f"{path} is no run folder: it has neither {METRICS} nor {STATUS} nor {CONFIG}.{below}")
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in (METRICS, STATUS)) or (
+        (path / CONFIG).is_file() and (path / ROLLOUTS).is_dir()
+    )
+
+
+def _read(path: Path, parse: Any) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path} is damaged: {error}. Remove it to go on without it.") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} must hold a mapping; it holds {str(content)[:80]}.")
+    return content
+
+
+def _metrics(path: Path) -> dict[int, dict[str, float | None]]:
+    rows: dict[int, dict[str, float | None]] = {}
+    for number, row in enumerate(read_lines(path), start=1):
+        step = row.pop("step", None)
+        if not isinstance(step, int):
+            raise DataError(f"{path}:{number} has no step. Remove that line to go on without it.")
+        rows[step] = {name: _finite(value) for name, value in row.items() if value is None or isinstance(value, int | float)}
+    return dict(sorted(rows.items()))
+
+
+def _not_finite(name: str) -> None:
+    """JSON has no word for NaN and infinities; Python writes them all the same."""
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)

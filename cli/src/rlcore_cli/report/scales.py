@@ -1,0 +1,85 @@
+"""Numbers for a chart: ticks, how they are written, and fewer points of a long curve; it knows no metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+MOST_POINTS = 400
+"""Points of one line: more cannot be told apart at the width of a chart."""
+
+
+def format_number(value: float) -> str:
+    """Four significant digits at most, with an exponent where it would take many zeros."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e6 or size < 1e-3:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    if size >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}".rstrip("0").rstrip(".")
+
+
+def nice_ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:
+    """Round numbers within [low, high], about `count` of them.
+
+    Args:
+        low: Lower end.
+        high: Upper end, above `low`.
+        count: How many are wanted.
+        whole: Only whole numbers.
+    """
+    rough = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= rough * 0.99)
+    if whole:
+        step = max(1.0, math.ceil(step))
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [_clean(index * step, step) for index in range(first, last + 1)]
+
+
+def padded_range(values: Sequence[float]) -> tuple[float, float]:
+    """A range for an axis: from 0 where the values reach near it, with a little room at its ends, never empty."""
+    low, high = min(values), max(values)
+    if low == high:
+        if low == 0:
+            return 0.0, 1.0
+        return low - abs(low) * 0.1, high + abs(low) * 0.1
+    if 0 <= low <= 0.4 * high:
+        return 0.0, high * 1.05
+    if 0.4 * low <= high <= 0:
+        return low * 1.05, 0.0
+    room = (high - low) * 0.06
+    return low - room, high + room
+
+
+def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
+    """At most `most` points of a curve: the smallest and the largest of each stretch, so that no spike is lost."""
+    if len(steps) <= most:
+        return list(steps), list(values)
+    stretches = most // 2
+    kept: list[int] = []
+    for stretch in range(stretches):
+        first, last = stretch * len(steps) // stretches, (stretch + 1) * len(steps) // stretches
+        extremes = {min(range(first, last), key=values.__getitem__), max(range(first, last), key=values.__getitem__)}
+        kept.extend(sorted(extremes))
+    return [steps[index] for index in kept], [values[index] for index in kept]
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean over the `window` values around each, or over those that there are at the ends."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    reach = window // 2
+    spans = ((max(0, index - reach), min(len(values), index + reach + 1)) for index in range(len(values)))
+    return [(sums[last] - sums[first]) / (last - first) for first, last in spans]
+
+
+def _clean(value: float, step: float) -> float:
+    """The value without the last bits that multiplication leaves: 0.30000000000000004."""
+    digits = max(0, 2 - math.floor(math.log10(step)))
+    return round(value, digits) if digits < 300 else value

@@ -1,0 +1,35 @@
+// The filter of the config, and the reload of a page that is being rewritten, which keeps what the reader had chosen.
+const filterSettings = () => {
+  const wanted = document.getElementById("find").value.toLowerCase();
+  const onlyWritten = document.getElementById("written")?.checked ?? false;
+  for (const row of document.querySelectorAll("#settings tr")) {
+    const isDefault = row.dataset.kind === "default";
+    row.hidden = (onlyWritten && isDefault && !wanted) || !row.textContent.toLowerCase().includes(wanted);
+  }
+};
+if (document.getElementById("find")) {
+  for (const id of ["find", "written"]) document.getElementById(id)?.addEventListener("input", filterSettings);
+  filterSettings();
+}
+
+const seconds = Number(document.body.dataset.reload);
+if (seconds > 0) {
+  const kept = JSON.parse(sessionStorage.getItem("kept") ?? "null");
+  if (kept) {
+    for (const [id, value] of Object.entries(kept.values)) {
+      const control = document.getElementById(id);
+      if (control && value !== null) control.value = value;
+    }
+    document.getElementById("step")?.dispatchEvent(new Event("change"));
+    scrollTo(0, kept.scroll);
+  }
+  setTimeout(() => {
+    const values = {};
+    const step = document.getElementById("step");
+    for (const id of ["colour", "order", "only"]) values[id] = document.getElementById(id)?.value ?? null;
+    // Who looks at the newest step goes on to do so.
+    values.step = step && step.selectedIndex < step.options.length - 1 ? step.value : null;
+    sessionStorage.setItem("kept", JSON.stringify({ values, scroll: scrollY }));
+    location.reload();
+  }, seconds * 1000);
+}

@@ -1,0 +1,163 @@
+// The browser of rollouts. What models wrote enters the page as text alone, never as markup.
+const rollouts = JSON.parse(document.getElementById("rollouts-data").textContent);
+const chosen = { step: document.getElementById("step"), colour: document.getElementById("colour"), order: document.getElementById("order"), only: document.getElementById("only") };
+const tokenLine = document.getElementById("token");
+const MOST_SURPRISE = 5; // nats at which a token is fully coloured: one in 150
+
+const written = (tag, className, ...content) => {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  element.append(...content);
+  return element;
+};
+const signed = (value) => (value > 0 ? "+" : "") + Number(value.toPrecision(4));
+const advantageOf = (row, at) => row.advantages ? row.advantages[at] : row.advantage;
+const ratioOf = (row, at) => {
+  const [before, now] = [row.logprobs?.[at], row.policy_logprobs?.[at]];
+  return before == null || now == null ? null : now - before;
+};
+
+// Each way to colour: what it needs, how strong a token is coloured in [0, 1], and in which of the two colours.
+const colourings = {
+  advantage: {
+    label: "advantage", ends: ["minus", "plus"], limit: (rows) => largest(rows, advantageOf) || 1,
+    value: advantageOf, has: (row) => row.advantage != null || row.advantages,
+  },
+  surprise: {
+    label: "log-probability", ends: [null, "rare"], limit: () => MOST_SURPRISE,
+    value: (row, at) => row.logprobs?.[at] == null ? null : -row.logprobs[at], has: (row) => row.logprobs,
+  },
+  ratio: {
+    label: "log-probability, policy against sampler", ends: ["minus", "plus"], limit: (rows) => largest(rows, ratioOf) || 1,
+    value: ratioOf, has: (row) => row.logprobs && row.policy_logprobs,
+  },
+};
+
+function largest(rows, value) {
+  let most = 0;
+  for (const row of rows) row.tokens.forEach((_, at) => { most = Math.max(most, Math.abs(value(row, at) ?? 0)); });
+  return most;
+}
+
+function paint(span, colouring, limit, value) {
+  if (!colouring || value == null) return;
+  const colour = colouring.ends[value >= 0 ? 1 : 0];
+  const strength = Math.min(1, Math.abs(value) / limit) * 0.6;
+  if (colour && strength > 0.01) span.style.background = `rgba(var(--${colour}), ${strength.toFixed(3)})`;
+}
+
+function tokens(row, colouring, limit) {
+  const pre = written("pre", "");
+  if (!row.pieces) pre.append(row.completion + "\n");
+  row.tokens.forEach((id, at) => {
+    if (at === row.left_out_at) pre.append(written("span", "gap", ` [... ${row.left_out} tokens left out ...] `));
+    const piece = row.pieces ? row.pieces[at] : [`${id}`];
+    const isOutside = Array.isArray(piece);
+    const span = written("span", isOutside ? "token outside" : "token", isOutside ? piece[0] : piece);
+    span.dataset.at = at;
+    paint(span, colouring, limit, colouring?.value(row, at));
+    pre.append(span);
+  });
+  pre.addEventListener("pointerover", (event) => describe(row, event.target));
+  pre.addEventListener("click", (event) => describe(row, event.target));
+  return pre;
+}
+
+function describe(row, span) {
+  if (span.dataset.at === undefined) return;
+  const at = Number(span.dataset.at), logprob = row.logprobs?.[at], ratio = ratioOf(row, at), advantage = advantageOf(row, at);
+  const parts = [`token ${row.tokens[at]} ${JSON.stringify(span.textContent)}`];
+  if (logprob != null) parts.push(`log p ${signed(logprob)} (p ${Number(Math.exp(logprob).toPrecision(3))})`);
+  if (ratio != null) parts.push(`policy log p ${signed(row.policy_logprobs[at])}, ratio ${Number(Math.exp(ratio).toPrecision(4))}`);
+  if (advantage != null) parts.push(`advantage ${signed(advantage)}`);
+  tokenLine.textContent = parts.join(" · ");
+}
+
+function sample(row, colouring, limit) {
+  const header = written("header", "", written("span", "", "reward ", written("b", "", row.reward == null ? "not finite" : `${row.reward}`)));
+  const say = (text, className) => header.append(written("span", className ?? "", text));
+  for (const [name, value] of Object.entries(row.reward_parts ?? {})) say(`${name} ${value}`);
+  if (row.advantage != null) say(`advantage ${signed(row.advantage)}`);
+  say(`${row.num_tokens} tokens`);
+  if (row.truncated) say("truncated", "cut");
+  if (row.turns > 1) say(`${row.turns} turns`);
+  if (row.answer != null) say(`answer ${row.answer}`);
+  if (row.weight_version != null) say(`weights ${row.weight_version}`);
+  if (row.staleness != null) say(`staleness ${row.staleness}`);
+  const isLong = row.num_tokens > 48 || row.messages;
+  const article = written("article", isLong ? "sample long" : "sample", header, tokens(row, colouring, limit));
+  if (row.messages) {
+    const details = written("details", "", written("summary", "", "the conversation"));
+    for (const message of row.messages) details.append(written("h3", "soft", message.role), written("pre", "", message.content));
+    article.append(details);
+  }
+  return article;
+}
+
+const orders = {
+  logged: null,
+  worst: (a, b) => a.reward - b.reward,
+  best: (a, b) => b.reward - a.reward,
+  longest: (a, b) => b.num_tokens - a.num_tokens,
+};
+const filters = {
+  all: () => true,
+  mixed: (row, groups) => new Set(groups.get(row.group).map((other) => other.reward)).size > 1,
+  truncated: (row) => row.truncated,
+};
+
+function show() {
+  const part = rollouts[chosen.step.selectedIndex];
+  const groups = Map.groupBy ? Map.groupBy(part.rows, (row) => row.group) : grouped(part.rows);
+  const colouring = colourings[chosen.colour.value];
+  const limit = colouring ? colouring.limit(part.rows) : 1;
+  const place = document.getElementById("groups");
+  place.replaceChildren();
+  const order = orders[chosen.order.value];
+  const kept = part.rows.filter((row) => filters[chosen.only.value](row, groups));
+  // Sorting takes rows out of their groups; each then has its prompt above it.
+  const blocks = order ? kept.sort(order).map((row) => [row]) : [...grouped(kept).values()];
+  for (const rows of blocks) {
+    const samples = written("div", "samples", ...rows.map((row) => sample(row, colouring, limit)));
+    const title = rows[0].task ? `prompt, ${rows[0].task}` : "prompt";
+    place.append(written("section", "panel group", written("h3", "soft", title), written("pre", "", part.prompts[rows[0].group]), samples));
+  }
+  if (!blocks.length) place.append(written("p", "soft", "None of the rollouts shown of this step."));
+  const of = part.total == null ? "" : ` of ${part.total}`;
+  document.getElementById("counted").textContent = `${part.rows.length}${of} rollouts of step ${part.step}`;
+  showScale(colouring, limit);
+}
+
+function grouped(rows) {
+  const groups = new Map();
+  for (const row of rows) groups.set(row.group, [...(groups.get(row.group) ?? []), row]);
+  return groups;
+}
+
+function showScale(colouring, limit) {
+  const place = document.getElementById("scale");
+  place.replaceChildren();
+  if (!colouring) return;
+  const [low, high] = colouring.ends.map((name) => name ? `rgba(var(--${name}), .6)` : "transparent");
+  const strip = written("span", "scale");
+  strip.style.background = `linear-gradient(to right, ${low}, transparent ${colouring.ends[0] ? "50%" : "0%"}, ${high})`;
+  const text = Number(limit.toPrecision(3));
+  const ends = colouring.ends[0] ? [`−${text}`, `+${text}`] : ["0", `−${text}`];
+  place.append(`${ends[0]} `, strip, ` ${ends[1]}`);
+}
+
+const everyRow = rollouts.flatMap((part) => part.rows);
+for (const option of [...chosen.colour.options]) {
+  const colouring = colourings[option.value];
+  if (colouring && !everyRow.some(colouring.has)) option.remove();
+}
+rollouts.forEach((part) => chosen.step.append(written("option", "", `${part.step}`)));
+chosen.step.selectedIndex = rollouts.length - 1;
+const move = (by) => {
+  chosen.step.selectedIndex = Math.max(0, Math.min(rollouts.length - 1, chosen.step.selectedIndex + by));
+  show();
+};
+document.getElementById("earlier").addEventListener("click", () => move(-1));
+document.getElementById("later").addEventListener("click", () => move(1));
+for (const control of Object.values(chosen)) control.addEventListener("change", show);
+show();

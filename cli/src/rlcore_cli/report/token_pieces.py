@@ -1,0 +1,59 @@
+"""Cuts a completion into the texts of its tokens; it knows token ids and their texts, and no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+PART_OF_A_CHARACTER = "\ufffd"
+
+
+def token_pieces(tokens: Sequence[int], completion: str, texts: Mapping[int, str]) -> list[tuple[str, bool]] | None:
+    """The text of each token, and whether that text is part of the completion; None where texts are missing.
+
+    A token that is only part of a character has no text of its own: the first of such a run gets the run's text, the
+    others get "". Tokens that the completion leaves out, such as the end of a sequence, have their own text and False.
+    Where the texts do not add up to the completion, each token has its own text.
+
+    Args:
+        tokens: [T] ids.
+        completion: What they read as together, without special tokens.
+        texts: The text of each id by itself.
+    """
+    if any(token not in texts for token in tokens):
+        return None
+    own = [texts[token] for token in tokens]
+    pieces: list[tuple[str, bool]] = []
+    run_began: int | None = None
+    at = 0
+    for index, text in enumerate(own):
+        if PART_OF_A_CHARACTER in text:
+            run_began = index if run_began is None else run_began
+            pieces.append(("", True))
+            continue
+        found = _find(text, completion, at, is_next=run_began is None)
+        if found is None:
+            pieces.append((text, False))
+            continue
+        start, text = found
+        if run_began is not None:
+            pieces[run_began] = (completion[at:start], True)
+            run_began = None
+        pieces.append((text, True))
+        at = start + len(text)
+    if run_began is not None:
+        pieces[run_began] = (completion[at:], True)
+    if "".join(text for text, is_in in pieces if is_in) != completion:
+        return [(text, True) for text in own]
+    return pieces
+
+
+def _find(text: str, completion: str, at: int, *, is_next: bool) -> tuple[int, str] | None:
+    # Some tokenizers drop the space that a word begins with when it is decoded alone.
+    for candidate in (text, f" {text}"):
+        if is_next and completion.startswith(candidate, at):
+            return at, candidate
+        if not is_next and text:
+            start = completion.find(candidate, at)
+            if start >= 0:
+                return start, candidate
+    return None
