@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +138,9 @@ def make_context(rank: int = 0, world_size: int = 1, port: int = 0) -> WorkerCon
 SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1e4}}
 """A step so large that the change of a weight is its gradient to seven digits."""
 
+FLAT_ADAM = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e12, "eps": 1e8, "weight_decay": 0.0}}
+"""The same step, 1e4 times the gradient, by Adam: its first is lr * g / (|g| + eps)."""
+
 
 def plain_logprobs(model, rows, *, temperature: float = 1.0) -> torch.Tensor:
     """The reference: all logits of every row alone, log-softmax in float32, [B, T]."""
@@ -205,3 +210,23 @@ def largest_relative_error(found, expected) -> float:
 def parts():
     """The functions of this room, for tests that cannot import it."""
     return types.SimpleNamespace(**{key: value for key, value in globals().items() if not key.startswith("_")})
+
+
+@pytest.fixture(scope="session")
+def launch():
+    """The room that starts processes, likewise."""
+    return _room("launch")
+
+
+@pytest.fixture(scope="session")
+def ranks_room():
+    """The room of the ranks' program, for its tables."""
+    return _room("ranks")
+
+
+def _room(name):
+    spec = importlib.util.spec_from_file_location(f"backends_megatron_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

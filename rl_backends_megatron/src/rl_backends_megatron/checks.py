@@ -82,10 +82,10 @@ def _pipeline(hf: Any, megatron: MegatronConfig) -> Iterator[str]:
 
 
 def _experts(hf: Any, megatron: MegatronConfig, world_size: int, on_gpu: bool) -> Iterator[str]:
-    divided, tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    divided, tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_ranks
     experts = getattr(hf, "num_experts", None) or getattr(hf, "num_local_experts", None)
     if experts is None:
-        if divided > 1 or tensor > 1:
+        if divided > 1:
             yield f"expert_model_parallel_size`: a {hf.model_type} has no experts to divide; leave it at 1."
         return
     if experts % divided:

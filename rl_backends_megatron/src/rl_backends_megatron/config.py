@@ -31,8 +31,9 @@ class MegatronConfig(Section):
     """Ranks that share each row, for rows too long for one device."""
     expert_model_parallel_size: int = Field(default=1, ge=1)
     """Ranks, of those along data and context, that the experts of a mixture are divided over."""
-    expert_tensor_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that share each matrix of an expert; more than one needs NCCL where experts are divided as well."""
+    expert_tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """Ranks that share each matrix of an expert: by default one where experts are divided, and `tensor_model_parallel_size`
+    where they are not. More than one needs NCCL where experts are divided as well."""
     use_distributed_optimizer: bool = False
     """Divide optimizer state and float32 weights over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -74,6 +75,12 @@ class MegatronConfig(Section):
         """Ranks that hold one copy of the model between them."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """`expert_tensor_parallel_size`, or its default."""
+        default = 1 if self.expert_model_parallel_size > 1 else self.tensor_model_parallel_size
+        return self.expert_tensor_parallel_size or default
+
     @model_validator(mode="after")
     def _parallel_sizes_fit_each_other(self) -> Self:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
@@ -101,6 +108,12 @@ class MegatronConfig(Section):
                 "overlap_param_gather gathers weights that use_distributed_optimizer has divided, and Megatron-Core wants "
                 "overlap_grad_reduce with it: set both, or leave overlap_param_gather out"
             )
+        if self.expert_model_parallel_size == 1 and self.expert_tensor_ranks != self.tensor_model_parallel_size:
+            raise ValueError(
+                f"expert_tensor_parallel_size {self.expert_tensor_ranks} is not tensor_model_parallel_size "
+                f"{self.tensor_model_parallel_size}, and experts are not divided: Megatron-Core would not sum the gradients of "
+                "experts that several ranks have. Leave it out, or raise expert_model_parallel_size"
+            )
         if self.moe_grouped_gemm and self.transformer_impl == "local":
             raise ValueError(
                 "moe_grouped_gemm needs the kernels of Transformer Engine: leave it out, or set "
@@ -123,6 +136,11 @@ class MegatronPolicyConfig(PolicyConfig):
                 f"optimizer.name {self.optimizer.name!r}: Megatron-Core builds the optimizer itself, since it divides its "
                 f"state over ranks. It has {', '.join(OPTIMIZER_KEYS)}"
             )
+        if self.optimizer.name not in ADAMS and self.megatron_cfg.use_distributed_optimizer:
+            raise ValueError(
+                f"megatron_cfg.use_distributed_optimizer: Megatron-Core divides the state of Adam alone, and optimizer.name is "
+                f"{self.optimizer.name!r}. Take {' or '.join(ADAMS)}, or leave use_distributed_optimizer out"
+            )
         allowed = OPTIMIZER_KEYS[self.optimizer.name]
         for key in self.optimizer.kwargs:
             if key not in allowed:
@@ -133,10 +151,10 @@ class MegatronPolicyConfig(PolicyConfig):
         return self
 
 
+ADAMS = ("torch.optim.AdamW", "torch.optim.Adam")
 _ADAM = ("lr", "betas", "eps", "weight_decay", "decay_matrices_only")
 OPTIMIZER_KEYS = {
-    "torch.optim.AdamW": _ADAM,
-    "torch.optim.Adam": _ADAM,
+    **dict.fromkeys(ADAMS, _ADAM),
     "torch.optim.SGD": ("lr", "momentum", "weight_decay", "decay_matrices_only"),
 }
 """The optimizers that Megatron-Core has, by the names that `policy.optimizer` uses, and their arguments."""

@@ -40,7 +40,7 @@ class RMSNorm(torch.nn.Module):
         return self.weight * h.to(x.dtype)
 
 
-class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]
+class SdpaCoreAttention(MegatronModule):
     """Causal attention by `scaled_dot_product_attention`, over padded [s, b, heads, d] or packed [t, heads, d] rows.
 
     The arguments are those that Megatron-Core builds any core attention with.

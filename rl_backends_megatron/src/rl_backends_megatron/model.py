@@ -156,7 +156,7 @@ def _parallelism(config: MegatronPolicyConfig, *, on_gpu: bool) -> dict[str, Any
         "num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
         "context_parallel_size": megatron.context_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
-        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
+        "expert_tensor_parallel_size": megatron.expert_tensor_ranks,
         # Microbatches differ in width; the only dispatcher that allows it is refused or accepted for dense models too.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",

@@ -108,7 +108,7 @@ def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
             virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
             context_parallel_size=config.context_parallel_size,
             expert_model_parallel_size=config.expert_model_parallel_size,
-            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_ranks,
             distributed_timeout_minutes=max(1, round(config.distributed_timeout_s / 60)),
         )
         # The tracker for inference keeps no device state: there is no dropout whose draws would have to agree.

@@ -1,0 +1,169 @@
+"""One of several ranks that train one model together; run as a program by launch.py, and tests compare what it writes.
+
+Arguments: rank, ranks in all, folder of models by kind, folder for results, names of what to do (comma-separated), and a free
+port for each worker to be: a meeting point that was left is not safely met at again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, os.path.dirname(__file__))
+from conftest import FLAT_ADAM, NLL, SGD, counts_of, make_context, make_rows
+
+from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
+from rl_backends_megatron.policy import grid
+from rl_backends_megatron.worker import MegatronPolicyWorker
+
+BUDGET = {"input_key": "input_ids", "input_lengths_key": "input_lengths", "max_tokens_per_microbatch": 40}
+FORMS: dict[str, tuple[dict, dict]] = {
+    "by_count": ({}, {}),
+    "token_budget": (
+        {"dynamic_batching": {"enabled": True}},
+        {"dynamic_batching_args": {**BUDGET, "sequence_length_round": 4}},
+    ),
+    "packed": (
+        {"sequence_packing": {"enabled": True}},
+        {"sequence_packing_args": {**BUDGET, "algorithm": "modified_first_fit_decreasing"}},
+    ),
+}
+ADAM = {"name": "torch.optim.AdamW", "kwargs": {"lr": 2e-3, "weight_decay": 0.1}}
+STEPS = 10
+TRAINING = {
+    "optimizer": ADAM,
+    "scheduler": {"name": "linear", "kwargs": {"num_warmup_steps": 3, "num_training_steps": 40}},
+    "max_grad_norm": 1.0,
+    "train_micro_batch_size": 3,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way of dividing one model."""
+
+    kind: str
+    world: int
+    megatron: dict[str, Any]
+    form: str = "by_count"
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+SP = {**TP2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+INTERLEAVED = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 4000}
+RECOMPUTE = {"activation_checkpointing": True}
+LAYOUTS = {
+    "tp2": Layout("llama", 2, TP2),
+    "tp2-qwen2": Layout("qwen2", 2, TP2),
+    "tp2-sp": Layout("qwen3", 2, SP),
+    "tp2-sp-packed": Layout("qwen3", 2, SP, "packed"),
+    "tp2-budget": Layout("llama-tied", 2, TP2, "token_budget", RECOMPUTE),
+    "pp2": Layout("llama-tied", 2, PP2),
+    "pp2-packed": Layout("llama", 2, PP2, "packed"),
+    "pp2-uneven": Layout("qwen2", 2, {**PP2, "num_layers_in_first_pipeline_stage": 3}, "token_budget"),
+    "interleaved": Layout("llama-tied", 2, INTERLEAVED),
+    "interleaved-packed": Layout("qwen3", 2, INTERLEAVED, "packed"),
+    "dp2": Layout("qwen3", 2, {}),
+    "dp2-packed": Layout("llama", 2, {}, "packed"),
+    "dp2-distributed": Layout("qwen3", 2, DISTRIBUTED, "token_budget"),
+    "dp2-overlap": Layout("llama", 2, OVERLAP),
+    "cp2": Layout("qwen2", 2, CP2),
+    "cp2-packed": Layout("llama-tied", 2, CP2, "packed"),
+    "ep2": Layout("qwen3-moe", 2, EP2),
+    "ep2-mixtral-packed": Layout("mixtral", 2, EP2, "packed"),
+    "moe-tp2": Layout("qwen3-moe-raw", 2, SP),
+    "tp2-pp2": Layout("llama", 4, {**SP, **PP2}),
+    "tp2-pp2-packed": Layout("llama-tied", 4, {**TP2, **PP2}, "packed"),
+    "pp2-dp2": Layout("qwen3", 4, {**PP2, **OVERLAP}),
+    "tp2-cp2-packed": Layout("qwen3", 4, {**SP, **CP2}, "packed"),
+    "tp2-ep2": Layout("qwen3-moe", 4, {**SP, **EP2, **DISTRIBUTED}),
+}
+
+
+class PoisonedOnRankOne(NLL):
+    """NaN on one rank only: the others must raise as well, not step or wait for ever."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __call__(self, next_token_logprobs, data, seqs, toks):
+        loss, metrics = super().__call__(next_token_logprobs, data, seqs, toks)
+        return loss * (float("nan") if self._rank == 1 else 1.0), metrics
+
+
+class Rank:
+    """This process's share of each check."""
+
+    def __init__(self, rank: int, world: int, models: Path, out: Path, ports: Iterator[int]) -> None:
+        self.rank, self.world, self.models, self.out, self.ports = rank, world, models, out, ports
+
+    def worker(self, layout: Layout, **fields: Any) -> MegatronPolicyWorker:
+        """A worker that joins the process group anew."""
+        config = MegatronPolicyConfig(
+            model_name=str(self.models / layout.kind),
+            megatron_cfg=MegatronConfig(**layout.megatron, logprob_chunk_tokens=7),
+            **{**FORMS[layout.form][0], **layout.fields, **fields},
+        )
+        worker = MegatronPolicyWorker(make_context(self.rank, self.world, next(self.ports)), config)
+        self.facts = worker.setup()
+        return worker
+
+    def shard(self, layout: Layout, rows):
+        """This rank's rows, in the form that the layout asks for; and the order in which all rows were dealt."""
+        named = grid(MegatronConfig(**layout.megatron), self.world)
+        plan = FORMS[layout.form][1]
+        sharded = rows.shard_by_batch_size(named.get_axis_size("data"), **plan)
+        shards, order = sharded if plan else (sharded, None)
+        return shards[named.get_worker_coords(self.rank)["data"]], order
+
+    def check(self, name: str) -> None:
+        """Scores, one gradient, and ten steps of one layout."""
+        layout = LAYOUTS[name]
+        found: dict[str, Any] = {}
+        one = FLAT_ADAM if layout.megatron.get("use_distributed_optimizer") else SGD
+        worker = self.worker(layout, optimizer=one, max_grad_norm=None, train_micro_batch_size=3, logprob_batch_size=3)
+        rows = make_rows()
+        shard, found["order"] = self.shard(layout, rows)
+        found["facts"] = self.facts
+        found["logprobs"] = worker.get_logprobs(shard)["logprobs"]
+        found["reference"] = worker.get_logprobs(shard, reference=True)["logprobs"]
+        found["before"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+        found["eval"] = worker.train(shard, NLL(), counts=counts_of(rows), eval_mode=True)[0]
+        found["step"] = worker.train(shard, NLL(), counts=counts_of(rows))[0]
+        found["after"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+        some = list(worker.weight_manifest())[1::3]
+        found["some"] = {key: tensor.clone() for key, tensor in worker.iter_weights(some)}
+        found["manifest"] = worker.weight_manifest()
+        worker.shutdown()
+        worker = self.worker(layout, **TRAINING)
+        found["steps"] = [self.step(worker, layout, number) for number in range(STEPS)]
+        found["trained"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+        found["fingerprint"] = worker.weight_fingerprint()
+        worker.shutdown()
+        torch.save(found, self.out / f"{name}-{self.rank}.pt")
+
+    def step(self, worker: MegatronPolicyWorker, layout: Layout, number: int):
+        """One step on rows of their own."""
+        rows = make_rows(seed=100 + number)
+        return worker.train(self.shard(layout, rows)[0], NLL(), counts=counts_of(rows))[0]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    names = sys.argv[5].split(",")
+    me = Rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), map(int, sys.argv[6:]))
+    for each in names:
+        me.check(each)
+        print("done", each, flush=True)
