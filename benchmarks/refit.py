@@ -139,6 +139,11 @@ class Face:
         spawn = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_start, initargs=(worker_class,))
 
+    restarts = 0
+
+    def revive(self, cause: Exception | None = None) -> bool:
+        return False
+
     @property
     def weight_version(self) -> int:
         return int(self.get_weight_version())

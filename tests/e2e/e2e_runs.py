@@ -109,10 +109,5 @@ def metrics_of(folder, name="run"):
     steps = {}
     for line in map(json.loads, lines):
         assert line["step"] not in steps, "a step was written twice"
-        steps[line["step"]] = {
-            key: value
-            for key, value in line.items()
-            if not key.startswith(("time/", "refit/prepare", "refit/push", "refit/prove", "refit/total"))
-            and key != "tokens_per_s"
-        }
+        steps[line["step"]] = {key: value for key, value in line.items() if not key.endswith("_s")}
     return steps

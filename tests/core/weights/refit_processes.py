@@ -82,6 +82,8 @@ class ProcessPolicy:
 class ProcessEngine(ProcessPolicy):
     """Generation replicas in processes."""
 
+    restarts = 0
+
     def revive(self, cause=None):
         return False
 

@@ -106,11 +106,13 @@ class WeightSynchronizer:
             DeadlineExceededError: the refit took too long.
         """
         while True:
+            before = self._generation.restarts
             try:
                 return self._sync_once(only_if_stale)
             except (WorkerError, WeightSyncError) as error:
                 # Whatever was seen first, a broken broadcast or the death that broke it: the death explains it.
-                if not self._generation.revive(error):
+                self._generation.revive(error)
+                if self._generation.restarts == before:
                     raise
                 _log.warning("a generation worker died in the refit by %s; it begins again", self.transport_name)
 

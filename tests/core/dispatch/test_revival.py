@@ -1,0 +1,226 @@
+"""Generation workers that are killed: nothing is lost, nobody waits, and what was sampled is what would have been sampled."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from ray import cloudpickle
+
+sys.path.insert(0, str(Path(__file__).parent))
+import mortal_workers
+from mortal_workers import FOLDER, MortalWorker, condemn
+
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.policy import HuggingFacePolicy
+from rl_core.cluster import RayVirtualCluster, wait_together
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.generation import DistributedGeneration, _of_one_version
+from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
+from rl_core.weights.canary import make_canary
+from rl_core.weights.shared_memory import SharedMemoryTransport, sweep
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+cloudpickle.register_pickle_by_value(mortal_workers)
+MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=1) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(cluster, tmp_path):
+    """Engines whose workers die on command; all of their processes are gone in the end."""
+    made = []
+
+    def make(replicas=2, max_restarts=3):
+        made.append(
+            DistributedGeneration(
+                worker_class=MortalWorker,
+                config=HFGenerationConfig(
+                    backend="hf", model_name=str(MODEL), max_new_tokens=8, num_workers=replicas, max_restarts=max_restarts
+                ),
+                cluster=cluster,
+                env_vars={FOLDER: str(tmp_path)},
+            )
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        pids = one.group.pids()
+        one.shutdown()
+        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.fixture
+def policy():
+    """A policy in this process whose weights are not those of the model's folder."""
+    made = HuggingFacePolicy(str(MODEL), generation={"backend": "hf"})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        made.wait_ready()
+        for _, tensor in made.group.worker.iter_weights():
+            tensor.add_(0.02 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+    yield made
+    made.shutdown()
+
+
+def synchronizer(policy, engine, **options):
+    return WeightSynchronizer(
+        policy,
+        engine,
+        transports=[SharedMemoryTransport],
+        policy_capabilities=["shared_memory"],
+        generation_capabilities=["shared_memory"],
+        num_receivers=engine.num_workers,
+        wait=wait_together,
+        **options,
+    )
+
+
+def prompts(rows=24):
+    ids = torch.randint(5, 15, (rows // 2, 4), generator=torch.Generator().manual_seed(1)).repeat_interleave(2, dim=0)
+    seeds = torch.arange(rows) * 101
+    return BatchedDataDict(input_ids=ids, input_lengths=torch.full((rows,), 4), sample_seeds=seeds)
+
+
+def assert_same_rows(found, expected):
+    """Tokens depend on a row's seed alone; log-probabilities may differ in their last bits with the rows decoded beside it."""
+    for key in ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "truncated", "weight_version"):
+        assert torch.equal(found[key], expected[key]), key
+    torch.testing.assert_close(found["logprobs"], expected["logprobs"], atol=1e-5, rtol=0)
+
+
+def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(engine, tmp_path, caplog):
+    two = engine()
+    undisturbed = two.generate(prompts())
+    first, second = two.group.run_all("process")
+    condemn(tmp_path, "generate", 1)
+    with caplog.at_level(logging.WARNING, "rl_core"):
+        found = two.generate(prompts())
+    assert_same_rows(found, undisturbed)
+    assert two.restarts == 1
+    now = two.group.run_all("process")
+    assert now[0] == first
+    assert now[1] != second
+    assert not psutil.pid_exists(second)
+    said = [record.getMessage() for record in caplog.records]
+    assert any(f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {second} is dead" in line for line in said)
+    assert "12 of 24 rows of the generation call are sampled again" in said
+    assert any("initial weights, like the others" in line for line in said)
+
+    for rank in range(2):
+        condemn(tmp_path, "generate", rank)
+    assert_same_rows(two.generate(prompts()), undisturbed)
+    assert two.restarts == 3
+
+    condemn(tmp_path, "generate", 0)
+    started = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=r"(?s)rank 0 .*host .*pid .*generation\.max_restarts` is 3.*died in generate"):
+        two.generate(prompts())
+    assert time.monotonic() - started < 30
+
+
+def test_a_replica_that_stands_alone_is_refitted_before_it_samples_again(engine, policy, tmp_path):
+    one = engine(replicas=1)
+    untrained = one.generate(prompts())
+    sync = synchronizer(policy, one)
+    sync.sync()
+    undisturbed = one.generate(prompts())
+    assert undisturbed["weight_version"].unique().tolist() == [policy.weight_version]
+    assert not torch.equal(undisturbed["output_ids"], untrained["output_ids"])
+
+    condemn(tmp_path, "generate", 0)
+    with pytest.raises(WeightSyncError, match=r"replica 0 died and was replaced.*refit_with\(synchronizer\.sync\)"):
+        one.generate(prompts())
+    assert one.weight_version == -1
+    assert sync.is_stale
+    sync.sync(only_if_stale=True)
+    assert_same_rows(one.generate(prompts()), undisturbed)
+
+    one.refit_with(sync.sync)
+    condemn(tmp_path, "generate", 0)
+    assert_same_rows(one.generate(prompts()), undisturbed)
+    os.kill(one.group.run_one("process"), signal.SIGKILL)
+    one.prepare_for_generation()
+    assert_same_rows(one.generate(prompts()), undisturbed)
+    assert one.restarts == 3
+    sync.close()
+    assert sweep() == []
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told how to refit", "refitted from outside"])
+def test_a_replica_that_dies_over_the_canary_of_a_refit_is_refitted_anew(engine, policy, tmp_path, told):
+    one = engine(replicas=1)
+    canary = make_canary(range(5, 15), num_receivers=1, max_length=12, exact=True)
+    sync = synchronizer(policy, one, canary=lambda: canary)
+    if told:
+        one.refit_with(sync.sync)
+    condemn(tmp_path, "generate", 0)
+    assert sync.sync()["refit/canary_error"] < 1e-4
+    assert one.restarts == 1
+    assert one.weight_version == policy.weight_version
+    sync.close()
+
+
+def test_answers_of_the_survivor_are_kept_and_all_rows_have_the_policys_version(engine, policy, tmp_path):
+    two = engine()
+    sync = synchronizer(policy, two)
+    sync.sync()
+    two.refit_with(sync.sync)
+    undisturbed = two.generate(prompts())
+    asked = []
+    submit = two.group.submit_some
+
+    def counting(method, args_by_rank, **kwargs):
+        if method == "generate":
+            asked.append(sum(args[0].size for args in args_by_rank.values()))
+        return submit(method, args_by_rank, **kwargs)
+
+    two.group.submit_some = counting
+    condemn(tmp_path, "generate", 0)
+    condemn(tmp_path, "setup", 0)
+    assert_same_rows(two.generate(prompts()), undisturbed)
+    assert asked == [24, 12]
+    assert two.restarts == 2, "one that dies while it starts is one more to replace"
+    assert two.weight_version == policy.weight_version
+    sync.close()
+
+
+def test_a_replacement_that_loads_something_else_is_refused(engine, tmp_path):
+    one = engine(replicas=1)
+    one.wait_ready()
+    (tmp_path / "other-model").touch()
+    os.kill(one.group.pids()[0], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"rank 0 .* loaded something else: vocab_size was \d+ and is 7"):
+        one.generate(prompts())
+
+
+def test_where_none_may_be_replaced_a_death_ends_the_call(engine, tmp_path):
+    one = engine(replicas=1, max_restarts=0)
+    one.wait_ready()
+    condemn(tmp_path, "generate", 0)
+    with pytest.raises(WorkerDiedError, match=r"0 of this group have been replaced already.*is 0"):
+        one.generate(prompts())
+    assert one.restarts == 0
+
+
+def test_answers_of_older_weights_are_dropped():
+    def answer(part, version):
+        return part, BatchedDataDict(weight_version=torch.full((len(part),), version))
+
+    old, new = answer([0, 2], 3), answer([1], 4)
+    assert _of_one_version([old, new]) == [new]
+    assert _of_one_version([old]) == [old]
+    assert _of_one_version([]) == []

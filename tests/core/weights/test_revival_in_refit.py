@@ -1,0 +1,253 @@
+"""Generation workers that are killed in the middle of a refit: it begins again, with proof, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import tiny_refit_workers
+import torch
+from ray import cloudpickle
+from tiny_refit_workers import TinyEngine, TinyPolicy
+
+from rl_core.cluster import RayVirtualCluster, wait_together
+from rl_core.config.schema import GenerationConfig, PolicyConfig
+from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.errors import WorkerDiedError
+from rl_core.weights.collective import CollectiveTransport
+from rl_core.weights.shared_memory import SharedMemoryTransport, sweep
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+FOLDER = "RLCORE_TEST_DEATHS"
+REPLICAS = 3
+LIMIT_S = 30.0
+"""Far below the deadline of a refit and the 600 s that a broadcast may take; a restart alone takes some 4 s here."""
+
+
+def die_if_told(verb, rank):
+    """End this process in the call of a verb of which a file says so: `<verb>-<rank>` holds which call from now on."""
+    path = Path(os.environ[FOLDER]) / f"{verb}-{rank}"
+    if not path.exists():
+        return
+    calls = int(path.read_text()) - 1
+    if calls:
+        path.write_text(str(calls))
+        return
+    path.unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class MortalPolicy(TinyPolicy):
+    def iter_weights(self, names=None):
+        die_if_told("gather", self.context.rank)
+        yield from super().iter_weights(names)
+
+
+class MortalEngine(TinyEngine):
+    def prepare_refit_info(self, info):
+        die_if_told("prepare_refit_info", self.context.rank)
+        return super().prepare_refit_info(info)
+
+    def init_collective(self, *args, **kwargs):
+        die_if_told("init_collective", self.context.rank)
+        super().init_collective(*args, **kwargs)
+
+    def load_weights(self, tensors):
+        die_if_told("load_weights", self.context.rank)
+        super().load_weights(tensors)
+
+    def get_weight_version(self):
+        die_if_told("get_weight_version", self.context.rank)
+        return super().get_weight_version()
+
+    def weight_fingerprint(self):
+        die_if_told("weight_fingerprint", self.context.rank)
+        return super().weight_fingerprint()
+
+    def invalidate_kv_cache(self):
+        die_if_told("invalidate_kv_cache", self.context.rank)
+        return super().invalidate_kv_cache()
+
+
+cloudpickle.register_pickle_by_value(tiny_refit_workers)
+cloudpickle.register_pickle_by_value(__import__(__name__))
+
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory):
+    return tmp_path_factory.mktemp("deaths")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with RayVirtualCluster([REPLICAS], use_gpus=False, cpus_per_bundle=0.5, max_colocated_worker_groups=2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def sides(cluster, deaths):
+    """One policy rank and three replicas, of which many may be replaced."""
+    policy = make_policy(cluster, deaths)
+    engine = make_engine(cluster, deaths, max_restarts=100)
+    yield policy, engine
+    engine.shutdown()
+    policy.shutdown()
+
+
+def make_policy(cluster, deaths):
+    return DistributedPolicy(
+        worker_class=MortalPolicy,
+        config=PolicyConfig(backend="tiny", model_name="tiny"),
+        cluster=cluster,
+        num_workers=1,
+        env_vars={FOLDER: str(deaths)},
+    )
+
+
+def make_engine(cluster, deaths, **fields):
+    return DistributedGeneration(
+        worker_class=MortalEngine,
+        config=GenerationConfig(backend="tiny", num_workers=REPLICAS, **fields),
+        cluster=cluster,
+        env_vars={FOLDER: str(deaths)},
+    )
+
+
+@pytest.fixture(scope="module")
+def synchronizers(sides):
+    """One of each transport, kept over the tests as over the steps of a run."""
+    policy, engine = sides
+    made = {
+        transport.name: WeightSynchronizer(
+            policy,
+            engine,
+            transports=[transport],
+            policy_capabilities=[transport.name],
+            generation_capabilities=[transport.name],
+            buffer_bytes=700,
+            deadline_s=300.0,
+            num_receivers=REPLICAS,
+            wait=wait_together,
+        )
+        for transport in (SharedMemoryTransport, CollectiveTransport)
+    }
+    for one in made.values():
+        one.sync()
+    yield made
+    for one in made.values():
+        one.close()
+
+
+def assert_equal_on_all(policy, engine):
+    sent = policy.group.run_one("weights")
+    for held in engine.group.run_all("weights"):
+        assert all(torch.equal(sent[name].to(tensor.dtype), tensor) for name, tensor in held.items())
+
+
+@pytest.mark.parametrize(
+    ("transport", "verb", "call", "ranks"),
+    [
+        ("shared_memory", "get_weight_version", 1, [0]),
+        ("shared_memory", "prepare_refit_info", 1, [1]),
+        ("shared_memory", "load_weights", 2, [2]),
+        ("shared_memory", "weight_fingerprint", 1, [0, 1, 2]),
+        ("shared_memory", "invalidate_kv_cache", 1, [1]),
+        ("collective", "prepare_refit_info", 1, [0]),
+        ("collective", "load_weights", 1, [0]),
+        ("collective", "load_weights", 3, [1]),
+        ("collective", "load_weights", 2, [2]),
+        ("collective", "weight_fingerprint", 1, [1]),
+    ],
+)
+def test_a_refit_in_which_a_replica_is_killed_begins_again_and_is_proven(
+    sides, synchronizers, deaths, transport, verb, call, ranks
+):
+    policy, engine = sides
+    policy.group.run_all("step")
+    before, pids = engine.restarts, engine.group.pids()
+    for rank in ranks:
+        (deaths / f"{verb}-{rank}").write_text(str(call))
+    started = time.monotonic()
+    metrics = synchronizers[transport].sync(only_if_stale=True)
+    assert time.monotonic() - started < LIMIT_S
+    assert metrics["refit/moved"] == 1.0
+    assert engine.restarts == before + len(ranks)
+    assert [rank for rank in range(REPLICAS) if engine.group.pids()[rank] != pids[rank]] == ranks
+    assert engine.weight_version == policy.weight_version == metrics["refit/weight_version"]
+    assert_equal_on_all(policy, engine)
+    assert sweep() == []
+
+
+def test_ranks_that_wait_for_one_that_never_joins_are_let_go(sides, synchronizers, deaths):
+    policy, engine = sides
+    policy.group.run_all("step")
+    sync = synchronizers["collective"]
+    (deaths / "load_weights-0").write_text("1")
+    (deaths / "init_collective-1").write_text("1")
+    started = time.monotonic()
+    sync.sync()
+    assert time.monotonic() - started < 2 * LIMIT_S
+    assert_equal_on_all(policy, engine)
+
+
+def test_the_collective_never_meets_twice_at_one_place(sides, synchronizers):
+    transport = synchronizers["collective"]._transport
+    assert len(transport._left) >= 4
+    assert len({port for _, port in transport._left}) == len(transport._left)
+
+
+def test_a_policy_worker_that_dies_in_the_broadcast_is_named_and_lets_the_replicas_go(sides, synchronizers, deaths):
+    """Last of those that share the two sides: it ends one of them."""
+    policy, engine = sides
+    victim = policy.group.pids()[0]
+    before = engine.restarts
+    synchronizers["collective"].sync()
+    (deaths / "gather-0").write_text("3")
+    started = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=rf"rank 0 .*of 'policy', host {os.uname().nodename}, pid {victim}, died"):
+        synchronizers["collective"].sync()
+    assert len(engine.group.run_all("weights")) == REPLICAS
+    assert time.monotonic() - started < LIMIT_S
+    assert engine.restarts == before
+
+
+@pytest.mark.parametrize("transport", [SharedMemoryTransport, CollectiveTransport])
+def test_a_refit_stops_where_no_replica_may_be_replaced_any_more_and_says_who_died(cluster, sides, deaths, transport, caplog):
+    sides[0].shutdown()
+    sides[1].shutdown()
+    policy = make_policy(cluster, deaths)
+    engine = make_engine(cluster, deaths, max_restarts=1)
+    sync = WeightSynchronizer(
+        policy,
+        engine,
+        transports=[transport],
+        policy_capabilities=[transport.name],
+        generation_capabilities=[transport.name],
+        buffer_bytes=700,
+        num_receivers=REPLICAS,
+        wait=wait_together,
+    )
+    try:
+        engine.wait_ready()
+        (deaths / "load_weights-1").write_text("2")
+        pids = engine.group.pids()
+        with caplog.at_level(logging.WARNING, "rl_core"):
+            sync.sync()
+        assert f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {pids[1]} is dead" in caplog.text
+        assert f"a generation worker died in the refit by {transport.name}; it begins again" in caplog.text
+        policy.group.run_all("step")
+        (deaths / "load_weights-2").write_text("2")
+        started = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=rf"Dead: rank 2 .*pid {pids[2]}\. 1 of this group .*max_restarts` is 1"):
+            sync.sync()
+        assert time.monotonic() - started < LIMIT_S
+    finally:
+        sync.close()
+        engine.shutdown()
+        policy.shutdown()
+    assert sweep() == []

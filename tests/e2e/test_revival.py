@@ -1,0 +1,110 @@
+"""Whole runs whose generation workers are killed: every step is completed, and its samples are those of an undisturbed run."""
+
+import json
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+from e2e_runs import metrics_of
+
+pytestmark = pytest.mark.slow
+
+MORTAL = textwrap.dedent(
+    """
+    import os, signal
+    from pathlib import Path
+    import rl_backends_hf.generation as room
+    from rl_backends_hf.config import HFGenerationConfig
+    from rl_backends_hf.generation import HuggingFaceGeneration
+    from rl_backends_hf.generation_worker import HFGenerationWorker
+
+    FOLDER = Path({folder!r})
+
+    def die_once(where):
+        if where in {deaths!r} and not (FOLDER / where).exists():
+            (FOLDER / where).write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class MortalWorker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            where = f"generate-{{self.get_weight_version()}}-{{self.context.rank}}"
+            if where in {deaths!r}:
+                next(iter(self.stream(data, greedy=greedy)))
+            die_once(where)
+            return super().generate(data, greedy=greedy)
+
+        def load_weights(self, tensors):
+            super().load_weights(tensors)
+            self.loads = getattr(self, "loads", 0) + 1
+            die_once(f"load-{{self.loads}}-{{self.context.rank}}")
+
+    class MortalGeneration(HuggingFaceGeneration):
+        capabilities = ("shared_memory", "collective", "by_reference")
+
+        def __init__(self, *, config, **options):
+            room.HFGenerationWorker = MortalWorker
+            super().__init__(config=HFGenerationConfig(**config.model_dump()), **options)
+    """
+)
+TWO_RANKS = {"cluster": {"workers_per_node": 2}, "grpo": {"max_num_steps": 4}}
+BACKEND = "policy.generation.backend=mortal.MortalGeneration"
+
+
+def mortal(folder, *deaths):
+    folder.mkdir(exist_ok=True)
+    (folder / "mortal.py").write_text(MORTAL.format(folder=str(folder), deaths=deaths))
+
+
+def samples_of(folder, step):
+    lines = (folder / "runs" / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return [(row["prompt"], row["tokens"], row["reward"], row["weight_version"]) for row in map(json.loads, lines)]
+
+
+def assert_nothing_is_left_of(run, folder):
+    run.assert_gone()
+    pids = json.loads((folder / "runs" / "run" / "status.json").read_text()).get("workers", {}).get("policy", [])
+    assert not [path for pid in pids for path in Path("/dev/shm").glob(f"rlcore-{pid}-*")]
+
+
+def test_a_run_whose_generation_workers_are_killed_takes_the_steps_of_an_undisturbed_one(train, tmp_path):
+    code, output = train(TWO_RANKS, folder=tmp_path / "undisturbed").wait()
+    assert code == 0, output
+    expected = metrics_of(tmp_path / "undisturbed")
+    # In the second step's sampling, and in a later refit at the first bucket of the model's one or more.
+    deaths = ("generate-2-1", "load-3-0")
+    for transport in ("shared_memory", "collective"):
+        folder = tmp_path / transport
+        mortal(folder, *deaths)
+        run = train(TWO_RANKS, BACKEND, f"policy.generation.refit_transport={transport}", folder=folder)
+        code, output = run.wait()
+        assert code == 0, output
+        assert [where for where in deaths if not (folder / where).exists()] == []
+        found = metrics_of(folder)
+        assert sorted(found) == sorted(expected) == [1, 2, 3, 4]
+        assert sum(found[step].pop("generation/restarts") for step in found) == len(deaths)
+        for step in expected:
+            expected_here = {name: value for name, value in expected[step].items() if name != "generation/restarts"}
+            assert samples_of(folder, step) == samples_of(tmp_path / "undisturbed", step)
+            assert found[step]["rollout/rows"] == 16.0
+            # Log-probabilities differ in their last bits with the rows that are decoded together, and losses with them.
+            assert found[step] == pytest.approx(expected_here, rel=1e-3, abs=1e-6)
+        assert "is dead; another takes its place" in (folder / "runs" / "run" / "logs" / "driver.log").read_text()
+        assert_nothing_is_left_of(run, folder)
+
+
+def test_a_run_that_may_replace_nobody_stops_and_goes_on_from_its_checkpoint(train, tmp_path):
+    mortal(tmp_path, "generate-6-0")
+    changes = {**TWO_RANKS, "checkpointing": {"save_period": 1}}
+    run = train(changes, BACKEND, "policy.generation.max_restarts=0")
+    code, output = run.wait()
+    assert code == 1, output
+    victim = (tmp_path / "generate-6-0").read_text()
+    assert f"rank 0 (data=0) of 'generation', host {os.uname().nodename}, pid {victim}" in " ".join(output.split())
+    assert "`policy.generation.max_restarts` is 0" in " ".join(output.split())
+    assert "Traceback" not in output
+    assert_nothing_is_left_of(run, tmp_path)
+    assert sorted(metrics_of(tmp_path)) == [1, 2, 3]
+    code, output = train(changes, BACKEND).wait()
+    assert code == 0, output
+    assert sorted(metrics_of(tmp_path)) == [1, 2, 3, 4]
