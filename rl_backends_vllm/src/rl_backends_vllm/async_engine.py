@@ -76,9 +76,10 @@ class AsyncEngine(Engine):
 
     async def _start(self, arguments: Mapping[str, Any]) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
 
     async def _begin(self, request_id: str, tokens: list[int], parameters: Any) -> None:
         task = asyncio.get_running_loop().create_task(self._follow(request_id, tokens, parameters))

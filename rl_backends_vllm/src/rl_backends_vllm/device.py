@@ -71,6 +71,9 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
     return {
         "enforce_eager": config.enforce_eager is None or config.enforce_eager,
         "kv_cache_memory_bytes": stated or _kv_bytes(config, hf_config),
+        # A prompt that is read in pieces draws a token too early, and vLLM takes that back from a GPU's generator alone: a
+        # seeded row on a CPU would end in an error. Whole prompts wait for their turn instead.
+        "enable_chunked_prefill": False,
     }
 
 

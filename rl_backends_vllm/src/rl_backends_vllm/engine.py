@@ -77,6 +77,7 @@ class InProcessEngine(Engine):
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if InProcessEngine._here is not None:
@@ -84,7 +85,8 @@ class InProcessEngine(Engine):
                 "A vLLM engine runs in this process already, and process groups are the process's: the end of one would end "
                 "the other. Shut the first down, give the second `vllm_cfg.async_engine: true`, or run both over a cluster."
             )
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        # vLLM's default for the tokens of one step depends on what it is used for; as in `vllm.LLM`, it is the largest.
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
         self.config = self._engine.vllm_config
         self._held = False
         InProcessEngine._here = self
