@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from tiny_models import FAMILIES, LENGTH, VOCABULARY, make_model, plain_logprobs, rows, sampled_logprobs, take_step
+from transformers import AutoModelForCausalLM
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig, VllmGeneration
 from rl_backends_vllm.refit import VllmWeightReceiver
-from rl_core.algorithms.losses import NLLLossFn
 from rl_core.config.schema import OptimizerConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import WeightSyncError
 from rl_core.weights.canary import make_canary
 from rl_core.weights.shared_memory import SharedMemoryTransport
@@ -18,39 +17,7 @@ from rl_core.weights.synchronizer import WeightSynchronizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-VOCABULARY, LENGTH = 320, 48
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,  # vLLM's attention on a CPU takes 32, 64, ...
-    "max_position_embeddings": LENGTH,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "initializer_range": 0.1,
-}
-FAMILIES = {
-    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama-untied": LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
-}
 SPEAKS = ("shared_memory",)
-
-
-def make_model(folder, family):
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family])
-    with torch.no_grad():  # biases and norms start as zeros and ones, where a lost one would not show
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def make_policy(path, lr=5e-3):
@@ -86,45 +53,6 @@ def synchronizer(policy, engine, *, canary=True, buffer_bytes=64 * 1024):
         buffer_bytes=buffer_bytes,
         canary=make if canary else None,
     )
-
-
-def rows(seed, count=6, width=12):
-    generator = torch.Generator().manual_seed(seed)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.randint(3, VOCABULARY, (count, width), generator=generator),
-            "input_lengths": torch.randint(4, width + 1, (count,), generator=generator),
-            "sample_seeds": torch.arange(count) + 100 * seed,
-        }
-    )
-
-
-def take_step(policy, seed):
-    data = rows(seed, count=8, width=24)
-    data["token_mask"] = torch.ones_like(data["input_ids"], dtype=torch.float32)
-    data["sample_mask"] = torch.ones(8)
-    policy.train(data, NLLLossFn())
-
-
-def plain_logprobs(model, output, temperature=0.8):
-    """Of each sampled token, by a plain forward pass of each row alone."""
-    found = []
-    for ids, length, sampled in zip(
-        output["output_ids"], output["unpadded_sequence_lengths"], output["generation_lengths"], strict=True
-    ):
-        tokens = ids[: int(length)].unsqueeze(0)
-        with torch.no_grad():
-            logits = model(tokens).logits[0].float() / temperature
-        scores = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1)
-        found.append(scores[-int(sampled) :])
-    return torch.cat(found)
-
-
-def sampled_logprobs(output):
-    position = torch.arange(output["output_ids"].shape[1])
-    lengths, sampled = output["unpadded_sequence_lengths"], output["generation_lengths"]
-    mask = (position >= (lengths - sampled).unsqueeze(1)) & (position < lengths.unsqueeze(1))
-    return output["logprobs"][mask]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

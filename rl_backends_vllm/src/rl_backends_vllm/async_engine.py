@@ -8,7 +8,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from rl_backends_vllm.engine import Engine
+from rl_backends_vllm.engine import Engine, Failed
 
 
 class AsyncEngine(Engine):
@@ -45,20 +45,27 @@ class AsyncEngine(Engine):
                 done.append(self._done.get_nowait())
         except queue.Empty:
             pass
-        for output in done:
-            if isinstance(output, BaseException):
-                raise output
+        with self.watched():
+            for output in done:
+                if isinstance(output, Failed) and self.is_dead():
+                    raise output.error
         return done
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        answers: list[Any] = self._wait(self._engine.collective_rpc(method, args=args))
+        with self.watched():
+            answers: list[Any] = self._wait(self._engine.collective_rpc(method, args=args))
         return answers
+
+    def is_dead(self) -> bool:
+        return bool(self._engine.errored)
 
     def hold(self) -> None:
         self._wait(self._engine.pause_generation(mode="keep"))
+        self.is_held = True
 
     def go_on(self) -> None:
         self._wait(self._engine.resume_generation())
+        self.is_held = False
 
     def forget_prefixes(self) -> bool:
         return bool(self._wait(self._engine.reset_prefix_cache(reset_running_requests=True)))
@@ -70,8 +77,7 @@ class AsyncEngine(Engine):
         self._wait(self._engine.wake_up([tag]))
 
     def shutdown(self) -> None:
-        self._loop.call_soon_threadsafe(self._engine.shutdown)
-        self._wait(asyncio.sleep(0))
+        self._wait(self._end())
         self._stop_loop()
 
     async def _start(self, arguments: Mapping[str, Any]) -> Any:
@@ -80,6 +86,13 @@ class AsyncEngine(Engine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+
+    async def _end(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._engine.shutdown()
 
     async def _begin(self, request_id: str, tokens: list[int], parameters: Any) -> None:
         task = asyncio.get_running_loop().create_task(self._follow(request_id, tokens, parameters))
@@ -95,8 +108,8 @@ class AsyncEngine(Engine):
                     self._done.put(output)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # raised by `finished`, in the thread that waits
-            self._done.put(error)
+        except Exception as error:  # handed over by `finished`, in the thread that waits
+            self._done.put(Failed(request_id=request_id, error=error))
 
     async def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -10,6 +10,8 @@ from rl_backends_vllm.engine_arguments import OWNED, known_engine_arguments
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
 from rl_core.plugins.component import did_you_mean
 
+_LEAST_TEMPERATURE = 0.01
+
 
 class VllmEngineConfig(Section):
     """`policy.generation.vllm_cfg`."""
@@ -55,6 +57,15 @@ class VllmEngineConfig(Section):
     """What `finish_generation` frees on a GPU: nothing (0), the KV cache, with weights moved to the host (1), or both (2). On
     a CPU it does nothing."""
 
+    @model_validator(mode="after")
+    def _a_token_for_each_row(self) -> Self:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: each row "
+                "that is decoded needs a token"
+            )
+        return self
+
     @property
     def processes(self) -> int:
         """Processes of one replica."""
@@ -69,6 +80,15 @@ class VllmConfig(GenerationConfig):
     """What only this backend knows."""
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Any further argument of vLLM's `EngineArgs`, by its name there."""
+
+    @model_validator(mode="after")
+    def _a_temperature_that_the_engine_has(self) -> Self:
+        if self.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature {self.temperature:g} is below {_LEAST_TEMPERATURE:g}, and vLLM would sample at that instead, "
+                "while training scored tokens at the smaller one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _only_arguments_that_the_engine_has(self) -> Self:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_backends_vllm.config import VllmEngineConfig
+from rl_core.errors import ConfigError
 
 _MOST_KV_BYTES_ON_CPU = 2**30
 _COMMON = {
@@ -67,6 +68,11 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
             "kv_cache_memory_bytes": kv_bytes,
             "enable_sleep_mode": config.sleep_level > 0,
         }
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "vLLM 0.32 on a CPU loses requests under pipeline parallelism. Set policy.generation.vllm_cfg."
+            "pipeline_parallel_size: 1, and tensor_parallel_size where one process is too few."
+        )
     stated = None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
     return {
         "enforce_eager": config.enforce_eager is None or config.enforce_eager,

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rl_backends_vllm.extension import pack, unpack
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, EngineDiedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """A request that ended in an error of its own, while the engine goes on."""
+
+    request_id: str
+    error: Exception
 
 
 class Engine(ABC):
@@ -16,9 +26,11 @@ class Engine(ABC):
 
     Attributes:
         config: the `vllm.VllmConfig` that it runs with.
+        is_held: between `hold` and `go_on`.
     """
 
     config: Any
+    is_held: bool = False
 
     @abstractmethod
     def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
@@ -30,7 +42,7 @@ class Engine(ABC):
 
     @abstractmethod
     def finished(self, wait_s: float) -> list[Any]:
-        """Requests (`vllm.RequestOutput`) that have ended since the last call; works on until one has or the time is up."""
+        """Requests that have ended since the last call, as `vllm.RequestOutput` or `Failed`; works on until one has."""
 
     @abstractmethod
     def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -57,8 +69,22 @@ class Engine(ABC):
         """Take memory for "weights" or for "kv_cache" again."""
 
     @abstractmethod
+    def is_dead(self) -> bool:
+        """Whether a process of the engine has ended, so that nothing it is asked will be answered."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """End the engine and its processes."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What vLLM raises in the block, as EngineDiedError where a process of the engine is gone."""
+        try:
+            yield
+        except Exception as error:
+            if self.is_dead():
+                raise EngineDiedError(f"A process of the vLLM engine is gone: {type(error).__name__}: {error}") from error
+            raise
 
     def refit(self, verb: str, *args: Any, **kwargs: Any) -> list[Any]:
         """A verb of `rl_backends_vllm.extension.VERBS` in every worker process; one result each."""
@@ -88,7 +114,6 @@ class InProcessEngine(Engine):
         # vLLM's default for the tokens of one step depends on what it is used for; as in `vllm.LLM`, it is the largest.
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
         self.config = self._engine.vllm_config
-        self._held = False
         InProcessEngine._here = self
 
     def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
@@ -102,21 +127,23 @@ class InProcessEngine(Engine):
     def finished(self, wait_s: float) -> list[Any]:
         until = time.monotonic() + wait_s
         done: list[Any] = []
-        while not done and not self._held and self._engine.has_unfinished_requests():
-            done = [output for output in self._engine.step() if output.finished]
-            if time.monotonic() >= until:
-                break
+        with self.watched():
+            while not done and not self.is_held and self._engine.has_unfinished_requests():
+                done = [output for output in self._engine.step() if output.finished]
+                if time.monotonic() >= until:
+                    break
         return done
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        answers: list[Any] = self._engine.collective_rpc(method, args=args)
+        with self.watched():
+            answers: list[Any] = self._engine.collective_rpc(method, args=args)
         return answers
 
     def hold(self) -> None:
-        self._held = True
+        self.is_held = True
 
     def go_on(self) -> None:
-        self._held = False
+        self.is_held = False
 
     def forget_prefixes(self) -> bool:
         return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
@@ -126,6 +153,9 @@ class InProcessEngine(Engine):
 
     def wake(self, tag: str) -> None:
         self._engine.wake_up([tag])
+
+    def is_dead(self) -> bool:
+        return bool(getattr(self._engine.model_executor, "is_failed", False))
 
     def shutdown(self) -> None:
         InProcessEngine._here = None

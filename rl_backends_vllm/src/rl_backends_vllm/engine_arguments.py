@@ -40,6 +40,7 @@ OWNED = {
     "worker_extension_cls": "the refit needs it.",
     "logits_processors": "training could not score the tokens under the distribution that they were sampled from.",
     "skip_tokenizer_init": "it follows from whether the model has a tokenizer.",
+    "enable_chunked_prefill": "the device decides: vLLM cannot divide a prompt on a CPU where rows have seeds, as here.",
     "disable_log_stats": "the engine reports through the run's metrics.",
     **{name: _CFG.format(name) for name in _SAME_NAME},
     **dict.fromkeys(_REPLICAS, "a replica is one engine; set policy.generation.num_workers for more of them."),

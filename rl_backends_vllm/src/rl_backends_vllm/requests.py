@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rl_core.data.completions import Completion, Prompt
+from rl_core.data.splitmix import mix
 from rl_core.errors import DataError, RLCoreError
 
 GREEDY_TEMPERATURE = "rlcore_greedy_temperature"
@@ -34,20 +37,11 @@ class SamplingSettings:
     has_tokenizer: bool
 
     def parameters(self, prompt: Prompt, *, seed: int, greedy: bool) -> Any:
-        """The `vllm.SamplingParams` of one row: final output only, with the log-probability of each sampled token.
-
-        Raises:
-            DataError: the row has stop strings, and the model no tokenizer to read text with.
-        """
+        """The `vllm.SamplingParams` of one row: final output only, with the log-probability of each sampled token."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         strings = [*self.stop_strings, *prompt.stop_strings]
-        if strings and not self.has_tokenizer:
-            raise DataError(
-                f"Row {prompt.number} has stop strings {strings}, but there is no tokenizer to read text with. Give one: "
-                "policy.tokenizer.name."
-            )
         return SamplingParams(
             temperature=0.0 if greedy else self.temperature,
             top_p=1.0 if greedy else self.top_p,
@@ -65,13 +59,34 @@ class SamplingSettings:
         )
 
 
+def refuse_unreadable_stops(prompts: Iterable[Prompt], *, reads_text: bool) -> None:
+    """Raise DataError, naming the row, where one has stop strings and there is no tokenizer to read text with."""
+    for prompt in prompts:
+        if prompt.stop_strings and not reads_text:
+            raise DataError(
+                f"Row {prompt.number} has stop strings {list(prompt.stop_strings)}, but there is no tokenizer to read text "
+                "with. Give one: policy.tokenizer.name."
+            )
+
+
+def engine_seeds(seeds: Iterable[int]) -> list[int]:
+    """What vLLM is given for the seeds of rows: its -1 means none, and on a CPU its draws know the lower 32 bits alone."""
+    mixed: list[int] = (mix(torch.tensor(list(seeds), dtype=torch.int64)) & (2**63 - 1)).tolist()
+    return mixed
+
+
 def completion_of(output: Any, *, prompt: Sequence[int], weight_version: int) -> Completion:
     """A finished `vllm.RequestOutput` as a row.
 
     Raises:
-        RLCoreError: vLLM gave another number of log-probabilities than of tokens.
+        RLCoreError: vLLM gave the row up, or another number of log-probabilities than of tokens.
     """
     [found] = output.outputs
+    if found.finish_reason not in ("stop", "length"):
+        raise RLCoreError(
+            f"vLLM ended request {output.request_id} after {len(found.token_ids)} tokens with {found.finish_reason!r}, "
+            "neither a stop nor a limit: the row is no sample. Remove whatever in vllm_kwargs asks for it."
+        )
     tokens = list(found.token_ids)
     logprobs = [] if found.logprobs is None else list(found.logprobs.logprobs)
     if len(logprobs) != len(tokens):

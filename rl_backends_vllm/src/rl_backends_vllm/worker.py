@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +9,13 @@ from rl_backends_vllm.config import VllmConfig
 from rl_backends_vllm.device import can_sleep, engine_arguments, set_environment_here
 from rl_backends_vllm.engine import Engine
 from rl_backends_vllm.model_folder import ModelFiles, model_files
-from rl_backends_vllm.requests import SamplingSettings, completion_of
+from rl_backends_vllm.requests import SamplingSettings, engine_seeds, refuse_unreadable_stops
+from rl_backends_vllm.under_way import RowsUnderWay
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.completions import Completion, Prompt, RowLimits, end_token_ids, read_prompts, to_output
 from rl_core.data.splitmix import derived_seeds
-from rl_core.errors import ConfigError, WeightSyncError
+from rl_core.errors import ConfigError, DataError, RLCoreError, WeightSyncError
 from rl_core.interfaces.worker import Arrival, GenerationWorker
 from rl_core.weights.receiver import NO_VERSION
 from rl_core.weights.replicas import same_digests_on_every_replica
@@ -36,7 +36,6 @@ class VllmGenerationWorker(GenerationWorker):
         self.context = context
         self._config = config
         self._engine: Engine | None = None
-        self._requests: dict[str, _Request] = {}
         self._calls = 0
         self._weight_version = NO_VERSION
         self._asleep: set[str] = set()
@@ -54,6 +53,7 @@ class VllmGenerationWorker(GenerationWorker):
             arguments = self._arguments(files, load_format)
             self._engine = _start(arguments, asynchronous=own.async_engine)
             self._sampling = self._settings(files)
+        self._rows = RowsUnderWay(self._engine)
         self._engine.rpc("rlcore_place", self.context.rank, self.context.device)
         self._has_weights = load_format != "dummy"
         model = self._engine.config.model_config
@@ -65,36 +65,37 @@ class VllmGenerationWorker(GenerationWorker):
             "vocab_size": model.get_vocab_size(),
             "device": self.context.device,
             "precision": str(model.dtype).removeprefix("torch."),
+            "reads_text": self._sampling.has_tokenizer,
         }
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         self._refuse_torn_weights()
-        self._calls += 1
-        prompts = read_prompts(data, self._limits)
-        seeds = self._seeds(prompts)
+        prompts = self._read(data)
         names = [f"{self._calls}-{prompt.number}" for prompt in prompts]
         done: dict[str, Completion] = {}
         try:
-            for name, prompt, seed in zip(names, prompts, seeds, strict=True):
+            for name, prompt, seed in zip(names, prompts, self._seeds(prompts), strict=True):
                 self._add(name, prompt, seed=seed, greedy=greedy)
             while len(done) < len(names):
-                done.update(self._collect(_POLL_S, only=set(names)))
+                ended = self._rows.collect(_POLL_S, only=set(names))
+                done.update({name: _completed(row) for name, row in ended.items()})
         except BaseException:
-            self._forget(names)
+            self._rows.forget(names)
             raise
         return to_output([done[name] for name in names])
 
     def exchange(
         self, arrivals: Sequence[Arrival], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
-    ) -> dict[str, BatchedDataDict[Any]]:
-        self._forget(cancelled)
+    ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
+        self._rows.forget(cancelled)
+        refused: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
         for arrival in arrivals:
-            self._refuse_torn_weights()
-            self._calls += 1
-            [prompt] = read_prompts(arrival.row, self._limits)
-            [seed] = self._seeds([prompt])
-            self._add(arrival.name, prompt, seed=seed, greedy=arrival.greedy)
-        return {name: to_output([row]) for name, row in self._collect(wait_s).items()}
+            try:
+                self._begin(arrival)
+            except DataError as error:
+                refused[arrival.name] = error
+        ended = self._rows.collect(0.0 if refused else wait_s)
+        return refused | {name: row if isinstance(row, RLCoreError) else to_output([row]) for name, row in ended.items()}
 
     def prepare_for_generation(self) -> None:
         for tag in ("weights", "kv_cache"):
@@ -113,19 +114,25 @@ class VllmGenerationWorker(GenerationWorker):
         return self._weight_version
 
     def invalidate_kv_cache(self) -> bool:
-        if self._config.vllm_cfg.in_flight == "restart":
-            self._restart_requests()
+        if self._running.is_held and self._config.vllm_cfg.in_flight == "restart":
+            self._rows.restart()
         self._wake("kv_cache")
         emptied = self._running.forget_prefixes()
-        if emptied:
-            self._running.go_on()
+        if emptied and self._running.is_held:
+            self._go_on()
         return emptied
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> dict[str, str]:
         """See `GenerationInterface.prepare_refit_info`; requests under way wait until the cache was emptied."""
         self._wake("weights")
+        ran_before = not self._running.is_held
         self._running.hold()
-        dtypes: dict[str, str] = self._running.refit("prepare_refit_info", dict(info))[0]
+        try:
+            dtypes: dict[str, str] = self._running.refit("prepare_refit_info", dict(info))[0]
+        except WeightSyncError:
+            if ran_before:  # nothing was loaded: the weights are what they were
+                self._go_on()
+            raise
         return dtypes
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
@@ -199,6 +206,11 @@ class VllmGenerationWorker(GenerationWorker):
 
     def _settings(self, files: ModelFiles) -> SamplingSettings:
         config = self._config
+        if config.stop_strings and files.tokenizer_path is None:
+            raise ConfigError(
+                f"policy.generation.stop_strings is {config.stop_strings}, but {config.model_name!r} has no tokenizer to read "
+                "text with. Give one: policy.tokenizer.name."
+            )
         return SamplingSettings(
             temperature=config.temperature,
             top_p=config.top_p,
@@ -208,49 +220,32 @@ class VllmGenerationWorker(GenerationWorker):
             has_tokenizer=files.tokenizer_path is not None,
         )
 
+    def _read(self, data: BatchedDataDict[Any]) -> list[Prompt]:
+        self._calls += 1
+        prompts = read_prompts(data, self._limits)
+        refuse_unreadable_stops(prompts, reads_text=self._sampling.has_tokenizer)
+        return prompts
+
+    def _begin(self, arrival: Arrival) -> None:
+        if not self._running.is_held:
+            self._refuse_torn_weights()
+        [prompt] = self._read(arrival.row)
+        [seed] = self._seeds([prompt])
+        self._add(arrival.name, prompt, seed=seed, greedy=arrival.greedy)
+
     def _seeds(self, prompts: Sequence[Prompt]) -> list[int]:
         # Replicas that drew from one seed would sample the same rows.
         seed = self._config.vllm_cfg.seed * 1_000_003 + self.context.rank
         derived: list[int] = derived_seeds(seed, self._calls, len(prompts)).tolist()
-        return [own if prompt.seed is None else prompt.seed for prompt, own in zip(prompts, derived, strict=True)]
+        return engine_seeds(own if prompt.seed is None else prompt.seed for prompt, own in zip(prompts, derived, strict=True))
 
     def _add(self, name: str, prompt: Prompt, *, seed: int, greedy: bool) -> None:
         parameters = self._sampling.parameters(prompt, seed=seed, greedy=greedy)
-        self._requests[name] = _Request(prompt.tokens, parameters, self._weight_version)
-        self._running.add(name, prompt.tokens, parameters)
+        self._rows.add(name, prompt.tokens, parameters, weight_version=self._weight_version)
 
-    def _collect(self, wait_s: float, *, only: set[str] | None = None) -> dict[str, Completion]:
-        """Finished rows by name; those of other callers are kept for them."""
-        until = time.monotonic() + wait_s
-        while True:
-            for output in self._running.finished(max(until - time.monotonic(), 0.0)):
-                request = self._requests.get(output.request_id)
-                if request is not None:
-                    request.done = completion_of(output, prompt=request.tokens, weight_version=request.weight_version)
-            ready = {
-                name: request.done
-                for name, request in self._requests.items()
-                if request.done is not None and (only is None or name in only)
-            }
-            if ready or time.monotonic() >= until:
-                break
-            if not self._requests:
-                time.sleep(max(until - time.monotonic(), 0.0))
-        for name in ready:
-            del self._requests[name]
-        return ready
-
-    def _forget(self, names: Sequence[str]) -> None:
-        known = [name for name in names if self._requests.pop(name, None) is not None]
-        if known:
-            self._running.abort(known)
-
-    def _restart_requests(self) -> None:
-        waiting = {name: request for name, request in self._requests.items() if request.done is None}
-        self._running.abort(list(waiting))
-        for name, request in waiting.items():
-            request.weight_version = self._weight_version
-            self._running.add(name, request.tokens, request.parameters)
+    def _go_on(self) -> None:
+        self._rows.stamp(self._weight_version)
+        self._running.go_on()
 
     def _take_version(self) -> None:
         versions = set(self._running.refit("get_weight_version"))
@@ -260,7 +255,7 @@ class VllmGenerationWorker(GenerationWorker):
 
     def _refuse_torn_weights(self) -> None:
         self._running.refit("refuse_torn_weights")
-        if not self._has_weights:
+        if not self._has_weights or self._running.is_held:
             raise WeightSyncError(_TORN)
 
     def _wake(self, tag: str) -> None:
@@ -269,20 +264,18 @@ class VllmGenerationWorker(GenerationWorker):
             self._asleep.discard(tag)
 
 
-class _Request:
-    """A row in the engine."""
-
-    def __init__(self, tokens: list[int], parameters: Any, weight_version: int) -> None:
-        self.tokens, self.parameters, self.weight_version = tokens, parameters, weight_version
-        self.done: Completion | None = None
+def _completed(row: Completion | RLCoreError) -> Completion:
+    if isinstance(row, RLCoreError):
+        raise row
+    return row
 
 
 def _start(arguments: Mapping[str, Any], *, asynchronous: bool) -> Engine:
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if asynchronous:
-        from rl_backends_vllm.async_engine import AsyncEngine
-
-        return AsyncEngine(given)
+    from rl_backends_vllm.async_engine import AsyncEngine
     from rl_backends_vllm.engine import InProcessEngine
 
-    return InProcessEngine(given)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    try:
+        return AsyncEngine(given) if asynchronous else InProcessEngine(given)
+    except ValueError as error:  # so do vLLM's own config classes complain
+        raise ConfigError(f"vLLM does not start as policy.generation.vllm_cfg and vllm_kwargs ask it to: {error}") from error

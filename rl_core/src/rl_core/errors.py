@@ -89,6 +89,10 @@ class WorkerDiedError(WorkerError):
     """A worker's process is gone: names the rank, the host and what is known of its end."""
 
 
+class EngineDiedError(RLCoreError):
+    """Raised in a worker: a process that it depends on is gone. Its own is then ended and counts as dead."""
+
+
 class DeadlineExceededError(RLCoreError):
     """A call outlived its deadline: names who did not answer and what each was doing."""
 

@@ -19,7 +19,7 @@ from rl_core.cluster import guard, stacks
 from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
 from rl_core.cluster.deadlines import Unanswered
 from rl_core.cluster.worker_context import WorkerContext
-from rl_core.errors import UserError, WorkerDiedError, WorkerError
+from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
 
 _DEATHS = (
     ray.exceptions.RayActorError,
@@ -217,7 +217,12 @@ class Flight:
         except ray.exceptions.RayError as error:
             raise WorkerError(f"{self._headline()}: {type(error).__name__}: {error}") from error
         if isinstance(result, Failure):
-            raise _worker_error(self._headline(), result)
+            error = _worker_error(self._headline(), result)
+            if isinstance(error.__cause__, EngineDiedError):
+                self.actor.kill()
+                self.actor.note_death()
+                raise WorkerDiedError(str(error)) from error.__cause__
+            raise error
         return result
 
     def unanswered(self, stack_s: float) -> Unanswered:

@@ -1,0 +1,152 @@
+"""vLLM replicas over a real Ray cluster: tensor parallel processes, weights over a collective, and the death of one."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tiny_models import LENGTH, VOCABULARY, make_model, plain_logprobs, rows, sampled_logprobs, take_step
+from transformers import AutoModelForCausalLM
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_vllm import VllmConfig, VllmGeneration
+from rl_core.cluster import RayVirtualCluster
+from rl_core.cluster.worker_group import wait_together
+from rl_core.config.schema import OptimizerConfig
+from rl_core.errors import ConfigError, WorkerError
+from rl_core.weights.canary import make_canary
+from rl_core.weights.collective import CollectiveTransport
+from rl_core.weights.shared_memory import SharedMemoryTransport
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+TRANSPORTS = {"shared_memory": SharedMemoryTransport, "collective": CollectiveTransport}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("replicas") / "model", "qwen2")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with RayVirtualCluster([2], max_colocated_worker_groups=2, cpus_per_bundle=1) as cluster:
+        yield cluster
+
+
+def section(path, **cfg):
+    return VllmConfig(
+        model_name=path,
+        temperature=0.8,
+        max_new_tokens=16,
+        vllm_cfg={"precision": "float32", "max_model_len": LENGTH, "max_num_seqs": 16, "load_format": "dummy", **cfg},
+    )
+
+
+def make_policy(path, cluster):
+    return HuggingFacePolicy(
+        config=HFPolicyConfig(
+            model_name=path,
+            max_total_sequence_length=LENGTH,
+            generation=section(path),
+            optimizer=OptimizerConfig(kwargs={"lr": 5e-3, "weight_decay": 0.0}),
+        ),
+        cluster=cluster,
+        num_workers=1,
+    )
+
+
+def synchronizer(policy, engine, cluster, name="shared_memory"):
+    sync = WeightSynchronizer(
+        policy,
+        engine,
+        transports=[TRANSPORTS[name]],
+        policy_capabilities=[name],
+        generation_capabilities=[name],
+        buffer_bytes=64 * 1024,
+        num_receivers=engine.num_workers,
+        wait=wait_together,
+        rendezvous=cluster.get_master_address_and_port,
+        canary=lambda: make_canary(range(3, VOCABULARY), num_receivers=engine.num_workers, max_length=LENGTH, exact=True),
+    )
+    engine.refit_with(sync.sync)
+    return sync
+
+
+def agrees_with_plain(policy, output, folder):
+    policy.save_checkpoint(str(folder))
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(sampled_logprobs(output), plain_logprobs(plain, output), atol=1e-5, rtol=0)
+
+
+def engine_processes(engine):
+    """vLLM's own processes of the first replica."""
+    children = psutil.Process(engine.group.pids()[0]).children(recursive=True)
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(path, cluster, tmp_path):
+    # Qwen2's one KV head cannot be split, so vLLM gives each process a copy of it: the hardest case of a fused weight.
+    policy = make_policy(path, cluster)
+    engine = VllmGeneration(cluster, section(path, tensor_parallel_size=2))
+    assert (engine.group.world_size, engine.num_workers) == (1, 2)
+    try:
+        for step, name in enumerate(("shared_memory", "collective", "collective"), 1):
+            take_step(policy, step)
+            assert synchronizer(policy, engine, cluster, name).sync()["refit/canary_error"] < 1e-5
+            output = engine.generate(rows(step))
+            assert output["weight_version"].tolist() == [step] * 6
+            agrees_with_plain(policy, output, tmp_path / str(step))
+        # The end of one of vLLM's processes is the end of the replica, which is replaced.
+        undisturbed = engine.generate(rows(9))
+        engine_processes(engine)[0].kill()
+        again = engine.generate(rows(9))
+        assert engine.restarts == 1
+        assert torch.equal(again["output_ids"], undisturbed["output_ids"])
+    finally:
+        engine.shutdown()
+        policy.shutdown()
+    assert not list(Path("/dev/shm").glob("rlcore-*"))
+
+
+def test_a_replica_that_is_killed_in_a_step_or_in_a_refit_comes_back_and_nothing_is_lost(path, cluster):
+    policy, engine = make_policy(path, cluster), VllmGeneration(cluster, section(path))
+    assert engine.group.world_size == 2
+    try:
+        take_step(policy, 1)
+        sync = synchronizer(policy, engine, cluster)
+        sync.sync()
+        undisturbed = engine.generate(rows(3, count=12))
+        os.kill(engine.group.pids()[0], signal.SIGKILL)
+        again = engine.generate(rows(3, count=12))
+        assert engine.restarts == 1
+        for key, column in undisturbed.items():
+            torch.testing.assert_close(again[key], column, atol=1e-5, rtol=0)
+
+        take_step(policy, 2)
+        victim = engine.group.pids()[1]
+        stopped = threading.Thread(target=kill_when_it_computes, args=(victim,))
+        stopped.start()
+        found = sync.sync()
+        stopped.join()
+        assert found["refit/canary_error"] < 1e-5
+        assert engine.generate(rows(4))["weight_version"].tolist() == [2] * 6
+    finally:
+        engine.shutdown()
+        policy.shutdown()
+
+
+def kill_when_it_computes(pid):
+    """At a random moment of the refit: whichever verb is under way."""
+    time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_what_vllm_cannot_do_on_a_cpu_is_refused_with_the_way_out(path):
+    with pytest.raises((ConfigError, WorkerError), match="pipeline_parallel_size: 1"):
+        VllmGeneration(config=section(path, pipeline_parallel_size=2)).wait_ready()
