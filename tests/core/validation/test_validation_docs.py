@@ -1,0 +1,23 @@
+"""What docs/validation.md shows works."""
+
+import re
+from pathlib import Path
+
+from rl_core.validation import JUDGED_TOKENS
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "validation.md").read_text()
+
+
+def test_the_calls_that_are_shown_work(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    [block] = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+    names = {}
+    exec(block, names)
+    assert names["agreement"].failures(1.001) == []
+    names["policy"].shutdown()
+    names["generator"].shutdown()
+
+
+def test_the_page_says_from_how_many_tokens_on_a_range_is_judged():
+    assert f"at least\n{JUDGED_TOKENS} of them" in PAGE
