@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_core.plugins import Component, hookimpl
 
-WEIGHT_TRANSPORTS = ("by_reference", "shared_memory", "collective")
+WEIGHT_TRANSPORTS = ("by_reference", "shared_memory", "collective", "disk")
 
 
 @hookimpl

@@ -7,13 +7,19 @@ from rl_core.plugins import Component, hookimpl
 
 @hookimpl
 def rlcore_algorithms() -> list[Component]:
-    """GRPO and SFT."""
+    """GRPO, DPO and SFT."""
     return [
         Component(
             "grpo",
             target="rl_core.algorithms.grpo:train",
             config="rl_core.algorithms.grpo_config:GRPOConfig",
             summary="Group-relative policy optimisation: rewards, compared within the samples of one prompt",
+        ),
+        Component(
+            "dpo",
+            target="rl_core.algorithms.dpo:train",
+            config="rl_core.algorithms.dpo_config:DPOConfig",
+            summary="Direct preference optimisation on pairs of a better and a worse answer",
         ),
         Component(
             "sft",
@@ -26,7 +32,7 @@ def rlcore_algorithms() -> list[Component]:
 
 @hookimpl
 def rlcore_losses() -> list[Component]:
-    """Policy gradients under the settings of their papers, and negative log-likelihood."""
+    """Policy gradients under the settings of their papers, preferences, and negative log-likelihood."""
     return [
         _policy_gradient("clipped_pg", "ClippedPGLossConfig", "Policy gradient with a clipped probability ratio"),
         _policy_gradient("grpo", "GRPOLossConfig", "Policy gradient of GRPO: a mean of sequence means, a KL penalty"),
@@ -34,6 +40,11 @@ def rlcore_losses() -> list[Component]:
         _policy_gradient("dr_grpo", "DrGRPOLossConfig", "Policy gradient of Dr. GRPO: sums of sequences by one constant"),
         _policy_gradient("gspo", "GSPOLossConfig", "Policy gradient of GSPO: one clipped ratio a sequence"),
         _policy_gradient("cispo", "CISPOLossConfig", "Policy gradient of CISPO: clipped ratios as weights"),
+        _preference("dpo", "DPO", "Preferences by likelihood against a reference policy; with label smoothing, cDPO"),
+        _preference("ipo", "IPO", "Preferences by a bounded margin against a reference policy"),
+        _preference("dpo_hinge", "Hinge", "Preferences by a hinge on the margin against a reference policy"),
+        _preference("simpo", "SimPO", "Preferences by mean log-probabilities and a margin, without a reference policy"),
+        _preference("orpo", "ORPO", "Preferences by odds beside the likelihood of chosen answers, without a reference policy"),
         Component(
             "nll",
             target="rl_core.algorithms.losses.nll:NLLLossFn",
@@ -49,6 +60,16 @@ def _policy_gradient(name: str, config: str, summary: str) -> Component:
         name,
         target="rl_core.algorithms.losses.policy_gradient:ClippedPGLossFn",
         config=f"rl_core.algorithms.losses.config:{config}",
+        summary=summary,
+    )
+
+
+def _preference(name: str, of: str, summary: str) -> Component:
+    """A loss over pairs."""
+    return Component(
+        name,
+        target=f"rl_core.algorithms.losses.preference:{of}LossFn",
+        config=f"rl_core.algorithms.losses.preference_config:{of}LossConfig",
         summary=summary,
     )
 
@@ -99,7 +120,13 @@ def rlcore_datasets() -> list[Component]:
             target="rl_core.data.datasets:JsonlDataset",
             config="rl_core.data.dataset_config:JsonlDatasetConfig",
             summary="One JSON object a line: prompts, conversations or answers",
-        )
+        ),
+        Component(
+            "preference",
+            target="rl_core.data.preferences:PreferenceDataset",
+            config="rl_core.data.dataset_config:PreferenceDatasetConfig",
+            summary="One JSON object a line: prompts with a better and a worse answer",
+        ),
     ]
 
 
@@ -121,5 +148,10 @@ def rlcore_weight_transports() -> list[Component]:
             "collective",
             target="rl_core.weights.collective:CollectiveTransport",
             summary="Broadcast over a process group, gloo or NCCL",
+        ),
+        Component(
+            "disk",
+            target="rl_core.weights.disk:DiskTransport",
+            summary="Files in a folder that both sides see",
         ),
     ]

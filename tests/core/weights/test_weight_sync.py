@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -24,10 +27,11 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import DeadlineExceededError, MissingCapabilityError, WeightSyncError
 from rl_core.weights.by_reference import ByReferenceTransport
 from rl_core.weights.collective import CollectiveTransport
+from rl_core.weights.disk import DiskTransport
 from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer, choose_transport
 
-ALL = [ByReferenceTransport, SharedMemoryTransport, CollectiveTransport]
+ALL = [ByReferenceTransport, SharedMemoryTransport, CollectiveTransport, DiskTransport]
 NAMES = [transport.name for transport in ALL]
 SMALL_BUCKETS = 700
 """Bytes: the tiny model travels in several buckets, one of them a tensor that is larger than the budget."""
@@ -62,7 +66,7 @@ def weights_equal(policy, engine) -> bool:
     )
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "by_reference"])
+@pytest.mark.parametrize("transport", ["shared_memory", "by_reference", "disk"])
 def test_after_a_sync_the_engine_computes_with_the_policys_weights(transport):
     policy, engine = make_policy(), make_engine()
     sync = synchronizer(policy, engine, transport)
@@ -72,7 +76,7 @@ def test_after_a_sync_the_engine_computes_with_the_policys_weights(transport):
     assert not sync.is_stale
     assert engine.weight_version == policy.weight_version == metrics["refit/weight_version"] == 1
     assert engine.group.worker.changes == 1
-    assert (metrics["refit/bytes"] > 0) == (transport == "shared_memory")
+    assert (metrics["refit/bytes"] > 0) == (transport != "by_reference")
 
 
 def test_every_further_step_needs_and_gets_a_further_sync():
@@ -338,3 +342,22 @@ def test_a_refit_that_the_policy_breaks_off_leaves_no_load_under_way():
     with pytest.raises(WeightSyncError, match=r"the disk of k\.weight is gone"):
         synchronizer(policy, engine).sync()
     assert not engine.group.run_one("is_loading")
+
+
+def test_weights_by_disk_leave_no_file_after_success_or_failure_nor_those_of_a_dead_driver(tmp_path):
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    orphan = tmp_path / f"rlcore-refit-{socket.gethostname()}-{int(dead.stdout)}"
+    orphan.mkdir()
+    policy, engine = make_policy(), make_engine()
+    assert synchronizer(policy, engine, "disk", folder=tmp_path).sync()["refit/bytes"] > 0
+    assert weights_equal(policy, engine)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(WeightSyncError, match=r"the disk of k\.weight is gone"):
+        synchronizer(make_policy(PolicyThatBreaks), engine, "disk", folder=tmp_path).sync()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_key_that_sets_it(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightSyncError, match=r"policy\.generation\.refit_folder"):
+        synchronizer(make_policy(), make_engine(), "disk", folder=tmp_path / "file").sync()

@@ -142,6 +142,7 @@ class Builder:
             transport=section.refit_transport,
             buffer_bytes=section.refit_buffer_mib * 2**20,
             deadline_s=self.run.cluster.deadlines.refit_s,
+            folder=Path(section.refit_folder).expanduser() if section.refit_folder is not None else None,
             canary=(lambda: self._canary(generation, tokenizer)) if section.refit_canary and tokenizer is not None else None,
             num_receivers=generation.num_workers,
             wait=wait_together,

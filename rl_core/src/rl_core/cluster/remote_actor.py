@@ -211,18 +211,18 @@ class Flight:
         """
         try:
             result = ray.get(self.ref)
-        except _DEATHS as error:
+        except _DEATHS as death:
             self.actor.note_death()
-            raise self._died(error) from None
+            raise self._died(death) from None
         except ray.exceptions.RayError as error:
             raise WorkerError(f"{self._headline()}: {type(error).__name__}: {error}") from error
         if isinstance(result, Failure):
-            error = _worker_error(self._headline(), result)
-            if isinstance(error.__cause__, EngineDiedError):
+            raised = _worker_error(self._headline(), result)
+            if isinstance(raised.__cause__, EngineDiedError):
                 self.actor.kill()
                 self.actor.note_death()
-                raise WorkerDiedError(str(error)) from error.__cause__
-            raise error
+                raise WorkerDiedError(str(raised)) from raised.__cause__
+            raise raised
         return result
 
     def unanswered(self, stack_s: float) -> Unanswered:

@@ -113,6 +113,8 @@ class GenerationConfig(Section):
     refit_transport: str | None = None
     """Weight transport by name; the first that both sides speak by default."""
 
+    refit_folder: Annotated[str | None, NAME_OR_PATH] = None
+    """Where weights that travel by disk (`refit_transport: disk`) are written; policy and engine both see it."""
     refit_canary: bool = True
     """After each refit, compare log-probabilities of a few rows between engine and policy; stop the run where they differ."""
     canary_tolerance: float | None = Field(default=None, gt=0.0)

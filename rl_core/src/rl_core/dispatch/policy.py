@@ -13,11 +13,11 @@ from rl_core.config.schema import DeadlineConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
-from rl_core.errors import NonFiniteError, WorkerError
+from rl_core.errors import DataError, NonFiniteError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
-from rl_core.interfaces.worker import PolicyWorker, StepResult
+from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
 from rl_core.weights.handles import merge_handles
 
 if TYPE_CHECKING:
@@ -101,11 +101,19 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
     ) -> dict[str, Any]:
         self.wait_ready()
         rows = at_the_door(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys)))
-        gbs = gbs or self.config.train_global_batch_size or rows.size
-        rows_per_step = -(-gbs // self.data_ranks) * self.data_ranks
+        gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit
+        if rows.size % unit or gbs % unit:
+            raise DataError(
+                f"{type(loss_fn).__name__} reads {unit} rows together; the batch has {rows.size} rows, and an optimizer step "
+                f"takes {gbs}. Make both multiples of {unit}."
+            )
+        share = self.data_ranks * unit
+        rows_per_step = -(-gbs // share) * share
         rows = with_filler_rows(rows, rows_per_step)
         counts = global_counts(rows, rows_per_step)
-        shards, _ = self._shards(rows, rows_per_step, training=True)
+        shards, _ = self._shards(rows, rows_per_step, training=True, rows_per_unit=unit)
+        if unit > 1:
+            mbs = max((mbs or self.config.train_micro_batch_size) // unit, 1) * unit
         try:
             results: list[list[StepResult]] = self.group.run_sharded(
                 "train", shards, loss_fn, counts=counts, eval_mode=eval_mode, mbs=mbs, deadline_s=self._deadlines.train_s
@@ -114,10 +122,10 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
             if isinstance(error.__cause__, NonFiniteError):
                 raise NonFiniteError(str(error)) from error
             raise
-        return _over_ranks_and_steps(results, loss_fn, [count.valid_toks for count in counts])
+        return _over_ranks_and_steps(results, loss_fn, counts)
 
     def _shards(
-        self, rows: BatchedDataDict[Any], batch_size: int | None, *, training: bool
+        self, rows: BatchedDataDict[Any], batch_size: int | None, *, training: bool, rows_per_unit: int = 1
     ) -> tuple[Sequence[BatchedDataDict[Any]], list[int] | None]:
         """Split `rows` over the data axis, with the microbatch plan that the config asks for."""
         packing, dynamic = self.config.sequence_packing, self.config.dynamic_batching
@@ -137,7 +145,7 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
                 "input_key": "input_ids",
                 "input_lengths_key": "input_lengths",
             }
-        sharded: Any = rows.shard_by_batch_size(self.data_ranks, batch_size=batch_size, **plan)
+        sharded: Any = rows.shard_by_batch_size(self.data_ranks, batch_size=batch_size, rows_per_unit=rows_per_unit, **plan)
         return sharded if plan else (sharded, None)
 
     def generate(
@@ -186,10 +194,13 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
         buckets: list[list[str]] = self._run("prepare_weights_for_ipc", *args, **kwargs)
         return buckets
 
-    def get_weights_ipc_handles(self, keys: list[str], *, by_reference: bool = False) -> dict[str, Any]:
+    def get_weights_ipc_handles(
+        self, keys: list[str], *, by_reference: bool = False, file: str | None = None
+    ) -> dict[str, Any]:
         self.wait_ready()
-        deadline_s = self._deadlines.refit_s
-        parts = self.group.run_all("get_weights_ipc_handles", keys, by_reference=by_reference, deadline_s=deadline_s)
+        parts = self.group.run_all(
+            "get_weights_ipc_handles", keys, by_reference=by_reference, file=file, deadline_s=self._deadlines.refit_s
+        )
         return merge_handles(parts)
 
     def broadcast_weights_for_collective(self) -> list[Any]:
@@ -214,7 +225,7 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
 
 
 def _over_ranks_and_steps(
-    results: Sequence[Sequence[StepResult]], loss_fn: LossFunction, valid_toks: Sequence[float]
+    results: Sequence[Sequence[StepResult]], loss_fn: LossFunction, counts: Sequence[GlobalCounts]
 ) -> dict[str, Any]:
     """Sum shares over ranks, then average over optimizer steps (extremes stay extremes)."""
     steps = [list(step) for step in zip(*results, strict=True)]
@@ -236,6 +247,7 @@ def _over_ranks_and_steps(
         "grad_norm": sum(step[0].grad_norm for step in steps) / len(steps),
         "lr": steps[-1][0].lr,
         "num_optimizer_steps": len(steps),
-        "global_valid_toks": sum(valid_toks),
+        "global_valid_seqs": sum(count.valid_seqs for count in counts),
+        "global_valid_toks": sum(count.valid_toks for count in counts),
         "metrics": metrics,
     }

@@ -78,8 +78,8 @@ class PolicyInterface(ABC):
                 default.
 
         Returns:
-            `loss` (mean over the optimizer steps), `grad_norm`, `lr`, `num_optimizer_steps`, `global_valid_toks`, and
-            `metrics`: the loss's own, reduced over microbatches, ranks and steps.
+            `loss` (mean over the optimizer steps), `grad_norm`, `lr`, `num_optimizer_steps`, `global_valid_seqs`,
+            `global_valid_toks`, and `metrics`: the loss's own, reduced over microbatches, ranks and steps.
 
         Raises:
             NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are as before that step.
@@ -147,12 +147,15 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Split the manifest into buckets of names, each within the byte budget; starts one refit."""
 
     @abstractmethod
-    def get_weights_ipc_handles(self, keys: list[str], *, by_reference: bool = False) -> dict[str, Any]:
+    def get_weights_ipc_handles(
+        self, keys: list[str], *, by_reference: bool = False, file: str | None = None
+    ) -> dict[str, Any]:
         """Put one bucket where other processes of the node can map it.
 
         Args:
             keys: names of one bucket of `prepare_weights_for_ipc`.
             by_reference: hand over the tensors themselves; for a generation backend in this process.
+            file: write them there instead, in safetensors' format.
 
         Returns:
             What `GenerationInterface.update_weights` takes; valid until the call after the next one (so that one bucket

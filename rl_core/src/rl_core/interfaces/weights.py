@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, ClassVar
 
 from rl_core.interfaces.generation import GenerationInterface
@@ -23,6 +25,8 @@ class TransportContext:
     """Waits until all pending calls are done or so many seconds have passed (`rl_core.cluster.wait_together`)."""
     rendezvous: Callable[[], tuple[str, int]]
     """An address and a free port on the node of the policy's rank 0, for a process group to meet at."""
+    folder: Path = Path(gettempdir())
+    """Where files of weights may be written; policy and generation backend both see it."""
     num_receivers: int = 1
     """Generation workers that load weights."""
 

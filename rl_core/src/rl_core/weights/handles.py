@@ -1,7 +1,8 @@
 """What `get_weights_ipc_handles` returns and `update_weights` opens: made on one side, unpacked on the other; loads nothing.
 
 A mapping with `kind`, `refit`, `weight_version`, `num_bytes`, and by kind:
-`shared_memory` - `segment` and `placements`; `cuda_ipc` - `devices`: GPU uuid to name to handle; `by_reference` - `tensors`.
+`shared_memory` - `segment` and `placements`; `cuda_ipc` - `devices`: GPU uuid to name to handle; `by_reference` - `tensors`;
+`disk` - `file`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from rl_core.errors import WeightSyncError
+from rl_core.weights.disk import read_tensors
 from rl_core.weights.manifest import Placement
 from rl_core.weights.shared_memory import map_segment
 
@@ -68,7 +70,9 @@ def open_handles(handles: Mapping[str, Any], device: torch.device) -> dict[str, 
         return _open_segment(handles)
     if kind == "cuda_ipc":
         return _open_cuda(handles["devices"], device)
-    raise WeightSyncError(f"Weights came as {kind!r}; known are shared_memory, cuda_ipc and by_reference.")
+    if kind == "disk":
+        return dict(read_tensors(handles["file"], device))
+    raise WeightSyncError(f"Weights came as {kind!r}; known are shared_memory, cuda_ipc, by_reference and disk.")
 
 
 def _open_segment(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:

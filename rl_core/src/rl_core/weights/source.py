@@ -18,6 +18,7 @@ import torch
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.weights.collective import WeightCollective
+from rl_core.weights.disk import write_tensors
 from rl_core.weights.fingerprint import Kind, combine, tensor_digest
 from rl_core.weights.handles import cuda_handles
 from rl_core.weights.manifest import dtype_of, fill, lay_out, split_into_buckets
@@ -83,7 +84,9 @@ class WeightSource(ABC):
         self._refit = OpenRefit(f"{os.getpid()}-{next(_numbers)}", self.get_weight_version(), manifest, buckets)
         return buckets
 
-    def get_weights_ipc_handles(self, keys: Sequence[str], *, by_reference: bool = False) -> dict[str, Any]:
+    def get_weights_ipc_handles(
+        self, keys: Sequence[str], *, by_reference: bool = False, file: str | None = None
+    ) -> dict[str, Any]:
         """Put one bucket where other processes of the node can map it; see `rl_core.weights.handles`.
 
         Valid until the call after the next one, or `finish_refit`.
@@ -100,7 +103,10 @@ class WeightSource(ABC):
         if by_reference:
             tensors = dict(self.iter_weights(keys))
             return {**header, "num_bytes": 0, "kind": "by_reference", "tensors": tensors}
-        if self.context.device == "cuda":
+        if file is not None and self.context.rank == 0:
+            write_tensors(file, self.iter_weights(keys))
+            return {**header, "kind": "disk", "file": file}
+        if self.context.device == "cuda" and file is None:
             devices, kept = cuda_handles(self.iter_weights(keys))
             self._kept_on_device = [*self._kept_on_device[-1:], kept]
             return {**header, "kind": "cuda_ipc", "devices": devices}

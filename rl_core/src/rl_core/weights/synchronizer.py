@@ -7,6 +7,8 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from rl_core.errors import MissingCapabilityError, WeightSyncError, WorkerDiedError, WorkerError
@@ -35,6 +37,7 @@ class WeightSynchronizer:
         transport: str | None = None,
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         deadline_s: float = 600.0,
+        folder: Path | None = None,
         prove: bool = True,
         canary: Callable[[], Canary] | None = None,
         num_receivers: int = 1,
@@ -52,6 +55,7 @@ class WeightSynchronizer:
             transport: the one to use; the first of `transports` that both sides speak by default.
             buffer_bytes: most bytes on their way at one time.
             deadline_s: seconds that one refit may take.
+            folder: where weights that travel by disk are written; the system's temporary folder by default.
             prove: compare fingerprints after each refit; versions are compared in any case.
             canary: makes the rows that both sides score after each refit, once they have loaded; none by default.
             num_receivers: generation workers.
@@ -73,6 +77,7 @@ class WeightSynchronizer:
             TransportContext(
                 buffer_bytes=buffer_bytes,
                 deadline_s=deadline_s,
+                folder=folder or Path(gettempdir()),
                 wait=wait or _results,
                 rendezvous=rendezvous or free_loopback_port,
                 num_receivers=num_receivers,

@@ -1,0 +1,119 @@
+"""Weights through files that both sides see: for an engine that shares neither a node nor a process group with the policy.
+
+Two buckets are on the disk at a time. A file is written, closed and only then named to the engine, so that a network file
+system which is consistent from close to open is enough. The folder goes with the refit; that of a driver that was killed goes
+with the next refit through the same place.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from os import getpid
+from pathlib import Path
+from socket import gethostname
+from typing import ClassVar
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_core.errors import DeadlineExceededError, WeightSyncError
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.interfaces.weights import WeightTransport
+
+_PREFIX = "rlcore-refit"
+
+
+class DiskTransport(WeightTransport):
+    """Policy and generation backend anywhere that sees one folder (`policy.generation.refit_folder`)."""
+
+    name: ClassVar[str] = "disk"
+
+    def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
+        deadline = time.monotonic() + self.context.deadline_s
+        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2)
+        moved = 0
+        loading: Future[None] | None = None
+        with _own_folder(self.context.folder) as folder, ThreadPoolExecutor(max_workers=1) as reader:
+            for number, keys in enumerate(buckets):
+                path = folder / f"{number}.safetensors"
+                handles = policy.get_weights_ipc_handles(keys, file=str(path))
+                self._finish(loading, deadline, number, len(buckets))
+                (folder / f"{number - 1}.safetensors").unlink(missing_ok=True)
+                loading = reader.submit(generation.update_weights, handles)
+                moved += int(handles["num_bytes"])
+            self._finish(loading, deadline, len(buckets), len(buckets))
+        return moved
+
+    def _finish(self, loading: Future[None] | None, deadline: float, number: int, count: int) -> None:
+        if loading is None:
+            return
+        wait([loading], timeout=max(deadline - time.monotonic(), 0.0))
+        if not loading.done():
+            raise DeadlineExceededError(
+                f"The refit by disk has taken {self.context.deadline_s:g} s and the generation backend has not loaded file "
+                f"{number} of {count} in {self.context.folder}. Give it a faster folder (policy.generation.refit_folder), or "
+                "raise cluster.deadlines.refit_s."
+            )
+        loading.result()
+
+
+def write_tensors(path: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write one bucket as a safetensors file.
+
+    Raises:
+        WeightSyncError: it cannot be written there.
+    """
+    try:
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors}, path)
+    except OSError as error:
+        raise WeightSyncError(
+            f"The policy cannot write {path} ({error}). policy.generation.refit_folder must be on a disk that policy and "
+            "generation backend both see."
+        ) from error
+
+
+def read_tensors(path: str, device: torch.device) -> Mapping[str, torch.Tensor]:
+    """The tensors of one file.
+
+    Raises:
+        WeightSyncError: it is not there.
+    """
+    try:
+        tensors: Mapping[str, torch.Tensor] = load_file(path, device=str(device))
+    except (FileNotFoundError, OSError) as error:
+        raise WeightSyncError(
+            f"The generation backend cannot read {path} on {gethostname()} ({error}). policy.generation.refit_folder must be "
+            "on a disk that policy and generation backend both see."
+        ) from error
+    return tensors
+
+
+@contextmanager
+def _own_folder(parent: Path) -> Iterator[Path]:
+    """A folder that is there for one refit."""
+    _sweep(parent)
+    folder = parent / f"{_PREFIX}-{gethostname()}-{getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeightSyncError(
+            f"There can be no folder for weights in {parent} ({error}). Give another: policy.generation.refit_folder."
+        ) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of drivers on this host that are gone."""
+    for folder in parent.glob(f"{_PREFIX}-{gethostname()}-*"):
+        owner = folder.name.rpartition("-")[2]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
