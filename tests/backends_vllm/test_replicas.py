@@ -95,6 +95,7 @@ def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(pat
     policy = make_policy(path, cluster)
     engine = VllmGeneration(cluster, section(path, tensor_parallel_size=2))
     assert (engine.group.world_size, engine.num_workers) == (1, 2)
+    pids = [*policy.group.pids(), *engine.group.pids()]
     try:
         for step, name in enumerate(("shared_memory", "collective", "collective"), 1):
             take_step(policy, step)
@@ -111,7 +112,7 @@ def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(pat
     finally:
         engine.shutdown()
         policy.shutdown()
-    assert not list(Path("/dev/shm").glob("rlcore-*"))
+    assert not [segment for pid in pids for segment in Path("/dev/shm").glob(f"rlcore-{pid}-*")]
 
 
 def test_a_replica_that_is_killed_in_a_step_or_in_a_refit_comes_back_and_nothing_is_lost(path, cluster):
