@@ -1,0 +1,44 @@
+"""Whole runs that sample from vLLM over Ray: what they measure, and what a mistake in their config says."""
+
+import json
+
+import pytest
+from e2e_runs import metrics_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+VLLM = {"policy": {"generation": {"backend": "vllm", "vllm_cfg": {"max_num_seqs": 16}}}}
+
+
+def test_a_run_on_vllm_trains_on_tokens_that_its_policy_would_have_sampled(train, tmp_path):
+    run = train({**VLLM, "grpo": {"max_num_steps": 3}})
+    code, output = run.wait()
+    assert code == 0, output
+    steps = metrics_of(tmp_path)
+    assert sorted(steps) == [1, 2, 3]
+    for step, found in steps.items():
+        # Both sides compute in float32; measured are 1e-6.
+        assert found["mismatch/kl"] < 1e-6
+        assert found["mismatch/max"] < 1e-4
+        assert found["refit/canary_error"] < 1e-5
+        assert found["refit/weight_version"] == (step - 1) * 2
+        assert found["rollout/rows"] == 16.0
+    rollouts = (tmp_path / "runs/run/rollouts/step_000003.jsonl").read_text().splitlines()
+    assert [json.loads(row)["weight_version"] for row in rollouts] == [4] * 16
+    run.assert_gone()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vllm_kwargs": {"block_sise": 32}}, "block_size"),
+        ({"vllm_kwargs": {"dtype": "float32"}}, "vllm_cfg.precision"),
+        ({"vllm_cfg": {"tensor_paralel_size": 2}}, "tensor_parallel_size"),
+        ({"vllm_cfg": {"kv_cache_gib": 0}}, "more than 0.0"),
+    ],
+)
+def test_a_wrong_section_for_vllm_ends_with_exit_code_2_before_anything_starts(train, changes, says):
+    code, output = train({"policy": {"generation": {"backend": "vllm", **changes}}}).wait()
+    assert code == 2, output
+    assert says in output
+    assert "run.yaml" in output
+    assert "Traceback" not in output
