@@ -48,9 +48,15 @@ PANELS = (
     ),
     Panel(
         title="Clipped and truncated",
-        metrics=("ratio/clipped_frac", "length/truncated_frac", "validation/truncated_frac"),
+        metrics=(
+            "ratio/clipped_frac",
+            "mismatch/truncated_frac",
+            "mismatch/masked_frac",
+            "length/truncated_frac",
+            "validation/truncated_frac",
+        ),
         unit="fraction",
-        note="Tokens whose gradient the clip removed; rollouts that a limit cut off.",
+        note="Tokens whose gradient or weight was held; rollouts that a limit cut off.",
     ),
     Panel(
         title="Mismatch KL",
@@ -65,6 +71,9 @@ PANELS = (
         unit="fraction",
         note="Groups whose rewards are all equal.",
     ),
+    Panel(title="Dynamic sampling", metrics=("dynamic_sampling/*",), unit="count"),
+    Panel(title="Preference accuracy", metrics=("preference/accuracy",), unit="fraction"),
+    Panel(title="Preference margin", metrics=("preference/margin", "preference/score_*")),
     Panel(title="Staleness", metrics=("staleness/*",), unit="optimizer steps"),
     Panel(title="Gradient norm", metrics=("grad_norm",), note="Before clipping."),
     Panel(title="Learning rate", metrics=("lr",)),
@@ -81,8 +90,19 @@ MOST_LINES = 8
 MOST_FURTHER = 60
 """Lines of one chart; charts of what no panel names."""
 
-_HIGHER = ("reward/mean", "validation/reward", "*accuracy", "tokens_per_s", "reward/*_frac")
-_LOWER = ("loss/nll", "validation/loss", "mismatch/*", "*truncated_frac", "time/*_s", "refit/*_s", "advantage/equal_group_frac")
+_HIGHER = ("reward/mean", "validation/reward", "*accuracy", "tokens_per_s")
+_LOWER = (
+    "loss/nll",
+    "validation/loss",
+    "mismatch/kl",
+    "mismatch/max",
+    "mismatch/mult_prob_error",
+    "refit/canary_error",
+    "*truncated_frac",
+    "time/*_s",
+    "refit/*_s",
+    "advantage/equal_group_frac",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from leaves(item, f"{key}.{name}" if key else str(name))
-    else:
+    elif key:
         yield key, value
 
 

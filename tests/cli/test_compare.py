@@ -1,0 +1,120 @@
+"""Runs against each other: which is better in what, what differs, on the terminal, as JSON and as a page."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from rlcore_cli.compare.comparison import compare_runs
+from rlcore_cli.compare.terminal import verdict_words
+from rlcore_cli.report.run_folder import read_run_folder
+
+
+def rlcore(*arguments):
+    command = [sys.executable, "-m", "rlcore_cli.main", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def two(write_run, tmp_path):
+    accuracies = {"a": [0.2, 0.9, 0.6], "b": [0.1, 0.5, 0.7]}
+    configs = {"a": {"grpo": {"max_num_steps": 3, "seed": 3}, "policy": {}}}
+    configs["b"] = {"grpo": {"max_num_steps": 3, "seed": 4}, "policy": {"lr": 0.1}}
+    for name, values in accuracies.items():
+        write_run(
+            tmp_path / name,
+            steps=3,
+            metrics=lambda step, values=values: {"validation/accuracy": values[step - 1], "validation/loss": 1.0 / step},
+            config={
+                "grpo": {"max_num_steps": 3, "seed": 3 if name == "a" else 4},
+                "policy": {"lr": 0.1} if name == "b" else {},
+            },
+            environment={"python": "3.11", "distributions": {"torch": "2.13" if name == "a" else "2.14"}},
+        )
+    return tmp_path / "a", tmp_path / "b"
+
+
+def verdicts(*folders):
+    comparison = compare_runs([read_run_folder(folder) for folder in folders])
+    return comparison, {verdict.metric: verdict for verdict in comparison.verdicts}
+
+
+def test_the_final_and_the_best_value_of_each_metric_are_found_with_their_steps(two):
+    _, by_name = verdicts(*two)
+    accuracy = by_name["validation/accuracy"]
+    assert (accuracy.finals, accuracy.bests) == (((0.6, 3), (0.7, 3)), ((0.9, 2), (0.7, 3)))
+    assert verdict_words(accuracy, ("A", "B")) == "B at the end, A at best"
+    assert verdict_words(by_name["validation/loss"], ("A", "B")) == "level"
+    assert by_name["validation/loss"].bests == ((1 / 3, 3), (1 / 3, 3))
+
+
+def test_a_metric_that_has_no_better_way_gets_no_verdict(two):
+    _, by_name = verdicts(*two)
+    assert by_name["entropy/sampled"].bests is None
+    assert verdict_words(by_name["entropy/sampled"], ("A", "B")) == ""
+
+
+def test_only_what_differs_in_config_and_versions_is_listed(two):
+    comparison, _ = verdicts(*two)
+    assert comparison.settings == (("grpo.seed", ("3", "4")), ("policy", ("{}", "—")), ("policy.lr", ("—", "0.1")))
+    assert comparison.versions == (("torch", ("2.13", "2.14")),)
+
+
+def test_a_metric_that_one_run_lacks_is_named_not_judged(two, write_run, tmp_path):
+    other = write_run(tmp_path / "c", steps=2)
+    comparison, by_name = verdicts(two[0], other)
+    assert comparison.not_shared == ("validation/accuracy", "validation/loss")
+    assert "validation/accuracy" not in by_name
+
+
+def test_three_runs_are_counted_against_the_first(two, write_run, tmp_path):
+    third = write_run(tmp_path / "c", steps=3, metrics=lambda step: {"validation/accuracy": 0.7, "validation/loss": 1.0 / step})
+    _, by_name = verdicts(*two, third)
+    assert verdict_words(by_name["validation/accuracy"], ("A", "B", "C")) == "B and C at the end, A at best"
+
+
+def test_the_terminal_shows_curves_differences_and_the_table(two):
+    result = rlcore("compare", *two)
+    assert result.returncode == 0, result.stderr
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert f"A = {two[0]} (3 steps)" in lines
+    assert "grpo.seed 3 4" in lines
+    assert "validation/accuracy 0.6 0.7 (+0.1) 0.9 0.7 (-0.2) B at the end, A at best" in lines
+    assert "time/step_s" not in result.stdout
+    assert re.search(r"┤.*A", result.stdout)
+    assert "time/step_s" in rlcore("compare", *two, "--all").stdout
+
+
+def test_json_has_the_same_numbers(two):
+    told = json.loads(rlcore("compare", *two, "--json").stdout)
+    assert told["metrics"]["validation/accuracy"] == {
+        "better": "higher",
+        "final": [{"value": 0.6, "step": 3}, {"value": 0.7, "step": 3}],
+        "best": [{"value": 0.9, "step": 2}, {"value": 0.7, "step": 3}],
+    }
+    assert told["config"]["grpo.seed"] == ["3", "4"]
+
+
+def test_the_page_draws_one_line_a_run_and_loads_nothing(two, tmp_path):
+    page = tmp_path / "out" / "compare.html"
+    result = rlcore("compare", *two, "--output", page)
+    assert result.returncode == 0, result.stderr
+    text = page.read_text()
+    [chart] = re.findall(r'<svg [^>]*aria-label="validation/accuracy".*?</svg>', text)
+    assert len(re.findall(r"<polyline", chart)) == 2
+    assert "B at the end, A at best" in text
+    assert not re.search(r"https?:|@import|url\(", text)
+
+
+def test_what_cannot_be_compared_is_a_mistake_of_the_user(two, write_run, tmp_path):
+    alone = rlcore("compare", two[0])
+    assert alone.returncode == 2
+    assert "name another" in alone.stderr
+    absent = rlcore("compare", two[0], tmp_path / "nowhere")
+    assert (absent.returncode, "nowhere does not exist" in absent.stderr) == (2, True)
+    nothing = rlcore("compare", write_run(tmp_path / "n", steps=0), write_run(tmp_path / "m", steps=0, environment=None))
+    assert nothing.returncode == 0, nothing.stderr
+    assert "The runs have no metric in common." in nothing.stdout
+    assert "Versions cannot be compared: B has no environment.json." in nothing.stdout

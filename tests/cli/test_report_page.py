@@ -1,0 +1,288 @@
+"""The page of a run: complete, self-contained, bounded, and harmless whatever a model wrote."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from rl_core.errors import DataError
+from rlcore_cli.report.command import report
+from rlcore_cli.report.ending import ending_of
+from rlcore_cli.report.run_folder import read_run_folder
+
+HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> \" ' & \u2028 {{ 7 * 7 }}"
+
+
+class Page(HTMLParser):
+    """Every element with its attributes, every script's text, and the visible text."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.scripts, self.words, self._within = [], {}, [], None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self._within = tag
+        if tag == "script":
+            self.scripts[len(self.scripts)] = ""
+
+    def handle_endtag(self, tag):
+        self._within = None
+
+    def handle_data(self, data):
+        if self._within == "script":
+            self.scripts[len(self.scripts) - 1] += data
+        elif self._within != "style":
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split()).replace(" .", ".")
+
+    @property
+    def rollouts(self):
+        return json.loads(next(text for text in self.scripts.values() if text.startswith("[")))
+
+    def titles(self):
+        return [attributes["aria-label"] for tag, attributes in self.elements if tag == "svg"]
+
+
+def rlcore(*arguments):
+    command = [sys.executable, "-m", "rlcore_cli.main", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def page_of(tmp_path):
+    """The page of a run folder, and its text."""
+
+    def make(folder, **options):
+        output = tmp_path / "out" / "page.html"
+        report(folder, output=output, **({"follow": False, "every": 5.0, "max_mib": 5.0} | options))
+        return Page(output.read_text(encoding="utf-8"))
+
+    return make
+
+
+def test_the_page_shows_the_curves_the_rollouts_the_config_and_the_versions(write_run, tmp_path, page_of):
+    texts = {1: "the", 2: " sum", 3: "<eos>"}
+    page = page_of(write_run(tmp_path / "run", texts=texts, metrics=lambda step: {"validation/accuracy": 0.5, "odd/one": step}))
+    assert {"Reward", "Validation accuracy", "Entropy", "Time by phase", "odd/one"} <= set(page.titles())
+    assert "Finished: 5 of 5 steps." in page.text
+    assert "grpo.seed 3 override" in page.text
+    assert "sums.yaml:2:3" in page.text
+    assert "torch 2" in page.text
+    [first, *_] = page.rollouts
+    assert first["rows"][1]["pieces"] == ["the", " sum", ["<eos>"]]
+    assert first["rows"][1]["logprobs"] == [-0.5, -1.25, -0.125]
+    assert (first["rows"][1]["reward"], first["rows"][1]["advantage"], first["prompts"]["0"]) == (1.0, 0.5, "1+1=")
+
+
+def test_the_page_loads_nothing_from_anywhere(write_run, tmp_path):
+    folder = write_run(tmp_path / "run")
+    report(folder, output=None, follow=False, every=5.0, max_mib=5.0)
+    text = (folder / "report.html").read_text()
+    page = Page(text)
+    references = [v for _, a in page.elements for k, v in a.items() if k in ("src", "href", "srcset", "data", "action")]
+    assert all(value.startswith("#") or value == "data:," for value in references)
+    assert not re.search(r"https?:|//cdn|@import|url\(|fetch\(|XMLHttpRequest|import\(", text)
+    assert {tag for tag, _ in page.elements} & {"iframe", "object", "embed", "base"} == set()
+
+
+def test_what_a_model_or_a_config_says_stays_text(write_run, tmp_path, page_of):
+    def record(step, row):
+        return {
+            "group": 0,
+            "prompt": HOSTILE,
+            "completion": HOSTILE,
+            "answer": HOSTILE,
+            "tokens": [1],
+            "task": HOSTILE,
+            "reward": 1,
+        }
+
+    clean = page_of(write_run(tmp_path / "clean", texts={1: "a", 2: "b", 3: "c"}))
+    folder = write_run(
+        tmp_path / "a <b>&'run",
+        texts={1: HOSTILE},
+        record=record,
+        metrics=lambda step: {f"env/{HOSTILE}/x": 1.0},
+        config={"grpo": {"max_num_steps": 5, HOSTILE: HOSTILE}},
+        provenance={"file": HOSTILE, "overrides": [HOSTILE], "values": {}},
+        environment={"python": HOSTILE, "plugins": {HOSTILE: HOSTILE}},
+        status={"state": "failed", "error": HOSTILE},
+    )
+    page = page_of(folder)
+    assert len(page.scripts) == len(clean.scripts)
+    assert [page.scripts[i] for i in page.scripts if not page.scripts[i].startswith("[")] == [
+        clean.scripts[i] for i in clean.scripts if not clean.scripts[i].startswith("[")
+    ]
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert "img" not in {tag for tag, _ in page.elements}
+    [row, *_] = page.rollouts[0]["rows"]
+    assert (row["pieces"], row["answer"], page.rollouts[0]["prompts"]["0"]) == ([HOSTILE], HOSTILE, HOSTILE)
+    assert " ".join(HOSTILE.split()) in page.text
+
+
+@pytest.mark.parametrize("max_mib", [0.5, 1.0])
+def test_the_page_of_a_large_run_keeps_its_size_and_says_what_it_left_out(write_run, tmp_path, page_of, max_mib):
+    def record(step, row):
+        text = f"{step} {row} " + "word " * 800
+        return {
+            "group": row // 8,
+            "sample": row % 8,
+            "prompt": "why? " * 3000,
+            "completion": text,
+            "tokens": [1] * 2000,
+            "reward": 1,
+        }
+
+    many = {f"env/task/metric_{index}": 1.0 for index in range(150)}
+    folder = write_run(tmp_path / "run", steps=120, rows=16, record=record, metrics=lambda step: many, texts={1: "word "})
+    page = page_of(folder, max_mib=max_mib)
+    size = (tmp_path / "out" / "page.html").stat().st_size
+    assert 0.6 * max_mib * 2**20 < size <= max_mib * 2**20
+    steps = [part["step"] for part in page.rollouts]
+    rows = [row for part in page.rollouts for row in part["rows"]]
+    assert (steps[0], steps[-1]) == (1, 120)
+    assert f"{len(rows)} rollouts of {len(steps)} of 120 logged steps" in page.text
+    assert f"Of {len(rows)} long ones the middle is left out" in page.text
+    assert all((row["left_out"], row["num_tokens"], len(row["tokens"])) == (500, 2000, 1500) for row in rows)
+    assert "Left out for want of room: env/task/metric_" in page.text
+
+
+def test_a_page_without_room_for_rollouts_says_so(write_run, tmp_path, page_of):
+    def record(step, row):
+        numbers = {"tokens": list(range(10**6, 10**6 + 1500)), "logprobs": [-0.1234] * 1500}
+        return {"group": 0, "prompt": "why", "completion": "w" * 40000, "reward": 1} | numbers
+
+    page = page_of(write_run(tmp_path / "run", record=record, steps=2), max_mib=0.05)
+    assert "None fits into 0.05 MiB; 2 steps have some" in page.text
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ({"status": None}, "the folder does not say how the run stands"),
+        ({"config": None}, "The run folder has no config.yaml"),
+        ({"provenance": None}, "does not say where the values come from"),
+        ({"environment": None}, "does not say what ran it"),
+        ({"rows": 0}, "The run folder has none."),
+        ({"steps": 0}, "No step is recorded yet."),
+        ({"texts": None}, "The run folder has no texts of tokens: they are shown as ids."),
+    ],
+)
+def test_what_a_run_folder_lacks_is_said_and_the_rest_is_shown(write_run, tmp_path, page_of, missing, sentence):
+    folder = write_run(tmp_path / "run", **({"texts": {1: "the", 2: " sum", 3: "<eos>"}} | missing))
+    assert sentence in page_of(folder).text
+
+
+def test_a_number_that_is_not_finite_is_marked_on_its_chart(write_run, tmp_path, page_of):
+    page = page_of(write_run(tmp_path / "run", metrics=lambda step: {"loss": None if step == 3 else 1.0 / step}))
+    assert "Marks at the top: NaN or infinite." in page.text
+    assert sum(attributes.get("class") == "bad" for tag, attributes in page.elements if tag == "path") == 1
+
+
+def test_a_line_that_is_being_written_is_left_out(write_run, tmp_path):
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "reward/me')
+    assert read_run_folder(folder).last_step == 5
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("metrics.jsonl", '{"step": 1}\n{"st', None),
+        ("metrics.jsonl", '{"step": 1}\nnonsense\n', "metrics.jsonl:2 is damaged"),
+        ("metrics.jsonl", '{"reward/mean": 1}\n', "metrics.jsonl:1 has no step"),
+        ("metrics.jsonl", "[1]\n", "metrics.jsonl:1 must hold an object"),
+        ("status.json", "{", "status.json is damaged"),
+        ("config.yaml", "- 1", "config.yaml must hold a mapping"),
+    ],
+)
+def test_a_damaged_file_is_named(write_run, tmp_path, file, text, message):
+    folder = write_run(tmp_path / "run")
+    (folder / file).write_text(text)
+    if message is None:
+        assert read_run_folder(folder).last_step == 1
+        return
+    with pytest.raises(DataError, match=re.escape(message)):
+        read_run_folder(folder)
+
+
+def test_how_a_run_stands_is_told_from_its_status_and_its_process(write_run, tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here, elsewhere = {"host": socket.gethostname()}, {"host": "another-machine"}
+    running = {"state": "running", "pid": os.getpid()}
+    cases = {
+        "finished": {"status": {"state": "finished"}},
+        "failed": {"status": {"state": "failed", "error": "NaN", "during": "train"}},
+        "interrupted": {"status": {"state": "interrupted"}},
+        "unknown": {"status": None},
+        "running": {"status": running, "environment": here},
+        "vanished": {"status": running | {"pid": gone.pid}, "environment": here},
+    }
+    for state, files in cases.items():
+        ending = ending_of(read_run_folder(write_run(tmp_path / state, **files)))
+        assert (ending.state, ending.is_over) == (state, state != "running")
+    unseen = write_run(tmp_path / "unseen", status=running | {"pid": gone.pid}, environment=elsewhere)
+    assert ending_of(read_run_folder(unseen)).state == "running"
+    failed = ending_of(read_run_folder(tmp_path / "failed"))
+    assert (failed.sentence, failed.error) == ("Failed in the phase train, after 5 of 5 steps.", "NaN")
+
+
+def test_follow_rewrites_the_page_until_the_run_ends(write_run, tmp_path):
+    files = {"status": {"state": "running", "pid": os.getpid()}, "environment": {"host": socket.gethostname()}}
+    config = {"grpo": {"max_num_steps": 3}}
+    folder = write_run(tmp_path / "run", steps=1, config=config, **files)
+    page = folder / "report.html"
+    command = [sys.executable, "-m", "rlcore_cli.main", "report", folder, "--follow", "--every", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        try:
+            assert "Running: 1 of 3 steps so far." in following.stdout.readline()
+            assert 'data-reload="10"' in page.read_text()
+            write_run(folder, steps=2, config=config, **files)
+            deadline = time.monotonic() + 30
+            while "2 of 3 steps so far" not in page.read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            write_run(folder, steps=3, config=config)
+            assert following.wait(timeout=30) == 0
+        finally:
+            following.kill()
+        assert "Finished: 3 of 3 steps." in following.stdout.read()
+    assert "Finished: 3 of 3 steps." in page.read_text()
+    assert 'data-reload="0"' in page.read_text()
+    assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_a_wrong_path_is_a_mistake_of_the_user(write_run, tmp_path):
+    write_run(tmp_path / "runs" / "sums")
+    (tmp_path / "file").write_text("")
+    for path, message in [
+        (tmp_path / "nowhere", "does not exist; a run folder is wanted"),
+        (tmp_path / "file", "is a file; a run folder is wanted"),
+        (tmp_path / "runs", f"Run folders in it: {tmp_path / 'runs' / 'sums'}."),
+    ]:
+        result = rlcore("report", path)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_the_command_prints_where_the_page_is_and_how_the_run_ended(write_run, tmp_path):
+    result = rlcore("report", write_run(tmp_path / "run"), "--output", tmp_path / "new" / "page.html")
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(
+        rf"{re.escape(str(tmp_path))}/new/page\.html \(0\.\d\d MiB\)\. Finished: 5 of 5 steps\.\n", result.stdout
+    )

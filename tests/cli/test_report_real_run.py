@@ -1,0 +1,102 @@
+"""Report and metrics of a real run: everything that it wrote is found, understood and documented."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlcore_cli.report.ending import ending_of
+from rlcore_cli.report.page import render
+from rlcore_cli.report.rollouts import sample_rollouts
+from rlcore_cli.report.run_folder import leaves, read_run_folder
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "metrics.md"
+CORE = ROOT / "rl_core" / "src" / "rl_core"
+AREAS = ("algorithms", "rollouts", "weights", "dispatch")
+"""The rooms of the core that record metrics."""
+
+
+@pytest.fixture(scope="module")
+def run(real_run):
+    return read_run_folder(real_run)
+
+
+def documented():
+    """The names of the table's first column, as patterns: `<part>` stands for any text."""
+    rows = re.findall(r"^\| (`.+?) \|", PAGE.read_text(), flags=re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    return [re.compile(re.sub(r"<\w+>", ".+", re.escape(name).replace(r"\<", "<").replace(r"\>", ">"))) for name in names]
+
+
+@pytest.mark.parametrize("which", ["real_run", "real_sft_run"])
+def test_every_metric_of_a_real_run_is_in_the_table(which, request):
+    names = read_run_folder(request.getfixturevalue(which)).names()
+    assert len(names) > 10
+    assert [name for name in names if not any(pattern.fullmatch(name) for pattern in documented())] == []
+
+
+def test_every_metric_that_the_core_names_is_in_the_table():
+    """Those of features that the real runs do not use are found in the source: text of the form `area/quantity`."""
+    rooms = [path for area in AREAS for path in (CORE / area).glob("**/*.py")] + [CORE / "run.py"]
+    texts = {
+        node.value
+        for path in rooms
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    named = sorted(text for text in texts if re.fullmatch(r"[a-z_]+/[a-z_]+", text))
+    assert {"reward/mean", "ratio/clipped_frac", "refit/bytes"} <= set(named)
+    assert [name for name in named if not any(pattern.fullmatch(name) for pattern in documented())] == []
+
+
+def test_the_page_of_a_real_run_has_its_curves_and_fits(run):
+    page = render(run, ending_of(run), max_mib=1.0)
+    assert len(page.encode()) <= 2**20
+    for title in ("Reward", "Validation accuracy", "KL to the reference", "Time by phase", "Tokens per second"):
+        assert f'aria-label="{title}"' in page
+    assert "Finished: 4 of 4 steps." in page
+
+
+def test_every_token_of_a_real_run_has_its_text_and_each_rollout_its_staleness(run):
+    sample = sample_rollouts(run, budget_bytes=10**7)
+    assert (sample.without_text, sample.shortened, sample.all_steps) == (0, 0, 5)
+    for part in json.loads(sample.content):
+        records = [json.loads(line) for line in run.rollouts[part["step"]].read_text().splitlines()]
+        assert len(part["rows"]) == len(records) == part["total"]
+        for row, record in zip(part["rows"], records, strict=True):
+            assert "".join(piece for piece in row["pieces"] if isinstance(piece, str)) == record["completion"]
+            assert len(row["pieces"]) == len(row["logprobs"]) == len(record["tokens"])
+        if part["step"]:
+            mean = sum(row["staleness"] for row in part["rows"]) / len(part["rows"])
+            assert mean == run.metrics[part["step"]]["staleness/mean"]
+
+
+def test_the_run_folder_says_where_each_value_comes_from(run):
+    values = run.provenance["values"]
+    assert set(values) == {key for key, _ in leaves(run.config)}
+    assert values["grpo.max_num_steps"] == {"kind": "override", "source": "override #1 `grpo.max_num_steps=4`"}
+    assert values["policy.backend"]["kind"] == "file"
+    assert re.search(r"grpo_addition\.yaml:\d+:\d+$", values["policy.backend"]["source"])
+    assert values["grpo.seed"]["kind"] == "default"
+    assert run.provenance["file"].endswith("sums.yaml")
+
+
+def test_the_run_folder_says_what_ran_it(run):
+    assert run.environment["distributions"]["torch"] == torch.__version__
+    assert run.environment["plugins"]["core"] == "rl-core 0.1.0"
+    assert {"python", "platform", "host", "started", "cpus"} <= set(run.environment)
+
+
+def test_several_loggers_wrote_the_same_run(real_run, run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(real_run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    shown = {event.step: event.value for event in events.Scalars("reward/mean")}
+    curve = run.curve("reward/mean")
+    assert shown == pytest.approx(dict(zip(curve.steps, curve.values, strict=True)), rel=1e-6)
+    assert len(list(real_run.glob("wandb/offline-run-*/run-*.wandb"))) == 1
