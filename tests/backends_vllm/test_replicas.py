@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from tiny_models import LENGTH, VOCABULARY, make_model, plain_logprobs, rows, sampled_logprobs, take_step
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
@@ -18,7 +18,7 @@ from rl_backends_vllm import VllmConfig, VllmGeneration
 from rl_core.cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import wait_together
 from rl_core.config.schema import OptimizerConfig
-from rl_core.errors import ConfigError, WorkerError
+from rl_core.errors import WorkerError
 from rl_core.weights.canary import make_canary
 from rl_core.weights.collective import CollectiveTransport
 from rl_core.weights.shared_memory import SharedMemoryTransport
@@ -148,6 +148,12 @@ def kill_when_it_computes(pid):
     os.kill(pid, signal.SIGKILL)
 
 
-def test_what_vllm_cannot_do_on_a_cpu_is_refused_with_the_way_out(path):
-    with pytest.raises((ConfigError, WorkerError), match="pipeline_parallel_size: 1"):
+def test_what_vllm_cannot_do_on_a_cpu_is_refused_with_the_way_out(path, tmp_path):
+    with pytest.raises(WorkerError, match="pipeline_parallel_size: 1") as caught:
         VllmGeneration(config=section(path, pipeline_parallel_size=2)).wait_ready()
+    assert caught.value.exit_code == 2
+    small_heads = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, intermediate_size=64, vocab_size=64)
+    small_heads.save_pretrained(tmp_path)
+    with pytest.raises(WorkerError, match=r"those of this model have 16. Set policy.generation.backend: hf") as caught:
+        VllmGeneration(config=section(str(tmp_path))).wait_ready()
+    assert caught.value.exit_code == 2

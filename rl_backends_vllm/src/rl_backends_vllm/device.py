@@ -68,11 +68,7 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
             "kv_cache_memory_bytes": kv_bytes,
             "enable_sleep_mode": config.sleep_level > 0,
         }
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "vLLM 0.32 on a CPU loses requests under pipeline parallelism. Set policy.generation.vllm_cfg."
-            "pipeline_parallel_size: 1, and tensor_parallel_size where one process is too few."
-        )
+    _refuse_what_a_cpu_cannot(config, hf_config)
     stated = None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
     return {
         "enforce_eager": config.enforce_eager is None or config.enforce_eager,
@@ -88,13 +84,34 @@ def can_sleep(device: str) -> bool:
     return device != "cpu"
 
 
+def _refuse_what_a_cpu_cannot(config: VllmEngineConfig, hf_config: Any) -> None:
+    """Raise ConfigError for what vLLM 0.32 would begin on a CPU and fail at with the first row."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "vLLM 0.32 on a CPU loses requests under pipeline parallelism. Set policy.generation.vllm_cfg."
+            "pipeline_parallel_size: 1, and tensor_parallel_size where one process is too few."
+        )
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if _head_dim(hf_config) not in sizes:
+        raise ConfigError(
+            f"vLLM's attention on a CPU takes heads of {', '.join(map(str, sizes))} numbers, and those of this model have "
+            f"{_head_dim(hf_config)}. Set policy.generation.backend: hf, or run vLLM on a GPU."
+        )
+
+
+def _head_dim(hf_config: Any) -> int:
+    text = hf_config.get_text_config(decoder=True)
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
 def _kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
     """Room for all rows at full length, at most one GiB, and at least for one row."""
     text = hf_config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     itemsize = 4 if config.precision == "float32" else 2
-    token: int = 2 * text.num_hidden_layers * heads * head_dim * itemsize // config.tensor_parallel_size
+    token: int = 2 * text.num_hidden_layers * heads * _head_dim(hf_config) * itemsize // config.tensor_parallel_size
     length = config.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
     row: int = token * blocks * _CPU_BLOCK

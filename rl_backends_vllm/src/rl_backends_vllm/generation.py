@@ -9,11 +9,13 @@ from pydantic import ValidationError
 
 from rl_backends_vllm.config import VllmConfig, VllmEngineConfig
 from rl_backends_vllm.device import worker_environment
+from rl_backends_vllm.requests import refuse_unreadable_stops
 from rl_backends_vllm.worker import VllmGenerationWorker
 from rl_core.config.schema import DeadlineConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.completions import RowLimits, read_prompts
-from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.dispatch.generation import ROW_KEYS, DistributedGeneration
+from rl_core.dispatch.rows import at_the_door
 from rl_core.dispatch.streaming import RowStream
 from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
@@ -71,8 +73,7 @@ class VllmGeneration(DistributedGeneration):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        # Here, not only in the replicas: the error then names the caller's row, and no replica has begun.
-        read_prompts(data, self._limits())
+        self._refuse_bad_rows(data)
         return super().generate(data, greedy)
 
     async def generate_async(
@@ -83,16 +84,19 @@ class VllmGeneration(DistributedGeneration):
         Rows under way at a refit go on with the new weights, or begin again (`vllm_cfg.in_flight`); a row is stamped with the
         weight version that it began with.
         """
-        read_prompts(data, self._limits())
-        async for row, output in self._stream.rows(data, greedy=greedy):
+        self._refuse_bad_rows(data)
+        rows = at_the_door(data, [key for key in ROW_KEYS if key in data or key == "input_lengths"])
+        async for row, output in self._stream.rows(rows, greedy=greedy):
             yield row, output
 
-    def _limits(self) -> RowLimits:
-        return RowLimits(
+    def _refuse_bad_rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> None:
+        """Here, not only in the replicas: the error then names the caller's row, and no replica has begun."""
+        limits = RowLimits(
             vocab_size=self.facts["vocab_size"],
             max_model_len=self.facts["max_model_len"],
             max_new_tokens=self.config.max_new_tokens,
         )
+        refuse_unreadable_stops(read_prompts(data, limits), reads_text=self.facts["reads_text"])
 
 
 def _section(config: VllmConfig | Mapping[str, Any] | None) -> VllmConfig:
