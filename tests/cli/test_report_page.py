@@ -286,3 +286,22 @@ def test_the_command_prints_where_the_page_is_and_how_the_run_ended(write_run, t
     assert re.fullmatch(
         rf"{re.escape(str(tmp_path))}/new/page\.html \(0\.\d\d MiB\)\. Finished: 5 of 5 steps\.\n", result.stdout
     )
+
+
+def test_a_report_costs_no_heavy_library(write_run, tmp_path):
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(sorted({'torch', 'ray', 'numpy', 'transformers'} & set(sys.modules))))\n"
+        f"sys.argv = ['rlcore', 'report', {str(write_run(tmp_path / 'run'))!r}]\n"
+        "from rlcore_cli.main import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_run_that_logged_no_rollouts_has_none(write_run, tmp_path, page_of):
+    folder = write_run(tmp_path / "run")
+    for path in (folder / "rollouts").iterdir():
+        path.write_text("")
+    assert "The run folder has none." in page_of(folder).text

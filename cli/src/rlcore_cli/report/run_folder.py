@@ -113,7 +113,11 @@ def read_run_folder(path: Path) -> RunFolder:
         provenance=_read(path / PROVENANCE, json.loads),
         environment=_read(path / ENVIRONMENT, json.loads),
         status=_read(path / STATUS, json.loads),
-        rollouts={int(file.stem.removeprefix("step_")): file for file in sorted(path.glob(f"{ROLLOUTS}/step_*.jsonl"))},
+        rollouts={
+            int(file.stem.removeprefix("step_")): file
+            for file in sorted(path.glob(f"{ROLLOUTS}/step_*.jsonl"))
+            if file.stat().st_size > 0
+        },
         token_texts={row["id"]: row["text"] for row in read_lines(path / ROLLOUTS / TOKEN_TEXTS)},
     )
 

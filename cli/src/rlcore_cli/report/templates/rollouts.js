@@ -10,7 +10,8 @@ const written = (tag, className, ...content) => {
   element.append(...content);
   return element;
 };
-const signed = (value) => (value > 0 ? "+" : "") + Number(value.toPrecision(4));
+const short = (value) => typeof value === "number" ? Number(value.toPrecision(4)) : value;
+const signed = (value) => (value > 0 ? "+" : "") + short(value);
 const advantageOf = (row, at) => row.advantages ? row.advantages[at] : row.advantage;
 const ratioOf = (row, at) => {
   const [before, now] = [row.logprobs?.[at], row.policy_logprobs?.[at]];
@@ -67,16 +68,16 @@ function describe(row, span) {
   if (span.dataset.at === undefined) return;
   const at = Number(span.dataset.at), logprob = row.logprobs?.[at], ratio = ratioOf(row, at), advantage = advantageOf(row, at);
   const parts = [`token ${row.tokens[at]} ${JSON.stringify(span.textContent)}`];
-  if (logprob != null) parts.push(`log p ${signed(logprob)} (p ${Number(Math.exp(logprob).toPrecision(3))})`);
-  if (ratio != null) parts.push(`policy log p ${signed(row.policy_logprobs[at])}, ratio ${Number(Math.exp(ratio).toPrecision(4))}`);
+  if (logprob != null) parts.push(`log p ${signed(logprob)} (p ${short(Math.exp(logprob))})`);
+  if (ratio != null) parts.push(`policy log p ${signed(row.policy_logprobs[at])}, ratio ${short(Math.exp(ratio))}`);
   if (advantage != null) parts.push(`advantage ${signed(advantage)}`);
   tokenLine.textContent = parts.join(" · ");
 }
 
 function sample(row, colouring, limit) {
-  const header = written("header", "", written("span", "", "reward ", written("b", "", row.reward == null ? "not finite" : `${row.reward}`)));
+  const header = written("header", "", written("span", "", "reward ", written("b", "", row.reward == null ? "not finite" : `${short(row.reward)}`)));
   const say = (text, className) => header.append(written("span", className ?? "", text));
-  for (const [name, value] of Object.entries(row.reward_parts ?? {})) say(`${name} ${value}`);
+  for (const [name, value] of Object.entries(row.reward_parts ?? {})) say(`${name} ${value == null ? "not finite" : short(value)}`);
   if (row.advantage != null) say(`advantage ${signed(row.advantage)}`);
   say(`${row.num_tokens} tokens`);
   if (row.truncated) say("truncated", "cut");
