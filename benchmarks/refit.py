@@ -133,11 +133,12 @@ def _call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class Face:
     """A worker in a process of its own."""
 
+    start, call = staticmethod(_start), staticmethod(_call)
     PENDING = ("init_collective", "broadcast_weights_for_collective", "update_weights_from_collective")
 
     def __init__(self, worker_class: type) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_start, initargs=(worker_class,))
+        self.pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=self.start, initargs=(worker_class,))
 
     restarts = 0
 
@@ -150,7 +151,7 @@ class Face:
 
     def __getattr__(self, method: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            future: Future[Any] = self.pool.submit(_call, method, args, kwargs)
+            future: Future[Any] = self.pool.submit(self.call, method, args, kwargs)
             return [future] if method in self.PENDING else future.result()
 
         return call

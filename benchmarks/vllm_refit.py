@@ -1,0 +1,265 @@
+"""A refit of vLLM from a Transformers policy, item by item, against a memcpy of the same bytes and vLLM's own loading.
+
+    python benchmarks/vllm_refit.py --model path/to/SmolLM2-135M-Instruct.gguf --dtype bfloat16
+
+Policy and engine are processes of their own; the weights go over shared memory, as in `rlcore train`, and every refit is proven
+by digests, by the layers that took them and by a canary. `vLLM alone` is vLLM's reload of the same weights from a state dict in
+the engine's own memory, with the packing of a tied head that it leaves out, and with no digest, check or copy of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import refit
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.weights.canary import make_canary
+from rl_core.weights.shared_memory import SharedMemoryTransport
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+LENGTH = 128
+OWN_PARTS = ("refit_begins", "give_to_vllm", "weights_changed")
+
+
+class Timed:
+    """Adds up the seconds of each verb, inside the process that holds `inner`."""
+
+    inner: Any
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def clock(self, item: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[item] = self.seconds.get(item, 0.0) + time.perf_counter() - started
+
+    def timed(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with self.clock(method):
+            own = getattr(type(self), method, None)
+            return own(self, *args, **kwargs) if own else getattr(self.inner, method)(*args, **kwargs)
+
+    def take_seconds(self) -> dict[str, float]:
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+    def get_weight_version(self) -> int:
+        return int(self.inner.weight_version)
+
+
+class Policy(Timed):
+    """The Transformers policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from rl_backends_hf import HuggingFacePolicy
+        from rl_backends_hf.config import HFPolicyConfig
+        from rl_core.config.schema import OptimizerConfig
+
+        optimizer = OptimizerConfig(kwargs={"lr": 1e-5})
+        self.inner = HuggingFacePolicy(
+            config=HFPolicyConfig(
+                model_name=os.environ["REFIT_MODEL"],
+                precision=os.environ["REFIT_DTYPE"],
+                max_total_sequence_length=LENGTH,
+                optimizer=optimizer,
+            )
+        )
+
+    def step(self) -> None:
+        from rl_core.algorithms.losses import NLLLossFn
+
+        ids = torch.arange(2, 18).view(2, 8)
+        batch = BatchedDataDict(
+            input_ids=ids,
+            input_lengths=torch.full((2,), 8),
+            token_mask=torch.ones(ids.shape),
+            sample_mask=torch.ones(2),
+        )
+        self.inner.train(batch, NLLLossFn())
+
+    def save_state(self) -> str:
+        """A file with the weights, for the engine to have them in its own memory."""
+        path = f"/dev/shm/vllm_refit-{os.getpid()}.pt"
+        torch.save({name: tensor.detach() for name, tensor in self.inner.group.worker.iter_weights()}, path)
+        return path
+
+    def memcpy(self) -> float:
+        """Seconds to copy all weights within this process on one thread, into memory that has been touched before."""
+        weights = list(self.inner.group.worker.iter_weights())
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            copies = [tensor.detach().clone() for _, tensor in weights]
+            started = time.perf_counter()
+            for copy, (_, tensor) in zip(copies, weights, strict=True):
+                copy.copy_(tensor.detach())
+            return time.perf_counter() - started
+        finally:
+            torch.set_num_threads(threads)
+
+
+class Engine(Timed):
+    """vLLM in this process; the parts of its receiver are timed apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from rl_backends_vllm import VllmGeneration
+        from rl_backends_vllm import refit as receiving
+
+        for name in (*OWN_PARTS, "_clone_what_vllm_still_holds"):
+            self._time(receiving.VllmWeightReceiver, name)
+        inner_digest = receiving.tensor_digest
+
+        def tensor_digest(*args: Any, **kwargs: Any) -> str:
+            with self.clock("in it: digests"):
+                return inner_digest(*args, **kwargs)
+
+        receiving.tensor_digest = tensor_digest
+        self.inner = VllmGeneration(
+            None,
+            {
+                "model_name": os.environ["REFIT_MODEL"],
+                "max_new_tokens": 16,
+                "vllm_cfg": {"precision": os.environ["REFIT_DTYPE"], "max_model_len": LENGTH, "kv_cache_gib": 0.25},
+            },
+        )
+        self.inner.wait_ready()
+
+    def _time(self, owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.clock(f"in it: {name.strip('_')}"):
+                return method(*args, **kwargs)
+
+        setattr(owner, name, timed)
+
+    def alone(self, path: str) -> float:
+        """Seconds of vLLM's own reload from tensors that this process has in memory."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        worker = self.inner.group.worker._engine._engine.model_executor.driver_worker.worker
+        model = worker.model_runner.model
+        state = torch.load(path)
+        Path(path).unlink()
+        with torch.device(worker.device), set_current_vllm_config(worker.vllm_config), torch.no_grad():
+            started = time.perf_counter()
+            initialize_layerwise_reload(model)
+            model.load_weights(iter(state.items()))
+            finalize_layerwise_reload(model, worker.model_config)
+            for module in model.modules():
+                if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                    module.quant_method.process_weights_after_loading(module)
+            return time.perf_counter() - started
+
+
+_side: Any = None
+
+
+def _start(side: type) -> None:
+    global _side
+    _side = side()
+
+
+def _call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plain = method in ("take_seconds", "memcpy", "alone", "step", "save_state")
+    return getattr(_side, method)(*args, **kwargs) if plain else _side.timed(method, *args, **kwargs)
+
+
+class Face(refit.Face):
+    """A side in a process of its own."""
+
+    start, call = staticmethod(_start), staticmethod(_call)
+
+
+def measure(options: argparse.Namespace, policy: Any, engine: Any) -> dict[str, float]:
+    """Median seconds of each item; a memcpy and a load by vLLM alone before each refit."""
+    sync = WeightSynchronizer(
+        policy,
+        engine,
+        transports=[SharedMemoryTransport],
+        policy_capabilities=["shared_memory"],
+        generation_capabilities=["shared_memory"],
+        canary=lambda: make_canary(range(100, 40_000), num_receivers=1, max_length=LENGTH, exact=options.dtype == "float32"),
+    )
+    collected: list[dict[str, float]] = []
+    for number in range(options.rounds + 1):
+        policy.step()
+        state = policy.save_state()
+        items = {"memcpy": policy.memcpy(), "vLLM alone": engine.alone(state)}
+        policy.take_seconds(), engine.take_seconds()
+        items |= sync.sync()
+        items |= {f"policy: {verb}": spent for verb, spent in policy.take_seconds().items()}
+        items |= {f"engine: {verb}": spent for verb, spent in engine.take_seconds().items()}
+        if number > 0:  # the first touches memory for the first time
+            collected.append(items)
+    sync.close()
+    return {item: statistics.median(row.get(item, 0.0) for row in collected) for item in collected[0]}
+
+
+def show(found: dict[str, float]) -> list[str]:
+    # What the canary costs is computing, not moving: it is shown, and left out of the bound.
+    moved = found["refit/total_s"] - found["refit/canary_s"]
+    allowed = 3 * found["memcpy"] + found["vLLM alone"]
+    shown = ["memcpy", "vLLM alone", "refit/prepare_s", "refit/push_s", "refit/prove_s", "refit/canary_s", "refit/total_s"]
+    shown += sorted(item for item in found if item.startswith(("policy", "engine")) and found[item] > 0.001)
+    return [
+        "| item | seconds |",
+        "| --- | --- |",
+        *(f"| {item} | {found[item]:.3f} |" for item in shown),
+        "",
+        f"{found['refit/bytes'] / 1e6:.0f} MB. Without the canary {moved:.3f} s; three memcpys and vLLM alone are "
+        f"{allowed:.3f} s: {moved / allowed:.2f} of that.",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a folder of Transformers, or a GGUF file")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2, help="of each side, as over Ray on a machine of so many cores")
+    parser.add_argument("--json", type=Path, help="append the figures, one object a line")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.inside:
+        # OpenMP's runtime and threads are chosen when a process starts.
+        from rl_backends_vllm.device import worker_environment
+
+        own = {"OMP_NUM_THREADS": str(options.threads), "REFIT_MODEL": options.model, "REFIT_DTYPE": options.dtype}
+        environment = {**os.environ, **worker_environment(use_gpus=False), **own}
+        sys.exit(subprocess.call([sys.executable, *sys.argv, "--inside"], env=environment))
+    policy, engine = Face(Policy), Face(Engine)
+    try:
+        found = measure(options, policy, engine)
+    finally:
+        policy.pool.shutdown()
+        engine.pool.shutdown()
+    print("\n".join(show(found)))
+    if options.json is not None:
+        with options.json.open("a") as file:
+            file.write(json.dumps({"dtype": options.dtype, "found": found}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
