@@ -50,9 +50,8 @@ class VllmGenerationWorker(GenerationWorker):
         tokenizer_name = own.tokenizer.name if own.tokenizer is not None else None
         with model_files(config.model_name, tokenizer_name=tokenizer_name, trust_remote_code=own.trust_remote_code) as files:
             load_format = own.load_format or ("auto" if files.has_weights else "dummy")
-            arguments = self._arguments(files, load_format)
-            self._engine = _start(arguments, asynchronous=own.async_engine)
             self._sampling = self._settings(files)
+            self._engine = _start(self._arguments(files, load_format), asynchronous=own.async_engine)
         self._rows = RowsUnderWay(self._engine)
         self._engine.rpc("rlcore_place", self.context.rank, self.context.device)
         self._has_weights = load_format != "dummy"

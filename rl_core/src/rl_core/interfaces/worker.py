@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core.errors import RLCoreError
 from rl_core.interfaces.loss import LossFunction
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class GenerationWorker(ABC):
 
     def exchange(
         self, arrivals: Sequence[Arrival], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
-    ) -> dict[str, BatchedDataDict[Any]]:
+    ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
         """Take rows in and give finished ones out, for an engine that streams (`GenerationInterface.generate_async`).
 
         Args:
@@ -143,10 +144,8 @@ class GenerationWorker(ABC):
             wait_s: how long to work before it returns with nothing; it returns as soon as a row has ended.
 
         Returns:
-            Name to `GenerationOutputSpec` of one row, of the rows that have ended and were not handed out yet.
-
-        Raises:
-            DataError: a row cannot be completed; the others of the call before it have begun.
+            Name to `GenerationOutputSpec` of one row, of the rows that have ended and were not handed out yet; to the error
+            of a row that cannot be completed.
         """
         raise NotImplementedError
 
