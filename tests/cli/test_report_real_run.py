@@ -75,6 +75,18 @@ def test_every_token_of_a_real_run_has_its_text_and_each_rollout_its_staleness(r
             assert mean == run.metrics[part["step"]]["staleness/mean"]
 
 
+def test_the_policy_scored_each_sampled_token_as_the_sampler_did(run):
+    records = [json.loads(line) for step in (1, 2, 3, 4) for line in run.rollouts[step].read_text().splitlines()]
+    apart = [
+        abs(own - sampled)
+        for record in records
+        for own, sampled in zip(record["policy_logprobs"], record["logprobs"], strict=True)
+    ]
+    # Both are float32 from one set of weights and are rounded to 1e-6; a neighbouring token would be nats away.
+    assert max(apart) < 1e-4
+    assert max(-logprob for record in records for logprob in record["logprobs"]) > 0.1
+
+
 def test_the_run_folder_says_where_each_value_comes_from(run):
     values = run.provenance["values"]
     assert set(values) == {key for key, _ in leaves(run.config)}

@@ -65,5 +65,6 @@ def train(config: GRPOConfig, run: Run) -> None:
 
         run.metrics.add(rollouts.metrics | advantages.metrics | clipped)
         run.metrics.add({"staleness/mean": staleness.float().mean()})
-        run.log_rollouts(rollout_records(rollouts.trajectories, row_means(batch["advantages"], batch["token_mask"])), step)
+        advantage = row_means(batch["advantages"], batch["token_mask"])
+        run.log_rollouts(rollout_records(rollouts.trajectories, advantage, batch.get("prev_logprobs")), step)
         validate(run, step)

@@ -10,12 +10,17 @@ import torch
 from rl_core.rollouts.trajectory import Trajectory
 
 
-def rollout_records(trajectories: Sequence[Trajectory], advantages: torch.Tensor | None = None) -> list[dict[str, Any]]:
+def rollout_records(
+    trajectories: Sequence[Trajectory],
+    advantages: torch.Tensor | None = None,
+    policy_logprobs: torch.Tensor | None = None,
+) -> list[dict[str, Any]]:
     """One JSON-ready record a rollout.
 
     Args:
         trajectories: B finished rollouts.
         advantages: [B], where they were trained on.
+        policy_logprobs: [B, T] in nats, of the policy before it trained on them, where it scored them.
     """
     records = []
     for row, trajectory in enumerate(trajectories):
@@ -34,6 +39,7 @@ def rollout_records(trajectories: Sequence[Trajectory], advantages: torch.Tensor
                 "prompt_tokens": torch.cat([m["token_ids"] for m in trajectory.message_log[:first]]).tolist(),
                 "tokens": torch.cat([message["token_ids"] for message in sampled]).tolist(),
                 "logprobs": [round(x, 6) for m in sampled for x in m["generation_logprobs"].tolist()],
+                "policy_logprobs": None if policy_logprobs is None else _sampled_only(policy_logprobs[row], trajectory),
                 "reward": trajectory.reward,
                 "reward_parts": trajectory.reward_parts,
                 "advantage": float(advantages[row]) if advantages is not None else None,
@@ -43,3 +49,11 @@ def rollout_records(trajectories: Sequence[Trajectory], advantages: torch.Tensor
             }
         )
     return records
+
+
+def _sampled_only(values: torch.Tensor, trajectory: Trajectory) -> list[float]:
+    """Those of one row's values [T] that belong to sampled tokens."""
+    lengths = torch.tensor([len(message["token_ids"]) for message in trajectory.message_log])
+    is_sampled = torch.tensor(["generation_logprobs" in message for message in trajectory.message_log])
+    mask = is_sampled.repeat_interleave(lengths)
+    return [round(value, 6) for value in values[: len(mask)][mask].tolist()]
