@@ -21,6 +21,7 @@ from conftest import FLAT_ADAM, NLL, SGD, counts_of, make_context, make_rows
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.policy import grid
 from rl_backends_megatron.worker import MegatronPolicyWorker
+from rl_core.errors import NonFiniteError
 
 BUDGET = {"input_key": "input_ids", "input_lengths_key": "input_lengths", "max_tokens_per_microbatch": 40}
 FORMS: dict[str, tuple[dict, dict]] = {
@@ -84,6 +85,13 @@ LAYOUTS = {
     "ep2": Layout("qwen3-moe", 2, EP2),
     "ep2-mixtral-packed": Layout("mixtral", 2, EP2, "packed"),
     "moe-tp2": Layout("qwen3-moe-raw", 2, SP),
+    "one": Layout("llama-tied", 1, {}),
+    "one-distributed": Layout("llama-tied", 1, DISTRIBUTED),
+    "dp2-tied": Layout("llama-tied", 2, {}),
+    "dp2-tied-distributed": Layout("llama-tied", 2, DISTRIBUTED),
+    "interleaved-distributed": Layout("llama-tied", 2, {**INTERLEAVED, **DISTRIBUTED}),
+    "tp2-dp2-distributed": Layout("llama-tied", 4, {**SP, **OVERLAP}),
+    "tp2-pp2-tied": Layout("llama-tied", 4, {**SP, **PP2}),
     "tp2-pp2": Layout("llama", 4, {**SP, **PP2}),
     "tp2-pp2-packed": Layout("llama-tied", 4, {**TP2, **PP2}, "packed"),
     "pp2-dp2": Layout("qwen3", 4, {**PP2, **OVERLAP}),
@@ -92,15 +100,15 @@ LAYOUTS = {
 }
 
 
-class PoisonedOnRankOne(NLL):
+class PoisonedOn(NLL):
     """NaN on one rank only: the others must raise as well, not step or wait for ever."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, poisoned: int) -> None:
+        self._rank, self._poisoned = rank, poisoned
 
     def __call__(self, next_token_logprobs, data, seqs, toks):
         loss, metrics = super().__call__(next_token_logprobs, data, seqs, toks)
-        return loss * (float("nan") if self._rank == 1 else 1.0), metrics
+        return loss * (float("nan") if self._rank == self._poisoned else 1.0), metrics
 
 
 class Rank:
@@ -154,6 +162,51 @@ class Rank:
         worker.shutdown()
         torch.save(found, self.out / f"{name}-{self.rank}.pt")
 
+    def save(self, name: str) -> None:
+        """Two steps, a checkpoint, and the third step of a run that is not interrupted."""
+        layout = LAYOUTS[name]
+        for precision in ("float32", "bfloat16"):
+            folder = self.out / f"saved-{name}-{precision}"
+            worker = self.worker(layout, **TRAINING, precision=precision)
+            worker.save_checkpoint(folder / "w0", folder / "o0")
+            self.step(worker, layout, 0)
+            self.step(worker, layout, 1)
+            worker.save_checkpoint(folder / "w", folder / "o")
+            result = self.step(worker, layout, 2)
+            poisoned = self.poison(worker, layout)
+            found = {"result": result, "poisoned": poisoned, "version": worker.get_weight_version()}
+            found["weights"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+            worker.shutdown()
+            torch.save(found, folder / f"{self.rank}.pt")
+
+    def resume(self, saved: str, name: str) -> None:
+        """Go on from a checkpoint of another layout: the third step, and back to the start."""
+        layout = LAYOUTS[name]
+        for precision in ("float32", "bfloat16"):
+            folder = self.out / f"saved-{saved}-{precision}"
+            worker = self.worker(layout, **TRAINING, precision=precision)
+            self.step(worker, layout, 5)
+            worker.load_checkpoint(folder / "w", folder / "o")
+            found = {"version": worker.get_weight_version(), "result": self.step(worker, layout, 2)}
+            found["weights"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+            found["reference"] = worker.get_logprobs(make_rows(), reference=True)["logprobs"]
+            worker.load_checkpoint(folder / "w0", folder / "o0")
+            for number in range(3):
+                self.step(worker, layout, number)
+            found["from_start"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+            worker.shutdown()
+            torch.save(found, folder / f"{name}-{self.rank}.pt")
+
+    def poison(self, worker: MegatronPolicyWorker, layout: Layout) -> str:
+        """What comes of a loss that is not a number on one rank."""
+        rows = make_rows(seed=3)
+        last = self.world - 1 if layout.megatron.get("pipeline_model_parallel_size", 1) > 1 else 1
+        try:
+            worker.train(self.shard(layout, rows)[0], PoisonedOn(self.rank, last), counts=counts_of(rows))
+        except NonFiniteError as error:
+            return str(error)
+        return ""
+
     def step(self, worker: MegatronPolicyWorker, layout: Layout, number: int):
         """One step on rows of their own."""
         rows = make_rows(seed=100 + number)
@@ -165,5 +218,6 @@ if __name__ == "__main__":
     names = sys.argv[5].split(",")
     me = Rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), map(int, sys.argv[6:]))
     for each in names:
-        me.check(each)
+        verb, *arguments = each.split(":")
+        getattr(me, verb)(*arguments)
         print("done", each, flush=True)

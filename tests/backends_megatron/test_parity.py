@@ -20,8 +20,8 @@ FOUR = ["tp2-pp2", "tp2-pp2-packed", "pp2-dp2", "tp2-cp2-packed", "tp2-ep2"]
 def out(launch, models, tmp_path_factory):
     """What two and then four real processes did, by layout and rank."""
     folder = tmp_path_factory.mktemp("parity")
-    launch.run_ranks("ranks.py", 2, models, folder, TWO, ports=2 * len(TWO), timeout_s=240)
-    launch.run_ranks("ranks.py", 4, models, folder, FOUR, ports=2 * len(FOUR), timeout_s=240)
+    launch.run_ranks("ranks.py", 2, models, folder, [f"check:{name}" for name in TWO], ports=2 * len(TWO), timeout_s=240)
+    launch.run_ranks("ranks.py", 4, models, folder, [f"check:{name}" for name in FOUR], ports=2 * len(FOUR), timeout_s=240)
     return folder
 
 

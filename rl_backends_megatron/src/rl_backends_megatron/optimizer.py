@@ -113,6 +113,15 @@ class Trainer:
         """Set float32 copies to the model's weights, after those were set from outside."""
         self.optimizer.reload_model_params()
 
+    def schedule_state(self) -> dict[str, Any]:
+        """Where the schedule stands, and what it has made of the learning rate."""
+        return {"schedule": self.scheduler.state_dict(), "leader": self._leader.state_dict()}
+
+    def take_schedule_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `schedule_state` gave."""
+        self.scheduler.load_state_dict(state["schedule"])
+        self._leader.load_state_dict(state["leader"])
+
     def move_state(self, device: torch.device | str) -> None:
         """Bring the optimizer's state to `device`; weights and their float32 copies stay."""
         for part in self.parts:

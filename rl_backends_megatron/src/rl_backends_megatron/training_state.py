@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_backends_megatron.device_seam import device_seam
 from rl_backends_megatron.optimizer import Trainer
+from rl_backends_megatron.optimizer_state import give_state, mended, own_steps, with_first_step
 from rl_backends_megatron.parallel import Ranks
-from rl_backends_megatron.torch_adam_state import give_state, own_steps, sets_copies
 from rl_core.errors import CheckpointError
 
 _FORMAT: Final = 1
@@ -46,13 +46,13 @@ def save(trainer: Trainer, folder: Path, ranks: Ranks, facts: dict[str, Any]) ->
     for part in trainer.parts:
         if not part.state:
             give_state(part)
-    with device_seam():
+    with device_seam(), mended(trainer.parts):
         dist_checkpointing.save(_sharded(trainer, loading=False), str(tensors))
     if ranks.rank == 0:
         values = {
             "format": _FORMAT,
             "weight_version": trainer.weight_version,
-            "scheduler": trainer.scheduler.state_dict(),
+            "schedule": trainer.schedule_state(),
             "facts": facts,
         }
         torch.save(values, folder / "trainer.pt")
@@ -77,14 +77,14 @@ def load(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
     for part in trainer.parts:
         give_state(part)
     try:
-        with device_seam(), sets_copies(trainer.parts):
+        with device_seam(), mended(trainer.parts):
             found = dist_checkpointing.load(_sharded(trainer, loading=True), str(folder / "tensors"))
-            trainer.optimizer.load_state_dict(found["optimizer"])
+            trainer.optimizer.load_state_dict(with_first_step(found["optimizer"]))
     except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError) as error:
         raise CheckpointError(f"{folder} is torn, or of another model: {type(error).__name__}: {error}") from error
     for part in trainer.parts:
         own_steps(part)
-    trainer.scheduler.load_state_dict(values["scheduler"])
+    trainer.take_schedule_state(values["schedule"])
     trainer.weight_version = values["weight_version"]
 
 

@@ -1,0 +1,120 @@
+"""What Megatron-Core 0.16.1 needs so that its optimizers' state is saved and loaded whole; knows optimizers, no folders.
+
+Two things, both wrong in silence where they are not wrong aloud:
+
+- It is written for fused optimizers, which have state from the start and count steps once for all parameters. Those of torch
+  have none before the first step, and count for each parameter. Unmended, loading fails, or gives all parameters *one* counter,
+  which a step then raises once for each of them (an error of 3.5e-4 in the next update).
+- The distributed optimizer lays state out for a checkpoint without the padding between gradient buckets, and then reads it at
+  places that count the padding. With several buckets, every parameter behind the first is saved shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def give_state(part: Any) -> None:
+    """Give every parameter the state that it has before the first step; nothing where the optimizer is not one of torch.
+
+    Args:
+        part: one of Megatron's optimizers.
+    """
+    optimizer = part.optimizer
+    if not isinstance(optimizer, _OF_TORCH):
+        return
+    part.init_state_fn = _do_nothing
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = _first_state(group, parameter)
+
+
+def own_steps(part: Any) -> None:
+    """Give every parameter a step counter of its own."""
+    if not isinstance(part.optimizer, _OF_TORCH):
+        return
+    for state in part.optimizer.state.values():
+        if "exp_avg" in state:
+            state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
+
+
+def with_first_step(state: Any) -> Any:
+    """A loaded state, in place: a count of zero steps is left out of a checkpoint, and put back here."""
+    if not isinstance(state, dict):
+        return state
+    entries = state.get("state")
+    if isinstance(entries, dict) and "param_groups" in state:
+        if any("exp_avg" in entry and "step" not in entry for entry in entries.values() if isinstance(entry, dict)):
+            entries.setdefault("common_step", torch.tensor(0.0))
+    else:
+        for each in state.values():
+            with_first_step(each)
+    return state
+
+
+@contextmanager
+def mended(parts: Sequence[Any]) -> Iterator[None]:
+    """Inside, distributed optimizers give and take their state whole."""
+    divided = [part for part in parts if isinstance(part, DistributedOptimizer)]
+    for part in divided:
+        part.get_parameter_state_dp_zero = partial(_with_padding, part, part.get_parameter_state_dp_zero)
+        if isinstance(part.optimizer, _OF_TORCH):
+            part._set_main_param_and_optimizer_states = partial(_copy_into, part)
+    try:
+        yield
+    finally:
+        for part in divided:
+            for name in ("get_parameter_state_dp_zero", "_set_main_param_and_optimizer_states"):
+                part.__dict__.pop(name, None)
+
+
+def _with_padding(part: Any, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The gathered state of every buffer, with the padding between its buckets."""
+    found = gather(*args, **kwargs)
+    for number, buffer in enumerate(part.buffers):
+        if found is None or len(buffer.buckets) == 1:
+            continue
+        for tensors in found[number].values():
+            for name in ("param", "exp_avg", "exp_avg_sq"):
+                tensors[name] = _spread(tensors[name], buffer)
+    return found
+
+
+def _spread(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
+    padded = compact.new_zeros(buffer.numel)
+    start = 0
+    for bucket in buffer.buckets:
+        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = compact[start : start + bucket.numel_unpadded]
+        start += bucket.numel_unpadded
+    return padded
+
+
+@torch.no_grad()
+def _copy_into(part: Any, model_parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+    group, place = part.model_param_group_index_map[model_parameter]
+    own = part.optimizer.param_groups[group]["params"][place]
+    for name, target in {"param": own, **part.optimizer.state[own]}.items():
+        if name in tensors:
+            target.copy_(tensors[name])
+
+
+def _first_state(group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    if "betas" in group:
+        return {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return {"momentum_buffer": torch.zeros_like(parameter)} if group.get("momentum") else {}
+
+
+def _do_nothing(*_: Any) -> None:
+    return None
