@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rl_core.errors import WeightSyncError
@@ -136,9 +137,17 @@ def fill(buffer: torch.Tensor, placements: Mapping[str, Placement], tensors: Ite
                 f"The policy gave {name!r} as {dtype_name(tensor.dtype)} {list(tensor.shape)}, and its manifest says "
                 f"{placement.dtype} {list(placement.shape)}: iter_weights and weight_manifest must agree."
             )
-        placement.view(buffer).copy_(tensor.detach())
+        _copy(placement.view(buffer), tensor.detach())
     if waiting:
         raise WeightSyncError(f"The policy did not give {', '.join(sorted(waiting))}: iter_weights left them out.")
+
+
+def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
+    """On one thread where that is possible: the receiver computes on the other cores, and torch would wait for all of them."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
+        into.copy_(tensor)
+        return
+    np.copyto(into.view(-1).view(torch.uint8).numpy(), tensor.view(-1).view(torch.uint8).numpy())
 
 
 def _aligned(length: int) -> int:
