@@ -34,12 +34,12 @@ PROMPT_TOKENS = 40
 def without_end(model_name: str, folder: Path, dtype: str) -> Path:
     """The model as a folder of Transformers with no end-of-sequence token and no tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
-    path = Path(model_name)
-    source = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    location = path.parent if path.suffix == ".gguf" else path
-    model = AutoModelForCausalLM.from_pretrained(location, dtype=getattr(torch, dtype), **source)
+    from rl_backends_hf.config import HFModelConfig
+    from rl_backends_hf.model import load_model
+
+    model = load_model(model_name, options=HFModelConfig(), dtype=getattr(torch, dtype))
     model.config.eos_token_id = None
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder)
