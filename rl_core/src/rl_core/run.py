@@ -62,6 +62,7 @@ class Run:
     """Told of each step's numbers, once they are flushed."""
     stop_requested: bool = False
     """Set by Ctrl-C: the run ends after this step, with a checkpoint."""
+    _restarts_told: int = field(default=0, init=False)
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Record how long a block takes, as `time/<phase>_s`."""
@@ -75,11 +76,9 @@ class Run:
         """
         last = self.config.algorithm.max_num_steps
         for step in range(self.first_step + 1, last + 1):
-            started, restarts = time.perf_counter(), self._restarts()
+            started = time.perf_counter()
             yield step
             self.metrics.add({"time/step_s": time.perf_counter() - started})
-            if self.generation is not None:
-                self.metrics.add({"generation/restarts": self._restarts() - restarts})
             self.metrics.add(self._throughput())
             numbers = self.flush(step)
             due = step % self.config.checkpointing.save_period == 0 or step == last or self.stop_requested
@@ -87,9 +86,6 @@ class Run:
                 self.checkpoints.save(step, numbers)
             if self.stop_requested and step < last:
                 raise RunInterrupted(step, self.checkpoints is not None)
-
-    def _restarts(self) -> int:
-        return self.generation.restarts if self.generation is not None else 0
 
     def _throughput(self) -> dict[str, float]:
         """Tokens of the step's rows, prompts included, by the seconds of the step without its validation."""
@@ -107,6 +103,9 @@ class Run:
 
     def flush(self, step: int) -> dict[str, float]:
         """Hand the step's numbers to every logger."""
+        if self.generation is not None:
+            self.metrics.add({"generation/restarts": self.generation.restarts - self._restarts_told})
+            self._restarts_told = self.generation.restarts
         numbers = self.metrics.flush()
         for logger in self.loggers:
             logger.log_metrics(numbers, step)
