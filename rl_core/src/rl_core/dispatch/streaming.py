@@ -1,14 +1,14 @@
 """Rows that come and go one by one over the replicas of an engine: each goes where the fewest are under way; knows no engine.
 
-Every replica has one `GenerationWorker.exchange` under way at most, which takes what has arrived since the last and brings what
-has ended. A row's consumer that goes away cancels its row. Other verbs, such as those of a refit, run between two exchanges.
+A replica is asked again and again (`GenerationWorker.exchange`): a call takes what has arrived since the last and brings what
+has ended. A row's consumer that goes away cancels its row. Other verbs, such as those of a refit, run between two calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +28,9 @@ class _Replica:
     """What one replica is to be told, and what it works on."""
 
     arrivals: list[Arrival] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
     under_way: dict[str, asyncio.Queue[Any]] = field(default_factory=dict)
+    cancellations: list[PendingCall] = field(default_factory=list)
     last_news: float = 0.0
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class RowStream:
@@ -54,7 +53,7 @@ class RowStream:
         return [len(replica.under_way) for replica in self._replicas]
 
     async def rows(self, data: BatchedDataDict[Any], *, greedy: bool) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
-        """Yield (row, its output) as each ends; leaving the iterator cancels what has not, and waits until replicas know.
+        """Yield (row, its output) as each ends; leaving the iterator cancels what has not.
 
         Raises:
             DataError: a row of this call cannot be completed.
@@ -78,11 +77,9 @@ class RowStream:
                 row, _ = places.pop(name)
                 yield row, output
         finally:
-            for name, (_, rank) in places.items():
-                self._cancel(rank, name)
-            for rank in sorted({rank for _, rank in places.values()}):
-                # A task of its own: who is cancelled here may hold what an exchange brings to others.
-                await asyncio.shield(asyncio.ensure_future(self._tell(rank)))
+            # Nothing is awaited here: an event loop that ends may close the iterator and never come back to it.
+            for rank in range(len(self._replicas)):
+                self._cancel(rank, [name for name, place in places.items() if place[1] == rank])
 
     def _enter_loop(self) -> None:
         """Forget the rows of an event loop that has ended: nobody can wait for them any more."""
@@ -95,61 +92,66 @@ class RowStream:
                 "loop are sampled together."
             )
         self._loop, self._pumps = loop, {}
-        self._replicas = [_Replica(cancelled=[*old.cancelled, *old.under_way]) for old in self._replicas]
+        for rank, replica in enumerate(self._replicas):
+            self._cancel(rank, list(replica.under_way))
 
     def _begin(self, rank: int, arrival: Arrival, consumer: asyncio.Queue[Any]) -> None:
         replica, pump = self._replicas[rank], self._pumps.get(rank)
         if not replica.under_way:
             replica.last_news = asyncio.get_running_loop().time()
+            replica.cancellations.clear()
         replica.arrivals.append(arrival)
         replica.under_way[arrival.name] = consumer
         if pump is None or pump.done():
             self._pumps[rank] = asyncio.ensure_future(self._pump(rank))
 
-    def _cancel(self, rank: int, name: str) -> None:
+    def _cancel(self, rank: int, names: Sequence[str]) -> None:
         replica = self._replicas[rank]
-        if replica.under_way.pop(name, None) is None:
-            return
-        waiting = [arrival for arrival in replica.arrivals if arrival.name != name]
-        if len(waiting) == len(replica.arrivals):
-            replica.cancelled.append(name)
-        replica.arrivals = waiting
+        waiting = {arrival.name for arrival in replica.arrivals}
+        known = {name for name in names if replica.under_way.pop(name, None) is not None}
+        replica.arrivals = [arrival for arrival in replica.arrivals if arrival.name not in known]
+        self._tell(rank, sorted(known - waiting))
 
-    async def _tell(self, rank: int) -> None:
-        if self._replicas[rank].cancelled:
-            await self._exchange(rank, wait_s=0.0)
+    def _tell(self, rank: int, cancelled: Sequence[str]) -> None:
+        """Have the replica forget rows; what its call brings of others is for the pump to take."""
+        if not cancelled:
+            return
+        try:
+            self._replicas[rank].cancellations.append(self._call(rank, [], cancelled=cancelled, wait_s=0.0))
+        except Exception as error:  # as in `_exchange`
+            _fail(self._replicas[rank], error)
+
+    def _call(self, rank: int, arrivals: Sequence[Arrival], **kwargs: Any) -> PendingCall:
+        return self._group.submit_one("exchange", arrivals, rank=rank, deadline_s=self._deadline_s, **kwargs)
 
     async def _pump(self, rank: int) -> None:
         """Exchange with one replica until it has no row under way."""
-        while self._replicas[rank].under_way:
-            await self._exchange(rank, wait_s=_WAIT_S)
+        replica = self._replicas[rank]
+        while replica.under_way:
+            try:
+                await self._exchange(rank)
+            except Exception as error:  # handed to every consumer of this replica, which raises it
+                names = list(replica.under_way)
+                _fail(replica, error)
+                if not isinstance(error, WorkerDiedError | DeadlineExceededError):
+                    self._tell(rank, names)
             await asyncio.sleep(0)  # consumers go first: a replica in this process holds the loop while it works
 
-    async def _exchange(self, rank: int, *, wait_s: float) -> None:
+    async def _exchange(self, rank: int) -> None:
         replica = self._replicas[rank]
-        async with replica.turn:
-            arrivals, cancelled = replica.arrivals, replica.cancelled
-            replica.arrivals, replica.cancelled = [], []
-            try:
-                call = self._group.submit_one(
-                    "exchange", arrivals, rank=rank, cancelled=cancelled, wait_s=wait_s, deadline_s=self._deadline_s
-                )
-                ended = await _result(call, self._deadline_s)
-            except (WorkerDiedError, DeadlineExceededError) as error:
-                _fail(replica, error)
-            except Exception as error:  # handed to every consumer of this replica, which raises it
-                replica.cancelled = list(replica.under_way)
-                _fail(replica, error)
-            else:
-                self._deliver(replica, ended)
+        arrivals, replica.arrivals = replica.arrivals, []
+        calls = [self._call(rank, arrivals, wait_s=_WAIT_S)]
+        while calls:
+            self._deliver(replica, await _result(calls.pop(), self._deadline_s))
+            calls, replica.cancellations = calls + replica.cancellations, []
+        if replica.under_way and asyncio.get_running_loop().time() - replica.last_news > self._deadline_s:
+            names = list(replica.under_way)
+            _fail(replica, DeadlineExceededError(f"A generation replica has finished no row for {self._deadline_s:g} s."))
+            self._tell(rank, names)
 
     def _deliver(self, replica: _Replica, ended: dict[str, BatchedDataDict[Any] | Exception]) -> None:
-        now = asyncio.get_running_loop().time()
         if ended:
-            replica.last_news = now
-        elif replica.under_way and now - replica.last_news > self._deadline_s:
-            replica.cancelled = list(replica.under_way)
-            _fail(replica, DeadlineExceededError(f"A generation replica has finished no row for {self._deadline_s:g} s."))
+            replica.last_news = asyncio.get_running_loop().time()
         for name, output in ended.items():
             consumer = replica.under_way.pop(name, None)
             if consumer is not None:  # else it was cancelled while its answer was on the way

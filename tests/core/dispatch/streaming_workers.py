@@ -1,0 +1,64 @@
+"""Workers of a few lines that stream: a row of n tokens ends after n ticks of work, unless it says otherwise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError, UserError
+
+DIES, FAILS, IS_BAD, NEVER_ENDS, SLEEPS = -1, -2, -3, -4, -5
+"""First tokens of rows that do so when they arrive."""
+TICK_S = 0.01
+
+
+class TickingWorker:
+    """Its rows' answers name the rank that gave them and the order in which it ended them."""
+
+    def __init__(self, context):
+        self.context = context
+        self.left = {}
+        self.calls = self.ended = 0
+
+    def exchange(self, arrivals, *, cancelled=(), wait_s=0.1):
+        self.calls += 1
+        for name in cancelled:
+            self.left.pop(name, None)
+        answers = {}
+        for arrival in arrivals:
+            first, ticks = int(arrival.row["input_ids"][0, 0]), int(arrival.row["input_lengths"][0])
+            if first == DIES:
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif first == FAILS:
+                raise UserError("this worker fails")
+            elif first == IS_BAD:
+                answers[arrival.name] = DataError("this row is bad")
+            elif first == SLEEPS:
+                time.sleep(60)
+            else:
+                self.left[arrival.name] = 10**9 if first == NEVER_ENDS else ticks
+        until = time.monotonic() + (0 if answers else wait_s)
+        while self.left and not answers:
+            answers = self._tick()
+            if time.monotonic() >= until:
+                break
+        return answers
+
+    def under_way(self):
+        return sorted(self.left)
+
+    def number_of_calls(self):
+        return self.calls
+
+    def _tick(self):
+        time.sleep(TICK_S)
+        self.left = {name: ticks - 1 for name, ticks in self.left.items()}
+        done = [name for name, ticks in self.left.items() if ticks <= 0]
+        for name in done:
+            del self.left[name]
+        self.ended += len(done)
+        return {name: BatchedDataDict(rank=torch.tensor([self.context.rank])) for name in done}

@@ -1,0 +1,284 @@
+"""Rows that stream over workers: spread by what is under way, handed out as they end, cancelled with who asked for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ray import cloudpickle
+
+sys.path.insert(0, str(Path(__file__).parent))
+import streaming_workers
+from streaming_workers import DIES, FAILS, IS_BAD, NEVER_ENDS, SLEEPS, TickingWorker
+
+from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
+from rl_core.cluster.in_process import InProcessWorkerGroup
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.streaming import RowStream
+from rl_core.errors import DataError, DeadlineExceededError, UserError, WorkerDiedError, WorkerError
+
+cloudpickle.register_pickle_by_value(streaming_workers)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pair(cluster):
+    """Two workers over Ray that no test hurts."""
+    with RayWorkerGroup(cluster, TickingWorker) as group:
+        yield group
+
+
+@pytest.fixture
+def alone():
+    with InProcessWorkerGroup(TickingWorker) as group:
+        yield group
+
+
+@pytest.fixture(params=["in this process", "over Ray"])
+def group(request):
+    return request.getfixturevalue("alone" if request.param == "in this process" else "pair")
+
+
+def rows(*ticks, first=3):
+    return BatchedDataDict(
+        input_ids=torch.full((len(ticks), 1), first), input_lengths=torch.tensor(ticks), marks=[str(n) for n in ticks]
+    )
+
+
+def stream_of(group, deadline_s=30.0):
+    return RowStream(group, deadline_s=deadline_s)
+
+
+async def collected(stream, batch):
+    return [row async for row, _ in stream.rows(batch, greedy=False)]
+
+
+def under_way(group):
+    return [names for names in group.run_all("under_way") if names]
+
+
+def test_rows_come_as_they_end_each_once(group):
+    assert asyncio.run(collected(stream_of(group), rows(30, 2, 12))) == [1, 2, 0]
+
+
+def test_each_goes_where_the_fewest_are_under_way(pair):
+    stream = stream_of(pair)
+
+    async def spread():
+        long = asyncio.create_task(collected(stream, rows(60, 3)))
+        await asyncio.sleep(0.25)
+        assert stream.load == [1, 0]
+        ranks = {row: int(output["rank"]) async for row, output in stream.rows(rows(4, 5, 6), greedy=False)}
+        assert await long == [1, 0]
+        return ranks
+
+    # The worker with the long row has one; the first goes to the idle one, and so on in turn.
+    assert asyncio.run(spread()) == {0: 1, 1: 0, 2: 1}
+    assert stream.load == [0, 0]
+
+
+def test_rows_that_arrive_later_join_those_under_way(group):
+    stream = stream_of(group)
+
+    async def both():
+        first = asyncio.create_task(collected(stream, rows(60, 61)))
+        await asyncio.sleep(0.05)
+        started = time.monotonic()
+        await collected(stream, rows(2, 2))
+        assert not first.done()
+        assert time.monotonic() - started < 0.5
+        await first
+
+    asyncio.run(both())
+
+
+async def by_break(stream):
+    async for _ in stream.rows(rows(1, 500, 600), greedy=False):
+        break
+
+
+async def by_close(stream):
+    iterator = stream.rows(rows(1, 500, 600), greedy=False)
+    await anext(iterator)
+    await iterator.aclose()
+    assert stream.load == [0] * len(stream.load)
+
+
+async def by_error(stream):
+    with contextlib.suppress(ZeroDivisionError):
+        async for _ in stream.rows(rows(1, 500, 600), greedy=False):
+            raise ZeroDivisionError
+
+
+async def by_cancelled_task(stream):
+    task = asyncio.create_task(collected(stream, rows(400, 500, 600)))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def by_timeout(stream):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(collected(stream, rows(400, 500)), timeout=0.2)
+
+
+@pytest.mark.parametrize("leave", [by_break, by_close, by_error, by_cancelled_task, by_timeout])
+def test_leaving_the_iterator_cancels_what_has_not_ended_and_the_workers_know(group, leave):
+    stream = stream_of(group)
+    asyncio.run(leave(stream))
+    assert stream.load == [0] * group.world_size
+    assert under_way(group) == []
+    assert sorted(asyncio.run(collected(stream, rows(3, 2)))) == [0, 1]
+
+
+def test_who_leaves_takes_nothing_from_the_others(group):
+    stream = stream_of(group)
+
+    async def both():
+        stays = asyncio.create_task(collected(stream, rows(20, 8, 14)))
+        for _ in range(6):
+            goes = asyncio.create_task(collected(stream, rows(300, 300)))
+            await asyncio.sleep(0.02)
+            goes.cancel()
+        return await stays
+
+    assert asyncio.run(both()) == [1, 2, 0]
+    assert under_way(group) == []
+
+
+def test_rows_that_are_cancelled_before_they_were_sent_never_arrive(alone):
+    async def leave_at_once(stream):
+        step = anext(stream.rows(rows(1), greedy=False))
+        step.send(None)
+        with pytest.raises(asyncio.CancelledError):
+            step.throw(asyncio.CancelledError())
+        await asyncio.sleep(0.05)
+
+    asyncio.run(leave_at_once(stream_of(alone)))
+    assert alone.run_all("number_of_calls") == [0]
+
+
+def test_an_idle_stream_asks_nothing_of_its_workers(group):
+    async def then_idle(stream):
+        await collected(stream, rows(2))
+        before = group.run_all("number_of_calls")
+        await asyncio.sleep(0.3)
+        return before == group.run_all("number_of_calls")
+
+    assert asyncio.run(then_idle(stream_of(group)))
+
+
+def test_a_bad_row_s_error_is_its_consumer_s_alone(group):
+    stream = stream_of(group)
+
+    async def both():
+        good = asyncio.create_task(collected(stream, rows(40, 41)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(DataError, match="this row is bad"):
+            await collected(stream, rows(300, 1, first=IS_BAD))
+        return await good
+
+    assert asyncio.run(both()) == [0, 1]
+    assert under_way(group) == []
+
+
+def test_a_worker_that_fails_fails_its_consumers_and_forgets_their_rows(group):
+    stream = stream_of(group)
+
+    async def both():
+        # As many rows as workers, so that every worker has one of each call.
+        innocent = asyncio.create_task(collected(stream, rows(*[400] * group.world_size)))
+        await asyncio.sleep(0.2)
+        with pytest.raises(WorkerError, match=r"exchange(.|\n)*this worker fails"):
+            await collected(stream, rows(1, first=FAILS))
+        with pytest.raises(WorkerError, match="this worker fails"):
+            await innocent
+
+    asyncio.run(both())
+    assert under_way(group) == []
+    assert asyncio.run(collected(stream, rows(2))) == [0]
+
+
+def test_a_worker_that_dies_ends_the_wait_of_its_consumers_and_of_no_other(cluster, pair):
+    pair.shutdown()  # the cluster has room for one group
+    with RayWorkerGroup(cluster, TickingWorker) as group:
+        stream = stream_of(group)
+
+        async def die():
+            living = asyncio.create_task(collected(stream, rows(100)))  # on rank 0
+            await asyncio.sleep(0.1)
+            started = time.monotonic()
+            with pytest.raises(WorkerDiedError, match="rank 1"):
+                await collected(stream, rows(1, first=DIES))
+            with pytest.raises(WorkerDiedError, match="rank 1"):
+                await collected(stream, rows(400, 400))
+            assert time.monotonic() - started < 20
+            return await living
+
+        assert asyncio.run(die()) == [0]
+        group.restart(1)
+        assert sorted(asyncio.run(collected(stream, rows(2, 2)))) == [0, 1]
+
+
+def test_a_worker_that_answers_nothing_is_named_after_the_deadline(cluster):
+    with RayWorkerGroup(cluster, TickingWorker, num_workers=1) as group:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match="rank 0"):
+            asyncio.run(collected(stream_of(group, deadline_s=0.5), rows(1, first=SLEEPS)))
+        assert time.monotonic() - started < 15
+        group.restart(0)
+
+
+def test_a_worker_that_ends_no_row_is_given_up_after_the_deadline(alone):
+    stream = stream_of(alone, deadline_s=0.4)
+    with pytest.raises(DeadlineExceededError, match=r"no row for 0\.4 s"):
+        asyncio.run(collected(stream, rows(1, first=NEVER_ENDS)))
+    assert under_way(alone) == []
+    # The clock begins anew with the next row.
+    assert asyncio.run(collected(stream, rows(30))) == [0]
+
+
+def test_rows_of_a_loop_that_was_closed_in_their_midst_are_cancelled_by_the_next_call(alone):
+    stream = stream_of(alone)
+    loop = asyncio.new_event_loop()
+    iterator = stream.rows(rows(1, 500), greedy=False)
+    loop.run_until_complete(anext(iterator))
+    loop.close()
+    assert len(under_way(alone)) == 1
+    assert asyncio.run(collected(stream, rows(2))) == [0]
+    assert under_way(alone) == []
+
+
+def test_two_event_loops_at_once_are_refused(alone):
+    stream = stream_of(alone)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    task = asyncio.run_coroutine_threadsafe(collected(stream, rows(200)), loop)
+    try:
+        time.sleep(0.1)
+        with pytest.raises(UserError, match="another event loop"):
+            asyncio.run(collected(stream, rows(1)))
+    finally:
+        task.cancel()
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.5), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_no_rows_are_no_work(alone):
+    assert asyncio.run(collected(stream_of(alone), rows(1).slice(0, 0))) == []
+    assert alone.run_all("number_of_calls") == [0]
