@@ -30,6 +30,16 @@ HEALTHY = """
 """
 
 
+HIDDEN = ("rl-backends-megatron", "rl-backends-vllm")
+"""Of our own distributions, those that an interpreter started here does not see: so that some are known and not installed."""
+HIDES = f"""
+import importlib.metadata
+
+everything = importlib.metadata.distributions
+importlib.metadata.distributions = lambda **where: (d for d in everything(**where) if d.name not in {HIDDEN})
+"""
+
+
 @dataclass
 class Site:
     """A folder that stands on the path of the interpreters started here, as site-packages does."""
@@ -123,6 +133,7 @@ class Site:
 def site(tmp_path: Path) -> Site:
     folder = tmp_path / "site"
     folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HIDES)
     return Site(folder)
 
 

@@ -66,8 +66,8 @@ def test_one_of_our_own_that_is_disabled_does_not_pass_for_absent(site):
 
 def test_an_unknown_name_mentions_the_plugins_that_could_have_registered_it(site):
     site.install("acme-rl", source="import acme_kernels")
-    assert site.look_up("loss", "sparkle") == (
-        "UnknownComponentError: No loss named 'sparkle'. Installed: clipped_pg, grpo, nll. "
+    assert site.look_up("weight_transport", "sparkle") == (
+        "UnknownComponentError: No weight transport named 'sparkle'. Installed: by_reference, collective, disk, shared_memory. "
         "Plugins that failed to load: acme (acme-rl 1.0)."
     )
 

@@ -11,6 +11,7 @@ memory is reused; and its reload leaves the packed copy of a tied output layer a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -96,7 +97,7 @@ class VllmWeightReceiver(WeightReceiver):
                 "vLLM took the weights of this refit and left layers as they were: " + ", ".join(incomplete[:5]) + ". "
                 "The engine would compute with weights of several versions."
             )
-        with self._inside_vllm():
+        with self._inside_vllm(), _without_warnings():
             finalize_layerwise_reload(self._model, self._worker.model_config)
             self._pack_tied_heads_again()
         old = [name for name, module in self._model.named_modules() if self._is_old(module)]
@@ -161,6 +162,18 @@ class VllmWeightReceiver(WeightReceiver):
 
         with torch.device(self._worker.device), set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
             yield
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """VLLM warns of every layer that no tensor was addressed to, rotary tables and tied heads too; what counts was checked."""
+    log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _shared_weights(model: torch.nn.Module) -> set[str]:
