@@ -1,0 +1,64 @@
+"""Calls on several workers of which one dies: who is waited for, what is kept, and which failure is told."""
+
+import os
+import signal
+import time
+
+import pytest
+from cluster_workers import Worker
+
+from rl_core.cluster import InProcessWorkerGroup, RayVirtualCluster, RayWorkerGroup, wait_together
+from rl_core.errors import UserError, WorkerDiedError, WorkerError
+
+
+@pytest.fixture(scope="module")
+def cluster(local_ray):
+    with RayVirtualCluster([3], use_gpus=False, cpus_per_bundle=0.5, max_colocated_worker_groups=2) as made:
+        yield made
+
+
+@pytest.fixture
+def trio(cluster):
+    with RayWorkerGroup(cluster, Worker, name="trio") as group:
+        yield group
+
+
+def test_a_settled_call_keeps_the_answers_of_those_that_live(trio):
+    os.kill(trio.pids()[1], signal.SIGKILL)
+    first, died, last = trio.submit_some("add", {0: (1,), 1: (2,), 2: (3, 4)}).settle(30.0)
+    assert (first, last) == (1, 7)
+    assert isinstance(died, WorkerDiedError)
+    assert trio.workers_alive() == [True, False, True]
+    trio.restart(1)
+    assert trio.submit_some("add", {2: (5,), 1: (6,)}).result() == [5, 6]
+
+
+def test_a_worker_that_raises_ends_the_wait_of_a_settled_call(trio):
+    with pytest.raises(WorkerError, match=r"rank 2 .*too little"):
+        trio.submit_all("raise_on", 2, ValueError("too little")).settle(30.0)
+
+
+def test_a_rank_is_named_with_its_host_and_process(trio):
+    assert trio.who(2) == f"rank 2 (data=2) of 'trio', host {os.uname().nodename}, pid {trio.pids()[2]}"
+
+
+def test_a_death_in_one_group_explains_the_failure_that_another_saw_first(cluster, trio):
+    with RayWorkerGroup(cluster, Worker, name="peers", num_workers=1) as peers:
+        seen_first = peers.submit_all("raise_on", 0, ValueError("connection closed by peer"))
+        with pytest.raises(WorkerError):
+            seen_first.result()
+        sleeping = trio.submit_all("sleep_on", 1, 60)
+        os.kill(trio.pids()[1], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=r"(?s)rank 1 .*'trio'.* died in .*Also failed:\n- rank 0 .*peer"):
+            wait_together([seen_first, sleeping], 60.0)
+        assert time.monotonic() - started < 20
+
+
+def test_a_group_in_this_process_answers_for_its_one_rank():
+    with InProcessWorkerGroup(Worker, name="alone") as alone:
+        assert alone.submit_some("add", {0: (1, 2)}).settle() == [3]
+        assert alone.submit_one("add", 4).settle() == [4]
+        assert alone.who(0) == "rank 0 of 'alone', in this process"
+        with pytest.raises(UserError):
+            alone.submit_some("add", {1: (1,)})
