@@ -80,4 +80,5 @@ def test_the_lists_name_the_components_of_this_repository():
 def test_the_table_has_one_line_for_each_backend():
     lines = rlcore("list-backends").stdout.splitlines()
     assert any(re.match(r"policy +hf +rl-backends-hf 0\.1\.0 +ready +\S", line) for line in lines)
-    assert any(re.match(r"generation +vllm +rl-backends-vllm +not installed +pip install", line) for line in lines)
+    assert any(re.match(r"generation +openai +rl-backends-openai +not installed +pip install", line) for line in lines)
+    assert any(re.match(r"generation +vllm +rl-backends-vllm 0\.1\.0 +ready +\S", line) for line in lines)
