@@ -114,7 +114,12 @@ def _examine(plugin: Plugin, *, deep: bool) -> bool:
 
 
 def _examine_component(kind: str, component: Component, *, deep: bool) -> bool:
+    from rl_core.plugins.requirements import unmet_needs
+
     print(f"  {kind} {component.name}  {component.target}")
+    problem = unmet_needs(component.needs)
+    if problem is not None:
+        print(f"    not usable here: {problem}{f': {component.install}' if component.install else ''}")
     return _examine_target(component) if deep else True
 
 

@@ -136,6 +136,17 @@ def test_a_logger_whose_library_is_absent_is_a_mistake_at_its_line_with_the_comm
     assert load_config(path, ["logger.loggers.mlflow.enabled=false"]).run.logger.loggers["mlflow"].enabled is False
 
 
+def test_the_lists_and_the_doctor_say_that_it_is_not_installed():
+    def rlcore(*arguments):
+        command = [sys.executable, "-m", "rlcore_cli.main", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    rows = {row["name"]: row for row in json.loads(rlcore("list-backends", "--all", "--json")) if row["kind"] == "logger"}
+    assert (rows["mlflow"]["status"], rows["mlflow"]["reason"]) == ("not installed", "pip install 'rl-core[mlflow]'")
+    assert rows["tensorboard"]["status"] == rows["wandb"]["status"] == "ready"
+    assert "not usable here: mlflow<4,>=3.17 is not installed: pip install 'rl-core[mlflow]'" in rlcore("doctor", "core")
+
+
 def test_what_one_component_needs_does_not_make_its_plugin_missing():
     from rl_core import plugin
 
