@@ -90,6 +90,33 @@ def test_every_further_step_needs_and_gets_a_further_sync():
         assert sync.is_stale
 
 
+def test_from_the_second_refit_on_the_policy_digests_while_the_engine_loads():
+    policy, engine = make_policy(), make_engine(SlowEngine)
+    sync = synchronizer(policy, engine, buffer_bytes=2**20)
+    fingerprint, beside = policy.weight_fingerprint, []
+
+    def watched(**options):
+        beside.append(engine.group.worker.is_loading())
+        return fingerprint(**options)
+
+    policy.weight_fingerprint = watched
+    for _ in range(3):
+        sync.sync()
+        assert weights_equal(policy, engine)
+        policy.group.run_all("step")
+    assert beside == [False, True, True]
+
+
+def test_a_tensor_that_the_engine_forgets_in_a_later_refit_stops_the_run(monkeypatch):
+    policy, engine = make_policy(), make_engine()
+    sync = synchronizer(policy, engine)
+    sync.sync()
+    policy.group.run_all("step")
+    monkeypatch.setattr(TinyEngine, "load_weights", ForgetfulEngine.load_weights)
+    with pytest.raises(WeightSyncError, match=r"k\.weight"):
+        sync.sync()
+
+
 def test_weights_are_cast_to_the_engines_precision_and_proven_in_it():
     policy, engine = make_policy(), make_engine(HalfPrecisionEngine)
     synchronizer(policy, engine).sync()

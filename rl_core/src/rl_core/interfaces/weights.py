@@ -13,6 +13,9 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransportContext:
     """What a transport is told about the run."""
@@ -29,6 +32,9 @@ class TransportContext:
     """Where files of weights may be written; policy and generation backend both see it."""
     num_receivers: int = 1
     """Generation workers that load weights."""
+    when_sent: Callable[[], None] = _nothing
+    """Called once all weights have left the policy while the generation backend still loads the last of them, by a transport
+    that sees that moment: what the policy has left to do for the refit can then be done beside the loading."""
 
 
 class WeightTransport(ABC):

@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir
@@ -16,7 +17,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
 from rl_core.weights.canary import Canary
-from rl_core.weights.fingerprint import describe_differences, kind_of
+from rl_core.weights.fingerprint import Kind, describe_differences, kind_of
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,10 @@ class WeightSynchronizer:
         self._prove = prove
         self._make_canary = canary
         self._canary: Canary | None = None
+        self._kind: Kind | None = None
+        self._dtypes: Mapping[str, str] = {}
+        self._beside: ThreadPoolExecutor | None = None
+        self._digested: Future[str] | None = None
         chosen = choose_transport(
             transports, policy_speaks=policy_capabilities, generation_speaks=generation_capabilities, name=transport
         )
@@ -81,6 +86,7 @@ class WeightSynchronizer:
                 wait=wait or _results,
                 rendezvous=rendezvous or free_loopback_port,
                 num_receivers=num_receivers,
+                when_sent=self._digest_beside_the_loading,
             )
         )
 
@@ -146,12 +152,14 @@ class WeightSynchronizer:
             self._policy.offload_before_refit()
             manifest = self._policy.prepare_refit_info() or {}
             dtypes = self._generation.prepare_refit_info(manifest)
-        with _timed(seconds, "push_s"):
+            self._dtypes = dtypes or {name: dtype for name, (_, dtype) in manifest.items()}
+        self._digested = None
+        with _timed(seconds, "push_s"), ThreadPoolExecutor(1, "rlcore-digest") as self._beside:
             moved = self._transport.push(self._policy, self._generation)
         with _timed(seconds, "prove_s"):
             self._prove_version()
             if self._prove:
-                self._prove_fingerprint(dtypes or {name: dtype for name, (_, dtype) in manifest.items()})
+                self._prove_fingerprint()
             if not self._generation.invalidate_kv_cache():
                 raise WeightSyncError(
                     "The generation backend could not empty its prefix cache after the refit, so it would go on from keys "
@@ -175,10 +183,17 @@ class WeightSynchronizer:
             + ("the weights that arrived are of another step." if engine >= 0 else "the refit did not complete.")
         )
 
-    def _prove_fingerprint(self, dtypes: Mapping[str, str]) -> None:
-        engine = self._generation.weight_fingerprint()
+    def _digest_beside_the_loading(self) -> None:
+        """The policy's fingerprint, in the kind of the refit before: all weights have left it, and nothing may change them."""
+        if self._prove and self._kind is not None and self._beside is not None:
+            self._digested = self._beside.submit(self._policy.weight_fingerprint, dtypes=self._dtypes, kind=self._kind)
+
+    def _prove_fingerprint(self) -> None:
+        engine, dtypes = self._generation.weight_fingerprint(), self._dtypes
         kind = kind_of(engine)
-        if self._policy.weight_fingerprint(dtypes=dtypes, kind=kind) == engine:
+        digested = self._digested.result() if self._digested is not None and kind == self._kind else None
+        self._kind = kind
+        if (digested or self._policy.weight_fingerprint(dtypes=dtypes, kind=kind)) == engine:
             return
         lines = describe_differences(self._policy.weight_digests(dtypes=dtypes, kind=kind), self._generation.weight_digests())
         raise WeightSyncError(
