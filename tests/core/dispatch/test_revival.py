@@ -160,6 +160,15 @@ def test_a_replica_that_stands_alone_is_refitted_before_it_samples_again(engine,
     assert sweep() == []
 
 
+def test_a_refit_that_brings_nothing_to_a_new_replica_is_refused(engine, policy, tmp_path):
+    one = engine(replicas=1)
+    synchronizer(policy, one).sync()
+    one.refit_with(lambda: None)
+    condemn(tmp_path, "generate", 0)
+    with pytest.raises(WeightSyncError, match=r"still without weights.*WeightSynchronizer\.sync"):
+        one.generate(prompts())
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["told how to refit", "refitted from outside"])
 def test_a_replica_that_dies_over_the_canary_of_a_refit_is_refitted_anew(engine, policy, tmp_path, told):
     one = engine(replicas=1)

@@ -40,6 +40,7 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
         num_workers: replicas; as many as the cluster has places by default.
         deadlines: how long to wait for what.
         env_vars: further environment variables of the workers.
+        bundles_per_worker: places of the cluster that each replica has.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
         num_workers: int | None = None,
         deadlines: DeadlineConfig | None = None,
         env_vars: Mapping[str, str] | None = None,
+        bundles_per_worker: int = 1,
     ) -> None:
         super().__init__(
             worker_class=worker_class,
@@ -60,6 +62,7 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
             num_workers=num_workers or config.num_workers,
             deadlines=deadlines,
             env_vars=env_vars,
+            bundles_per_worker=bundles_per_worker,
         )
         self._revival = Revival(
             self.group,
@@ -86,7 +89,7 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
         answers: list[_Answer] = []
         missing = list(range(rows.size))
         while missing:
-            if self._without_weights:
+            while self._without_weights:
                 self._bring_weights()
             found, deaths = _ask(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
             answers = _of_one_version([*answers, *found])
@@ -134,12 +137,7 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
         Raises:
             WeightSyncError: the replicas have different versions.
         """
-        versions: list[int] = self._run("get_weight_version")
-        if any(versions[rank] < 0 for rank in self._without_weights):
-            return -1
-        version: int = _one_of(versions, "get_weight_version")
-        self._without_weights.clear()
-        return version
+        return self._version_of(self._run("get_weight_version"))
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
         self.wait_ready()
@@ -171,7 +169,7 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
 
     def _bring_weights(self) -> None:
         """Refit all replicas, unless somebody has done so meanwhile."""
-        if self.weight_version >= 0:
+        if self._version_of(self._run_revived("get_weight_version")) >= 0:
             return
         if self._refit is None:
             ranks = ", ".join(map(str, sorted(self._without_weights)))
@@ -180,21 +178,28 @@ class DistributedGeneration(OverWorkers, GenerationInterface):
                 "engine had been refitted, so it would sample with another model. Refit the engine and call generate again; or "
                 "say once how that is done, `generation.refit_with(synchronizer.sync)`, and generate does it by itself."
             )
+        before = self.restarts
         self._refit()
         if self._is_prepared:
-            self._run("prepare_for_generation")
-        if self.weight_version < 0:
+            self._run_revived("prepare_for_generation")
+        if self._version_of(self._run_revived("get_weight_version")) < 0 and self.restarts == before:
             raise WeightSyncError(
                 "The refit that was given to `refit_with` ended, and a generation replica that was replaced is still without "
                 "weights. Give it one that moves all weights to every replica, such as `WeightSynchronizer.sync`."
             )
 
-    def _run_revived(self, method: str) -> None:
+    def _version_of(self, versions: Sequence[int]) -> int:
+        if any(versions[rank] < 0 for rank in self._without_weights):
+            return -1
+        version: int = _one_of(versions, "get_weight_version")
+        self._without_weights.clear()
+        return version
+
+    def _run_revived(self, method: str) -> list[Any]:
         """Call every replica, and all of them once more where dead ones were replaced."""
         while True:
             try:
-                self._run(method)
-                return
+                return self._run(method)
             except WorkerDiedError as error:
                 if not self.revive(error):
                     raise
