@@ -6,6 +6,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def wandb_rows(folder):
 def test_wandb_writes_offline_whatever_the_environment_says_and_goes_on_under_the_same_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     log(WandbLogger(config=WandbConfig(tags=["a"]), folder=tmp_path), [0.25, 0.5], first_step=1)
+    time.sleep(1.1)  # its offline folders are named by the second
     log(WandbLogger(config=WandbConfig(), folder=tmp_path), [0.75], first_step=2)
     [(run_id, rows)] = wandb_rows(tmp_path).items()
     assert run_id == (tmp_path / "wandb_run_id").read_text()
