@@ -63,6 +63,8 @@ class VllmGeneration(DistributedGeneration):
             num_workers=replicas or (max(1, cluster.world_size() // self._processes) if cluster is not None else 1),
             deadlines=deadlines,
             env_vars=worker_environment(use_gpus=use_gpus, python=section.python),
+            # On a CPU the replica's processes share its place; each GPU is a place of its own.
+            bundles_per_worker=self._processes if use_gpus else 1,
         )
         self._stream = RowStream(self.group, deadline_s=self._deadlines.generate_s)
 

@@ -1,0 +1,125 @@
+"""The rows under way in one engine: named by who asked, handed out once each, begun again where a refit asks; no batches."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from rl_backends_vllm.engine import Engine, Failed
+from rl_backends_vllm.requests import completion_of
+from rl_core.data.completions import Completion
+from rl_core.errors import RLCoreError
+
+_HELD_WAIT_S = 0.01
+"""How long a call waits for rows while a refit holds them: the refit's next verb waits for that call."""
+
+
+class RowsUnderWay:
+    """What has been asked of the engine and not been handed out.
+
+    Args:
+        engine: works on the rows.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._rows: dict[str, _Row] = {}
+        self._by_request: dict[str, str] = {}
+        self._attempts = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, name: str, tokens: list[int], parameters: Any, *, weight_version: int) -> None:
+        """Begin a row.
+
+        Args:
+            name: unique among the rows under way.
+            tokens: its prompt.
+            parameters: `vllm.SamplingParams`.
+            weight_version: of the weights that it begins with; where a refit holds it back, `stamp` says it.
+        """
+        self._rows[name] = _Row(tokens, parameters, weight_version, waits=self._engine.is_held)
+        self._begin(name)
+
+    def collect(self, wait_s: float, *, only: Collection[str] | None = None) -> dict[str, Completion | RLCoreError]:
+        """Rows that have ended, or the error of one that could not, by name; those of other callers are kept for them.
+
+        Args:
+            wait_s: works so long until one has ended.
+            only: names that the caller waits for; all by default.
+        """
+        if self._engine.is_held:
+            wait_s = min(wait_s, _HELD_WAIT_S)
+            time.sleep(wait_s)
+        until = time.monotonic() + wait_s
+        while True:
+            for output in self._engine.finished(max(until - time.monotonic(), 0.0)):
+                self._take(output)
+            wanted = self._rows if only is None else self._rows.keys() & only
+            ready = {name: done for name in wanted if (done := self._rows[name].done) is not None}
+            if ready or not wanted or self._engine.is_held or time.monotonic() >= until:
+                break
+        for name in ready:
+            del self._rows[name]
+        return ready
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Cancel rows; those that are unknown or were handed out are skipped."""
+        known = {name for name in names if self._rows.pop(name, None) is not None}
+        self._abort(known)
+
+    def restart(self) -> None:
+        """Sample the rows that have not ended again from their prompts."""
+        waiting = {name: None for name, row in self._rows.items() if row.done is None}
+        self._abort(waiting)
+        for name in waiting:
+            self._rows[name].waits = True
+            self._begin(name)
+
+    def stamp(self, weight_version: int) -> None:
+        """The rows that were held back, or begin again, begin with these weights."""
+        for row in self._rows.values():
+            if row.waits:
+                row.weight_version, row.waits = weight_version, False
+
+    def _begin(self, name: str) -> None:
+        # An attempt's answer may still be on its way when the next has begun: their requests have different names.
+        request = f"{name}#{next(self._attempts)}"
+        self._by_request[request] = name
+        row = self._rows[name]
+        try:
+            self._engine.add(request, row.tokens, row.parameters)
+        except BaseException:
+            del self._by_request[request], self._rows[name]
+            raise
+
+    def _abort(self, names: Collection[str]) -> None:
+        requests = [request for request, name in self._by_request.items() if name in names]
+        for request in requests:
+            del self._by_request[request]
+        if requests:
+            self._engine.abort(requests)
+
+    def _take(self, output: Any) -> None:
+        name = self._by_request.pop(output.request_id, None)
+        if name is None:
+            return
+        row = self._rows[name]
+        if isinstance(output, Failed):
+            row.done = RLCoreError(f"vLLM failed at this row: {type(output.error).__name__}: {output.error}")
+            return
+        try:
+            row.done = completion_of(output, prompt=row.tokens, weight_version=row.weight_version)
+        except RLCoreError as error:
+            row.done = error
+
+
+class _Row:
+    """A row in the engine."""
+
+    def __init__(self, tokens: list[int], parameters: Any, weight_version: int, *, waits: bool) -> None:
+        self.tokens, self.parameters, self.weight_version, self.waits = tokens, parameters, weight_version, waits
+        self.done: Completion | RLCoreError | None = None
