@@ -34,6 +34,7 @@ class Identity:
         address: Its node's, for a rendezvous.
         stack_file: Where its answers to `stacks.read_stack` appear.
         log_file: Where its standard error goes.
+        visible_gpus: What Ray lets it see, as CUDA_VISIBLE_DEVICES has it; empty without GPUs.
     """
 
     host: str
@@ -43,6 +44,7 @@ class Identity:
     created: float
     stack_file: str
     log_file: str
+    visible_gpus: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,7 @@ class ActorHost:
             created=psutil.Process().create_time(),
             stack_file=self._stack_file,
             log_file=os.readlink(log) if os.path.islink(log) else "",
+            visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         )
 
     def find_port(self) -> int:

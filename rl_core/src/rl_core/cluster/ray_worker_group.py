@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
+from rl_core.cluster.places import Places, strategy_of
 from rl_core.cluster.ray_calls import PendingRayCall, collect
 from rl_core.cluster.remote_actor import Flight, RemoteActor, own_options, pack_worker
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_per_rank, check_shards
-from rl_core.errors import DeadlineExceededError, ResourceInsufficientError, UserError, WorkerError
+from rl_core.errors import DeadlineExceededError, UserError, WorkerError
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class RayWorkerGroup(WorkerGroup):
         deadlines: Of starting, calling and stopping.
         cpus_per_worker: Ray CPUs of a worker, and its threads; its share of the bundle by default.
         gpus_per_worker: Ray GPUs of a worker; its share of the bundle by default.
+        bundles_per_worker: Bundles of a worker, on one node; its process sees the GPUs of all of them.
         max_restarts: How many dead workers may be replaced, over the group's life, when the next call finds them
             dead. The replacement has no state of the old one, and a call under way is never run twice.
 
@@ -72,10 +73,12 @@ class RayWorkerGroup(WorkerGroup):
         deadlines: Deadlines | None = None,
         cpus_per_worker: float | None = None,
         gpus_per_worker: float | None = None,
+        bundles_per_worker: int = 1,
         max_restarts: int = 0,
     ) -> None:
         self._cluster = cluster
-        self._sharding = _grid(cluster, sharding, num_workers)
+        self._sharding = _grid(cluster.world_size() // bundles_per_worker, sharding, num_workers)
+        self._places = Places(cluster, per_worker=bundles_per_worker, num_workers=self._sharding.size)
         self._class = worker_class
         self._name = name or getattr(worker_class, "__name__", None) or type(worker_class).__name__
         self._deadlines = deadlines or Deadlines()
@@ -200,10 +203,11 @@ class RayWorkerGroup(WorkerGroup):
             actor.kill()
         for actor in actors:
             actor.wait_gone()
+        self._places.give_back()
 
     def _start(self, rank: int) -> RemoteActor:
         """Asks Ray for the process of one rank."""
-        bundle = self._cluster.bundles[rank]
+        bundle = self._places.first(rank)
         coords = ", ".join(f"{axis}={at}" for axis, at in self._sharding.get_worker_coords(rank).items())
         share = self._cluster.worker_share()
         env = {
@@ -221,9 +225,7 @@ class RayWorkerGroup(WorkerGroup):
                 **own_options(self._class),
                 "num_cpus": share["num_cpus"] if self._cpus is None else self._cpus,
                 "num_gpus": share["num_gpus"] if self._gpus is None else self._gpus,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    placement_group=bundle.group, placement_group_bundle_index=bundle.index
-                ),
+                "scheduling_strategy": strategy_of(bundle),
             },
             env=env,
             runtime_env=self._runtime_env,
@@ -232,7 +234,13 @@ class RayWorkerGroup(WorkerGroup):
     def _build(self, ranks: Sequence[int]) -> None:
         """Waits for the processes, lets rank 0 find a meeting point where there is none yet, and builds the workers."""
         actors = [self._actors[rank] for rank in ranks]
-        self._collect_start([actor.started() for actor in actors])
+        share, name = self._cluster.worker_share(), self._name
+        holding = [
+            flight
+            for rank in ranks
+            for flight in self._places.hold(rank, share=share, runtime_env=self._runtime_env, name=name)
+        ]
+        self._collect_start([*(actor.started() for actor in actors), *holding])
         if not self._contexts:
             port = self._collect_start([self._actors[0].find_port()])[0]
             identity = self._actors[0].identity
@@ -243,14 +251,21 @@ class RayWorkerGroup(WorkerGroup):
             "MASTER_PORT": str(self._contexts[0].master_port),
             **self._env_vars,
         }
-        self._collect_start([self._actors[rank].build(self._packed, self._contexts[rank], env) for rank in ranks])
+        self._collect_start(
+            [
+                self._actors[rank].build(
+                    self._packed, self._contexts[rank], env | self._places.visible_gpus(rank, self._actors[rank])
+                )
+                for rank in ranks
+            ]
+        )
 
     def _context(self, rank: int, address: str, port: int) -> WorkerContext:
         return WorkerContext(
             rank=rank,
             world_size=self.world_size,
             local_rank=self._local_rank(rank),
-            node_rank=self._cluster.bundles[rank].node_rank,
+            node_rank=self._places.first(rank).node_rank,
             master_address=address,
             master_port=port,
             coords=self._sharding.get_worker_coords(rank),
@@ -261,11 +276,11 @@ class RayWorkerGroup(WorkerGroup):
     def _threads(self, rank: int) -> int:
         if self._cpus is not None:
             return max(1, int(self._cpus))
-        return self._cluster.threads_of(self._cluster.bundles[rank])
+        return self._cluster.threads_of(self._places.first(rank))
 
     def _local_rank(self, rank: int) -> int:
-        before = Counter(bundle.node.node_id for bundle in self._cluster.bundles[:rank])
-        return before[self._cluster.bundles[rank].node.node_id]
+        before = Counter(self._places.first(other).node.node_id for other in range(rank))
+        return before[self._places.first(rank).node.node_id]
 
     def _revive(self) -> None:
         """Refuses a group that was shut down, and replaces dead workers while `max_restarts` lasts."""
@@ -298,13 +313,8 @@ class RayWorkerGroup(WorkerGroup):
         return ray.put(value) if readers > 1 else value
 
 
-def _grid(cluster: RayVirtualCluster, sharding: NamedSharding | None, num_workers: int | None) -> NamedSharding:
-    count = num_workers or (sharding.size if sharding is not None else cluster.world_size())
-    if count > cluster.world_size():
-        raise ResourceInsufficientError(
-            f"{count} workers were asked for, but {cluster.name} has {cluster.world_size()} bundles. Change: a larger "
-            f"bundle_ct_per_node_list, or at most {cluster.world_size()} workers."
-        )
+def _grid(most: int, sharding: NamedSharding | None, num_workers: int | None) -> NamedSharding:
+    count = num_workers or (sharding.size if sharding is not None else most)
     grid = sharding or NamedSharding.grid(data=count)
     if sorted(grid.layout.ravel().tolist()) != list(range(count)):
         raise UserError(

@@ -29,6 +29,7 @@ class OverWorkers:
         deadlines: how long to wait for what.
         sharding: the named grid of ranks; all of them along `data` by default.
         env_vars: further environment variables of the workers.
+        bundles_per_worker: places of the cluster that each worker has, for an engine with processes of its own.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class OverWorkers:
         deadlines: DeadlineConfig | None = None,
         sharding: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
+        bundles_per_worker: int = 1,
     ) -> None:
         self.config = config
         self._deadlines = deadlines or DeadlineConfig()
@@ -54,6 +56,7 @@ class OverWorkers:
             name=name,
             python=config.python,
             env_vars=env_vars,
+            bundles_per_worker=bundles_per_worker,
         )
         self._setup = self.group.submit_all("setup")
         self._facts: list[Mapping[str, Any]] | None = None
@@ -93,6 +96,7 @@ def make_group(
     sharding: NamedSharding | None = None,
     python: str | None = None,
     env_vars: Mapping[str, str] | None = None,
+    bundles_per_worker: int = 1,
 ) -> WorkerGroup:
     """Start workers that take (`context`, `config`).
 
@@ -117,4 +121,5 @@ def make_group(
         name=name,
         python=python,
         env_vars=env_vars,
+        bundles_per_worker=bundles_per_worker,
     )
