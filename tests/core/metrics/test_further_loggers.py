@@ -7,17 +7,20 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
+from rl_core.assembly.parts import Builder
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.config.loader import load_config
 from rl_core.metrics.logger_config import TensorBoardConfig, WandbConfig
 from rl_core.metrics.tensorboard import TensorBoardLogger
 from rl_core.metrics.wandb import WandbLogger
-from rl_core.plugins.manager import PluginManager
+from rl_core.plugins.manager import PluginManager, discover
+from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_addition.yaml"
@@ -123,6 +126,25 @@ def test_several_loggers_at_once_have_their_own_keys(tmp_path):
     assert loggers["tensorboard"] == TensorBoardConfig(flush_s=2)
     assert loggers["wandb"] == WandbConfig(project="sums", tags=["a", "b"])
     assert loggers["wandb"].mode == "offline"
+
+
+def test_a_logger_of_ones_own_is_named_by_its_path_and_gets_its_keys_and_the_run_folder(tmp_path, monkeypatch):
+    (tmp_path / "sums_logger.py").write_text(
+        "from rl_core.interfaces.logger import Logger\n"
+        "class Lines(Logger):\n"
+        "    def __init__(self, *, config, folder):\n"
+        "        self.path = folder / config.file\n"
+        "    def log_metrics(self, metrics, step):\n"
+        "        self.path.write_text(f'{step} {metrics}')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = config_file(tmp_path, "    sums_logger.Lines: {file: lines.txt}\n")
+    registry = Registry(discover())
+    run = load_config(path, registry=registry).run
+    with ExitStack() as exits:
+        [logger] = Builder(run=run, registry=registry, exits=exits, cluster=None).loggers(tmp_path)
+        logger.log_metrics({"reward/mean": 0.5}, 3)
+    assert (tmp_path / "lines.txt").read_text() == "3 {'reward/mean': 0.5}"
 
 
 def test_a_logger_whose_library_is_absent_is_a_mistake_at_its_line_with_the_command_that_mends_it(tmp_path):

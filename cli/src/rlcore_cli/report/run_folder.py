@@ -162,13 +162,11 @@ def _refuse_other_folders(path: Path) -> None:
         return
     runs = sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
     below = f" Run folders in it: {', '.join(map(str, runs[:8]))}." if runs else ""
-    raise UserError(f"{path} is no run folder: it has neither {METRICS} nor {STATUS} nor {CONFIG}.{below}")
+    raise UserError(f"{path} is no run folder: it has neither {METRICS} nor {STATUS}.{below}")
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (METRICS, STATUS)) or (
-        (path / CONFIG).is_file() and (path / ROLLOUTS).is_dir()
-    )
+    return any((path / name).is_file() for name in (METRICS, STATUS))
 
 
 def _read(path: Path, parse: Any) -> dict[str, Any] | None:
