@@ -82,13 +82,15 @@ def uses_transformer_engine(config: MegatronPolicyConfig, *, device: str) -> boo
 def build_chunks(hf: Any, family: Family, config: MegatronPolicyConfig, *, device: str) -> Chunks:
     """This rank's layers, without the checkpoint's weights; enter the device seam around it."""
     engine = uses_transformer_engine(config, device=device)
-    transformer = _transformer_config(hf, family, config, on_gpu=device == "cuda")
+    transformer = _transformer_config(hf, family, config, on_gpu=device == "cuda", engine=engine)
     virtual = config.megatron_cfg.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else list(range(virtual))
     return Chunks(modules=[_build(hf, config, transformer, engine, stage) for stage in stages], config=transformer)
 
 
-def _transformer_config(hf: Any, family: Family, config: MegatronPolicyConfig, *, on_gpu: bool) -> TransformerConfig:
+def _transformer_config(
+    hf: Any, family: Family, config: MegatronPolicyConfig, *, on_gpu: bool, engine: bool
+) -> TransformerConfig:
     dtype = DTYPES[config.precision]
     fields: dict[str, Any] = {
         **_shape(hf),
@@ -105,7 +107,8 @@ def _transformer_config(hf: Any, family: Family, config: MegatronPolicyConfig, *
         # The loss is divided by its global count already: gradients are summed, never averaged.
         "calculate_per_token_loss": True,
         "moe_grouped_gemm": config.megatron_cfg.moe_grouped_gemm,
-        "attention_backend": _ATTENTION[config.megatron_cfg.use_flash_attention],
+        # Settings of Transformer Engine, by environment variables: left alone where its layers are not used.
+        "attention_backend": _ATTENTION[config.megatron_cfg.use_flash_attention] if engine else AttnBackend.auto,
         **family.config(hf),
     }
     return TransformerConfig(**fields)

@@ -1,0 +1,110 @@
+"""What cannot work is refused before anything starts, with its reason."""
+
+import types
+
+import pytest
+from pydantic import ValidationError
+
+from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
+from rl_core.errors import ConfigError
+
+pytestmark = pytest.mark.megatron
+
+
+def policy(optimizer=None, **megatron):
+    fields = {} if optimizer is None else {"optimizer": optimizer}
+    return MegatronPolicyConfig(model_name="m", megatron_cfg=MegatronConfig(**megatron), **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"sequence_parallel": True}, "raise tensor_model_parallel_size"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "there is one stage"),
+        ({"num_layers_in_last_pipeline_stage": 3}, "need several stages"),
+        ({"overlap_param_gather": True}, "use_distributed_optimizer"),
+        ({"moe_grouped_gemm": True, "transformer_impl": "local"}, "Transformer Engine"),
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, "would not sum the gradients"),
+        ({"tensor_parallel": 2}, "Extra inputs"),
+        ({"use_distributed_optimizer": True, "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 1}}}, "Adam alone"),
+        ({"optimizer": {"name": "torch.optim.Adagrad"}}, "builds the optimizer itself"),
+        ({"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"amsgrad": True}}}, "optimizer.kwargs.amsgrad"),
+    ],
+)
+def test_keys_that_exclude_each_other_are_refused_with_the_reason(fields, says):
+    with pytest.raises(ValidationError, match=says):
+        policy(**fields)
+
+
+def hf(**fields):
+    llama = {
+        "model_type": "llama",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+    }
+    return types.SimpleNamespace(**{**llama, **fields})
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "world", "says"),
+    [
+        ({}, {"tensor_model_parallel_size": 3}, 3, "8 attention heads do not divide into 3"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, {"tensor_model_parallel_size": 6}, 6, "4 key-value heads"),
+        ({"intermediate_size": 49}, {"tensor_model_parallel_size": 2}, 2, "49 wide"),
+        ({}, {"pipeline_model_parallel_size": 3}, 3, "4 layers do not divide evenly into 3 stages"),
+        ({}, {"pipeline_model_parallel_size": 8}, 8, "4 layers are too few"),
+        (
+            {},
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
+            2,
+            "4 layers are too few for 2 stages of 4 chunks",
+        ),
+        ({}, {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 4}, 2, "as given"),
+        ({}, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6, "a multiple of 4 workers"),
+        ({}, {"expert_model_parallel_size": 2}, 2, "no experts to divide"),
+        ({"num_experts": 4}, {"tensor_model_parallel_size": 2}, 2, "sequence_parallel"),
+        ({"num_experts": 4}, {"expert_model_parallel_size": 3}, 3, "4 experts do not divide into 3"),
+        ({"num_experts": 4}, {"expert_model_parallel_size": 2}, 3, "do not divide the 3 ranks"),
+        (
+            {"num_experts": 4},
+            {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "expert_model_parallel_size": 2,
+                "expert_tensor_parallel_size": 2,
+            },
+            4,
+            "gloo lacks",
+        ),
+    ],
+)
+def test_a_division_that_the_model_does_not_allow_is_refused_with_the_reason(model, fields, world, says):
+    from rl_backends_megatron.checks import check_fit
+
+    with pytest.raises(ConfigError, match=says):
+        check_fit(hf(**model), policy(**fields), world_size=world, on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "world"),
+    [
+        ({"tensor_model_parallel_size": 8}, 8),
+        ({"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 2}, 6),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, 2),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}, 8),
+    ],
+)
+def test_a_division_that_the_model_allows_is_accepted(fields, world):
+    from rl_backends_megatron.checks import check_fit
+
+    check_fit(hf(), policy(**fields), world_size=world, on_gpu=False)
+
+
+def test_all_reasons_are_given_at_once():
+    from rl_backends_megatron.checks import check_fit
+
+    with pytest.raises(ConfigError) as error:
+        check_fit(hf(), policy(tensor_model_parallel_size=3, pipeline_model_parallel_size=3), world_size=4, on_gpu=False)
+    assert len(str(error.value).splitlines()) == 4
