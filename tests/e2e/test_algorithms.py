@@ -9,18 +9,11 @@ from e2e_runs import MODEL, merged, metrics_of
 
 from rl_core.assembly.launch import train
 from rl_envs import ArithmeticEnvironment
+from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying
 
 pytestmark = pytest.mark.slow
 
-SUMS = {
-    "grpo": {
-        "num_prompts_per_step": 32,
-        "num_generations_per_prompt": 8,
-        "max_num_steps": 15,
-        "seed": 3,
-        "val_at_start": True,
-        "val_at_end": True,
-    },
+COMMON = {
     "policy": {
         "backend": "hf",
         "model_name": str(MODEL),
@@ -28,15 +21,19 @@ SUMS = {
         "train_micro_batch_size": 256,
         "logprob_batch_size": 256,
         "optimizer": {"kwargs": {"lr": 2.0e-4}},
-        "generation": {"backend": "hf", "max_new_tokens": 5},
     },
+    "cluster": {"backend": "in_process"},
+    "checkpointing": {"enabled": False},
+}
+OFTEN = {"seed": 3, "val_at_start": True, "val_at_end": True}
+SUMS = {
+    "grpo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 8, "max_num_steps": 15, **OFTEN},
+    "policy": {"generation": {"backend": "hf", "max_new_tokens": 5}},
     "data": {
         "train": {"dataset_name": "arithmetic", "num_samples": 4096, "min_digits": 2},
         "validation": {"dataset_name": "arithmetic", "num_samples": 256, "min_digits": 2, "split": "validation"},
     },
     "env": {"arithmetic": {}},
-    "cluster": {"backend": "in_process"},
-    "checkpointing": {"enabled": False},
 }
 
 
@@ -54,8 +51,9 @@ class TwoRewards(ArithmeticEnvironment):
 
 
 def run(folder, changes, name="run"):
+    """The steps of a whole run in this process: step to numbers."""
     path = folder / f"{name}.yaml"
-    path.write_text(json.dumps(merged(SUMS, {**changes, "logger": {"log_dir": str(folder / "runs")}})))
+    path.write_text(json.dumps(merged(COMMON, {**changes, "logger": {"log_dir": str(folder / "runs")}})))
     train(path, resume="never", console=False)
     return metrics_of(folder, name)
 
@@ -111,7 +109,51 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rewards_teach_sums_that_were_never_asked(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "two_rewards", sys.modules[__name__])
-    steps = run(tmp_path, VARIANTS[name])
+    steps = run(tmp_path, merged(SUMS, VARIANTS[name]))
     # 0.60 of the held-out sums are right at first, and 0.85 to 0.92 after 15 steps; the standard error of 256 answers is 0.03.
     assert steps[15]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.1
     assert steps[15]["grad_norm"] > 0
+
+
+def write_pairs(path, split, number):
+    """Sums that carry, with the right answer and that of a pupil who forgets to."""
+    sums = ArithmeticDataset({"num_samples": 4 * number, "min_digits": 2, "split": split})
+    rows = []
+    for index in range(len(sums)):
+        problem = sums.problem(index)
+        wrong = add_without_carrying(problem.left, problem.right)
+        if wrong != problem.answer:
+            rows.append({"prompt": f"{problem.left}+{problem.right}=", "chosen": str(problem.answer), "rejected": str(wrong)})
+    assert len(rows) >= number
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:number]))
+
+
+def preferences(folder, **changes):
+    for split, number in (("train", 512), ("validation", 128)):
+        if not (folder / f"{split}.jsonl").exists():
+            write_pairs(folder / f"{split}.jsonl", split, number)
+    base = {
+        "dpo": {"max_num_steps": 10, "global_batch_size": 32, **OFTEN},
+        "data": {
+            "train": {"dataset_name": "preference", "path": str(folder / "train.jsonl")},
+            "validation": {"dataset_name": "preference", "path": str(folder / "validation.jsonl")},
+        },
+    }
+    return merged(base, changes)
+
+
+PREFERENCE_LOSSES = {
+    "dpo": {"name": "dpo", "reference_policy_kl_penalty": 0.1},
+    "cdpo": {"name": "dpo", "reference_policy_kl_penalty": 0.1, "label_smoothing": 0.1, "sft_loss_weight": 0.1},
+    "ipo": {"name": "ipo", "reference_policy_kl_penalty": 0.2},
+    "hinge": {"name": "dpo_hinge", "reference_policy_kl_penalty": 0.1},
+    "simpo": {"name": "simpo"},
+    "orpo": {"name": "orpo", "preference_loss_weight": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_pairs_teach_which_of_two_unseen_answers_is_better(name, tmp_path):
+    steps = run(tmp_path, preferences(tmp_path, loss_fn=PREFERENCE_LOSSES[name]))
+    print(name, steps[0], steps[10])
+    assert steps[10]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.2

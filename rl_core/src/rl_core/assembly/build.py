@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rl_core.assembly.data import conversation_loader, prompt_loader
-from rl_core.assembly.parts import Builder, make_cluster
+from rl_core.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_source
+from rl_core.assembly.parts import Builder, Workers, make_cluster
 from rl_core.checkpoints.state import Checkpoints, Stateful
 from rl_core.checkpoints.store import CheckpointStore, Retention
 from rl_core.config.schema import RunConfig
@@ -16,8 +16,9 @@ from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
-from rl_core.rollouts.batches import TrainingBatches
+from rl_core.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_core.rollouts.collect import Collector
 from rl_core.rollouts.evaluate import Evaluation
 from rl_core.rollouts.source import OnDemandSource
@@ -37,27 +38,53 @@ def build_run(config: RunConfig, *, resolved: Mapping[str, Any], folder: Path, r
     tokenizer = load_tokenizer(
         config.policy.tokenizer.name or config.policy.model_name, chat_template=config.policy.tokenizer.chat_template
     )
-    loaders = _Loaders(config, registry, tokenizer)
+    train, validation = read_sources(config, registry)
+    loaders = Loaders(config, tokenizer, train=train, validation=validation)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=make_cluster(config.cluster, exits))
-    loss_component = registry.find("loss", config.loss_fn.name or config.algorithm.default_loss)
+    loss_fn = registry.find("loss", config.loss_fn.name or config.algorithm.default_loss).load()(config.loss_fn)
     parts = builder.start(samples=loaders.samples)
+    return connect(builder, parts, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
+
+
+def connect(
+    builder: Builder,
+    parts: Workers,
+    loaders: Loaders,
+    *,
+    loss_fn: LossFunction,
+    tokenizer: Any,
+    resolved: Mapping[str, Any],
+    folder: Path,
+) -> Run:
+    """The parts as a Run, whoever made them.
+
+    Args:
+        builder: makes what lies between the parts: refit, loggers.
+        parts: what runs in processes of its own.
+        loaders: the data.
+        loss_fn: the loss.
+        tokenizer: the policy's.
+        resolved: the config as plain values, for the checkpoint.
+        folder: the run folder.
+    """
+    config = builder.run
     run = Run(
         config=config,
         folder=folder,
         policy=parts.policy,
-        loss_fn=loss_component.load()(config.loss_fn),
+        loss_fn=loss_fn,
         loggers=builder.loggers(folder),
         checkpoints=None,
         tokenizer=tokenizer,
     )
     if parts.generation is not None:
         run.generation = parts.generation
-        run.weights = builder.weights(parts.policy, parts.generation)
+        run.weights = builder.weights(parts.policy, parts.generation, tokenizer)
         collector = _collector(config, parts.generation, parts.environments, tokenizer)
         if loaders.prompts is not None:
             group_size = getattr(config.algorithm, "num_generations_per_prompt", 1)
             run.rollouts = OnDemandSource(collector, loaders.prompts, group_size=group_size)
-            exits.callback(run.rollouts.close)
+            builder.exits.callback(run.rollouts.close)
         if loaders.validation_prompts is not None:
             run.evaluation = Evaluation(
                 collector=collector,
@@ -72,42 +99,66 @@ def build_run(config: RunConfig, *, resolved: Mapping[str, Any], folder: Path, r
     return run
 
 
-class _Loaders:
-    """The data of a run: prompts for an algorithm that samples, conversations for one that imitates."""
+class Loaders:
+    """The data of a run: prompts for an algorithm that samples, pairs for one that compares, else conversations.
 
-    def __init__(self, config: RunConfig, registry: Registry, tokenizer: Any) -> None:
-        self.prompts = self.validation_prompts = self.batches = self.validation_batches = None
-        algorithm, data = config.algorithm, config.data
-        if data.train is None:
-            raise ConfigError("data.train names no training data. Add `data: {train: {dataset_name: ...}}`.")
-        validates = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
-        if validates and data.validation is None:
-            raise ConfigError(
-                "The algorithm validates (val_period, val_at_start or val_at_end), and data.validation names no data. "
-                "Add `data: {validation: {dataset_name: ...}}`, or switch validation off."
-            )
-        sources = config, registry, tokenizer
-        val_prompts = algorithm.needs_generation or getattr(algorithm, "val_accuracy", False)
-        self.samples = val_prompts
-        if val_prompts and (config.policy.generation is None or not config.env):
-            raise ConfigError(
-                f"{config.algorithm_name} samples and scores completions: it needs `policy.generation` and a section in `env`."
-            )
-        if validates and data.validation is not None and val_prompts:
-            self.validation_prompts = prompt_loader(
-                data.validation, *sources, batch_size=algorithm.val_batch_size, shuffle=False
-            )
+    Args:
+        config: the run.
+        tokenizer: the policy's.
+        train: the training data.
+        validation: the held-out data, where the algorithm validates.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Any, *, train: Source, validation: Source | None) -> None:
+        self.prompts = self.validation_prompts = None
+        self.batches: TrainingBatches | None = None
+        self.validation_batches: TrainingBatches | None = None
+        algorithm, shuffle = config.algorithm, config.data.shuffle
+        self.samples = algorithm.needs_generation or getattr(algorithm, "val_accuracy", False)
+        val_size = algorithm.val_batch_size
+        if self.samples and validation is not None:
+            self.validation_prompts = prompt_loader(validation, config, tokenizer, batch_size=val_size, shuffle=False)
         if algorithm.needs_generation:
             per_draw = getattr(algorithm, "prompts_per_draw", 1)
-            self.prompts = prompt_loader(data.train, *sources, batch_size=per_draw, shuffle=data.shuffle)
+            self.prompts = prompt_loader(train, config, tokenizer, batch_size=per_draw, shuffle=shuffle)
             return
-        rows, pad = getattr(algorithm, "global_batch_size", 1), tokenizer.pad_token_id
-        final = getattr(algorithm, "only_unmask_final", False)
-        loader = conversation_loader(data.train, *sources, batch_size=rows, shuffle=data.shuffle)
-        self.batches = TrainingBatches(loader, pad_token_id=pad, only_unmask_final=final)
-        if validates and data.validation is not None:
-            held_out = conversation_loader(data.validation, *sources, batch_size=algorithm.val_batch_size, shuffle=False)
-            self.validation_batches = TrainingBatches(held_out, pad_token_id=pad, only_unmask_final=final)
+        rows = getattr(algorithm, "global_batch_size", 1)
+        self.batches = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
+        if validation is not None:
+            self.validation_batches = _answer_batches(validation, config, tokenizer, batch_size=val_size, shuffle=False)
+
+
+def read_sources(config: RunConfig, registry: Registry) -> tuple[Source, Source | None]:
+    """The training data, and the held-out data where the algorithm validates.
+
+    Raises:
+        ConfigError: the config names none, or lacks what samples and scores.
+    """
+    algorithm, data = config.algorithm, config.data
+    if data.train is None:
+        raise ConfigError("data.train names no training data. Add `data: {train: {dataset_name: ...}}`.")
+    validates = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
+    if validates and data.validation is None:
+        raise ConfigError(
+            "The algorithm validates (val_period, val_at_start or val_at_end), and data.validation names no data. "
+            "Add `data: {validation: {dataset_name: ...}}`, or switch validation off."
+        )
+    samples = algorithm.needs_generation or getattr(algorithm, "val_accuracy", False)
+    if samples and (config.policy.generation is None or not config.env):
+        raise ConfigError(
+            f"{config.algorithm_name} samples and scores completions: it needs `policy.generation` and a section in `env`."
+        )
+    held_out = read_source(data.validation, registry) if validates and data.validation is not None else None
+    return read_source(data.train, registry), held_out
+
+
+def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> TrainingBatches:
+    if config.algorithm.needs_preferences:
+        pairs = preference_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
+        return PreferenceBatches(pairs, pad_token_id=tokenizer.pad_token_id)
+    conversations = conversation_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
+    final = getattr(config.algorithm, "only_unmask_final", False)
+    return TrainingBatches(conversations, pad_token_id=tokenizer.pad_token_id, only_unmask_final=final)
 
 
 def _collector(

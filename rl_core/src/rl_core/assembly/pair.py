@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_core.assembly.data import prompt_loader
+from rl_core.assembly.data import prompt_loader, read_source
 from rl_core.assembly.parts import Builder, make_cluster
 from rl_core.config.loader import load_config
 from rl_core.config.schema import RunConfig
@@ -90,6 +90,7 @@ class PairPlan:
                 run=self.config, registry=self.registry, exits=exits, cluster=make_cluster(self.config.cluster, exits)
             )
             policy, generation = builder.policy(), builder.generation()
+            # Without the tokenizer there is no canary: a disagreement is to be measured here, not to end the examination.
             weights = builder.weights(policy, generation)
             weights.sync()
             yield Pair(config=self.config, policy=policy, generation=generation, refit=weights.transport_name)
@@ -121,7 +122,7 @@ def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count:
         raise ConfigError("data.train names no data to take prompts from. Add `data: {train: {dataset_name: ...}}`.")
     if count < 1:
         raise ConfigError(f"{count} prompts were asked for: take at least 1.")
-    loader = prompt_loader(config.data.train, config, registry, tokenizer, batch_size=count, shuffle=False)
+    loader = prompt_loader(read_source(config.data.train, registry), config, tokenizer, batch_size=count, shuffle=False)
     first: BatchedDataDict[Any] = next(iter(loader))
     kept = [row for row in range(first.size) if float(first["loss_multiplier"][row]) > 0]
     if not kept:

@@ -209,6 +209,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         allow_uneven_shards: bool = False,
         *,
         dynamic_batching_args: DynamicBatchingArgs,
+        rows_per_unit: int = 1,
     ) -> tuple[list[SlicedDataDict[DictT]], list[int]]: ...
 
     @overload
@@ -219,6 +220,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         allow_uneven_shards: bool = False,
         *,
         sequence_packing_args: SequencePackingArgs,
+        rows_per_unit: int = 1,
     ) -> tuple[list[SlicedDataDict[DictT]], list[int]]: ...
 
     def shard_by_batch_size(
@@ -228,6 +230,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         allow_uneven_shards: bool = False,
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
+        rows_per_unit: int = 1,
     ) -> list[SlicedDataDict[DictT]] | tuple[list[SlicedDataDict[DictT]], list[int]]:
         """The batch split over shards: each chunk of `batch_size` rows is divided among all of them.
 
@@ -240,6 +243,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 packing shards may differ anyhow; what they have in common is the number of microbatches.
             dynamic_batching_args: Microbatches of length-sorted rows under a token budget.
             sequence_packing_args: Microbatches of packed rows.
+            rows_per_unit: Rows that a loss reads together, from row 0 on: they stay neighbours, in order, within one shard
+                and one microbatch. Without a plan shards must be multiples of it, which is the caller's to see to.
 
         Returns:
             `list[SlicedDataDict]`, one a shard; with a token budget or packing `(shards, sorted_indices)`, where row j of
@@ -257,10 +262,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 batch_size=batch_size,
                 width=self[dynamic_batching_args["input_key"]].shape[1],
                 args=dynamic_batching_args,
+                rows_per_unit=rows_per_unit,
             )
         elif sequence_packing_args is not None:
             lengths = self[sequence_packing_args["input_lengths_key"]].tolist()
-            plans = shard_by_packing(lengths, shards, batch_size=batch_size, args=sequence_packing_args)
+            plans = shard_by_packing(
+                lengths, shards, batch_size=batch_size, args=sequence_packing_args, rows_per_unit=rows_per_unit
+            )
         else:
             return [
                 self._shard(plan)

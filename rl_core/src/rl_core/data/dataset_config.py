@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -44,6 +44,30 @@ class JsonlDatasetConfig(DatasetConfig):
     task_name: str = Field("default", description="Which environment answers and scores.")
     prompt: Annotated[str | None, NAME_OR_PATH] = Field(
         None, description="A prompt template: a path, or a packaged name such as `generic/math`; for text inputs."
+    )
+    system_prompt: str | None = Field(None, description="A system message before every conversation that has none.")
+    on_bad_row: OnBadRow = Field(OnBadRow.ERROR, description="Whether a bad row ends the run or is skipped and counted.")
+
+
+class PreferenceDatasetConfig(DatasetConfig):
+    """A dataset of JSON lines with a better and a worse answer to each prompt."""
+
+    dataset_name: str = Field("preference", description="The dataset component, or a dotted path.")
+    path: Annotated[Path, INPUT_PATH] = Field(description="The file: one JSON object a line.")
+    prompt_key: str = Field(
+        "prompt",
+        description="The field that is asked: a text, or a list of {role, content} messages. Where a row lacks it, the prompt "
+        "is what both conversations begin with.",
+    )
+    chosen_key: str = Field("chosen", description="The field of the better answer: a text, or a list of messages.")
+    rejected_key: str = Field("rejected", description="The field of the worse answer, likewise.")
+    completions_key: str = Field(
+        "completions",
+        description="In rows without a chosen answer: the field with a list of {completion, rank}, rank 0 the best.",
+    )
+    pairing: Literal["best_worst", "all"] = Field(
+        "best_worst",
+        description="What ranked answers become: one pair of the best and the worst, or a pair of every two ranks.",
     )
     system_prompt: str | None = Field(None, description="A system message before every conversation that has none.")
     on_bad_row: OnBadRow = Field(OnBadRow.ERROR, description="Whether a bad row ends the run or is skipped and counted.")

@@ -73,7 +73,7 @@ class JsonlDataset(Sequence[Record]):
                 if not line.strip():
                     continue
                 try:
-                    yield record_from_row(_parsed(line), self.config, self._template)
+                    yield record_from_row(parsed(line), self.config, self._template)
                 except DataError as error:
                     if self.config.on_bad_row is OnBadRow.ERROR:
                         raise DataError(f"{path}:{number}: {error}") from error
@@ -119,7 +119,12 @@ def _messages(row: dict[str, Any], config: JsonlDatasetConfig, template: PromptT
     return [dict(message) for message in asked]
 
 
-def _parsed(line: str) -> dict[str, Any]:
+def parsed(line: str) -> dict[str, Any]:
+    """The JSON object that a line holds.
+
+    Raises:
+        DataError: It holds something else.
+    """
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:

@@ -2,6 +2,8 @@
 
 With a token budget or with packing every shard of a global batch gets the *same number* of microbatches: ranks meet in a
 collective once a microbatch, and a rank with one less would leave the others waiting for ever.
+
+Rows that a loss reads together (`rows_per_unit`, such as the two of a pair) are planned as one, so they stay neighbours.
 """
 
 from __future__ import annotations
@@ -114,7 +116,13 @@ def shard_by_count(rows: int, shards: int, *, batch_size: int | None, allow_unev
 
 
 def shard_by_token_budget(
-    lengths: Sequence[int], shards: int, *, batch_size: int | None, width: int, args: DynamicBatchingArgs
+    lengths: Sequence[int],
+    shards: int,
+    *,
+    batch_size: int | None,
+    width: int,
+    args: DynamicBatchingArgs,
+    rows_per_unit: int = 1,
 ) -> list[ShardPlan]:
     """Plans of length-sorted microbatches under a token budget, the costliest first.
 
@@ -124,30 +132,35 @@ def shard_by_token_budget(
         batch_size: Rows of a global batch; None for all.
         width: T of the batch; no microbatch is wider.
         args: The budget.
+        rows_per_unit: Rows that are read together.
 
     Raises:
-        DataError: A row exceeds the budget, or a global batch has too few rows to give all shards as many microbatches.
+        DataError: A unit exceeds the budget, or a global batch has too few rows to give all shards as many microbatches.
     """
     budget = args["max_tokens_per_microbatch"]
+    units = _units(len(lengths), batch_size, rows_per_unit)
+    longest = [max(lengths[row] for row in unit) for unit in units]
 
-    def padded(row: int) -> int:
-        return min(_round_up(max(lengths[row], 1), args["sequence_length_round"]), width)
+    def padded(unit: int) -> int:
+        return min(_round_up(max(longest[unit], 1), args["sequence_length_round"]), width)
 
     def plan_one(start: int, end: int) -> list[Microbatch]:
-        order = sorted(range(start, end), key=lambda row: -lengths[row])
+        order = sorted(range(start // rows_per_unit, end // rows_per_unit), key=lambda unit: -longest[unit])
         microbatches: list[list[int]] = []
-        for row in order:
-            if padded(row) > budget:
+        for unit in order:
+            if rows_per_unit * padded(unit) > budget:
                 raise DataError(
-                    f"row {row} takes {padded(row)} tokens and a microbatch holds {budget}: "
-                    "raise max_tokens_per_microbatch or shorten the row"
+                    f"row {unit * rows_per_unit} takes {padded(unit)} tokens{_together(rows_per_unit)} and a microbatch holds "
+                    f"{budget}: raise max_tokens_per_microbatch or shorten the row"
                 )
-            if microbatches and (len(microbatches[-1]) + 1) * padded(microbatches[-1][0]) <= budget:
-                microbatches[-1].append(row)
+            if microbatches and (len(microbatches[-1]) + 1) * rows_per_unit * padded(microbatches[-1][0]) <= budget:
+                microbatches[-1].append(unit)
             else:
-                microbatches.append([row])
+                microbatches.append([unit])
         _split_to_multiple(microbatches, shards)
-        return [Microbatch(rows=rows, length=padded(rows[0])) for rows in microbatches]
+        return [
+            Microbatch(rows=[row for unit in group for row in units[unit]], length=padded(group[0])) for group in microbatches
+        ]
 
     plans = [ShardPlan() for _ in range(shards)]
     for start, end in _global_batches(len(lengths), batch_size):
@@ -157,7 +170,7 @@ def shard_by_token_budget(
 
 
 def shard_by_packing(
-    lengths: Sequence[int], shards: int, *, batch_size: int | None, args: SequencePackingArgs
+    lengths: Sequence[int], shards: int, *, batch_size: int | None, args: SequencePackingArgs, rows_per_unit: int = 1
 ) -> list[ShardPlan]:
     """Plans of packed microbatches, the fullest first; a microbatch's length is the sum of its padded rows.
 
@@ -166,9 +179,10 @@ def shard_by_packing(
         shards: Shards to make.
         batch_size: Rows of a global batch; None for all.
         args: Algorithm and budget.
+        rows_per_unit: Rows that are read together.
 
     Raises:
-        DataError: A row exceeds the budget, or a global batch has fewer rows than microbatches are needed.
+        DataError: A unit exceeds the budget, or a global batch has fewer units than microbatches are needed.
     """
     packer = get_packer(
         args["algorithm"],
@@ -176,12 +190,18 @@ def shard_by_packing(
         min_bin_count=shards,
         bin_count_multiple=shards,
     )
+    units = _units(len(lengths), batch_size, rows_per_unit)
     padded = [_round_up(length, args.get("sequence_length_pad_multiple", 1)) for length in lengths]
+    whole = [sum(padded[row] for row in unit) for unit in units]
     plans = [ShardPlan() for _ in range(shards)]
     for start, end in _global_batches(len(lengths), batch_size):
+        first = start // rows_per_unit
         bins = [
-            Microbatch(rows=[start + row for row in sorted(rows)], length=sum(padded[start + row] for row in rows))
-            for rows in packer.pack(padded[start:end])
+            Microbatch(
+                rows=[row for unit in sorted(group) for row in units[first + unit]],
+                length=sum(whole[first + unit] for unit in group),
+            )
+            for group in packer.pack(whole[first : end // rows_per_unit])
         ]
         _deal(sorted(bins, key=lambda microbatch: -microbatch.length), plans)
     return plans
@@ -202,6 +222,20 @@ def _global_batches(rows: int, batch_size: int | None, *, allow_short: bool = Fa
     if batch_size < 1 or (rows % batch_size and not allow_short):
         raise DataError(f"{rows} rows do not make whole global batches of {batch_size}: choose a divisor of {rows}")
     return runs_of(rows, batch_size)
+
+
+def _units(rows: int, batch_size: int | None, rows_per_unit: int) -> list[range]:
+    """The rows of each unit, which no global batch may cut in two."""
+    if rows % rows_per_unit or (batch_size or 0) % rows_per_unit:
+        raise DataError(
+            f"{rows} rows in global batches of {batch_size or rows} cannot be read {rows_per_unit} at a time: make both "
+            f"multiples of {rows_per_unit}"
+        )
+    return [range(row, row + rows_per_unit) for row in range(0, rows, rows_per_unit)]
+
+
+def _together(rows_per_unit: int) -> str:
+    return "" if rows_per_unit == 1 else f" (and so does each of the {rows_per_unit} rows that are read together)"
 
 
 def _round_up(length: int, multiple: int) -> int:

@@ -9,7 +9,13 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.dataset_config import OnTooLong
-from rl_core.data.messages import DatumSpec, MessageLog, add_loss_mask_to_message_log, get_formatted_message_log
+from rl_core.data.messages import (
+    DatumSpec,
+    MessageLog,
+    PreferenceDatumSpec,
+    add_loss_mask_to_message_log,
+    get_formatted_message_log,
+)
 from rl_core.errors import DataError
 
 
@@ -69,6 +75,59 @@ def conversation_datum(
     return _datum(log, record, idx, max_length, on_too_long)
 
 
+def preference_datum(
+    record: Mapping[str, Any],
+    *,
+    idx: int,
+    tokenizer: Any,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = OnTooLong.DROP,
+) -> PreferenceDatumSpec:
+    """A record's two conversations, with a `token_loss_mask` on every message: 1 on what the assistant says after the prompt.
+
+    Args:
+        record: A `preferences.PreferenceRecord`.
+        idx: Its place in the dataset.
+        tokenizer: A Transformers tokenizer.
+        max_length: Tokens that a conversation may have; None for no limit.
+        on_too_long: What a pair does of which one is longer.
+
+    Raises:
+        DataError: As in `prompt_datum`, or the record is no pair.
+    """
+    missing = {"prompt", "chosen", "rejected"} - record.keys()
+    if missing:
+        raise DataError(
+            f"record {idx} has {sorted(record)} and lacks {sorted(missing)}: pairs of answers are wanted. Name a dataset of "
+            "preferences, such as `dataset_name: preference`"
+        )
+    sides = [_answered(record["prompt"], record[side], tokenizer) for side in ("chosen", "rejected")]
+    datums = [_datum(log, record, idx, max_length, on_too_long) for log in sides]
+    return PreferenceDatumSpec(
+        message_log_chosen=datums[0]["message_log"],
+        message_log_rejected=datums[1]["message_log"],
+        length_chosen=datums[0]["length"],
+        length_rejected=datums[1]["length"],
+        loss_multiplier=min(datum["loss_multiplier"] for datum in datums),
+        idx=idx,
+        task_name=record.get("task_name") or "default",
+    )
+
+
+def collate_preferences(datums: Sequence[PreferenceDatumSpec]) -> BatchedDataDict[PreferenceDatumSpec]:
+    """The pairs as a batch: lengths [B] int64 and `loss_multiplier` [B] float32 as tensors, the rest as lists."""
+    columns: dict[str, Any] = {
+        "message_log_chosen": [datum["message_log_chosen"] for datum in datums],
+        "message_log_rejected": [datum["message_log_rejected"] for datum in datums],
+        "length_chosen": torch.tensor([datum["length_chosen"] for datum in datums], dtype=torch.int64),
+        "length_rejected": torch.tensor([datum["length_rejected"] for datum in datums], dtype=torch.int64),
+        "loss_multiplier": torch.tensor([datum["loss_multiplier"] for datum in datums], dtype=torch.float32),
+        "idx": [datum["idx"] for datum in datums],
+        "task_name": [datum.get("task_name") for datum in datums],
+    }
+    return BatchedDataDict(columns)
+
+
 def collate_datums(datums: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
     """The datums as a batch: `length` [B] int64 and `loss_multiplier` [B] float32 as tensors, the rest as lists."""
     columns: dict[str, Any] = {
@@ -81,6 +140,14 @@ def collate_datums(datums: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
         "stop_strings": [datum.get("stop_strings") for datum in datums],
     }
     return BatchedDataDict(columns)
+
+
+def _answered(prompt: Sequence[Mapping[str, Any]], answer: Sequence[Mapping[str, Any]], tokenizer: Any) -> MessageLog:
+    log = get_formatted_message_log([*prompt, *answer], tokenizer)
+    for number, message in enumerate(log):
+        trained = number >= len(prompt) and message["role"] == "assistant"
+        message["token_loss_mask"] = torch.full_like(message["token_ids"], float(trained), dtype=torch.float32)
+    return log
 
 
 def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int | None, on_too_long: OnTooLong) -> DatumSpec:

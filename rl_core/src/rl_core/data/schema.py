@@ -102,6 +102,10 @@ _TABLE = (
     _rows("loss_multiplier", "float32", "", "data", "0 where the row must not be trained on; → `sample_mask`."),
     _tokens("token_ids", "int64", _ID, "data", "A flattened message log's tokens.", holds_tokens=True),
     _tokens("token_loss_mask", "float32", "", "data", "1 on the roles that are trained; → `token_mask`."),
+    _rows("message_log_chosen", "list", "", "data", "The conversation with the chosen answer, as `message_log`."),
+    _rows("message_log_rejected", "list", "", "data", "The same with the rejected answer."),
+    _rows("length_chosen", "int64", "tokens", "data", "Tokens of the conversation with the chosen answer."),
+    _rows("length_rejected", "int64", "tokens", "data", "The same with the rejected answer."),
     _rows("role", "list", "", "data", "list[str]: the roles of a flattened message log."),
     _rows("content", "list", "", "data", "list[str]: the texts of a flattened message log."),
 )

@@ -32,12 +32,15 @@ class LossFunction(ABC):
         loss_type: whether the loss is a mean over tokens or over sequences.
         metric_reductions: how a metric of several microbatches and ranks becomes one number; `sum` unless named here,
             so a metric that is a mean is returned already divided by its global count.
+        rows_per_unit: rows that it reads together, such as the two of a pair: rows k·n up to k·n + k - 1 of the batch stay
+            neighbours, in order, on one rank and in one microbatch.
         on_policy: set by an algorithm whose update is made with the weights that scored the batch, so that log p before the
             update need not be in it.
     """
 
     loss_type: LossType = LossType.TOKEN_LEVEL
     metric_reductions: ClassVar[Mapping[str, Reduction]] = {}
+    rows_per_unit: int = 1
     on_policy: bool = False
 
     @property

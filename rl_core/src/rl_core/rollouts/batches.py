@@ -1,4 +1,4 @@
-"""Supervised batches: conversations as rows with a mask on the assistant's tokens."""
+"""Batches of given answers: conversations, or pairs of them, as rows with a mask on the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -54,5 +54,29 @@ class TrainingBatches:
                 "input_lengths": lengths,
                 "token_mask": flat["token_loss_mask"].to(torch.float32),
                 "sample_mask": torch.as_tensor(batch["loss_multiplier"], dtype=torch.float32),
+            }
+        )
+
+
+class PreferenceBatches(TrainingBatches):
+    """Pairs of answers as rows: row 2i is the chosen answer of a pair, row 2i + 1 the rejected one.
+
+    Args:
+        loader: draws pairs.
+        pad_token_id: on the padding of `input_ids`.
+    """
+
+    def _rows(self, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        pairs = zip(batch["message_log_chosen"], batch["message_log_rejected"], strict=True)
+        logs = [log for pair in pairs for log in pair]
+        flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": self._pad_token_id})
+        kept = torch.as_tensor(batch["loss_multiplier"], dtype=torch.float32)
+        return BatchedDataDict(
+            {
+                "input_ids": flat["token_ids"],
+                "input_lengths": lengths,
+                "token_mask": flat["token_loss_mask"].to(torch.float32),
+                # A pair of which one answer is too long leaves as a whole.
+                "sample_mask": kept.repeat_interleave(2),
             }
         )

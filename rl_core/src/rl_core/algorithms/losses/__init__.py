@@ -1,23 +1,37 @@
 """Losses over log-probabilities; they never see logits, ranks or packing."""
 
+from importlib import import_module
 from typing import Any
 
-_WHERE = {
+_HOMES = {
     "ClippedPGLossConfig": "config",
     "GRPOLossConfig": "config",
     "NLLLossConfig": "config",
     "ClippedPGLossFn": "policy_gradient",
     "GRPOLossFn": "policy_gradient",
     "NLLLossFn": "nll",
+    "DPOLossConfig": "preference_config",
+    "PreferenceLossConfig": "preference_config",
+    "DPOLossFn": "preference",
+    "PreferenceLossFn": "preference",
 }
 
-__all__ = ["ClippedPGLossConfig", "ClippedPGLossFn", "GRPOLossConfig", "GRPOLossFn", "NLLLossConfig", "NLLLossFn"]
+__all__ = [
+    "ClippedPGLossConfig",
+    "ClippedPGLossFn",
+    "DPOLossConfig",
+    "DPOLossFn",
+    "GRPOLossConfig",
+    "GRPOLossFn",
+    "NLLLossConfig",
+    "NLLLossFn",
+    "PreferenceLossConfig",
+    "PreferenceLossFn",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: reading a config must not import torch."""
-    if name not in _WHERE:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -33,10 +33,14 @@ def sequence_mean(
     return per_sequence.sum() / global_valid_seqs.clamp(min=1.0)
 
 
+def row_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B] sum of each row over its trained tokens; arguments as `token_mean`."""
+    return masked(values, (mask > 0).to(values.dtype)).sum(dim=-1)
+
+
 def row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[B] mean of each row over its trained tokens, 0.0 where it has none; arguments as `token_mean`."""
-    trained = (mask > 0).to(values.dtype)
-    return masked(values, trained).sum(dim=-1) / trained.sum(dim=-1).clamp(min=1.0)
+    return row_sums(values, mask) / (mask > 0).sum(dim=-1).clamp(min=1)
 
 
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

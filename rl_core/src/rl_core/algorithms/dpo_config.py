@@ -1,0 +1,33 @@
+"""The section `dpo`; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from pydantic import Field
+
+from rl_core.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
+from rl_core.config.schema import AlgorithmConfig, RunConfig
+from rl_core.config.written import Path
+
+
+class DPOConfig(AlgorithmConfig):
+    """Direct preference optimisation and its relatives."""
+
+    default_loss: ClassVar[str] = "dpo"
+    needs_preferences: ClassVar[bool] = True
+
+    global_batch_size: int = Field(default=32, ge=1)
+    """Pairs of one step; `policy.train_global_batch_size` (in rows, two a pair) splits them into optimizer steps."""
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        if isinstance(run.loss_fn, ClippedPGLossConfig | NLLLossConfig):
+            yield (
+                ("loss_fn", "name"),
+                f"{run.loss_fn.name} knows no pairs of answers, and dpo has nothing else. Use dpo, ipo, dpo_hinge, simpo "
+                "or orpo.",
+            )
+        rows = run.policy.train_global_batch_size
+        if rows is not None and rows % 2:
+            yield ("policy", "train_global_batch_size"), f"{rows} rows would cut a pair in two: give an even number."
