@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -25,6 +27,16 @@ def test_buckets_hold_every_name_once_in_order_and_keep_to_the_budget(manifest, 
     buckets = split_into_buckets(manifest, budget_bytes=budget)
     assert [name for bucket in buckets for name in bucket] == list(manifest)
     assert all(len(bucket) == 1 or lay_out(manifest, bucket)[1] <= budget for bucket in buckets)
+
+
+def test_parts_that_an_engine_fuses_are_in_one_bucket_where_they_fit():
+    parts = ["attn.q.weight", "attn.k.weight", "attn.v.weight", "mlp.gate.weight", "mlp.up.weight"]
+    manifest = {f"layers.{layer}.{part}": ((16,), "float32") for layer in range(3) for part in parts}
+    buckets = split_into_buckets(manifest, budget_bytes=4 * 64)
+    modules = [{name.rsplit(".", 2)[0] for name in bucket} for bucket in buckets]
+    assert all(left.isdisjoint(right) for left, right in pairwise(modules))
+    # Three parts do not fit into room for two: they are cut as anything else.
+    assert max(map(len, split_into_buckets(manifest, budget_bytes=2 * 64))) == 2
 
 
 @given(manifest=manifests, transposed=st.booleans())

@@ -96,6 +96,9 @@ def test_from_the_second_refit_on_the_policy_digests_while_the_engine_loads():
     fingerprint, beside = policy.weight_fingerprint, []
 
     def watched(**options):
+        until = time.monotonic() + 0.2  # the engine's thread begins at the same time
+        while not engine.group.worker.is_loading() and time.monotonic() < until:
+            time.sleep(0.005)
         beside.append(engine.group.worker.is_loading())
         return fingerprint(**options)
 

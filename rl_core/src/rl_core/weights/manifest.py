@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -96,16 +97,17 @@ def refuse_differences(manifest: RefitManifest, engine: RefitManifest) -> None:
 def split_into_buckets(manifest: RefitManifest, *, budget_bytes: int) -> list[list[str]]:
     """Names in the manifest's order, in buckets of at most `budget_bytes` (padding included).
 
-    A tensor that is larger than the budget is a bucket of its own.
+    A tensor that is larger than the budget is a bucket of its own. Neighbours in one module (`layers.0.mlp.gate_proj.weight`,
+    `layers.0.mlp.up_proj.weight`) are in one bucket where they fit: an engine that fuses them has to keep none for the next.
     """
     buckets: list[list[str]] = []
     room = 0
-    for name, (shape, dtype) in manifest.items():
-        needed = _aligned(tensor_bytes(shape, dtype))
+    for names in _neighbours(manifest, budget_bytes):
+        needed = sum(_aligned(tensor_bytes(*manifest[name])) for name in names)
         if not buckets or needed > room:
             buckets.append([])
             room = budget_bytes
-        buckets[-1].append(name)
+        buckets[-1].extend(names)
         room -= needed
     return buckets
 
@@ -140,6 +142,16 @@ def fill(buffer: torch.Tensor, placements: Mapping[str, Placement], tensors: Ite
         _copy(placement.view(buffer), tensor.detach())
     if waiting:
         raise WeightSyncError(f"The policy did not give {', '.join(sorted(waiting))}: iter_weights left them out.")
+
+
+def _neighbours(manifest: RefitManifest, budget_bytes: int) -> Iterator[list[str]]:
+    """What stays together: the names of one module's parts, or each for itself where they are too large together."""
+    for _, group in groupby(manifest, key=lambda name: name.rsplit(".", 2)[0]):
+        names = list(group)
+        if sum(_aligned(tensor_bytes(*manifest[name])) for name in names) <= budget_bytes:
+            yield names
+        else:
+            yield from ([name] for name in names)
 
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
