@@ -31,18 +31,21 @@ import psutil
 PROMPT_TOKENS = 40
 
 
-def without_end(model_name: str, folder: Path, dtype: str) -> Path:
-    """The model as a folder of Transformers with no end-of-sequence token and no tokenizer."""
+def without_end(model_name: str, folder: Path, dtype: str, *, with_tokenizer: bool = False) -> Path:
+    """The model as a folder of Transformers with no end-of-sequence token."""
     import torch
     from transformers import GenerationConfig
 
     from rl_backends_hf.config import HFModelConfig
     from rl_backends_hf.model import load_model
+    from rl_core.data.tokenizer import load_tokenizer_if_there
 
     model = load_model(model_name, options=HFModelConfig(), dtype=getattr(torch, dtype))
     model.config.eos_token_id = None
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder)
+    if with_tokenizer:
+        load_tokenizer_if_there(model_name).save_pretrained(folder)
     return folder
 
 
@@ -91,6 +94,7 @@ def raw(options: argparse.Namespace, model: str, batch: Any) -> dict[str, Run]:
         max_num_seqs=options.max_num_seqs,
         kv_cache_memory_bytes=2**30,
         enforce_eager=True,
+        enable_chunked_prefill=False,  # with seeds, pieces of prompts are an error on a CPU
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
@@ -213,7 +217,7 @@ def start_up(options: argparse.Namespace) -> dict[str, Any]:
     }
     found: dict[str, Any] = {name: {"seconds": [], "processes": 0} for name in variants}
     with tempfile.TemporaryDirectory() as folder:
-        model = str(without_end(options.model, Path(folder), options.dtype))
+        model = str(without_end(options.model, Path(folder), options.dtype, with_tokenizer=True))
         for _ in range(options.repeats):
             for name, (program, environment) in variants.items():
                 seconds, processes = _started(f"model = {model!r}\n" + _guarded(program + _REPORT), environment)
