@@ -1,0 +1,126 @@
+"""On a GPU: weights by CUDA IPC, and an engine that sleeps while its policy trains beside it."""
+
+import subprocess
+
+import pytest
+import torch
+from tiny_models import take_step
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_vllm import VllmConfig, VllmGeneration
+from rl_core.cluster import RayVirtualCluster
+from rl_core.cluster.worker_group import wait_together
+from rl_core.config.schema import OptimizerConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.weights.canary import make_canary
+from rl_core.weights.shared_memory import SharedMemoryTransport
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LENGTH, VOCABULARY = 512, 151_936
+MIB_OF_CACHE = 4096
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Half a billion random parameters, in the shape of Qwen2.5-0.5B."""
+    folder = tmp_path_factory.mktemp("gpu") / "model"
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+def used_mib():
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.run(query, check=True, capture_output=True, text=True).stdout)
+
+
+def section(path, level):
+    return VllmConfig(
+        model_name=path,
+        max_new_tokens=32,
+        vllm_cfg={
+            "precision": "bfloat16",
+            "max_model_len": LENGTH,
+            "load_format": "dummy",
+            "kv_cache_gib": MIB_OF_CACHE / 1024,
+            "gpu_memory_utilization": 0.3,
+            "enforce_eager": True,
+            "sleep_level": level,
+        },
+    )
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(3, VOCABULARY, (16, 64), generator=generator),
+            "input_lengths": torch.full((16,), 64),
+            "sample_seeds": torch.arange(16),
+        }
+    )
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_policy_and_a_sleeping_engine_share_a_gpu_and_every_refit_by_cuda_ipc_is_proven(path, level):
+    with RayVirtualCluster([1], use_gpus=True, max_colocated_worker_groups=2) as cluster:
+        policy = HuggingFacePolicy(
+            config=HFPolicyConfig(
+                model_name=path,
+                precision="bfloat16",
+                max_total_sequence_length=LENGTH,
+                generation=section(path, level),
+                optimizer=OptimizerConfig(kwargs={"lr": 1e-4, "weight_decay": 0.0}),
+            ),
+            cluster=cluster,
+        )
+        engine = VllmGeneration(cluster, section(path, level))
+        sync = WeightSynchronizer(
+            policy,
+            engine,
+            transports=[SharedMemoryTransport],
+            policy_capabilities=["shared_memory"],
+            generation_capabilities=["shared_memory"],
+            wait=wait_together,
+            canary=lambda: make_canary(range(3, VOCABULARY), num_receivers=1, max_length=LENGTH, exact=False),
+        )
+        try:
+            for step in (1, 2):
+                take_step(policy, step)
+                found = sync.sync()
+                assert found["refit/canary_error"] < 0.1
+                output = engine.generate(prompts())
+                assert output["weight_version"].tolist() == [step] * 16
+                awake = used_mib()
+                engine.finish_generation()
+                # The weights go to the host (1) or are dropped (2); the cache is dropped.
+                assert used_mib() < awake - MIB_OF_CACHE * 0.9
+                if level == 1:
+                    engine.prepare_for_generation()
+                    assert torch.equal(engine.generate(prompts())["output_ids"], output["output_ids"])
+                    engine.finish_generation()
+                else:
+                    assert engine.weight_version == -1
+        finally:
+            engine.shutdown()
+            policy.shutdown()
