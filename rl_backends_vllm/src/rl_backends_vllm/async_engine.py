@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import queue
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from rl_backends_vllm.engine import Engine, Failed
+from rl_backends_vllm.engine import Engine, Failed, with_a_token
+
+_END_S = 20.0
+"""How long the core's process may take to end; two seconds of work, where no other process wants the cores."""
 
 
 class AsyncEngine(Engine):
@@ -51,6 +55,10 @@ class AsyncEngine(Engine):
                     raise output.error
         return done
 
+    def begun(self) -> set[str]:
+        begun: set[str] = self._wait(self._begun())
+        return begun
+
     def rpc(self, method: str, *args: Any) -> list[Any]:
         with self.watched():
             answers: list[Any] = self._wait(self._engine.collective_rpc(method, args=args))
@@ -78,7 +86,9 @@ class AsyncEngine(Engine):
 
     def shutdown(self) -> None:
         self._wait(self._end())
+        del self._engine
         self._stop_loop()
+        multiprocessing.active_children()  # a process that had to be killed is waited for, or it would stay as a zombie
 
     async def _start(self, arguments: Mapping[str, Any]) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -92,7 +102,10 @@ class AsyncEngine(Engine):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._engine.shutdown()
+        self._engine.shutdown(timeout=_END_S)
+
+    async def _begun(self) -> set[str]:
+        return with_a_token(self._engine.output_processor)
 
     async def _begin(self, request_id: str, tokens: list[int], parameters: Any) -> None:
         task = asyncio.get_running_loop().create_task(self._follow(request_id, tokens, parameters))

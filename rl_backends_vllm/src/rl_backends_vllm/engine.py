@@ -45,6 +45,10 @@ class Engine(ABC):
         """Requests that have ended since the last call, as `vllm.RequestOutput` or `Failed`; works on until one has."""
 
     @abstractmethod
+    def begun(self) -> set[str]:
+        """Requests under way that have a token."""
+
+    @abstractmethod
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker process of the engine."""
 
@@ -134,6 +138,9 @@ class InProcessEngine(Engine):
                     break
         return done
 
+    def begun(self) -> set[str]:
+        return with_a_token(self._engine.output_processor)
+
     def rpc(self, method: str, *args: Any) -> list[Any]:
         with self.watched():
             answers: list[Any] = self._engine.collective_rpc(method, args=args)
@@ -160,3 +167,8 @@ class InProcessEngine(Engine):
     def shutdown(self) -> None:
         InProcessEngine._here = None
         self._engine.engine_core.shutdown()
+
+
+def with_a_token(output_processor: Any) -> set[str]:
+    """Requests that vLLM's output processor has seen a token of."""
+    return {state.external_req_id for state in output_processor.request_states.values() if not state.is_prefilling}

@@ -71,6 +71,12 @@ class RowsUnderWay:
         known = {name for name in names if self._rows.pop(name, None) is not None}
         self._abort(known)
 
+    def await_stamp(self) -> None:
+        """A refit begins: rows that wait without a token will begin with its weights."""
+        begun = self._engine.begun()
+        for request, name in self._by_request.items():
+            self._rows[name].waits |= request not in begun
+
     def restart(self) -> None:
         """Sample the rows that have not ended again from their prompts."""
         waiting = {name: None for name, row in self._rows.items() if row.done is None}
@@ -80,7 +86,7 @@ class RowsUnderWay:
             self._begin(name)
 
     def stamp(self, weight_version: int) -> None:
-        """The rows that were held back, or begin again, begin with these weights."""
+        """The rows that a refit held back begin with these weights."""
         for row in self._rows.values():
             if row.waits:
                 row.weight_version, row.waits = weight_version, False

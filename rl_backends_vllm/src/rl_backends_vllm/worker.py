@@ -126,6 +126,7 @@ class VllmGenerationWorker(GenerationWorker):
         self._wake("weights")
         ran_before = not self._running.is_held
         self._running.hold()
+        self._rows.await_stamp()
         try:
             dtypes: dict[str, str] = self._running.refit("prepare_refit_info", dict(info))[0]
         except WeightSyncError:

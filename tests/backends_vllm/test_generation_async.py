@@ -1,0 +1,363 @@
+"""Rows of vLLM one by one: as they end, as `generate` would have them, through refits, and gone when nobody waits for them."""
+
+import asyncio
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from readable_model import (
+    LENGTH,
+    batch_of,
+    completions,
+    expected_logprobs,
+    found_logprobs,
+    plain_scores,
+    random_batch,
+    rows_of,
+)
+from transformers import AutoModelForCausalLM
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_backends_vllm import VllmConfig, VllmGeneration
+from rl_core.cluster import RayVirtualCluster
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError
+from rl_core.weights.shared_memory import SharedMemoryTransport
+from rl_core.weights.synchronizer import WeightSynchronizer
+
+pytestmark = pytest.mark.vllm
+
+TEMPERATURE = 0.7
+LONG = 700
+KINDS = {"in this process": False, "in a process of its own": True}
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def kind(request):
+    return {"async_engine": KINDS[request.param], "temperature": TEMPERATURE, "max_new_tokens": LONG}
+
+
+@pytest.fixture
+def engine(engines, kind):
+    made = engines(**kind)
+    yield made
+    assert requests_in(made) == 0, "a test left rows behind"
+
+
+def requests_in(engine):
+    """Requests that vLLM itself has under way."""
+    worker = engine.group.worker
+    assert len(worker._rows) == 0
+    return worker._running._engine.output_processor.get_num_unfinished_requests()
+
+
+@pytest.fixture(scope="module")
+def changed(readable, tmp_path_factory):
+    """The model with other weights, as a policy, and by Transformers alone."""
+    policy = HuggingFacePolicy(readable, generation={"backend": "hf", "temperature": TEMPERATURE})
+    generator = torch.Generator().manual_seed(0)
+    policy.wait_ready()
+    with torch.no_grad():
+        for _, tensor in policy.group.worker.iter_weights():
+            tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
+    folder = tmp_path_factory.mktemp("changed")
+    policy.save_checkpoint(str(folder))
+    yield policy, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy.shutdown()
+
+
+def synchronizer(policy, engine):
+    return WeightSynchronizer(
+        policy,
+        engine,
+        transports=[SharedMemoryTransport],
+        policy_capabilities=["shared_memory"],
+        generation_capabilities=["shared_memory"],
+    )
+
+
+async def collected(engine, batch, greedy=False):
+    return [item async for item in engine.generate_async(batch, greedy)]
+
+
+def in_order(items):
+    return [output for _, output in sorted(items, key=lambda item: item[0])]
+
+
+def completion_lengths(items):
+    return {row: int(output["generation_lengths"]) for row, output in items}
+
+
+def same_rows(items, expected):
+    """Rows that came one by one hold what `generate` gave, without its padding."""
+    for row, (found, (_, tokens, logprobs)) in enumerate(zip(in_order(items), rows_of(expected), strict=True)):
+        [(_, found_tokens, found_scores)] = rows_of(found)
+        assert torch.equal(found_tokens, tokens)
+        torch.testing.assert_close(found_scores, logprobs, atol=1e-5, rtol=0)
+        assert found["truncated"].tolist() == expected["truncated"][row : row + 1].tolist()
+
+
+def test_rows_come_as_they_end_and_are_those_of_generate(engine):
+    limits = torch.tensor([200, 5, 60, 1])
+    batch = random_batch(rows=4, max_new_tokens=limits)
+    mask = (torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]).long()
+    batch = BatchedDataDict({**batch, "attention_mask": mask, "notes": ["no business of the engine's"] * 4})
+    del batch["input_lengths"]
+    items = asyncio.run(collected(engine, batch))
+    assert [row for row, _ in items] == [3, 1, 2, 0]
+    same_rows(items, engine.generate(batch))
+
+
+def test_sampled_and_greedy_rows_share_the_engine_and_keep_apart(engine, plain):
+    sampled, greedy = random_batch(rows=6, seed=1), random_batch(rows=6, seed=2)
+    limits = torch.tensor([40, 3, 25, 9, 60, 14])
+    sampled["max_new_tokens"], greedy["max_new_tokens"] = limits, limits.flip(0)
+
+    async def together():
+        return await asyncio.gather(collected(engine, sampled), collected(engine, greedy, greedy=True))
+
+    found_sampled, found_greedy = asyncio.run(together())
+    same_rows(found_sampled, engine.generate(sampled))
+    same_rows(found_greedy, engine.generate(greedy, greedy=True))
+    # The temperature of a greedy row follows it through the places of vLLM's batch.
+    for output in in_order(found_greedy):
+        expected = expected_logprobs(plain, output, temperature=TEMPERATURE)
+        torch.testing.assert_close(found_logprobs(output), expected, atol=1e-5, rtol=0)
+
+
+async def leave_after_the_first(engine, batch):
+    async for row, _ in engine.generate_async(batch):
+        return row
+
+
+async def cancel(engine, batch):
+    task = asyncio.create_task(collected(engine, batch))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("leave", [leave_after_the_first, cancel])
+def test_leaving_the_iterator_leaves_the_engine_without_rows(engine, leave):
+    batch = random_batch(rows=4, max_new_tokens=torch.tensor([2, LONG, LONG, LONG]))
+    asyncio.run(leave(engine, batch))
+    assert requests_in(engine) == 0
+    short = random_batch(rows=2, max_new_tokens=torch.tensor([3, 3]))
+    assert sorted(row for row, _ in asyncio.run(collected(engine, short))) == [0, 1]
+
+
+def test_a_bad_row_reaches_who_asked_for_it_and_disturbs_nobody(engine):
+    good = random_batch(rows=3, max_new_tokens=torch.tensor([50, 60, 70]))
+
+    async def both():
+        others = asyncio.create_task(collected(engine, good))
+        await asyncio.sleep(0.01)
+        with pytest.raises(DataError, match=r"^Row 1 holds token id 9999"):
+            await collected(engine, batch_of([4], [9999]))
+        return await others
+
+    same_rows(asyncio.run(both()), engine.generate(good))
+
+
+async def refit_after_the_first(engine, batch, sync):
+    """The rows, with a refit as soon as the first has ended."""
+    items = []
+    async for item in engine.generate_async(batch):
+        if not items:
+            sync.sync()
+        items.append(item)
+    return items
+
+
+def test_rows_under_way_at_a_refit_keep_their_tokens_and_go_on_under_the_new_weights(engines, kind, plain, changed):
+    policy, new_model = changed
+    engine = engines(**kind)  # `in_flight: recompute` is the default
+    batch = random_batch(rows=5, max_new_tokens=torch.tensor([4, LONG, LONG, LONG, LONG]))
+    before = engine.generate(batch)
+    items = asyncio.run(refit_after_the_first(engine, batch, synchronizer(policy, engine)))
+    assert requests_in(engine) == 0
+    kept_by = {}
+    for row, output in items:
+        [(prompt, tokens, logprobs)] = rows_of(output)
+        old = (plain_scores(plain, tokens, temperature=TEMPERATURE)[prompt - 1 :] - logprobs).abs() < 1e-4
+        new = (plain_scores(new_model, tokens, temperature=TEMPERATURE)[prompt - 1 :] - logprobs).abs() < 1e-4
+        kept = int(old.long().cumprod(0).sum())
+        assert new[kept:].all()
+        # Its keys and values are those of the new weights from the first token of the prompt on, or `new` would fail.
+        # A row is stamped with the weights that it began with.
+        assert int(output["weight_version"]) == (-1 if kept else 0)
+        kept_by[row] = kept
+        assert completions(output)[0][:kept] == completions(before)[row][:kept]
+    assert kept_by[0] == 4
+    assert any(3 < kept < completion_lengths(items)[row] for row, kept in kept_by.items() if row != 0)
+
+
+def test_rows_that_arrive_in_a_refit_wait_for_its_weights(engine, changed):
+    policy, new_model = changed
+    sync = synchronizer(policy, engine)
+    batch = random_batch(rows=3, max_new_tokens=torch.tensor([5, 6, 7]))
+
+    async def arrive():
+        engine.prepare_refit_info(policy.prepare_refit_info())
+        rows = asyncio.create_task(collected(engine, batch))
+        await asyncio.sleep(0.3)
+        assert not rows.done()
+        sync.sync()
+        return await rows
+
+    for output in in_order(asyncio.run(arrive())):
+        assert output["weight_version"].tolist() == [0]
+        expected = expected_logprobs(new_model, output, temperature=TEMPERATURE)
+        torch.testing.assert_close(found_logprobs(output), expected, atol=1e-5, rtol=0)
+
+
+def test_rows_under_way_at_a_refit_begin_again_where_that_is_asked_for(engines, kind, changed):
+    policy, new_model = changed
+    engine = engines(**kind, in_flight="restart")
+    batch = random_batch(rows=5, max_new_tokens=torch.tensor([4, LONG, LONG, LONG, LONG]))
+    sync = synchronizer(policy, engine)
+    items = asyncio.run(refit_after_the_first(engine, batch, sync))
+    assert requests_in(engine) == 0
+    assert {row: int(output["weight_version"]) for row, output in items} == {0: -1, 1: 0, 2: 0, 3: 0, 4: 0}
+    again = [item for item in items if item[0] != 0]
+    expected = engine.generate(batch.slice(1, 5))
+    same_rows(again, expected)
+    scores = expected_logprobs(new_model, expected, temperature=TEMPERATURE)
+    torch.testing.assert_close(found_logprobs(expected), scores, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, readable, monkeypatch, tmp_path, asynchronous):
+    engines(max_new_tokens=1).shutdown()  # the shared one makes room
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    children, threads, segments = processes(), set(threading.enumerate()), shared_memory()
+    config = VllmConfig(
+        model_name=readable,
+        max_new_tokens=200,
+        vllm_cfg={"precision": "float32", "max_model_len": LENGTH, "async_engine": asynchronous},
+    )
+    engine = VllmGeneration(config=config)
+    with pytest.raises(KeyboardInterrupt):  # leaves rows under way in the engine
+        asyncio.run(interrupted(engine))
+    assert (processes() != children) == asynchronous
+    assert engine.shutdown()
+    assert engine.shutdown()
+    assert processes() == children
+    assert shared_memory() == segments
+    assert not list(tmp_path.glob("rlcore-*"))
+    assert {thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon} == set()
+    assert "vllm" not in {thread.name for thread in threading.enumerate()}
+
+
+async def interrupted(engine):
+    async for _ in engine.generate_async(random_batch(rows=2, max_new_tokens=torch.tensor([2, 200]))):
+        engine._stream._replicas[0].under_way.clear()
+        raise KeyboardInterrupt
+
+
+def processes():
+    """Children of this process, but for the tracker that Python keeps to the end."""
+    living = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return {child.pid for child in living if "resource_tracker" not in " ".join(child.cmdline())}
+
+
+def shared_memory():
+    return {path.name for path in Path("/dev/shm").glob("rlcore-*")}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=1) as made:
+        yield made
+
+
+@pytest.mark.slow
+def test_two_replicas_answer_as_one_stream_as_one_and_take_a_refit_as_one(cluster, readable, plain, changed):
+    policy, new_model = changed
+    config = VllmConfig(
+        model_name=readable,
+        max_new_tokens=100,
+        temperature=TEMPERATURE,
+        top_p=1,
+        top_k=None,
+        backend="vllm",
+        vllm_cfg={
+            "tensor_parallel_size": 1,
+            "gpu_memory_utilization": 0.8,
+            "max_model_len": LENGTH,
+            "precision": "float32",
+        },
+    )
+    generator = VllmGeneration(cluster, config)
+    try:
+        assert generator.num_workers == 2
+        unseeded = batch_of(*[[5, 6, 7], [8, 9]] * 3)
+        generator.prepare_for_generation()
+        rows = completions(generator.generate(unseeded, greedy=False))
+        rows += completions(generator.generate(unseeded, greedy=False))
+        assert generator.finish_generation()
+        assert len({tuple(row) for row in rows}) == 12, "replicas and calls draw from seeds of their own"
+
+        batch = random_batch(rows=9, max_new_tokens=torch.tensor([90, 3, 20, 80, 5, 6, 7, 8, 60]))
+        whole = generator.generate(batch)
+        expected = expected_logprobs(plain, whole, temperature=TEMPERATURE)
+        torch.testing.assert_close(found_logprobs(whole), expected, atol=1e-5, rtol=0)
+        loads, items = asyncio.run(watched(generator, batch))
+        same_rows(items, whole)
+        assert loads == [5, 4]
+
+        sync = synchronizer(policy, generator)
+        _, items = asyncio.run(refit_beside(generator, batch, sync))
+        assert sync.is_stale is False
+        assert {int(output["weight_version"]) for _, output in items} <= {-1, 0}
+        again = generator.generate(batch)
+        assert again["weight_version"].tolist() == [0] * 9
+        expected = expected_logprobs(new_model, again, temperature=TEMPERATURE)
+        torch.testing.assert_close(found_logprobs(again), expected, atol=1e-5, rtol=0)
+    finally:
+        generator.shutdown()
+    assert not shared_memory()
+
+
+async def watched(generator, batch):
+    items, loads = [], None
+    async for item in generator.generate_async(batch):
+        loads = loads or generator._stream.load
+        items.append(item)
+        # The first row to end had been under way beside the eight others.
+    return [load + (rank == 1) for rank, load in enumerate(loads)] if sum(loads) == 8 else loads, items
+
+
+async def refit_beside(generator, batch, sync):
+    """The refit in a thread, while rows are handed out and asked for."""
+    return await asyncio.gather(asyncio.to_thread(sync.sync), collected(generator, batch))
+
+
+@pytest.mark.slow
+def test_a_plain_mapping_configures_a_replica_on_a_cluster(cluster, readable):
+    vllm_config = {
+        "model_name": readable,
+        "max_new_tokens": 10,
+        "temperature": 0.7,
+        "top_p": 1,
+        "top_k": None,
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.8,
+        "max_model_len": 128,
+    }
+    generator = VllmGeneration(cluster, vllm_config, num_workers=1)
+    try:
+        data = BatchedDataDict({"input_ids": torch.tensor([[1, 2, 3, 4]]), "attention_mask": torch.tensor([[1, 1, 1, 1]])})
+        generator.prepare_for_generation()
+        output = generator.generate(data, greedy=False)
+        generator.finish_generation()
+        assert output["output_ids"][0, :4].tolist() == [1, 2, 3, 4]
+        assert output["unpadded_sequence_lengths"].tolist() == [14]
+        pids = generator.group.pids()
+    finally:
+        generator.shutdown()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
