@@ -1,33 +1,12 @@
 """A checkpoint of one division over ranks is gone on from by any other, optimizer included."""
 
+import megatron_cases as cases
+import megatron_ranks as ranks
 import pytest
 import torch
 import transformers
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow]
-
-RESUMES = [
-    ("tp2-pp2-tied", "one"),
-    ("tp2-pp2-tied", "dp2-tied"),
-    ("tp2-pp2-tied", "pp2"),
-    ("tp2-pp2-tied", "tp2-pp2-tied"),
-    ("tp2-dp2-distributed", "one-distributed"),
-    ("tp2-dp2-distributed", "dp2-tied-distributed"),
-    ("tp2-dp2-distributed", "interleaved-distributed"),
-    ("tp2-dp2-distributed", "tp2-dp2-distributed"),
-]
-
-
-@pytest.fixture(scope="module")
-def out(launch, ranks_room, models, tmp_path_factory):
-    """What runs of four ranks saved, and what runs of one, two and four made of it."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    saves = [f"save:{name}" for name in dict.fromkeys(saved for saved, _ in RESUMES)]
-    for world in (4, 2, 1):
-        resumes = [f"resume:{saved}:{name}" for saved, name in RESUMES if ranks_room.LAYOUTS[name].world == world]
-        todo = saves + resumes if world == 4 else resumes
-        launch.run_ranks("ranks.py", world, models, folder, todo, ports=2 * len(todo), timeout_s=240)
-    return folder
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def read(out, saved, precision, file):
@@ -39,7 +18,7 @@ def largest_difference(found, expected):
     return max(float((found[key].float() - expected[key].float()).abs().max()) for key in expected)
 
 
-@pytest.mark.parametrize(("saved", "name"), RESUMES)
+@pytest.mark.parametrize(("saved", "name"), ranks.RESUMES)
 def test_the_next_step_is_that_of_the_run_that_was_not_interrupted(out, saved, name):
     expected, found = read(out, saved, "float32", "0"), read(out, saved, "float32", f"{name}-0")
     assert found["version"] == 2
@@ -49,14 +28,14 @@ def test_the_next_step_is_that_of_the_run_that_was_not_interrupted(out, saved, n
         assert largest_difference(found["weights"], expected["weights"]) == 0.0
 
 
-@pytest.mark.parametrize(("saved", "name"), RESUMES)
+@pytest.mark.parametrize(("saved", "name"), ranks.RESUMES)
 def test_training_can_go_back_to_a_checkpoint_from_before_the_first_step(out, saved, name):
     expected, found = read(out, saved, "float32", "0"), read(out, saved, "float32", f"{name}-0")
     # Three steps of Adam, whose first divides each gradient by its own size, rounding included.
     assert largest_difference(found["from_start"], expected["weights"]) < 2e-5
 
 
-@pytest.mark.parametrize(("saved", "name"), RESUMES)
+@pytest.mark.parametrize(("saved", "name"), ranks.RESUMES)
 def test_float32_copies_of_bfloat16_weights_are_gone_on_from(out, saved, name):
     expected, found = read(out, saved, "bfloat16", "0"), read(out, saved, "bfloat16", f"{name}-0")
     assert all(tensor.dtype == torch.bfloat16 for tensor in found["weights"].values())
@@ -69,16 +48,16 @@ def test_float32_copies_of_bfloat16_weights_are_gone_on_from(out, saved, name):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("saved", ["tp2-pp2-tied", "tp2-dp2-distributed"])
-def test_the_saved_weights_are_a_folder_of_transformers(out, parts, saved, precision):
+def test_the_saved_weights_are_a_folder_of_transformers(out, saved, precision):
     folder = out / f"saved-{saved}-{precision}" / "w0"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert str(model.dtype) == f"torch.{precision}"
     if precision == "float32":
-        rows = parts.make_rows()
+        rows = cases.make_rows()
         found = read(out, saved, precision, f"{'one' if saved == 'tp2-pp2-tied' else 'one-distributed'}-0")
         with torch.no_grad():
             # After a resume the reference is still the policy before its first step.
-            assert float((found["reference"] - parts.plain_logprobs(model, rows)).abs().max()) < 5e-6
+            assert float((found["reference"] - cases.plain_logprobs(model, rows)).abs().max()) < 5e-6
 
 
 @pytest.mark.parametrize(("saved", "poisoned"), [("tp2-pp2-tied", 3), ("tp2-dp2-distributed", 1)])

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import megatron_cases as cases
 import pytest
 import torch
 import transformers
@@ -40,17 +41,17 @@ def prompts(**columns):
     )
 
 
-def test_scores_are_at_the_temperature_of_sampling(policy, parts, models):
-    rows = parts.make_rows()
+def test_scores_are_at_the_temperature_of_sampling(policy, models):
+    rows = cases.make_rows()
     found = policy(generation={"temperature": 0.7}).get_logprobs(rows)["logprobs"]
     with torch.no_grad():
-        expected = parts.plain_logprobs(parts.plain_model(models / "llama-tied"), rows, temperature=0.7)
+        expected = cases.plain_logprobs(cases.plain_model(models / "llama-tied"), rows, temperature=0.7)
     assert float((found - expected).abs().max()) < 5e-6
 
 
-def test_greedy_completions_are_those_of_transformers(policy, parts, models):
+def test_greedy_completions_are_those_of_transformers(policy, models):
     answer = policy("qwen3").generate(prompts(max_new_tokens=torch.tensor([6, 4, 5])), greedy=True)
-    model = parts.plain_model(models / "qwen3")
+    model = cases.plain_model(models / "qwen3")
     for number, (prompt, limit) in enumerate(zip(PROMPTS, (6, 4, 5), strict=True)):
         expected = model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, eos_token_id=2, pad_token_id=0
@@ -94,9 +95,9 @@ def test_filtered_sampling_is_refused_since_scores_would_be_of_another_distribut
     assert isinstance(error.value.__cause__, NotSupportedError)
 
 
-def test_without_a_reference_it_says_which_key_to_set(policy, parts):
+def test_without_a_reference_it_says_which_key_to_set(policy):
     with pytest.raises(Exception, match=r"megatron_cfg\.reference"):
-        policy(reference=False).get_reference_policy_logprobs(parts.make_rows())
+        policy(reference=False).get_reference_policy_logprobs(cases.make_rows())
 
 
 def test_a_second_policy_in_the_same_process_is_refused(policy):
@@ -183,12 +184,12 @@ def test_wrong_arguments_are_explained(arguments, says):
 
 
 @pytest.mark.parametrize("name", ["flash", "plain", "bfloat16"])
-def test_attention_kernels_and_types_give_the_same_scores(policy, parts, models, name):
+def test_attention_kernels_and_types_give_the_same_scores(policy, models, name):
     fields = {"flash": {"use_flash_attention": True}, "plain": {"use_flash_attention": False}}
-    rows = parts.make_rows()
+    rows = cases.make_rows()
     found = policy("qwen2", **fields.get(name, {"torch_dtype": "bfloat16"})).get_logprobs(rows)["logprobs"]
     with torch.no_grad():
-        expected = parts.plain_logprobs(parts.plain_model(models / "qwen2"), rows)
+        expected = cases.plain_logprobs(cases.plain_model(models / "qwen2"), rows)
     # bfloat16 has 8 bits: over four layers its rounding shows in the second digit.
     assert float((found - expected).abs().max()) < (0.25 if name == "bfloat16" else 5e-6)
 

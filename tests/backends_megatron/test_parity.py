@@ -1,44 +1,30 @@
 """Every way of dividing a model gives what Transformers gives: log-probabilities, gradients, ten optimizer steps, weights."""
 
+import megatron_cases as cases
+import megatron_ranks as ranks
 import pytest
 import torch
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.worker import HFPolicyWorker
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow]
-
-TWO = [
-    "tp2", "tp2-qwen2", "tp2-sp", "tp2-sp-packed", "tp2-budget", "pp2", "pp2-packed", "pp2-uneven", "interleaved",
-    "interleaved-packed", "dp2", "dp2-packed", "dp2-distributed", "dp2-overlap", "cp2", "cp2-packed", "ep2",
-    "ep2-mixtral-packed", "moe-tp2",
-]  # fmt: skip
-FOUR = ["tp2-pp2", "tp2-pp2-packed", "pp2-dp2", "tp2-cp2-packed", "tp2-ep2"]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def out(launch, models, tmp_path_factory):
-    """What two and then four real processes did, by layout and rank."""
-    folder = tmp_path_factory.mktemp("parity")
-    launch.run_ranks("ranks.py", 2, models, folder, [f"check:{name}" for name in TWO], ports=2 * len(TWO), timeout_s=240)
-    launch.run_ranks("ranks.py", 4, models, folder, [f"check:{name}" for name in FOUR], ports=2 * len(FOUR), timeout_s=240)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plain(parts, models):
+def plain(models):
     """By kind: what Transformers and autograd alone make of the same rows."""
     made = {}
 
     def of(kind):
         if kind not in made:
-            model, rows = parts.plain_model(models / kind), parts.make_rows()
+            model, rows = cases.plain_model(models / kind), cases.make_rows()
             with torch.no_grad():
-                logprobs = parts.plain_logprobs(model, rows)
-            weights = {name: tensor.clone() for name, tensor in parts.checkpoint_weights(model).items()}
-            loss = parts.plain_loss(model, rows)
+                logprobs = cases.plain_logprobs(model, rows)
+            weights = {name: tensor.clone() for name, tensor in cases.checkpoint_weights(model).items()}
+            loss = cases.plain_loss(model, rows)
             loss.backward()
-            gradients = parts.checkpoint_gradients(model)
+            gradients = cases.checkpoint_gradients(model)
             norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
             made[kind] = (rows, logprobs, weights, float(loss), gradients, norm)
         return made[kind]
@@ -47,33 +33,33 @@ def plain(parts, models):
 
 
 @pytest.fixture(scope="module")
-def trained(parts, ranks_room, models):
+def trained(models):
     """By kind: weights and norms after ten steps of the backend on Transformers, one rank, microbatches by count."""
     made = {}
 
     def of(kind):
         if kind not in made:
-            worker = HFPolicyWorker(parts.make_context(), HFPolicyConfig(model_name=str(models / kind), **ranks_room.TRAINING))
+            worker = HFPolicyWorker(cases.make_context(), HFPolicyConfig(model_name=str(models / kind), **ranks.TRAINING))
             worker.setup()
             results = []
-            for number in range(ranks_room.STEPS):
-                rows = parts.make_rows(seed=100 + number)
-                results.append(worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))[0])
-            made[kind] = results, parts.checkpoint_weights(worker._scoring.model)
+            for number in range(ranks.STEPS):
+                rows = cases.make_rows(seed=100 + number)
+                results.append(worker.train(rows, cases.NLL(), counts=cases.counts_of(rows))[0])
+            made[kind] = results, cases.checkpoint_weights(worker._scoring.model)
         return made[kind]
 
     return of
 
 
-def read(ranks_room, out, name):
+def read(out, name):
     """The layout, and what each of its ranks found."""
-    layout = ranks_room.LAYOUTS[name]
+    layout = ranks.LAYOUTS[name]
     return layout, [torch.load(out / f"{name}-{rank}.pt", weights_only=False) for rank in range(layout.world)]
 
 
-def in_order(ranks_room, layout, found, key):
+def in_order(layout, found, key):
     """What the ranks at the first place of every axis but `data` found, as the facade puts it together."""
-    named = ranks_room.grid(ranks_room.MegatronConfig(**layout.megatron), layout.world)
+    named = ranks.grid(ranks.MegatronConfig(**layout.megatron), layout.world)
     firsts = [
         rank for rank in range(layout.world) if not any(v for k, v in named.get_worker_coords(rank).items() if k != "data")
     ]
@@ -82,45 +68,45 @@ def in_order(ranks_room, layout, found, key):
     return rows if order is None else rows[torch.tensor(order).argsort()]
 
 
-@pytest.mark.parametrize("name", TWO + FOUR)
-def test_log_probabilities_are_those_of_transformers(ranks_room, out, plain, name):
-    layout, found = read(ranks_room, out, name)
+@pytest.mark.parametrize("name", ranks.PARITY)
+def test_log_probabilities_are_those_of_transformers(out, plain, name):
+    layout, found = read(out, name)
     expected = plain(layout.kind)[1]
     for key in ("logprobs", "reference"):
-        logprobs = in_order(ranks_room, layout, found, key)
+        logprobs = in_order(layout, found, key)
         # Two orders of summation in float32 over four layers.
         assert float((logprobs - expected).abs().max()) < 5e-6
 
 
-@pytest.mark.parametrize("name", TWO + FOUR)
-def test_the_gradient_is_that_of_one_plain_backward_pass(parts, ranks_room, out, plain, name):
-    layout, found = read(ranks_room, out, name)
+@pytest.mark.parametrize("name", ranks.PARITY)
+def test_the_gradient_is_that_of_one_plain_backward_pass(out, plain, name):
+    layout, found = read(out, name)
     _, _, _, loss, expected, norm = plain(layout.kind)
     for rank in found:
         gradients = {key: (rank["before"][key] - rank["after"][key]) / 1e4 for key in rank["before"]}
-        assert parts.largest_relative_error(gradients, expected) < 1e-5
+        assert cases.largest_relative_error(gradients, expected) < 1e-5
         assert rank["step"].grad_norm == pytest.approx(norm, rel=2e-6)
-    named = ranks_room.grid(ranks_room.MegatronConfig(**layout.megatron), layout.world)
+    named = ranks.grid(ranks.MegatronConfig(**layout.megatron), layout.world)
     replicas = [r for r in range(layout.world) if not any(v for k, v in named.get_worker_coords(r).items() if k != "data")]
     for key in ("step", "eval"):
         assert sum(found[rank][key].loss for rank in replicas) == pytest.approx(loss, rel=1e-6)
         assert sum(found[rank][key].metrics["nll"] for rank in replicas) == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", TWO + FOUR)
-def test_ten_steps_lead_where_they_lead_the_backend_on_transformers(parts, ranks_room, out, trained, name):
-    layout, found = read(ranks_room, out, name)
+@pytest.mark.parametrize("name", ranks.PARITY)
+def test_ten_steps_lead_where_they_lead_the_backend_on_transformers(out, trained, name):
+    layout, found = read(out, name)
     results, weights = trained(layout.kind)
     for rank in found:
         # Adam divides by the gradient's own size, so rounding in small gradients comes through whole; 6e-6 was seen.
-        assert parts.largest_relative_error(rank["trained"], weights) < 5e-5
+        assert cases.largest_relative_error(rank["trained"], weights) < 5e-5
         assert [step.lr for step in rank["steps"]] == pytest.approx([step.lr for step in results])
         assert [step.grad_norm for step in rank["steps"]] == pytest.approx([step.grad_norm for step in results], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", TWO + FOUR)
-def test_weights_go_in_and_out_exact_to_the_bit_on_every_rank(ranks_room, out, plain, name):
-    layout, found = read(ranks_room, out, name)
+@pytest.mark.parametrize("name", ranks.PARITY)
+def test_weights_go_in_and_out_exact_to_the_bit_on_every_rank(out, plain, name):
+    layout, found = read(out, name)
     expected = plain(layout.kind)[2]
     for rank in found:
         assert rank["before"].keys() == expected.keys() == rank["manifest"].keys()
@@ -133,3 +119,18 @@ def test_weights_go_in_and_out_exact_to_the_bit_on_every_rank(ranks_room, out, p
     assert found[0]["fingerprint"]
     assert not any(rank["fingerprint"] for rank in found[1:])
     assert found[0]["facts"]["num_parameters"] == sum(tensor.numel() for tensor in expected.values())
+
+
+@pytest.mark.parametrize("vocab_size", [125, 60])
+def test_halves_of_the_logits_give_log_probabilities_entropies_and_gradients_without_being_gathered(out, vocab_size):
+    found = [torch.load(out / f"vocabulary-{rank}.pt")[vocab_size] for rank in range(2)]
+    logits, targets, weights = ranks.vocabulary_case(vocab_size)
+    logits.requires_grad_()
+    log_p = torch.log_softmax(logits[:, :vocab_size].double() / 0.7, dim=-1)
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    ((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+    for rank in found:
+        torch.testing.assert_close(rank[0], logprobs.detach().float(), rtol=0, atol=5e-6)
+        torch.testing.assert_close(rank[1], entropy.detach().float(), rtol=0, atol=5e-6)
+    torch.testing.assert_close(torch.cat([rank[2] for rank in found], 1), logits.grad, rtol=1e-5, atol=2e-6)

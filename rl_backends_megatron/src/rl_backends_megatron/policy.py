@@ -73,6 +73,8 @@ class MegatronPolicy(DistributedPolicy):
             num_workers=ranks,
             deadlines=deadlines,
             sharding=grid(section.megatron_cfg, ranks),
+            # Kernels then start in the order of their calls, so that those of communication overlap the ones they should.
+            env_vars={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         )
 
     def generate(

@@ -1,4 +1,4 @@
-"""One of several ranks that train one model together; run as a program by launch.py, and tests compare what it writes.
+"""One of several ranks that train one model together; run as a program, and tests compare what it writes.
 
 Arguments: rank, ranks in all, folder of models by kind, folder for results, names of what to do (comma-separated), and a free
 port for each worker to be: a meeting point that was left is not safely met at again.
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from conftest import FLAT_ADAM, NLL, SGD, counts_of, make_context, make_rows
+from megatron_cases import FLAT_ADAM, NLL, SGD, counts_of, make_context, make_rows
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
+from rl_backends_megatron.logprobs import vocab_parallel_logprobs
 from rl_backends_megatron.policy import grid
 from rl_backends_megatron.worker import MegatronPolicyWorker
 from rl_core.errors import NonFiniteError
@@ -100,6 +101,36 @@ LAYOUTS = {
 }
 
 
+PARITY = [
+    "tp2", "tp2-qwen2", "tp2-sp", "tp2-sp-packed", "tp2-budget", "pp2", "pp2-packed", "pp2-uneven", "interleaved",
+    "interleaved-packed", "dp2", "dp2-packed", "dp2-distributed", "dp2-overlap", "cp2", "cp2-packed", "ep2",
+    "ep2-mixtral-packed", "moe-tp2", "tp2-pp2", "tp2-pp2-packed", "pp2-dp2", "tp2-cp2-packed", "tp2-ep2",
+]  # fmt: skip
+"""Layouts whose numbers are compared with those of Transformers."""
+
+RESUMES = [
+    ("tp2-pp2-tied", "one"),
+    ("tp2-pp2-tied", "dp2-tied"),
+    ("tp2-pp2-tied", "pp2"),
+    ("tp2-pp2-tied", "tp2-pp2-tied"),
+    ("tp2-dp2-distributed", "one-distributed"),
+    ("tp2-dp2-distributed", "dp2-tied-distributed"),
+    ("tp2-dp2-distributed", "interleaved-distributed"),
+    ("tp2-dp2-distributed", "tp2-dp2-distributed"),
+]
+"""Which layout saves, and which resumes."""
+
+
+def jobs(world: int) -> list[str]:
+    """What so many ranks do, in one launch."""
+    checks = [f"check:{name}" for name in PARITY if LAYOUTS[name].world == world]
+    saved = dict.fromkeys(saved for saved, _ in RESUMES)
+    saves = [f"save:{name}" for name in saved if LAYOUTS[name].world == world]
+    resumes = [f"resume:{saved}:{name}" for saved, name in RESUMES if LAYOUTS[name].world == world]
+    vocabulary = ["vocabulary"] if world == 2 else []
+    return [*vocabulary, *checks, *saves, *resumes]
+
+
 class PoisonedOn(NLL):
     """NaN on one rank only: the others must raise as well, not step or wait for ever."""
 
@@ -109,6 +140,15 @@ class PoisonedOn(NLL):
     def __call__(self, next_token_logprobs, data, seqs, toks):
         loss, metrics = super().__call__(next_token_logprobs, data, seqs, toks)
         return loss * (float("nan") if self._rank == self._poisoned else 1.0), metrics
+
+
+def vocabulary_case(vocab_size: int):
+    """Logits [9, 130] with large values on padding, targets, and weights of log-probabilities and entropies."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 3 * torch.randn(9, 130, generator=generator)
+    logits[:, vocab_size:] = 20.0
+    targets = torch.randint(0, vocab_size, (9,), generator=generator)
+    return logits, targets, torch.randn(2, 9, generator=generator)
 
 
 class Rank:
@@ -161,6 +201,24 @@ class Rank:
         found["fingerprint"] = worker.weight_fingerprint()
         worker.shutdown()
         torch.save(found, self.out / f"{name}-{self.rank}.pt")
+
+    def vocabulary(self) -> None:
+        """Log-probabilities, entropies and their gradients from halves of the logits."""
+        worker = self.worker(LAYOUTS["tp2"])
+        group = worker._ranks.tensor
+        found = {}
+        # Of 130 entries 125 count, and of 130 only 60: then the second half is padding alone.
+        for vocab_size in (125, 60):
+            logits, targets, weights = vocabulary_case(vocab_size)
+            part = logits[:, self.rank * 65 : (self.rank + 1) * 65].clone().requires_grad_()
+            logprobs, entropy = vocab_parallel_logprobs(
+                part, targets, group=group, vocab_size=vocab_size, temperature=0.7, chunk=4, entropy=True
+            )
+            ((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+            assert torch.equal(part.detach(), logits[:, self.rank * 65 : (self.rank + 1) * 65])
+            found[vocab_size] = logprobs.detach(), entropy.detach(), part.grad
+        worker.shutdown()
+        torch.save(found, self.out / f"vocabulary-{self.rank}.pt")
 
     def save(self, name: str) -> None:
         """Two steps, a checkpoint, and the third step of a run that is not interrupted."""

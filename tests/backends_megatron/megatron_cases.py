@@ -1,0 +1,193 @@
+"""Tiny random models of Transformers, rows, a loss, and the reference that Megatron is compared with: Transformers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from rl_core.cluster.worker_context import WorkerContext
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.worker import GlobalCounts
+
+VOCAB_SIZE = 161
+"""Odd, so that the vocabulary is padded wherever it is divided."""
+
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    # Wide enough that log-probabilities differ by whole nats, so that a mistake shows.
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_MIXTURE = {"num_experts_per_tok": 2}
+_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**_SHAPE, tie_word_embeddings=False, rope_parameters=_LLAMA3_ROPE),
+    "llama-tied": lambda: transformers.LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "qwen2": lambda: transformers.Qwen2Config(**{**_SHAPE, "num_key_value_heads": 1}, tie_word_embeddings=False),
+    "qwen3": lambda: transformers.Qwen3Config(**_SHAPE, tie_word_embeddings=True, head_dim=16),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **_SHAPE,
+        **_MIXTURE,
+        tie_word_embeddings=False,
+        head_dim=8,
+        num_experts=4,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
+    "qwen3-moe-raw": lambda: transformers.Qwen3MoeConfig(
+        **_SHAPE,
+        **_MIXTURE,
+        tie_word_embeddings=False,
+        head_dim=8,
+        num_experts=4,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_SHAPE, **_MIXTURE, tie_word_embeddings=False, num_local_experts=4, sliding_window=None
+    ),
+    "mistral": lambda: transformers.MistralConfig(**_SHAPE, tie_word_embeddings=False, sliding_window=None),
+}
+KINDS = tuple(_CONFIGS)
+
+
+def make_model(kind: str, folder: Path) -> None:
+    """Write a tiny float32 model of the kind, with norms that are not all ones and biases that are not all zeros."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11 + KINDS.index(kind))
+        model = transformers.AutoModelForCausalLM.from_config(_CONFIGS[kind](), dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+
+
+class NLL(LossFunction):
+    """Weighted negative log-likelihood a token; independent of the losses that the core has."""
+
+    required_keys = frozenset({"weights"})
+    metric_reductions = {"lowest": "min"}  # noqa: RUF012
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+        loss = -(next_token_logprobs * mask * data["weights"].unsqueeze(1)).sum() / global_valid_toks
+        return loss, {"nll": loss.detach(), "lowest": (next_token_logprobs * mask).min().detach()}
+
+
+def make_rows(num_rows: int = 8, width: int = 21, *, seed: int = 5) -> BatchedDataDict:
+    """Rows of unequal lengths with prompts that are not trained, one of them masked out."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, width - 2, (num_rows,), generator=generator)
+    column = torch.arange(width)
+    token_mask = (column >= 2) & (column < lengths.unsqueeze(1))
+    ids = torch.randint(3, VOCAB_SIZE, (num_rows, width), generator=generator)
+    return BatchedDataDict(
+        input_ids=torch.where(column < lengths.unsqueeze(1), ids, 0),
+        input_lengths=lengths,
+        token_mask=token_mask.float(),
+        sample_mask=(torch.arange(num_rows) != 1).float(),
+        weights=torch.rand(num_rows, generator=generator) + 0.5,
+    )
+
+
+def counts_of(rows: BatchedDataDict) -> list[GlobalCounts]:
+    """Counts of the rows as one global batch."""
+    toks = (rows["token_mask"] * rows["sample_mask"].unsqueeze(1)).sum()
+    return [GlobalCounts(valid_seqs=float(rows["sample_mask"].sum()), valid_toks=float(toks))]
+
+
+def make_context(rank: int = 0, world_size: int = 1, port: int = 0) -> WorkerContext:
+    """One CPU rank in a process of its own."""
+    return WorkerContext(
+        rank=rank, world_size=world_size, local_rank=rank, node_rank=0, master_address="127.0.0.1", master_port=port
+    )
+
+
+SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1e4}}
+"""A step so large that the change of a weight is its gradient to seven digits."""
+
+FLAT_ADAM = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e12, "eps": 1e8, "weight_decay": 0.0}}
+"""The same step, 1e4 times the gradient, by Adam: its first is lr * g / (|g| + eps)."""
+
+
+def plain_logprobs(model, rows, *, temperature: float = 1.0) -> torch.Tensor:
+    """The reference: all logits of every row alone, log-softmax in float32, [B, T]."""
+    columns = []
+    for ids, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True):
+        logits = model(ids[None, :length], use_cache=False).logits[0, :-1].float() / temperature
+        picked = torch.log_softmax(logits, dim=-1).gather(1, ids[1:length, None])[:, 0]
+        columns.append(torch.nn.functional.pad(picked, (1, len(ids) - length)))
+    return torch.stack(columns)
+
+
+def plain_loss(model, rows, *, temperature: float = 1.0) -> torch.Tensor:
+    """The loss of `NLL` over all rows, by Transformers and autograd alone."""
+    mask = rows["token_mask"] * rows["sample_mask"].unsqueeze(1)
+    return -(plain_logprobs(model, rows, temperature=temperature) * mask * rows["weights"].unsqueeze(1)).sum() / mask.sum()
+
+
+def plain_model(folder) -> torch.nn.Module:
+    """The model by Transformers, float32, plain attention."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def checkpoint_weights(model) -> dict[str, torch.Tensor]:
+    """The model's weights under the names of its checkpoint, where experts are apart."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        found.update(_experts_apart(model.config, name, tensor))
+    if model.config.tie_word_embeddings:
+        del found["lm_head.weight"]
+    return found
+
+
+def checkpoint_gradients(model) -> dict[str, torch.Tensor]:
+    """The model's gradients, likewise."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found.update(_experts_apart(model.config, name, parameter.grad))
+    return found
+
+
+def _experts_apart(config, name, tensor):
+    block = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}.get(
+        config.model_type, ("mlp", "gate_proj", "up_proj", "down_proj")
+    )
+    if config.model_type == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    base, _, leaf = name.rpartition(".experts.")
+    if leaf == "gate_up_proj":
+        for expert, both in enumerate(tensor):
+            gate, up = both.chunk(2)
+            yield f"{base}.experts.{expert}.{block[1]}.weight", gate
+            yield f"{base}.experts.{expert}.{block[2]}.weight", up
+    elif leaf == "down_proj":
+        for expert, down in enumerate(tensor):
+            yield f"{base}.experts.{expert}.{block[3]}.weight", down
+    else:
+        yield name, tensor
+
+
+def largest_relative_error(found, expected) -> float:
+    """Over all tensors: norm of the difference by norm of the expected."""
+    assert found.keys() == expected.keys()
+    return max(float((found[k] - expected[k]).norm() / expected[k].norm().clamp(min=1e-6)) for k in expected)
