@@ -109,6 +109,21 @@ def make_rows(num_rows: int = 8, width: int = 21, *, seed: int = 5) -> BatchedDa
     )
 
 
+def make_prompts() -> BatchedDataDict:
+    """Three prompts of unequal lengths, each with a limit of its own."""
+    ids = torch.tensor([[5, 9, 11, 0, 0], [7, 8, 0, 0, 0], [60, 61, 62, 63, 64]])
+    return BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([3, 2, 5]), max_new_tokens=torch.tensor([4, 2, 3]))
+
+
+def plain_completions(model, prompts) -> list[list[int]]:
+    """The reference: prompt and greedy completion of each row, by Transformers."""
+    rows = []
+    for ids, length, limit in zip(prompts["input_ids"], prompts["input_lengths"], prompts["max_new_tokens"], strict=True):
+        out = model.generate(ids[None, :length], do_sample=False, max_new_tokens=int(limit), eos_token_id=2, pad_token_id=0)
+        rows.append(out[0].tolist())
+    return rows
+
+
 def counts_of(rows: BatchedDataDict) -> list[GlobalCounts]:
     """Counts of the rows as one global batch."""
     toks = (rows["token_mask"] * rows["sample_mask"].unsqueeze(1)).sum()

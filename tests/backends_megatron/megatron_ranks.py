@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from megatron_cases import FLAT_ADAM, NLL, SGD, counts_of, make_context, make_rows
+from megatron_cases import FLAT_ADAM, NLL, SGD, counts_of, make_context, make_prompts, make_rows
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs
@@ -187,6 +187,8 @@ class Rank:
         found["facts"] = self.facts
         found["logprobs"] = worker.get_logprobs(shard)["logprobs"]
         found["reference"] = worker.get_logprobs(shard, reference=True)["logprobs"]
+        if "context_parallel_size" not in layout.megatron:
+            found["sampled"] = worker.generate(make_prompts(), greedy=True)
         found["before"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
         found["eval"] = worker.train(shard, NLL(), counts=counts_of(rows), eval_mode=True)[0]
         found["step"] = worker.train(shard, NLL(), counts=counts_of(rows))[0]

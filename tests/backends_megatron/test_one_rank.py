@@ -13,8 +13,6 @@ from rl_core.errors import CheckpointError, ConfigError, DataError, NotSupported
 
 pytestmark = pytest.mark.megatron
 
-PROMPTS = [[5, 9, 11], [7, 8], [60, 61, 62, 63, 64]]
-
 
 @pytest.fixture
 def policy(models):
@@ -33,12 +31,9 @@ def policy(models):
 
 
 def prompts(**columns):
-    width = max(map(len, PROMPTS))
-    return BatchedDataDict(
-        input_ids=torch.tensor([row + [0] * (width - len(row)) for row in PROMPTS]),
-        input_lengths=torch.tensor([len(row) for row in PROMPTS]),
-        **columns,
-    )
+    given = cases.make_prompts()
+    del given["max_new_tokens"]
+    return BatchedDataDict({**given, **columns})
 
 
 def test_scores_are_at_the_temperature_of_sampling(policy, models):
@@ -50,15 +45,11 @@ def test_scores_are_at_the_temperature_of_sampling(policy, models):
 
 
 def test_greedy_completions_are_those_of_transformers(policy, models):
-    answer = policy("qwen3").generate(prompts(max_new_tokens=torch.tensor([6, 4, 5])), greedy=True)
-    model = cases.plain_model(models / "qwen3")
-    for number, (prompt, limit) in enumerate(zip(PROMPTS, (6, 4, 5), strict=True)):
-        expected = model.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, eos_token_id=2, pad_token_id=0
-        )[0]
-        length = int(answer["unpadded_sequence_lengths"][number])
-        assert answer["output_ids"][number, :length].tolist() == expected.tolist()
-        assert bool(answer["truncated"][number]) == (int(expected[-1]) != 2)
+    answer = policy("qwen3").generate(cases.make_prompts(), greedy=True)
+    expected = cases.plain_completions(cases.plain_model(models / "qwen3"), cases.make_prompts())
+    lengths = answer["unpadded_sequence_lengths"].tolist()
+    assert [ids[:length] for ids, length in zip(answer["output_ids"].tolist(), lengths, strict=True)] == expected
+    assert answer["truncated"].tolist() == [row[-1] != 2 for row in expected]
 
 
 def test_the_scores_of_samples_are_those_that_they_were_drawn_with(policy):

@@ -26,7 +26,8 @@ def plain(models):
             loss.backward()
             gradients = cases.checkpoint_gradients(model)
             norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-            made[kind] = (rows, logprobs, weights, float(loss), gradients, norm)
+            completions = cases.plain_completions(model, cases.make_prompts())
+            made[kind] = (rows, logprobs, weights, float(loss), gradients, norm, completions)
         return made[kind]
 
     return of
@@ -81,7 +82,7 @@ def test_log_probabilities_are_those_of_transformers(out, plain, name):
 @pytest.mark.parametrize("name", ranks.PARITY)
 def test_the_gradient_is_that_of_one_plain_backward_pass(out, plain, name):
     layout, found = read(out, name)
-    _, _, _, loss, expected, norm = plain(layout.kind)
+    _, _, _, loss, expected, norm, _ = plain(layout.kind)
     for rank in found:
         gradients = {key: (rank["before"][key] - rank["after"][key]) / 1e4 for key in rank["before"]}
         assert cases.largest_relative_error(gradients, expected) < 1e-5
@@ -91,6 +92,16 @@ def test_the_gradient_is_that_of_one_plain_backward_pass(out, plain, name):
     for key in ("step", "eval"):
         assert sum(found[rank][key].loss for rank in replicas) == pytest.approx(loss, rel=1e-6)
         assert sum(found[rank][key].metrics["nll"] for rank in replicas) == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in ranks.PARITY if "cp2" not in name])
+def test_every_rank_samples_what_transformers_samples_greedily(out, plain, name):
+    layout, found = read(out, name)
+    expected = plain(layout.kind)[6]
+    for rank in found:
+        answer = rank["sampled"]
+        lengths = answer["unpadded_sequence_lengths"].tolist()
+        assert [ids[:length] for ids, length in zip(answer["output_ids"].tolist(), lengths, strict=True)] == expected
 
 
 @pytest.mark.parametrize("name", ranks.PARITY)
