@@ -4,18 +4,31 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "ClippedPGLossFn": "losses.policy_gradient",
-    "DPOLossFn": "losses.preference",
-    "GRPOLossFn": "losses.policy_gradient",
-    "NLLLossFn": "losses.nll",
-    "PreferenceLossFn": "losses.preference",
+    "ClippedPGLossFn": f"{__name__}.losses.policy_gradient",
+    "DPOLossFn": f"{__name__}.losses.preference",
+    # Under the names that users know; they put parts together, and so live where all parts are known.
+    "DPOTrainer": "rl_core.assembly.trainers",
+    "GRPOLossFn": f"{__name__}.losses.policy_gradient",
+    "GRPOTrainer": "rl_core.assembly.trainers",
+    "NLLLossFn": f"{__name__}.losses.nll",
+    "PreferenceLossFn": f"{__name__}.losses.preference",
+    "SFTTrainer": "rl_core.assembly.trainers",
 }
 
-__all__ = ["ClippedPGLossFn", "DPOLossFn", "GRPOLossFn", "NLLLossFn", "PreferenceLossFn"]
+__all__ = [
+    "ClippedPGLossFn",
+    "DPOLossFn",
+    "DPOTrainer",
+    "GRPOLossFn",
+    "GRPOTrainer",
+    "NLLLossFn",
+    "PreferenceLossFn",
+    "SFTTrainer",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: reading an algorithm's config must not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_core.cluster.in_process import InProcessWorkerGroup
@@ -47,10 +48,10 @@ class OverWorkers:
     ) -> None:
         self.config = config
         self._deadlines = deadlines or DeadlineConfig()
-        self.group = make_group(
+        self._make_group = partial(
+            make_group,
             worker_class,
             config=config,
-            cluster=cluster,
             num_workers=num_workers,
             sharding=sharding,
             name=name,
@@ -58,9 +59,21 @@ class OverWorkers:
             env_vars=env_vars,
             bundles_per_worker=bundles_per_worker,
         )
+        self.group: WorkerGroup = self._make_group(cluster=cluster)
         self._setup = self.group.submit_all("setup")
         self._facts: list[Mapping[str, Any]] | None = None
         self._closed = False
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether a single worker runs in this process."""
+        return isinstance(self.group, InProcessWorkerGroup)
+
+    def spread_over(self, cluster: RayVirtualCluster) -> None:
+        """Run over a cluster from now on: for a facade made without one that has only just loaded what its config names."""
+        self.group.shutdown()
+        self.group = self._make_group(cluster=cluster)
+        self._setup, self._facts = self.group.submit_all("setup"), None
 
     @property
     def facts(self) -> Mapping[str, Any]:

@@ -36,6 +36,8 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction, LossType
 
 REFERENCE = "reference_policy_logprobs"
+TIE = 1e-5
+"""Scores that differ by no more are equal: two passes over the same tokens differ by the order of their sums."""
 _SURE = -1e-6
 """Mean log-probabilities are held below it where odds are taken: a certain answer has infinite odds."""
 
@@ -92,7 +94,7 @@ class PreferenceLossFn(LossFunction):
         return loss, {
             "loss/preference": preference.detach(),
             "loss/sft": nll.detach(),
-            "preference/accuracy": mean((margins > 0).float() + 0.5 * (margins == 0).float()),
+            "preference/accuracy": mean((margins > TIE).float() + 0.5 * (margins.abs() <= TIE).float()),
             "preference/margin": mean(margins),
             "preference/score_chosen": mean(scores[0::2]),
             "preference/score_rejected": mean(scores[1::2]),

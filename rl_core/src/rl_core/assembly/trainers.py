@@ -1,0 +1,239 @@
+"""The pages from Python: `DPOTrainer(policy, cluster).train(dataset)` runs the page that `rlcore train` runs.
+
+A trainer takes parts that the caller has made, puts what lies between them in place, and hands the Run to the algorithm's page.
+It owns none of them: the caller shuts policy, engine, environments and cluster down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ValidationError
+
+from rl_core.assembly.build import Loaders, connect
+from rl_core.assembly.data import Source
+from rl_core.assembly.parts import Builder, Workers
+from rl_core.config.schema import (
+    AlgorithmConfig,
+    CheckpointingConfig,
+    DataConfig,
+    EnvironmentConfig,
+    LossConfig,
+    PolicyConfig,
+    RunConfig,
+)
+from rl_core.config.written import dotted
+from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
+from rl_core.data.datasets import JsonlDataset
+from rl_core.data.preferences import PreferenceDataset, pairs_from_row
+from rl_core.data.tokenizer import load_tokenizer
+from rl_core.dispatch.group import OverWorkers
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.logger import Logger
+from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.metrics.jsonl import JsonlLogger
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+
+if TYPE_CHECKING:
+    from rl_core.cluster.virtual_cluster import RayVirtualCluster
+
+TASK = "default"
+
+
+class Trainer:
+    """An algorithm's page over parts that are there already.
+
+    Args:
+        policy: the model to train. One that was made without a cluster is spread over `cluster`, if that is given.
+        cluster: where policy and engine run; None leaves them where they are.
+        config: the algorithm's section, as its model or as a dict of its keys; its defaults by default.
+        loss_fn: the loss, as an object or as a section `loss_fn`; the algorithm's own by default.
+        generation: the engine that samples, for an algorithm that does.
+        environments: what scores: one environment, or several by task name.
+        tokenizer: the policy's; read from its `model_name` by default.
+        folder: where metrics.jsonl, rollouts and checkpoints are written; None keeps nothing.
+        checkpointing: the section of that name; none are written by default.
+        loggers: where metrics go besides.
+
+    Raises:
+        ConfigError: the parts or sections do not fit together.
+    """
+
+    algorithm: ClassVar[str]
+
+    def __init__(
+        self,
+        policy: ColocatablePolicyInterface,
+        cluster: RayVirtualCluster | None = None,
+        *,
+        config: AlgorithmConfig | Mapping[str, Any] | None = None,
+        loss_fn: LossFunction | LossConfig | Mapping[str, Any] | None = None,
+        generation: GenerationInterface | None = None,
+        environments: EnvironmentInterface | Mapping[str, EnvironmentInterface] | None = None,
+        tokenizer: Any = None,
+        folder: str | Path | None = None,
+        checkpointing: CheckpointingConfig | Mapping[str, Any] | None = None,
+        loggers: Sequence[Logger] = (),
+    ) -> None:
+        self.policy, self.generation, self.cluster, self.folder, self.loggers = policy, generation, cluster, folder, loggers
+        self._registry = Registry(discover())
+        self._environments = (
+            {TASK: environments} if isinstance(environments, EnvironmentInterface) else dict(environments or {})
+        )
+        self._loss_fn, loss_section = self._loss(loss_fn)
+        self.config = self._run_config(config, loss_section, checkpointing)
+        if self.config.checkpointing.enabled and folder is None:
+            raise ConfigError("checkpointing needs a place to write to: give the trainer a `folder`")
+        self._refuse_conflicts()
+        self._tokenizer = tokenizer or load_tokenizer(
+            self.config.policy.tokenizer.name or self.config.policy.model_name,
+            chat_template=self.config.policy.tokenizer.chat_template,
+        )
+        parts: tuple[Any, ...] = (policy, generation)
+        for part in parts:
+            if cluster is not None and isinstance(part, OverWorkers) and part.is_in_process:
+                if policy.weight_version > 0:
+                    raise ConfigError(
+                        "The policy was trained in this process, and spreading it over the cluster would lose that. Make it "
+                        "with `cluster=...`, or save a checkpoint and make one from it."
+                    )
+                part.spread_over(cluster)
+
+    def train(self, dataset: Any, validation: Any = None) -> list[dict[str, float]]:
+        """Train to the config's last step.
+
+        Args:
+            dataset: records, or the path of a file of JSON lines.
+            validation: the held-out ones, where the config asks for validation.
+
+        Returns:
+            The metrics of each step, as metrics.jsonl has them; with a validation before the first step, that is the first.
+
+        Raises:
+            DataError: a record does not have the algorithm's form.
+            ConfigError: validation is asked for, and there is no data for it.
+        """
+        algorithm = self.config.algorithm
+        asks = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
+        if asks and validation is None:
+            raise ConfigError(
+                "The config asks for validation (val_period, val_at_start or val_at_end): give `validation=` data."
+            )
+        held_out = self._source(validation, "validation") if asks else None
+        loaders = Loaders(self.config, self._tokenizer, train=self._source(dataset, "dataset"), validation=held_out)
+        history: list[dict[str, float]] = []
+        with ExitStack() as exits:
+            folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
+            builder = Builder(run=self.config, registry=self._registry, exits=exits, cluster=self.cluster)
+            run = connect(
+                builder,
+                Workers(policy=self.policy, generation=self.generation, environments=self._environments),
+                loaders,
+                loss_fn=self._loss_fn,
+                tokenizer=self._tokenizer,
+                resolved=self.config.model_dump(mode="json", serialize_as_any=True),
+                folder=folder,
+            )
+            run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
+            run.on_step = lambda step, metrics: history.append({"step": step, **metrics})
+            self._registry.find("algorithm", self.algorithm).load()(algorithm, run)
+        return history
+
+    def _loss(self, given: Any) -> tuple[LossFunction, LossConfig]:
+        if isinstance(given, LossFunction):
+            section = getattr(given, "config", None)
+            return given, section if isinstance(section, LossConfig) else LossConfig()
+        algorithm = self._registry.find("algorithm", self.algorithm).load_config()
+        assert algorithm is not None
+        named = given.get("name") if isinstance(given, Mapping) else getattr(given, "name", None)
+        component = self._registry.find("loss", named or getattr(algorithm, "default_loss"))  # noqa: B009
+        section = given if isinstance(given, LossConfig) else _section(component.load_config() or LossConfig, given, "loss_fn")
+        loss_fn: LossFunction = component.load()(section)
+        return loss_fn, section
+
+    def _run_config(self, config: Any, loss_section: LossConfig, checkpointing: Any) -> RunConfig:
+        model = self._registry.find("algorithm", self.algorithm).load_config()
+        policy = getattr(self.policy, "config", None)
+        if not isinstance(policy, PolicyConfig):
+            raise ConfigError(
+                f"{type(self.policy).__name__} has no `config` of the kind PolicyConfig, which says how long its rows may be "
+                "and which tokenizer it has. Give it one."
+            )
+        if self.generation is not None:
+            policy = policy.model_copy(update={"generation": getattr(self.generation, "config", None)})
+        return RunConfig(
+            algorithm_name=self.algorithm,
+            algorithm=config if isinstance(config, AlgorithmConfig) else _section(model, config, self.algorithm),
+            loss_fn=loss_section,
+            policy=policy,
+            data=DataConfig(),
+            env={task: EnvironmentConfig() for task in self._environments},
+            checkpointing=_section(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
+        )
+
+    def _refuse_conflicts(self) -> None:
+        algorithm = self.config.algorithm
+        if algorithm.needs_generation and (self.generation is None or not self._environments):
+            raise ConfigError(
+                f"{self.algorithm} samples and scores: give {type(self).__name__} `generation` and `environments`."
+            )
+        found = [f"{dotted(path)}: {message}" for path, message in algorithm.conflicts(self.config)]
+        if found:
+            raise ConfigError("\n".join(found))
+
+    def _source(self, dataset: Any, name: str) -> Source:
+        pairs = self.config.algorithm.needs_preferences
+        if isinstance(dataset, str | Path):
+            path = Path(dataset)
+            records: Any = (
+                PreferenceDataset(PreferenceDatasetConfig(path=path)) if pairs else JsonlDataset(JsonlDatasetConfig(path=path))
+            )
+            return Source(records=records, name=str(path))
+        if not len(dataset):
+            raise DataError(f"the {name} has no record")
+        if pairs and not isinstance(dataset[0].get("chosen"), list):
+            read = PreferenceDatasetConfig(path=Path())
+            return Source(records=[pair for row in dataset for pair in pairs_from_row(dict(row), read)], name=name)
+        if not pairs and "messages" not in dataset[0]:
+            raise DataError(
+                f"record 0 of the {name} has {sorted(dataset[0])}: expected `messages`, a list of {{role, content}}"
+            )
+        return Source(records=dataset, name=name)
+
+
+def _section(model: Any, given: Any, name: str) -> Any:
+    """A section from a dict of its keys, or as it is."""
+    if isinstance(given, BaseModel):
+        return given
+    try:
+        return model(**(given or {}))
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        listed = (f"{dotted((name, *problem['loc']))}: {problem['msg']} (found {problem['input']!r})" for problem in problems)
+        raise ConfigError("\n".join(listed)) from error
+
+
+class DPOTrainer(Trainer):
+    """Trains on pairs of a better and a worse answer: records of `prompt`, `chosen`, `rejected`, each a text or messages."""
+
+    algorithm = "dpo"
+
+
+class SFTTrainer(Trainer):
+    """Trains on conversations: records of `messages` that end with the assistant's."""
+
+    algorithm = "sft"
+
+
+class GRPOTrainer(Trainer):
+    """Trains on rewards: records of `messages` and `extra_env_info`; needs `generation` and `environments`."""
+
+    algorithm = "grpo"

@@ -1,0 +1,182 @@
+"""The pages from Python: the promised calls train, and they are the same code path as a config."""
+
+import json
+
+import pytest
+import torch
+from e2e_runs import MODEL, merged, metrics_of
+
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.algorithms import DPOLossFn, DPOTrainer, GRPOTrainer, NLLLossFn, SFTTrainer
+from rl_core.algorithms.losses.preference_config import DPOLossConfig
+from rl_core.assembly.launch import train
+from rl_core.errors import ConfigError, DataError
+from rl_envs import ArithmeticEnvironment
+from rl_envs.arithmetic.dataset import ArithmeticDataset
+
+pytestmark = pytest.mark.slow
+
+LIMITS = {"max_total_sequence_length": 16, "train_micro_batch_size": 8, "logprob_batch_size": 8}
+OPTIMIZER = {"kwargs": {"lr": 1.0e-4}}
+SECTIONS = {
+    "policy": {"backend": "hf", "model_name": str(MODEL), **LIMITS, "optimizer": OPTIMIZER},
+    "cluster": {"backend": "in_process"},
+    "checkpointing": {"enabled": False},
+}
+PAIRS = [
+    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b - 10)} for a in range(15, 19) for b in range(15, 19)
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The order of sums, and with it the last bits, depends on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def policy():
+    policy = HuggingFacePolicy(str(MODEL), optimizer=OPTIMIZER, **LIMITS)
+    yield policy
+    policy.shutdown()
+
+
+def numbers(steps):
+    return [
+        {name: value for name, value in step.items() if not name.startswith(("time/", "refit/", "tokens_per_s"))}
+        for step in steps
+    ]
+
+
+def by_config(folder, config):
+    """What `rlcore train` makes of the same run."""
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(merged(SECTIONS, {**config, "logger": {"log_dir": str(folder / "runs")}})))
+    train(path, resume="never", console=False)
+    steps = metrics_of(folder)
+    return numbers([steps[step] for step in sorted(steps)])
+
+
+def test_dpo_from_python_takes_the_steps_of_the_config(policy, tmp_path):
+    section = {"max_num_steps": 3, "global_batch_size": 4, "val_at_start": True, "val_period": 3}
+    trainer = DPOTrainer(policy, config=section, loss_fn={"reference_policy_kl_penalty": 0.2}, folder=tmp_path / "python")
+    found = trainer.train(PAIRS, validation=PAIRS[:5])
+    for name, rows in (("train", PAIRS), ("validation", PAIRS[:5])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {name: {"dataset_name": "preference", "path": str(tmp_path / f"{name}.jsonl")} for name in ("train", "validation")}
+    loss = {"reference_policy_kl_penalty": 0.2}
+    assert numbers(found) == by_config(tmp_path, {"dpo": section, "loss_fn": loss, "data": data})
+    assert [step["step"] for step in found] == [0, 1, 2, 3]
+    assert found[-1]["validation/accuracy"] > found[0]["validation/accuracy"] == 0.5
+    assert len((tmp_path / "python" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert policy.weight_version == 3
+
+
+def test_sft_from_python_takes_the_steps_of_the_config(policy, tmp_path):
+    section = {"max_num_steps": 2, "global_batch_size": 8}
+    found = SFTTrainer(policy, config=section, loss_fn=NLLLossFn()).train(
+        ArithmeticDataset({"num_samples": 64, "with_response": True})
+    )
+    data = {"train": {"dataset_name": "arithmetic", "num_samples": 64, "with_response": True}}
+    assert numbers(found) == by_config(tmp_path, {"sft": section, "data": data})
+    assert found[1]["loss"] > 0
+
+
+def test_grpo_from_python_takes_the_steps_of_the_config(policy, tmp_path):
+    section = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 2}
+    generation = HuggingFaceGeneration(str(MODEL), max_new_tokens=5)
+    environment = ArithmeticEnvironment()
+    try:
+        trainer = GRPOTrainer(policy, config=section, generation=generation, environments={"arithmetic": environment})
+        found = trainer.train(ArithmeticDataset({"num_samples": 64, "min_digits": 2}))
+    finally:
+        generation.shutdown()
+        environment.shutdown()
+    expected = by_config(
+        tmp_path,
+        {
+            "grpo": section,
+            "policy": {"generation": {"backend": "hf", "max_new_tokens": 5}},
+            "data": {"train": {"dataset_name": "arithmetic", "num_samples": 64, "min_digits": 2}},
+            "env": {"arithmetic": {}},
+        },
+    )
+    assert numbers(found) == expected
+    assert found[0]["reward/mean"] > 0
+
+
+def test_a_policy_made_without_a_cluster_trains_over_the_one_that_the_trainer_is_given(policy):
+    from rl_core.cluster import RayVirtualCluster
+
+    alone = HuggingFacePolicy(str(MODEL), optimizer=OPTIMIZER, **LIMITS)
+    section = {"max_num_steps": 2, "global_batch_size": 3}
+    expected = DPOTrainer(alone, config=section).train(PAIRS)
+    alone.shutdown()
+    with RayVirtualCluster([2]) as cluster:
+        trainer = DPOTrainer(policy, cluster, config=section)
+        assert policy.data_ranks == 2
+        # Three pairs over two ranks: a pair of filler rows evens them out and weighs nothing.
+        found = trainer.train(PAIRS)
+        policy.shutdown()
+    for one, two in zip(expected, found, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        assert two["preference/margin"] == pytest.approx(one["preference/margin"], rel=1e-3, abs=1e-5)
+
+
+PLANS = {
+    "one pair at a time": {"train_micro_batch_size": 2},
+    "an odd number of rows at a time": {"train_micro_batch_size": 5},
+    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}},
+    "under a budget": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_pairs_take_the_same_steps_in_every_kind_of_microbatch(plan):
+    def steps(**fields):
+        policy = HuggingFacePolicy(str(MODEL), optimizer=OPTIMIZER, **{**LIMITS, "train_micro_batch_size": 16, **fields})
+        loss_fn = DPOLossFn(DPOLossConfig(sft_loss_weight=0.1))
+        uneven = [{**pair, "rejected": pair["rejected"] * (1 + n % 3)} for n, pair in enumerate(PAIRS)]
+        found = DPOTrainer(policy, config={"max_num_steps": 3, "global_batch_size": 8}, loss_fn=loss_fn).train(uneven)
+        policy.shutdown()
+        return found
+
+    for one, other in zip(steps(), steps(**PLANS[plan]), strict=True):
+        # Float32 sums in another order: six digits in the loss, fewer in a norm after three steps of Adam.
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        assert other["preference/margin"] == pytest.approx(one["preference/margin"], rel=1e-3, abs=1e-5)
+
+
+def test_parts_that_do_not_fit_together_are_refused_before_anything_runs(policy):
+    with pytest.raises(ConfigError, match=r"dpo\.global_batch_size: .*found 0"):
+        DPOTrainer(policy, config={"global_batch_size": 0})
+    with pytest.raises(ConfigError, match="knows no pairs"):
+        DPOTrainer(policy, loss_fn={"name": "nll"})
+    with pytest.raises(ConfigError, match="give GRPOTrainer `generation` and `environments`"):
+        GRPOTrainer(policy)
+    with pytest.raises(ConfigError, match="give the trainer a `folder`"):
+        DPOTrainer(policy, checkpointing={"enabled": True})
+    with pytest.raises(ConfigError, match="give `validation=` data"):
+        DPOTrainer(policy, config={"val_at_end": True}).train(PAIRS)
+    with pytest.raises(DataError, match="expected `messages`"):
+        SFTTrainer(policy).train(PAIRS)
+    with pytest.raises(DataError, match="'rejected' is absent"):
+        DPOTrainer(policy).train([{"prompt": "a", "chosen": "b"}])
+    with pytest.raises(DataError, match="16 records, and a step draws 32"):
+        DPOTrainer(policy).train(PAIRS)
+
+
+def test_a_batch_that_cuts_a_pair_is_refused(policy):
+    rows = {"input_ids": torch.ones(3, 2, dtype=torch.int64), "input_lengths": torch.tensor([2] * 3)}
+    from rl_core.data import BatchedDataDict
+
+    data = BatchedDataDict(
+        {**rows, "token_mask": torch.ones(3, 2), "sample_mask": torch.ones(3), "reference_policy_logprobs": torch.zeros(3, 2)}
+    )
+    with pytest.raises(DataError, match="DPOLossFn reads 2 rows together; the batch has 3 rows"):
+        policy.train(data, DPOLossFn())
