@@ -7,18 +7,17 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import ValidationError
 
-from rl_backends_hf.config import HFGenerationConfig, HFSamplerConfig
+from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.generation_worker import HFGenerationWorker
 from rl_core.cluster.in_process import InProcessWorkerGroup
+from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.completions import RowLimits, read_prompts
 from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.errors import ConfigError, NotSupportedError
+from rl_core.errors import NotSupportedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
-from rl_core.plugins.component import did_you_mean
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -59,11 +58,17 @@ class HuggingFaceGeneration(DistributedGeneration):
     ) -> None:
         if tokenizer is not None:
             fields["tokenizer"] = TokenizerConfig(name=tokenizer)
-        if torch_dtype is not None:
-            fields["precision"] = str(torch_dtype).removeprefix("torch.")
         super().__init__(
             worker_class=HFGenerationWorker,
-            config=_section(model_name, config, fields),
+            config=section_from_keywords(
+                "HuggingFaceGeneration",
+                HFGenerationConfig,
+                own="hf_cfg",
+                fields=fields,
+                model_name=model_name,
+                torch_dtype=torch_dtype,
+                config=config,
+            ),
             cluster=cluster,
             num_workers=num_workers,
             deadlines=deadlines,
@@ -100,39 +105,3 @@ class HuggingFaceGeneration(DistributedGeneration):
             max_model_len=self.facts["max_model_len"],
             max_new_tokens=self.config.max_new_tokens,
         )
-
-
-def _section(model_name: str | None, config: HFGenerationConfig | None, fields: dict[str, Any]) -> HFGenerationConfig:
-    """The one section that the constructor's arguments amount to."""
-    if config is not None:
-        if model_name is not None or fields:
-            raise ConfigError(
-                "HuggingFaceGeneration got a whole `config` and fields beside it: put them into the config, for example with "
-                "`config.model_copy(update={...})`."
-            )
-        return config
-    if model_name is None:
-        raise ConfigError(
-            "HuggingFaceGeneration needs a model: HuggingFaceGeneration('path/to/model') or config=HFGenerationConfig(...)."
-        )
-    own = dict(fields.pop("hf_cfg", None) or {})
-    values: dict[str, Any] = {"model_name": model_name}
-    for key, value in fields.items():
-        if key in HFGenerationConfig.model_fields:
-            values[key] = value
-        elif key in HFSamplerConfig.model_fields:
-            own[key] = value
-        else:
-            known = sorted({*HFGenerationConfig.model_fields, *HFSamplerConfig.model_fields, "torch_dtype", "cluster"})
-            raise ConfigError(
-                f"HuggingFaceGeneration has no argument {key!r}.{did_you_mean(key, known)} It takes the fields of "
-                "`policy.generation` and of its `hf_cfg`: " + ", ".join(known) + "."
-            )
-    try:
-        return HFGenerationConfig(**values, hf_cfg=HFSamplerConfig(**own))
-    except ValidationError as error:
-        problems = "; ".join(
-            f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']} (found {problem['input']!r})"
-            for problem in error.errors(include_url=False)
-        )
-        raise ConfigError(f"HuggingFaceGeneration: {problems}") from error

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from rl_backends_vllm.config import VllmConfig, VllmEngineConfig
+from rl_backends_vllm.config import VllmConfig
 from rl_backends_vllm.device import worker_environment
 from rl_backends_vllm.requests import refuse_unreadable_stops
 from rl_backends_vllm.worker import VllmGenerationWorker
+from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.completions import RowLimits, read_prompts
 from rl_core.dispatch.generation import ROW_KEYS, DistributedGeneration
 from rl_core.dispatch.rows import at_the_door
 from rl_core.dispatch.streaming import RowStream
-from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
-from rl_core.plugins.component import did_you_mean
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -105,23 +102,4 @@ def _section(config: VllmConfig | Mapping[str, Any] | None) -> VllmConfig:
     """The section; a plain mapping may hold the fields of `vllm_cfg` beside its own."""
     if isinstance(config, VllmConfig):
         return config
-    if config is None:
-        raise ConfigError("VllmGeneration needs a config: VllmGeneration(cluster, VllmConfig(model_name=...)).")
-    own = dict(config.get("vllm_cfg") or {})
-    values: dict[str, Any] = {}
-    for key, value in config.items():
-        if key in VllmConfig.model_fields:
-            values[key] = value
-        elif key in VllmEngineConfig.model_fields:
-            own[key] = value
-        else:
-            known = sorted({*VllmConfig.model_fields, *VllmEngineConfig.model_fields})
-            raise ConfigError(f"VllmGeneration: the config has no field {key!r}.{did_you_mean(key, known)}")
-    try:
-        return VllmConfig(**{**values, "vllm_cfg": VllmEngineConfig(**own)})
-    except ValidationError as error:
-        problems = "; ".join(
-            f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']} (found {problem['input']!r})"
-            for problem in error.errors(include_url=False)
-        )
-        raise ConfigError(f"VllmGeneration: {problems}") from error
+    return section_from_keywords("VllmGeneration", VllmConfig, own="vllm_cfg", fields=config or {})

@@ -1,0 +1,94 @@
+"""One section of a config out of a constructor's keyword arguments, for backends made from Python; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from rl_core.config.section import Section
+from rl_core.errors import ConfigError
+from rl_core.plugins.component import did_you_mean
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def section_from_keywords(
+    who: str,
+    model: type[SectionT],
+    *,
+    own: str,
+    fields: Mapping[str, Any],
+    model_name: str | None = None,
+    torch_dtype: Any = None,
+    config: SectionT | None = None,
+    nested: Mapping[str, type[BaseModel]] | None = None,
+) -> SectionT:
+    """The section that keyword arguments amount to.
+
+    Args:
+        who: the class that was called, for errors.
+        model: the section's model.
+        own: the key of the backend's own section in it, such as "hf_cfg"; its fields may be given beside those of `model`.
+        fields: the arguments by name.
+        model_name: the field of that name; None where it was not given.
+        torch_dtype: `precision` by its promised name, as text or as a dtype of torch; None where it was not given.
+        config: the whole section, which excludes any of `fields`.
+        nested: models of fields that may be given as plain mappings.
+
+    Raises:
+        ConfigError: a whole section and fields beside it, no model, an unknown field, or a value that is not allowed.
+    """
+    given = dict(fields)
+    if model_name is not None:
+        given["model_name"] = model_name
+    if torch_dtype is not None:
+        given["precision"] = str(torch_dtype).removeprefix("torch.")
+    if config is not None:
+        if given:
+            raise ConfigError(
+                f"{who} got a whole `config` and fields beside it: put them into the config, for example with "
+                "`config.model_copy(update={...})`."
+            )
+        return config
+    if given.get("model_name") is None:
+        raise ConfigError(f"{who} needs a model: model_name='path/to/model', or config={model.__name__}(...).")
+    own_model = model.model_fields[own].annotation
+    assert isinstance(own_model, type)
+    assert issubclass(own_model, BaseModel)
+    values, own_values = _sorted_out(who, given, model, own, own_model)
+    try:
+        for key, nested_model in (nested or {}).items():
+            if isinstance(values.get(key), Mapping):
+                values[key] = nested_model(**values[key])
+        return model(**values, **{own: own_model(**own_values)})
+    except ValidationError as error:
+        raise ConfigError(f"{who}: {_problems(error)}") from error
+
+
+def _sorted_out(
+    who: str, given: dict[str, Any], model: type[Section], own: str, own_model: type[BaseModel]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of the section, and those of the backend's own section in it."""
+    own_values = dict(given.pop(own, None) or {})
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in model.model_fields:
+            values[key] = value
+        elif key in own_model.model_fields:
+            own_values[key] = value
+        else:
+            known = sorted({*model.model_fields, *own_model.model_fields, "torch_dtype", "cluster"})
+            raise ConfigError(
+                f"{who} has no argument {key!r}.{did_you_mean(key, known)} It takes the fields of {model.__name__} and of its "
+                f"`{own}`: {', '.join(known)}."
+            )
+    return values, own_values
+
+
+def _problems(error: ValidationError) -> str:
+    return "; ".join(
+        f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']} (found {problem['input']!r})"
+        for problem in error.errors(include_url=False)
+    )
