@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from rlcore_cli.report.run_folder import read_lines
 
 WIDTH = 72
 HEIGHT = 14
@@ -19,9 +20,12 @@ class Series:
 
 
 def read_series(path: Path, name: str) -> Series:
-    """The values of a metric in a metrics.jsonl; steps without it are left out."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    kept = [row for row in rows if row.get(name) is not None]
+    """The values of a metric in a metrics.jsonl; steps without it, and a last line that a kill cut short, are left out.
+
+    Raises:
+        DataError: a line is damaged.
+    """
+    kept = [row for row in read_lines(path) if row.get(name) is not None]
     return Series(steps=[row["step"] for row in kept], values=[row[name] for row in kept])
 
 

@@ -1,0 +1,33 @@
+"""The curve that a run ends with, from a metrics.jsonl in whatever state it is."""
+
+import pytest
+
+from rl_core.errors import DataError
+from rlcore_cli.curve import Series, draw, read_series
+
+
+def test_a_curve_has_the_steps_that_recorded_the_metric_and_not_a_line_that_a_kill_cut_short(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 0, "validation/accuracy": 0.25}\n'
+        '{"step": 1, "reward/mean": 0.5}\n'
+        '{"step": 2, "validation/accuracy": null}\n'
+        '{"step": 3, "validation/accuracy": 0.75}\n'
+        '{"step": 4, "validation/accu'
+    )
+    assert read_series(path, "validation/accuracy") == Series(steps=[0, 3], values=[0.25, 0.75])
+    path.write_text('{"step": 4, "validation/accuracy": 0.5}')
+    assert read_series(path, "validation/accuracy") == Series(steps=[], values=[])
+
+
+def test_a_line_that_is_damaged_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "reward/mean": 0.5}\nnonsense\n{"step": 3, "reward/mean": 0.5}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2 is damaged"):
+        read_series(path, "reward/mean")
+
+
+def test_the_drawing_has_its_title_and_no_colours():
+    drawing = draw(Series(steps=[1, 2, 3], values=[0.0, 0.5, 1.0]), "mean reward")
+    assert "mean reward" in drawing
+    assert "\x1b" not in drawing
