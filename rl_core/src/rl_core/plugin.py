@@ -105,7 +105,7 @@ def rlcore_loggers() -> list[Component]:
             target="rl_core.metrics.mlflow:MlflowLogger",
             config="rl_core.metrics.logger_config:MlflowConfig",
             summary="MLflow, in a database of the run folder unless told otherwise",
-            needs=("mlflow<4,>=3.17",),
+            needs=("mlflow-skinny<4,>=3.17", "sqlalchemy<3,>=2", "alembic<2,>=1.13"),
             install="pip install 'rl-core[mlflow]'",
         ),
     ]

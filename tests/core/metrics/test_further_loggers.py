@@ -1,14 +1,17 @@
-"""TensorBoard and Weights & Biases with their real libraries, read back; an absent library is a mistake of the config."""
+"""TensorBoard, Weights & Biases and MLflow with their real libraries, read back; an absent one is a mistake of the config."""
 
+import importlib.metadata
 import json
+import logging
+import math
 import os
 import socket
 import struct
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,8 @@ import pytest
 from rl_core.assembly.parts import Builder
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.config.loader import load_config
-from rl_core.metrics.logger_config import TensorBoardConfig, WandbConfig
+from rl_core.metrics.logger_config import MlflowConfig, TensorBoardConfig, WandbConfig
+from rl_core.metrics.mlflow import MlflowLogger
 from rl_core.metrics.tensorboard import TensorBoardLogger
 from rl_core.metrics.wandb import WandbLogger
 from rl_core.plugins.manager import PluginManager, discover
@@ -93,25 +97,109 @@ def test_wandb_writes_offline_whatever_the_environment_says_and_goes_on_under_th
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.25), (2, 0.5), (2, 0.75)]
 
 
-def test_wandb_offline_calls_nobody(tmp_path):
-    code = (
-        "import pathlib\n"
-        "from rl_core.metrics.logger_config import WandbConfig\n"
-        "from rl_core.metrics.wandb import WandbLogger\n"
-        f"logger = WandbLogger(config=WandbConfig(), folder=pathlib.Path({str(tmp_path)!r}))\n"
-        "logger.log_metrics({'reward/mean': 1.0}, 1)\n"
-        "logger.finish()\n"
-    )
+@contextmanager
+def nobody_is_called(folder, *own_server):
+    """An environment in which every way out is one door, at which nobody may have knocked."""
     with socket.create_server(("127.0.0.1", 0)) as door:
-        # Its own server, and the way to every other one, is this door; the library's service is a process of its own.
-        door_url = f"http://127.0.0.1:{door.getsockname()[1]}"
-        ways = dict.fromkeys(("WANDB_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), door_url)
-        clean = {key: value for key, value in os.environ.items() if key.lower() != "no_proxy"}
-        subprocess.run([sys.executable, "-c", code], check=True, env=clean | ways, timeout=60)
+        url = f"http://127.0.0.1:{door.getsockname()[1]}"
+        # Bare, since libraries keep quiet by themselves where a variable tells them of a test or of CI.
+        ways = dict.fromkeys((*own_server, "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), url)
+        yield {"PATH": os.environ["PATH"], "HOME": str(folder)} | ways
         door.settimeout(0.2)
         with pytest.raises(TimeoutError):
             door.accept()
+
+
+LOG_ONE_STEP = """
+import pathlib
+from rl_core.metrics.logger_config import {name}Config
+from rl_core.metrics.{module} import {name}Logger
+logger = {name}Logger(config={name}Config(), folder=pathlib.Path({folder!r}))
+logger.log_metrics({{"reward/mean": 1.0}}, 1)
+logger.finish()
+"""
+
+
+def log_one_step(name, folder, env):
+    code = LOG_ONE_STEP.format(name=name, module=name.lower(), folder=str(folder))
+    return subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60, capture_output=True, text=True)
+
+
+def test_wandb_offline_calls_nobody(tmp_path):
+    with nobody_is_called(tmp_path, "WANDB_BASE_URL") as env:
+        log_one_step("Wandb", tmp_path, env)
     assert len(wandb_rows(tmp_path)) == 1
+
+
+def mlflow_run(folder, store="mlflow.db"):
+    """The one run of a store, and its metrics by name: (step, value), in the order of the steps."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / store}")
+    [experiment] = [found for found in client.search_experiments() if found.name != "Default"]
+    [run] = client.search_runs([experiment.experiment_id])
+    kept = {
+        name: sorted((one.step, one.value) for one in client.get_metric_history(run.info.run_id, name))
+        for name in run.data.metrics
+    }
+    return experiment, run, kept
+
+
+def test_mlflow_keeps_metrics_parameters_and_tags_in_the_run_folder_whatever_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
+    log(MlflowLogger(config=MlflowConfig(tags={"a": "b"}), folder=tmp_path), [0.25, 0.5, 0.75], first_step=1)
+    experiment, run, metrics = mlflow_run(tmp_path)
+    assert metrics == {"reward/mean": [(1, 0.25), (2, 0.5), (3, 0.75)]}
+    assert run.data.params == {"grpo.max_num_steps": "3", "grpo.val_period": "None"}
+    assert (experiment.name, run.info.run_name, run.data.tags["a"]) == ("rlcore", tmp_path.name, "b")
+    assert run.info.status == "FINISHED"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow_run_id"]
+
+
+def test_mlflow_takes_the_store_and_the_names_of_the_config(tmp_path):
+    config = MlflowConfig(tracking_uri=f"sqlite:///{tmp_path}/own.db", experiment_name="sums", run_name="third")
+    log(MlflowLogger(config=config, folder=tmp_path), [1.0], first_step=1)
+    experiment, run, metrics = mlflow_run(tmp_path, "own.db")
+    assert (experiment.name, run.info.run_name, metrics) == ("sums", "third", {"reward/mean": [(1, 1.0)]})
+
+
+def test_a_resumed_run_goes_on_in_its_mlflow_run_and_keeps_the_first_value_of_a_parameter(tmp_path, caplog):
+    log(MlflowLogger(config=MlflowConfig(), folder=tmp_path), [0.25, 0.5], first_step=1)
+    resumed = MlflowLogger(config=MlflowConfig(), folder=tmp_path)
+    assert mlflow_run(tmp_path)[1].info.status == "RUNNING"
+    with caplog.at_level(logging.WARNING, logger="rlcore"):
+        resumed.log_hyperparams({"grpo": {"max_num_steps": 4, "val_period": None, "seed": 1}})
+    assert caplog.messages == ["MLflow keeps the first value of a parameter; changed since: grpo.max_num_steps"]
+    resumed.log_metrics({"reward/mean": 0.625}, 2)
+    resumed.log_metrics({"reward/mean": 0.75}, 3)
+    resumed.finish()
+    _, run, metrics = mlflow_run(tmp_path)
+    assert metrics == {"reward/mean": [(1, 0.25), (2, 0.5), (2, 0.625), (3, 0.75)]}
+    assert run.data.params == {"grpo.max_num_steps": "3", "grpo.val_period": "None", "grpo.seed": "1"}
+    assert run.info.status == "FINISHED"
+
+
+def test_mlflow_takes_a_number_that_is_not_finite_and_a_long_parameter(tmp_path):
+    logger = MlflowLogger(config=MlflowConfig(), folder=tmp_path)
+    logger.log_hyperparams({"text": "x" * 7000, "many": {str(number): number for number in range(150)}})
+    logger.log_metrics({"loss": math.nan, "grad_norm": math.inf, "reward/mean": 0.5}, 1)
+    logger.log_metrics({"loss": 0.25, "grad_norm": 1.0, "reward/mean": 0.5}, 2)
+    logger.finish()
+    _, run, metrics = mlflow_run(tmp_path)
+    assert math.isnan(metrics["loss"][0][1])
+    assert metrics["loss"][1] == (2, 0.25)
+    # A database has no infinity: MLflow writes the largest number that there is.
+    assert metrics["grad_norm"] == [(1, sys.float_info.max), (2, 1.0)]
+    assert metrics["reward/mean"] == [(1, 0.5), (2, 0.5)]
+    assert len(run.data.params) == 151
+    assert run.data.params["text"] == "x" * 6000
+
+
+def test_mlflow_calls_nobody_and_prints_nothing(tmp_path):
+    with nobody_is_called(tmp_path, "MLFLOW_TRACKING_URI") as env:
+        done = log_one_step("Mlflow", tmp_path, env)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert mlflow_run(tmp_path)[2] == {"reward/mean": [(1, 1.0)]}
 
 
 def config_file(folder, loggers):
@@ -126,6 +214,19 @@ def test_several_loggers_at_once_have_their_own_keys(tmp_path):
     assert loggers["tensorboard"] == TensorBoardConfig(flush_s=2)
     assert loggers["wandb"] == WandbConfig(project="sums", tags=["a", "b"])
     assert loggers["wandb"].mode == "offline"
+
+
+def test_tensorboard_and_mlflow_record_one_run_side_by_side(tmp_path):
+    path = config_file(tmp_path, "    tensorboard: {}\n    mlflow: {experiment_name: sums}\n")
+    registry = Registry(discover())
+    run = load_config(path, registry=registry).run
+    with ExitStack() as exits:
+        loggers = Builder(run=run, registry=registry, exits=exits, cluster=None).loggers(tmp_path)
+        for logger in loggers:
+            logger.log_metrics({"reward/mean": 0.5, "loss": 0.25}, 3)
+    experiment, run, metrics = mlflow_run(tmp_path)
+    assert metrics == scalars(tmp_path / "tensorboard") == {"reward/mean": [(3, 0.5)], "loss": [(3, 0.25)]}
+    assert (experiment.name, run.info.status) == ("sums", "FINISHED")
 
 
 def test_a_logger_of_ones_own_is_named_by_its_path_and_gets_its_keys_and_the_run_folder(tmp_path, monkeypatch):
@@ -147,28 +248,45 @@ def test_a_logger_of_ones_own_is_named_by_its_path_and_gets_its_keys_and_the_run
     assert (tmp_path / "lines.txt").read_text() == "3 {'reward/mean': 0.5}"
 
 
-def test_a_logger_whose_library_is_absent_is_a_mistake_at_its_line_with_the_command_that_mends_it(tmp_path):
-    with pytest.raises(PackageNotFoundError):
-        version("mlflow")
+def test_a_logger_whose_library_is_absent_is_a_mistake_at_its_line_with_the_command_that_mends_it(tmp_path, monkeypatch):
+    everything = importlib.metadata.distribution
+
+    def all_but_mlflow(name):
+        if name == "mlflow-skinny":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return everything(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", all_but_mlflow)
     path = config_file(tmp_path, "    mlflow: {experiment_name: sums}\n")
     with pytest.raises(InvalidConfigError) as error:
         load_config(path)
     assert str(error.value) == (
-        f"{path}:4:13: logger.loggers.mlflow: the logger 'mlflow' cannot run here, since mlflow<4,>=3.17 is not installed: "
-        "pip install 'rl-core[mlflow]'"
+        f"{path}:4:13: logger.loggers.mlflow: the logger 'mlflow' cannot run here, since mlflow-skinny<4,>=3.17 is not "
+        "installed: pip install 'rl-core[mlflow]'"
     )
     assert load_config(path, ["logger.loggers.mlflow.enabled=false"]).run.logger.loggers["mlflow"].enabled is False
 
 
-def test_the_lists_and_the_doctor_say_that_it_is_not_installed():
+WITHOUT_MLFLOW = """
+import importlib.metadata
+
+everything = importlib.metadata.Distribution.discover
+importlib.metadata.Distribution.discover = lambda **where: (d for d in everything(**where) if d.name != "mlflow-skinny")
+"""
+
+
+def test_the_lists_and_the_doctor_say_that_it_is_not_installed(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_MLFLOW)
+
     def rlcore(*arguments):
         command = [sys.executable, "-m", "rlcore_cli.main", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        env = os.environ | {"PYTHONPATH": str(tmp_path)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
 
     rows = {row["name"]: row for row in json.loads(rlcore("list-backends", "--all", "--json")) if row["kind"] == "logger"}
     assert (rows["mlflow"]["status"], rows["mlflow"]["reason"]) == ("not installed", "pip install 'rl-core[mlflow]'")
     assert rows["tensorboard"]["status"] == rows["wandb"]["status"] == "ready"
-    assert "not usable here: mlflow<4,>=3.17 is not installed: pip install 'rl-core[mlflow]'" in rlcore("doctor", "core")
+    assert "not usable here: mlflow-skinny<4,>=3.17 is not installed: pip install 'rl-core[mlflow]'" in rlcore("doctor", "core")
 
 
 def test_what_one_component_needs_does_not_make_its_plugin_missing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,9 @@ class MlflowLogger(Logger):
     """
 
     def __init__(self, *, config: MlflowConfig, folder: Path) -> None:
+        # Read when the library is imported: it would otherwise tell its makers, and the screen, what it does.
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient(tracking_uri=config.tracking_uri or f"sqlite:///{folder.resolve()}/mlflow.db")
