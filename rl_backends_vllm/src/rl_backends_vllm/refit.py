@@ -42,6 +42,7 @@ class VllmWeightReceiver(WeightReceiver):
         self._expected: RefitManifest | None = None
         self._packed_before: dict[torch.nn.Module, Any] = {}
         self._tied: set[str] = set()
+        self._held: list[Any] = []
 
     def collective_rank(self) -> int:
         return 1 + self.context.rank * self._processes + self._place
@@ -68,6 +69,7 @@ class VllmWeightReceiver(WeightReceiver):
 
     def refit_begins(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         self._undo_half_a_reload()
         self._digests = {}
@@ -75,6 +77,8 @@ class VllmWeightReceiver(WeightReceiver):
         self._packed_before = {module: module.cpu_linear for module in self._model.modules() if hasattr(module, "cpu_linear")}
         with self._inside_vllm():
             initialize_layerwise_reload(self._model)
+        # Looked through after every bucket; finding them anew would take as long as a small bucket.
+        self._held = [get_layerwise_info(layer) for layer in self._model.modules()]
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         kind = natural_kind(self._device())
@@ -128,10 +132,8 @@ class VllmWeightReceiver(WeightReceiver):
                 yield name, f"{info.load_numel} of {info.load_numel_total} elements"
 
     def _clone_what_vllm_still_holds(self) -> None:
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        for layer in self._model.modules():
-            for _, call in get_layerwise_info(layer).loaded_weights:
+        for info in self._held:
+            for _, call in info.loaded_weights:
                 for name, value in call.arguments.items():
                     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
                         call.arguments[name] = value.clone()
