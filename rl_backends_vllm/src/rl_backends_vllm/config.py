@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rl_backends_vllm.engine_arguments import OWNED, known_engine_arguments
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
@@ -72,13 +72,23 @@ class VllmEngineConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
+def _engine_argument(name: str) -> str:
+    """A name that `vllm_kwargs` may hold; of a key, so that the error has the key's own line."""
+    known = known_engine_arguments()
+    if name in OWNED:
+        raise ValueError(f"vllm_kwargs cannot set {name}: {OWNED[name]}")
+    if known and name not in known:
+        raise ValueError(f"vLLM's EngineArgs has no {name!r}.{did_you_mean(name, sorted(known))}")
+    return name
+
+
 class VllmConfig(GenerationConfig):
     """`policy.generation` with `backend: vllm`."""
 
     backend: str = "vllm"
     vllm_cfg: VllmEngineConfig = Field(default_factory=VllmEngineConfig)
     """What only this backend knows."""
-    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    vllm_kwargs: dict[Annotated[str, AfterValidator(_engine_argument)], Any] = Field(default_factory=dict)
     """Any further argument of vLLM's `EngineArgs`, by its name there."""
 
     @model_validator(mode="after")
@@ -88,16 +98,6 @@ class VllmConfig(GenerationConfig):
                 f"temperature {self.temperature:g} is below {_LEAST_TEMPERATURE:g}, and vLLM would sample at that instead, "
                 "while training scored tokens at the smaller one"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _only_arguments_that_the_engine_has(self) -> Self:
-        known = known_engine_arguments()
-        for name in self.vllm_kwargs:
-            if name in OWNED:
-                raise ValueError(f"vllm_kwargs cannot set {name}: {OWNED[name]}")
-            if known and name not in known:
-                raise ValueError(f"vLLM's EngineArgs has no {name!r}.{did_you_mean(name, sorted(known - OWNED.keys()))}")
         return self
 
     def for_policy(self, policy: PolicyConfig) -> Self:

@@ -1,0 +1,224 @@
+"""The section `backend: vllm`: light to read, exact about mistakes, and all of it reaches the engine."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from readable_model import LENGTH, batch_of
+
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_vllm import VllmConfig, VllmGeneration, VllmGenerationWorker
+from rl_backends_vllm.config import VllmEngineConfig
+from rl_backends_vllm.engine_arguments import OWNED, known_engine_arguments
+from rl_backends_vllm.model_folder import ModelFiles
+from rl_core.cluster.worker_context import WorkerContext
+from rl_core.config.schema import TokenizerConfig
+from rl_core.errors import ConfigError, WorkerError
+
+pytestmark = pytest.mark.vllm
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HEAVY = {"torch", "ray", "numpy", "transformers", "vllm", "megatron"}
+RUN = f"""defaults: {EXAMPLES / "grpo_addition.yaml"}
+policy:
+  generation:
+    backend: vllm
+"""
+
+
+def rlcore(*arguments, python=()):
+    return subprocess.run(
+        [sys.executable, *python, "-m", "rlcore_cli.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def mistakes(tmp_path):
+    """The lines that `rlcore validate` prints of a run with more lines in its section, from the fifth on."""
+
+    def lines(*more):
+        path = tmp_path / "run.yaml"
+        path.write_text(RUN + "".join(f"    {line}\n" for line in more))
+        result = rlcore("validate", path)
+        assert (result.returncode, result.stdout) == (2, "")
+        return [line.removeprefix(f"{path}:") for line in result.stderr.splitlines()[1:]]
+
+    return lines
+
+
+def test_validating_a_run_on_vllm_imports_neither_torch_nor_vllm(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN + "    vllm_cfg: {kv_cache_gib: 0.5}\n    vllm_kwargs: {block_size: 32}\n")
+    result = rlcore("validate", path, "--json", python=("-X", "importtime"))
+    assert result.returncode == 0
+    lines = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "rl_backends_vllm" in imported
+    assert not imported & HEAVY
+    assert json.loads(result.stdout)["config"]["policy"]["generation"]["vllm_kwargs"] == {"block_size": 32}
+
+
+def test_every_mistake_has_its_line_and_a_suggestion(mistakes):
+    assert mistakes(
+        "vllm_cfg:",
+        "  gpu_memory_utilisation: 0.5",
+        "vllm_kwargs:",
+        "  enable_lorra: true",
+        "  tokenizer: other",
+        "  worker_extension_cls: mine",
+    ) == [
+        "6:7: policy.generation.vllm_cfg.gpu_memory_utilisation: policy.generation.vllm_cfg has no key "
+        "'gpu_memory_utilisation'. Did you mean 'gpu_memory_utilization'?",
+        "8:7: policy.generation.vllm_kwargs.enable_lorra: vLLM's EngineArgs has no 'enable_lorra'. Did you mean 'enable_lora'?",
+        "9:7: policy.generation.vllm_kwargs.tokenizer: vllm_kwargs cannot set tokenizer: set "
+        "policy.generation.vllm_cfg.tokenizer instead.",
+        "10:7: policy.generation.vllm_kwargs.worker_extension_cls: vllm_kwargs cannot set worker_extension_cls: the refit "
+        "needs it.",
+    ]
+
+
+def test_values_that_vllm_would_change_in_silence_or_refuse_at_the_start_are_mistakes(mistakes):
+    assert mistakes("temperature: 0.001", "val_temperature: 0.001") == [
+        "3:3: policy.generation: temperature 0.001 is below 0.01, and vLLM would sample at that instead, while training scored "
+        "tokens at the smaller one."
+    ]
+    assert mistakes("vllm_cfg: {max_num_seqs: 64, max_num_batched_tokens: 32}") == [
+        "5:5: policy.generation.vllm_cfg: max_num_batched_tokens 32 is below max_num_seqs 64: each row that is decoded needs a "
+        "token."
+    ]
+
+
+def test_every_argument_that_is_refused_exists_and_each_is_refused_with_the_place_where_it_is_set():
+    assert OWNED.keys() <= known_engine_arguments()
+    for name, reason in OWNED.items():
+        with pytest.raises(ValidationError, match=re.escape(f"vllm_kwargs cannot set {name}: {reason}")):
+            VllmConfig(vllm_kwargs={name: 1})
+        for key in re.findall(r"policy\.generation\.vllm_cfg\.(\w+)", reason):
+            assert key in VllmEngineConfig.model_fields
+
+
+def test_the_arguments_that_are_read_from_the_source_are_those_of_the_class():
+    import dataclasses
+
+    from vllm import EngineArgs
+
+    assert known_engine_arguments() == {f.name for f in dataclasses.fields(EngineArgs) if f.name[0] != "_"}
+
+
+EVERY_KEY = {
+    "tensor_parallel_size": (2, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+    "pipeline_parallel_size": (3, {"pipeline_parallel_size": 3, "distributed_executor_backend": "mp"}),
+    "gpu_memory_utilization": (0.5, {"gpu_memory_utilization": 0.5}),
+    "kv_cache_gib": (0.25, {"kv_cache_memory_bytes": 2**28}),
+    "max_model_len": (77, {"max_model_len": 77}),
+    "max_num_seqs": (5, {"max_num_seqs": 5}),
+    "max_num_batched_tokens": (999, {"max_num_batched_tokens": 999}),
+    "enforce_eager": (True, {"enforce_eager": True}),
+    "enable_prefix_caching": (False, {"enable_prefix_caching": False}),
+    "precision": ("float16", {"dtype": "float16"}),
+    "kv_cache_dtype": ("fp8", {"kv_cache_dtype": "fp8"}),
+    "trust_remote_code": (True, {"trust_remote_code": True}),
+    "seed": (11, {"seed": 11}),
+    "sleep_level": (2, {"enable_sleep_mode": True}),
+}
+ELSEWHERE = {
+    "tokenizer": "a folder of files, below",
+    "load_format": "below",
+    "async_engine": "which engine starts: test_generation_async",
+    "in_flight": "what happens at a refit: test_generation_async",
+}
+
+
+def test_every_documented_key_reaches_the_engine():
+    assert EVERY_KEY.keys() | ELSEWHERE.keys() == VllmEngineConfig.model_fields.keys()
+    plain = arguments_on_a_gpu(VllmConfig(model_name="m"))
+    for key, (value, expected) in EVERY_KEY.items():
+        found = arguments_on_a_gpu(VllmConfig(model_name="m", vllm_cfg={key: value}))
+        assert {name for name in found if found[name] != plain[name]} == expected.keys()
+        assert {name: found[name] for name in expected} == expected
+    found = arguments_on_a_gpu(VllmConfig(model_name="m", vllm_kwargs={"block_size": 32, "max_logprobs": 3}))
+    assert {name: found[name] for name in found.keys() - plain.keys()} == {"block_size": 32, "max_logprobs": 3}
+
+
+def arguments_on_a_gpu(config):
+    """What the engine would be started with there; nothing of it needs one."""
+    context = WorkerContext(rank=0, world_size=1, local_rank=0, node_rank=0, master_address="", master_port=0, device="cuda")
+    files = ModelFiles(path="m", hf_config=None, generation_config=None, tokenizer=None, tokenizer_path="m", has_weights=True)
+    return VllmGenerationWorker(context, config)._arguments(files, "auto")
+
+
+def test_the_running_engine_has_them(engines, readable, tmp_path):
+    engine = engines(
+        max_new_tokens=4,
+        max_model_len=300,
+        max_num_seqs=7,
+        max_num_batched_tokens=512,
+        kv_cache_gib=0.01,
+        enable_prefix_caching=False,
+        precision="bfloat16",
+        seed=23,
+        vllm_kwargs={"block_size": 32},
+    )
+    assert engine.facts == {
+        "max_model_len": 300,
+        "vocab_size": 512,
+        "device": "cpu",
+        "precision": "bfloat16",
+        "reads_text": True,
+    }
+    config = engine.group.worker._running.config
+    assert (config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens) == (7, 512)
+    assert (config.cache_config.block_size, config.cache_config.enable_prefix_caching) == (32, False)
+    assert config.cache_config.kv_cache_memory_bytes == int(0.01 * 2**30)
+    assert (config.model_config.seed, config.model_config.enforce_eager) == (23, True)
+    assert config.model_config.tokenizer == readable
+
+
+def test_what_vllm_itself_refuses_is_the_users_to_mend(engines):
+    with pytest.raises(WorkerError, match=r"vllm_cfg and vllm_kwargs(.|\n)*max_model_len") as refused:
+        engines(max_model_len=100 * LENGTH).wait_ready()
+    assert isinstance(refused.value.__cause__, ConfigError)
+    assert refused.value.exit_code == 2
+
+
+def test_a_section_takes_what_it_leaves_open_from_the_policy():
+    policy = HFPolicyConfig(
+        model_name="m", precision="bfloat16", max_total_sequence_length=77, tokenizer={"name": "t"},
+        hf_cfg={"trust_remote_code": True},
+    )  # fmt: skip
+    filled = VllmConfig().for_policy(policy)
+    own = filled.vllm_cfg
+    assert (filled.model_name, own.precision, own.max_model_len, own.load_format) == ("m", "bfloat16", 77, "dummy")
+    assert (own.tokenizer, own.trust_remote_code) == (TokenizerConfig(name="t"), True)
+    written = VllmConfig(
+        model_name="n",
+        vllm_cfg={"precision": "float32", "max_model_len": 500, "load_format": "auto", "tokenizer": {"name": "u"}},
+    ).for_policy(policy)
+    own = written.vllm_cfg
+    assert (written.model_name, own.precision, own.max_model_len, own.load_format) == ("n", "float32", 77, "auto")
+    assert own.tokenizer == TokenizerConfig(name="u")
+
+
+def test_an_engine_that_waits_for_weights_says_so_instead_of_sampling(engines):
+    engine = engines(max_new_tokens=4, load_format="dummy")
+    with pytest.raises(WorkerError, match="no whole set of weights"):
+        engine.generate(batch_of([5]))
+
+
+def test_a_plain_mapping_is_refused_where_it_is_wrong():
+    with pytest.raises(ConfigError, match=r"'max_modl_len'. Did you mean 'max_model_len'"):
+        VllmGeneration(config={"model_name": "m", "max_modl_len": 5})
+    with pytest.raises(ConfigError, match=r"temperature.*greater than 0"):
+        VllmGeneration(config={"model_name": "m", "temperature": -1})
+    with pytest.raises(ConfigError, match="needs a model"):
+        VllmGeneration()
+    with pytest.raises((ConfigError, WorkerError), match="name a model"):
+        VllmGeneration(config={"max_new_tokens": 4}).wait_ready()
