@@ -241,6 +241,40 @@ def test_how_a_run_stands_is_told_from_its_status_and_its_process(write_run, tmp
     assert (failed.sentence, failed.error) == ("Failed in the phase train, after 5 of 5 steps.", "NaN")
 
 
+@pytest.mark.parametrize(
+    ("status", "environment", "times"),
+    [
+        (
+            {
+                "state": "finished",
+                "started": "2026-01-02T10:00:00+00:00",
+                "ended": "2026-01-02T13:20:05+00:00",
+                "seconds": 12005.2,
+            },
+            {"started": "2026-01-02T10:00:07+00:00"},
+            "Started 2026-01-02 10:00:00 UTC, ended 2026-01-02 13:20:05 UTC, after 3 h 20 min.",
+        ),
+        (
+            {"state": "running", "started": "2026-01-02T10:00:00+00:00"},
+            {"started": "2026-01-02T10:00:07+00:00"},
+            "Started 2026-01-02 10:00:00 UTC.",
+        ),
+        ({"state": "finished"}, {"started": "2026-01-02T10:00:07+00:00"}, "Started 2026-01-02 10:00:07 UTC."),
+        ({"state": "finished"}, {}, ""),
+    ],
+    ids=["over", "running", "started alone", "silent"],
+)
+def test_the_page_says_when_a_run_started_and_ended_and_how_long_it_took(
+    write_run, tmp_path, page_of, status, environment, times
+):
+    folder = write_run(tmp_path / "run", status=status, environment=environment)
+    ending = ending_of(read_run_folder(folder))
+    assert ending.times == times
+    text = page_of(folder).text
+    assert " ".join(f"{ending.sentence} {times}".split()) in text
+    assert ("Started" in text) == bool(times)
+
+
 def test_follow_rewrites_the_page_until_the_run_ends(write_run, tmp_path):
     files = {"status": {"state": "running", "pid": os.getpid()}, "environment": {"host": socket.gethostname()}}
     config = {"grpo": {"max_num_steps": 3}}

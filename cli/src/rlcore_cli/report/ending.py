@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlcore_cli.report.run_folder import RunFolder
+from rlcore_cli.report.scales import format_duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,17 +19,23 @@ class Ending:
         state: `finished`, `running`, `interrupted`, `failed`, `vanished` (its process is gone without a word) or `unknown`.
         sentence: The same for a person.
         error: What it ended with, in the run's own words.
+        times: When it started and ended, and how long it took, as far as the folder says.
         is_over: Whether nothing more will be written.
     """
 
     state: str
     sentence: str
     error: str | None = None
+    times: str = ""
     is_over: bool = True
 
 
 def ending_of(run: RunFolder) -> Ending:
     """How a run stands, from status.json; a process can be looked for on its own machine only."""
+    return replace(_ending(run), times=_times(run))
+
+
+def _ending(run: RunFolder) -> Ending:
     status = run.status or {}
     state = status.get("state")
     done, planned = run.last_step or 0, run.planned_steps
@@ -52,6 +59,22 @@ def ending_of(run: RunFolder) -> Ending:
             return Ending(state=state, sentence=f"Running: {so_far} so far.", is_over=False)
         case _:
             return Ending(state="unknown", sentence=f"{so_far.capitalize()}; the folder does not say how the run stands.")
+
+
+def _times(run: RunFolder) -> str:
+    """Of a resumed run, those of its latest process."""
+    status = run.status or {}
+    started = status.get("started") or (run.environment or {}).get("started")
+    if not started:
+        return ""
+    ended, seconds = status.get("ended"), status.get("seconds")
+    end = f", ended {_moment(ended)}" if ended else ""
+    took = f", after {format_duration(seconds)}" if isinstance(seconds, int | float) else ""
+    return f"Started {_moment(started)}{end}{took}."
+
+
+def _moment(text: object) -> str:
+    return str(text).replace("T", " ").replace("+00:00", " UTC")
 
 
 def _is_gone(run: RunFolder, pid: object) -> bool:

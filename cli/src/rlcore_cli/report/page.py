@@ -18,7 +18,7 @@ from rlcore_cli.report.ending import Ending
 from rlcore_cli.report.panels import STEP_TIME, Chosen, choose_panels, phase_label, phases
 from rlcore_cli.report.rollouts import Sample, sample_rollouts
 from rlcore_cli.report.run_folder import Curve, RunFolder, leaves
-from rlcore_cli.report.scales import format_number
+from rlcore_cli.report.scales import format_duration, format_number
 
 MAX_MIB = 5.0
 """The default of the most that a page may take."""
@@ -146,7 +146,9 @@ def _tiles(run: RunFolder) -> list[tuple[str, str, str]]:
             tiles.append((name.removesuffix("/mean").replace("/", " "), last, f"{first} at step {curve.steps[0]}"))
     seconds = run.curve(STEP_TIME).values
     if seconds:
-        tiles.append(("time of the steps", _duration(sum(seconds)), f"{format_number(sum(seconds) / len(seconds))} s a step"))
+        tiles.append(
+            ("time of the steps", format_duration(sum(seconds)), f"{format_number(sum(seconds) / len(seconds))} s a step")
+        )
     speed = run.curve("tokens_per_s").values
     if speed:
         tiles.append(("tokens per second", format_number(sorted(speed)[len(speed) // 2]), "median of the steps"))
@@ -171,9 +173,3 @@ def _tail(text: str | None) -> str | None:
     if text is None or len(text) <= LONGEST_ERROR:
         return text
     return f"[... {len(text) - LONGEST_ERROR} characters left out]\n{text[-LONGEST_ERROR:]}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

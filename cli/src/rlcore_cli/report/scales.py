@@ -22,6 +22,13 @@ def format_number(value: float) -> str:
     return f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}".rstrip("0").rstrip(".")
 
 
+def format_duration(seconds: float) -> str:
+    """Two units at most: 3 h 20 min, 4 min 5 s, 6 s."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def nice_ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:
     """Round numbers within [low, high], about `count` of them.
 

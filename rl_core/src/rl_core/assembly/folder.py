@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +12,6 @@ from rl_core.checkpoints.state import read_state
 from rl_core.checkpoints.store import CheckpointStore
 from rl_core.config.schema import RunConfig
 from rl_core.errors import CheckpointError, UserError
-
-STATUS = "status.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +68,6 @@ def claim(folder: Path, exits: ExitStack) -> None:
         raise UserError(
             f"Another process is writing to {folder}. Wait for it, or begin a run of its own with --resume never."
         ) from error
-
-
-def write_status(folder: Path, state: str, **facts: object) -> None:
-    """Say in status.json how the run stands: `running`, `finished`, `interrupted` or `failed`."""
-    partial = folder / f"{STATUS}.tmp"
-    partial.write_text(json.dumps({"state": state, **facts}, indent=1), encoding="utf-8")
-    os.replace(partial, folder / STATUS)
 
 
 def _at_path(path: Path, config: RunConfig, parent: Path, name: str, attempts: list[Path]) -> Start:

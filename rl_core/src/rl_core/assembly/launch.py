@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_core.assembly.build import build_run
-from rl_core.assembly.folder import choose_start, claim, write_status
+from rl_core.assembly.folder import choose_start, claim
 from rl_core.assembly.origins import write_origins
+from rl_core.assembly.status import Status
 from rl_core.config.loader import LoadedConfig, load_config
-from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import RunInterrupted
 from rl_core.metrics.console import ConsoleLogger
 from rl_core.metrics.jsonl import JsonlLogger
@@ -84,9 +82,10 @@ def train(
             _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
         write_origins(run.folder, loaded, manager)
         _attach_loggers(run, loaded, console, exits)
-        _announce(run, manager)
+        status = Status(run.folder, parts={"policy": run.policy, "generation": run.generation}, since=started)
+        _announce(run, manager, status)
         loop_started = time.perf_counter()
-        with _attended(run, manager):
+        with _attended(run, manager, status):
             registry.find("algorithm", config.algorithm_name).load()(config.algorithm, run)
         ended = time.perf_counter()
     return Finished(
@@ -113,13 +112,17 @@ def _attach_loggers(run: Run, loaded: LoadedConfig, console: bool, exits: ExitSt
         logger.log_hyperparams(loaded.resolved)
 
 
-def _announce(run: Run, manager: PluginManager) -> None:
+def _announce(run: Run, manager: PluginManager, status: Status) -> None:
+    def tell(step: int, metrics: Mapping[str, float]) -> None:
+        status.running()
+        manager.call_event("rlcore_step_finished", run=run, step=step, metrics=metrics)
+
     manager.call_event("rlcore_run_started", run=run)
-    run.on_step = lambda step, metrics: manager.call_event("rlcore_step_finished", run=run, step=step, metrics=metrics)
+    run.on_step = tell
 
 
 @contextmanager
-def _attended(run: Run, manager: PluginManager) -> Iterator[None]:
+def _attended(run: Run, manager: PluginManager, status: Status) -> Iterator[None]:
     """Ctrl-C ends the run after its step (a second one at once); the end, whatever it is, is written down and announced."""
     before = signal.getsignal(signal.SIGINT)
 
@@ -130,29 +133,21 @@ def _attended(run: Run, manager: PluginManager) -> Iterator[None]:
         _log.warning("Ctrl-C: stopping after this step, with a checkpoint; once more stops at once")
 
     in_main_thread = _set_handler(stop)
-    write_status(run.folder, "running", pid=os.getpid(), workers=_pids(run))
+    status.running()
     error: BaseException | None = None
     try:
         yield
     except BaseException as caught:
         error = caught
         interrupted = isinstance(caught, KeyboardInterrupt | RunInterrupted)
-        write_status(run.folder, "interrupted" if interrupted else "failed", during=run.metrics.phase, error=str(caught))
+        status.ended("interrupted" if interrupted else "failed", during=run.metrics.phase, error=str(caught))
         raise
     else:
-        write_status(run.folder, "finished", steps=run.config.algorithm.max_num_steps)
+        status.ended("finished", steps=run.config.algorithm.max_num_steps)
     finally:
         if in_main_thread:
             signal.signal(signal.SIGINT, before)
         manager.call_event("rlcore_run_finished", run=run, error=error)
-
-
-def _pids(run: Run) -> dict[str, list[int]]:
-    """Process ids by rank, for whoever looks at a run from outside."""
-    groups = {"policy": run.policy, "generation": run.generation}
-    return {
-        name: part.group.pids() for name, part in groups.items() if isinstance(part, DistributedPolicy | DistributedGeneration)
-    }
 
 
 def _set_handler(handler: Any) -> bool:
