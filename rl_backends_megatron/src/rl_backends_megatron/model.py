@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -21,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.families import Family
+from rl_backends_megatron.gpt import HeadlessGPT
 from rl_backends_megatron.layers import RMSNorm, attention_class
 from rl_backends_megatron.weight_layouts import Sizes
 from rl_core.errors import NotSupportedError
@@ -34,11 +34,11 @@ class Chunks:
     """This rank's part of a model.
 
     Attributes:
-        modules: one GPTModel, or several where the pipeline is interleaved; their weights are not set yet.
+        modules: one HeadlessGPT, or several where the pipeline is interleaved; their weights are not set yet.
         config: Megatron's, which schedules read hooks from; each `Chunks` has its own.
     """
 
-    modules: list[GPTModel]
+    modules: list[HeadlessGPT]
     config: TransformerConfig
 
 
@@ -182,9 +182,11 @@ def _recomputation(config: MegatronPolicyConfig) -> dict[str, Any]:
     }
 
 
-def _build(hf: Any, config: MegatronPolicyConfig, transformer: TransformerConfig, engine: bool, stage: int | None) -> GPTModel:
+def _build(
+    hf: Any, config: MegatronPolicyConfig, transformer: TransformerConfig, engine: bool, stage: int | None
+) -> HeadlessGPT:
     rope = hf.rope_parameters
-    model = GPTModel(
+    model = HeadlessGPT(
         transformer,
         _engine_spec(transformer) if engine else _local_spec(transformer, config, stage),
         vocab_size=padded_vocab_size(hf.vocab_size, config),

@@ -114,7 +114,7 @@ class Sampler:
         inputs = self._input(rows)
         # An interleaved pipeline wants a multiple of its stages.
         copies = self._ranks.pipeline.size() if len(models) > 1 else 1
-        found = forward(models, [inputs] * copies, lambda logits, each: self._last(logits, each))
+        found = forward(models, [inputs] * copies, lambda logits, each: self._whole(logits))
         drawn = torch.zeros(2, len(rows), dtype=torch.float64)
         if found:
             logprobs = torch.log_softmax(found[0].float().cpu() / self._config.temperature, dim=-1)
@@ -123,11 +123,10 @@ class Sampler:
                 drawn[0, number], drawn[1, number] = token, logprobs[number, token]
         return self._ranks.tensor_from_last_stage(drawn.to(self._ranks.device)).cpu()
 
-    def _last(self, logits: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        """[B, V] logits behind the last token of each row, gathered over the tensor-parallel ranks."""
-        part = logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors).contiguous()
-        parts = [torch.empty_like(part) for _ in range(self._ranks.tensor.size())]
-        dist.all_gather(parts, part, group=self._ranks.tensor)
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, V] of [B, V' / R], gathered over the tensor-parallel ranks."""
+        parts = [torch.empty_like(logits) for _ in range(self._ranks.tensor.size())]
+        dist.all_gather(parts, logits.contiguous(), group=self._ranks.tensor)
         return torch.cat(parts, dim=1)[:, : self._vocab_size]
 
     def _choose(self, row: Row, logprobs: torch.Tensor, *, greedy: bool) -> int:

@@ -10,6 +10,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rl_backends_megatron.context_parallel import sum_over_ranks
+from rl_backends_megatron.gpt import bare
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs
 from rl_backends_megatron.microbatches import ModelInput
 from rl_backends_megatron.parallel import Ranks
@@ -33,11 +34,11 @@ class LogprobHead:
         """Log-probabilities [b, T] float32 of a microbatch, on every rank of the stage; 0.0 where none was wanted.
 
         Args:
-            logits: [b, L, V' / R] or [1, N, V' / R].
+            logits: [M, V' / R] of the M predicted tokens.
             inputs: what they were computed from.
         """
         picked, _ = vocab_parallel_logprobs(
-            logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors),
+            logits,
             inputs.targets,
             group=self._ranks.tensor,
             vocab_size=self._vocab_size,
@@ -61,8 +62,8 @@ def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[
     for model in models:
         model.eval()
 
-    def consume(each: ModelInput, logits: torch.Tensor, non_loss_data: bool = True) -> Any:
-        return read(logits, each)
+    def consume(each: ModelInput, model: Any, hidden: torch.Tensor, non_loss_data: bool = True) -> Any:
+        return read(bare(model).logits_at(hidden, each.predictors), each)
 
     with torch.no_grad():
         return _run(models, inputs, consume, learn=False)
@@ -85,8 +86,8 @@ def forward_backward(
         model.train()
     numbers = {id(each): number for number, each in enumerate(inputs)}
 
-    def consume(each: ModelInput, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        loss, answer = loss_of(logits, numbers[id(each)])
+    def consume(each: ModelInput, model: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, answer = loss_of(bare(model).logits_at(hidden, each.predictors), numbers[id(each)])
         # A count of no tokens: the gradient is not divided by anything more.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), answer
 
@@ -97,7 +98,7 @@ def _run(models: Sequence[Any], inputs: Sequence[ModelInput], consume: Callable[
     def forward_step(iterator: Iterator[ModelInput], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         each = next(iterator)
         output = model(each.input_ids, each.position_ids, None, packed_seq_params=each.packing)
-        return output, partial(consume, each)
+        return output, partial(consume, each, model)
 
     iterators = [iter(inputs) for _ in models]
     return get_forward_backward_func()(  # type: ignore[no-any-return]

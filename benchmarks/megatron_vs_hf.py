@@ -1,0 +1,100 @@
+"""The Megatron backend against the one on Transformers, one rank each, in one process: tokens/s of scoring and of training.
+
+Both take turns on the same rows, model and threads, so that a busy machine is busy for both; the best of each is compared.
+
+    python benchmarks/megatron_vs_hf.py [--model path/to/model] [--rows 16] [--length 128] [--threads 1] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_backends_megatron import MegatronPolicy
+from rl_core.algorithms import NLLLossFn
+from rl_core.data import BatchedDataDict
+
+_SHAPE = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder with safetensors; a random Llama of 9 million parameters by default")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=128, help="tokens of the longest row; the shortest has half of it")
+    parser.add_argument("--micro", type=int, default=4, help="rows of a microbatch")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args()
+
+
+def make_rows(given: argparse.Namespace, vocab_size: int) -> BatchedDataDict:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(given.length // 2, given.length + 1, (given.rows,), generator=generator)
+    mask = (torch.arange(given.length) < lengths[:, None]).float()
+    return BatchedDataDict(
+        input_ids=torch.randint(3, vocab_size, (given.rows, given.length), generator=generator) * mask.long(),
+        input_lengths=lengths,
+        token_mask=mask,
+        sample_mask=torch.ones(given.rows),
+    )
+
+
+def seconds(action) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    given = arguments()
+    torch.set_num_threads(given.threads)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.model or str(Path(temporary) / "model")
+        if given.model is None:
+            torch.manual_seed(0)
+            transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SHAPE)).save_pretrained(folder)
+        fields = {
+            "precision": given.precision,
+            "train_micro_batch_size": given.micro,
+            "logprob_batch_size": given.micro,
+            "optimizer": {"kwargs": {"lr": 1e-5}},
+        }
+        policies = {"transformers": HuggingFacePolicy(folder, **fields), "megatron": MegatronPolicy(folder, **fields)}
+        rows = make_rows(given, policies["transformers"].facts["vocab_size"])
+        tokens = int(rows["input_lengths"].sum())
+        work = {
+            "score": lambda policy: policy.get_logprobs(rows),
+            "train": lambda policy: policy.train(rows, NLLLossFn()),
+        }
+        best: dict[tuple[str, str], float] = {}
+        for _ in range(given.repeats + 1):  # the first warms up, and is beaten by the rest
+            for phase, action in work.items():
+                for name, policy in policies.items():
+                    took = seconds(lambda action=action, policy=policy: action(policy))
+                    best[phase, name] = min(took, best.get((phase, name), took))
+        for policy in policies.values():
+            policy.shutdown()
+    print(f"{tokens} tokens, {given.rows} rows, microbatches of {given.micro}, {given.precision}, {given.threads} thread(s)")
+    for phase in work:
+        rates = {name: tokens / best[phase, name] for name in policies}
+        shown = ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items())
+        print(f"{phase}: {shown}, ratio {rates['megatron'] / rates['transformers']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Megatron's GPT with its head apart: the last stage gives hidden states, logits are made where wanted; knows no loss.
+
+Prompts and padding are not trained on, and their logits would be the largest tensors of a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+
+class HeadlessGPT(GPTModel):
+    """A `GPTModel` whose forward pass ends before its output layer; built with the same arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._cuts_sequence = bool(self.config.sequence_parallel)
+        if self.post_process:
+            # The sequence is brought together here, before positions are picked, and not in the layer.
+            self.output_layer.sequence_parallel = False
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+    def logits_at(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [M, V' / R] of the model's dtype, this rank's columns.
+
+        Args:
+            hidden: [L, b, H] of the last stage, or this rank's part along L under sequence parallelism.
+            positions: [M] int64, counted along [b, L].
+        """
+        if self._cuts_sequence:
+            # Gradients come back whole from the output layer, so each rank takes its part of them.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        length, rows, _ = hidden.shape
+        place = positions % length * rows + positions // length
+        picked = hidden.reshape(length * rows, -1).index_select(0, place)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits: torch.Tensor = self.output_layer(picked.unsqueeze(1), weight=weight)[0]
+        return logits.squeeze(1)
+
+
+def bare(model: Any) -> HeadlessGPT:
+    """The model inside its wrappers."""
+    while not isinstance(model, HeadlessGPT):
+        model = model.module
+    return model
