@@ -1,4 +1,4 @@
-"""Makes the preferences of `examples/dpo_addition.yaml`: sums that carry, with the right answer and that of a pupil who forgot to.
+"""Makes the preferences of `examples/dpo_addition.yaml`: sums that carry, rightly answered and by a pupil who forgot to.
 
 python examples/addition/make_preferences.py examples/addition/preferences
 """

@@ -220,7 +220,7 @@ WRONG_IN_GOOD = {
     ("env:", "logger: {loggers: {jsonll: {}}}\nenv:"): [
         "config.yaml:11:20: logger.loggers.jsonll: No logger named 'jsonll'. Installed: .... Did you mean 'jsonl'?"
     ],
-    ("env:", "ppo: {}\nenv:"): ["config.yaml:11:1: ppo: There is no section 'ppo'. Sections: ...."],
+    ("env:", "swarm: {}\nenv:"): ["config.yaml:11:1: swarm: There is no section 'swarm'. Sections: ...."],
     ("env:", "policy.precision: float32\nenv:"): [
         "config.yaml:11:1: policy.precision: There is no section 'policy.precision'. A dotted key is for overrides: write its "
         "parts below each other."
