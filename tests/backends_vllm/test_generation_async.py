@@ -1,6 +1,7 @@
 """Rows of vLLM one by one: as they end, as `generate` would have them, through refits, and gone when nobody waits for them."""
 
 import asyncio
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -266,7 +267,8 @@ def processes():
 
 
 def shared_memory():
-    return {path.name for path in Path("/dev/shm").glob("rlcore-*")}
+    """Segments of this process; others on this machine may have their own."""
+    return {path.name for path in Path("/dev/shm").glob(f"rlcore-{os.getpid()}-*")}
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,11 @@ _COMMON = {
     # The engine's core runs in the worker's own process: two processes and 20 seconds less.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_LOGGING = {
     "VLLM_CONFIGURE_LOGGING": "1",
+    # Of its warnings a start prints about ten, none about the run.
+    "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _CPU = {
     # One helper of the sampler is compiled whatever the engine is told: ten seconds at the first row.
@@ -34,21 +37,22 @@ _CPU = {
 
 
 def worker_environment(*, use_gpus: bool, python: str | None = None) -> dict[str, str]:
-    """Environment variables that a worker's process starts with.
+    """Environment variables that a worker's process starts with; how vLLM logs is the user's own choice, where there is one.
 
     Args:
         use_gpus: whether workers compute on GPUs.
         python: their interpreter, where it is not the driver's.
     """
+    common = _COMMON | {name: os.environ.get(name, value) for name, value in _LOGGING.items()}
     if use_gpus:
-        return dict(_COMMON)
+        return common
     preloads = _preloads(python)
-    return {**_COMMON, **_CPU, **({"LD_PRELOAD": preloads} if preloads else {})}
+    return {**common, **_CPU, **({"LD_PRELOAD": preloads} if preloads else {})}
 
 
 def set_environment_here() -> None:
     """The same for an engine in this process, as far as that still can; what the user has set stays."""
-    for name, value in {**_COMMON, **_CPU}.items():
+    for name, value in {**_COMMON, **_LOGGING, **_CPU}.items():
         os.environ.setdefault(name, value)
 
 
@@ -77,6 +81,17 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
         # seeded row on a CPU would end in an error. Whole prompts wait for their turn instead.
         "enable_chunked_prefill": False,
     }
+
+
+def ask_for_tile_registers(device: str) -> None:
+    """Have Linux let this process use the tile registers (AMX) of its CPU, where it has some.
+
+    vLLM's attention in bfloat16 uses them unasked: unless a large matrix product has asked before, SIGILL ends the process.
+    """
+    if device == "cpu":
+        import torch
+
+        torch.cpu._init_amx()
 
 
 def can_sleep(device: str) -> bool:

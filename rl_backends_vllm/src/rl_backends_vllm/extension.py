@@ -10,6 +10,7 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+from rl_backends_vllm.device import ask_for_tile_registers
 from rl_backends_vllm.refit import VllmWeightReceiver
 
 VERBS = frozenset(
@@ -27,7 +28,8 @@ class RefitExtension:
     rlcore_receiver: VllmWeightReceiver | None = None
 
     def rlcore_place(self, replica: int, device: str) -> None:
-        """Say which replica this process belongs to; before any other verb."""
+        """Say which replica this process belongs to; before any other verb, and before the first row."""
+        ask_for_tile_registers(device)
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         self.rlcore_receiver = VllmWeightReceiver(
             self,
