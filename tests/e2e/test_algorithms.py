@@ -155,5 +155,4 @@ PREFERENCE_LOSSES = {
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_pairs_teach_which_of_two_unseen_answers_is_better(name, tmp_path):
     steps = run(tmp_path, preferences(tmp_path, loss_fn=PREFERENCE_LOSSES[name]))
-    print(name, steps[0], steps[10])
     assert steps[10]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.2

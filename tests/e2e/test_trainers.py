@@ -7,9 +7,11 @@ import torch
 from e2e_runs import MODEL, merged, metrics_of
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.algorithms import DPOLossFn, DPOTrainer, GRPOTrainer, NLLLossFn, SFTTrainer
+from rl_core.algorithms import ClippedPGLossFn, DPOLossFn, DPOTrainer, GRPOTrainer, NLLLossFn, SFTTrainer
+from rl_core.algorithms.losses.config import CISPOLossConfig, ClippedPGLossConfig, DrGRPOLossConfig, GSPOLossConfig
 from rl_core.algorithms.losses.preference_config import DPOLossConfig
 from rl_core.assembly.launch import train
+from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset
@@ -152,6 +154,49 @@ def test_pairs_take_the_same_steps_in_every_kind_of_microbatch(plan):
         assert other["preference/margin"] == pytest.approx(one["preference/margin"], rel=1e-3, abs=1e-5)
 
 
+POLICY_GRADIENTS = {
+    "gspo": GSPOLossConfig(ratio_clip_min=0.05, ratio_clip_max=0.05),
+    "cispo": CISPOLossConfig(ratio_clip_max=0.1),
+    "dr-grpo": DrGRPOLossConfig(constant_length_normalizer=5),
+    "masked sequences": ClippedPGLossConfig(
+        use_importance_sampling_correction=True,
+        truncated_importance_sampling_type="seq-mask-tis",
+        truncated_importance_sampling_ratio=1.05,
+        truncated_importance_sampling_ratio_min=0.95,
+    ),
+}
+
+
+def sampled_rows(policy):
+    """Rows of several lengths with made-up advantages, whose sampler and earlier policy were a little off."""
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.randint(7, 13, (8,), generator=draw)
+    column = torch.arange(12)
+    ids = torch.randint(4, 14, (8, 12), generator=draw)
+    rows = BatchedDataDict(input_ids=torch.where(column < lengths.unsqueeze(1), ids, 0), input_lengths=lengths)
+    rows["token_mask"] = ((column >= 5) & (column < lengths.unsqueeze(1))).float()
+    rows["sample_mask"] = (torch.arange(8) != 3).float()
+    rows["advantages"] = torch.randn(8, 1, generator=draw) * rows["token_mask"]
+    now = policy.get_logprobs(rows)["logprobs"]
+    for key in ("prev_logprobs", "generation_logprobs"):
+        rows[key] = now + 0.1 * torch.randn(now.shape, generator=draw) * rows["token_mask"]
+    return rows
+
+
+@pytest.mark.parametrize("loss", POLICY_GRADIENTS)
+def test_policy_gradients_are_the_same_in_every_kind_of_microbatch(loss):
+    found = []
+    for fields in ({"train_micro_batch_size": 8}, {"train_micro_batch_size": 3}, PLANS["packed"], PLANS["under a budget"]):
+        policy = HuggingFacePolicy(str(MODEL), optimizer=OPTIMIZER, **{**LIMITS, **fields})
+        found.append(policy.train(sampled_rows(policy), ClippedPGLossFn(POLICY_GRADIENTS[loss])))
+        policy.shutdown()
+    for other in found[1:]:
+        assert other["loss"] == pytest.approx(found[0]["loss"], rel=1e-4, abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-4)
+        for name, value in found[0]["metrics"].items():
+            assert other["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
 def test_parts_that_do_not_fit_together_are_refused_before_anything_runs(policy):
     with pytest.raises(ConfigError, match=r"dpo\.global_batch_size: .*found 0"):
         DPOTrainer(policy, config={"global_batch_size": 0})
@@ -173,8 +218,6 @@ def test_parts_that_do_not_fit_together_are_refused_before_anything_runs(policy)
 
 def test_a_batch_that_cuts_a_pair_is_refused(policy):
     rows = {"input_ids": torch.ones(3, 2, dtype=torch.int64), "input_lengths": torch.tensor([2] * 3)}
-    from rl_core.data import BatchedDataDict
-
     data = BatchedDataDict(
         {**rows, "token_mask": torch.ones(3, 2), "sample_mask": torch.ones(3), "reference_policy_logprobs": torch.zeros(3, 2)}
     )

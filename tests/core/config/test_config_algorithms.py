@@ -1,6 +1,10 @@
 """What an algorithm, its loss and the rest of a run cannot be together is said with its file and line."""
 
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 
 
 def test_settings_of_one_section_that_contradict_each_other_are_told_at_their_section(files, good):
@@ -40,3 +44,49 @@ def test_a_constant_length_may_be_interpolated(files, good):
 def test_the_losses_of_the_papers_are_names(files, good, name):
     loaded = files.load(f"loss_fn: {{name: {name}}}\n" + good)
     assert files.load(loaded.to_yaml()).run == loaded.run
+
+
+GRPO_PAGE = (Path(__file__).parents[3] / "docs" / "algorithms" / "grpo.md").read_text()
+DPO_PAGE = (Path(__file__).parents[3] / "docs" / "algorithms" / "dpo.md").read_text()
+VARIANTS = {
+    row.split("|")[1].strip(): re.findall(r"`((?:loss_fn|grpo): \{.*?\})`", row)
+    for row in GRPO_PAGE.split("## Variants")[1].split("## Advantages")[0].splitlines()
+    if row.startswith("|") and "{" in row
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_variants_on_the_page_are_valid_configs(files, good, name):
+    sections = {}
+    for text in VARIANTS[name]:
+        sections |= yaml.safe_load(text.replace("...", "overlong_buffer_length: 16"))
+    assert sections
+    config = {**yaml.safe_load(good), **sections}
+    run = files.load(yaml.safe_dump(config)).run
+    loss = sections.get("loss_fn", {}).get("name")
+    assert run.loss_fn.name == (loss or "clipped_pg")
+
+
+def test_every_loss_over_pairs_on_the_page_is_a_name(files):
+    config = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", DPO_PAGE, flags=re.DOTALL)[0])
+    config["policy"]["model_name"] = "some/model"
+    for split in ("train", "validation"):
+        files.write("", f"{split}.jsonl")
+    names = re.findall(r"^\| `(\w+)`, \[", DPO_PAGE, flags=re.MULTILINE)
+    assert names == ["dpo", "ipo", "dpo_hinge", "simpo", "orpo"]
+    assert files.load(yaml.safe_dump(config)).run.algorithm_name == "dpo"
+    for name in names:
+        assert files.load(yaml.safe_dump({**config, "loss_fn": {"name": name}})).run.loss_fn.name == name
+
+
+def test_pairs_and_rewards_are_not_taken_for_each_other(files, good):
+    [error] = files.errors("loss_fn: {name: simpo}\n" + good)
+    assert error == (
+        "config.yaml:1:17: loss_fn.name: simpo compares pairs of answers, and grpo has rewards. Use a policy-gradient loss."
+    )
+    dpo = good.replace("grpo:\n  num_prompts_per_step: 8", "dpo: {}").replace(
+        "backend: hf\n  model", "backend: hf\n  train_global_batch_size: 7\n  model"
+    )
+    first, second = files.errors("loss_fn: {name: nll}\n" + dpo)
+    assert first.startswith("config.yaml:1:17: loss_fn.name: nll knows no pairs of answers")
+    assert second.startswith("config.yaml:5:28: policy.train_global_batch_size: 7 rows would cut a pair in two")
