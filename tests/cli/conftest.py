@@ -54,12 +54,13 @@ def write_run():
 
 @pytest.fixture(scope="session")
 def real_run(tmp_path_factory):
-    """Four steps of the quickstart with every logger whose library is installed, in this process."""
+    """Four steps of the quickstart with every logger, in this process."""
     from rl_core.assembly.launch import train
 
     folder = tmp_path_factory.mktemp("real")
     config = folder / "sums.yaml"
-    config.write_text(f"defaults: {ROOT}/examples/grpo_addition.yaml\nlogger:\n  loggers: {{tensorboard: {{}}, wandb: {{}}}}\n")
+    loggers = "{tensorboard: {}, wandb: {}, mlflow: {}}"
+    config.write_text(f"defaults: {ROOT}/examples/grpo_addition.yaml\nlogger:\n  loggers: {loggers}\n")
     overrides = {
         "grpo.max_num_steps": 4,
         "grpo.val_period": 2,

@@ -112,3 +112,10 @@ def test_several_loggers_wrote_the_same_run(real_run, run):
     curve = run.curve("reward/mean")
     assert shown == pytest.approx(dict(zip(curve.steps, curve.values, strict=True)), rel=1e-6)
     assert len(list(real_run.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{real_run}/mlflow.db")
+    run_id = (real_run / "mlflow_run_id").read_text()
+    recorded = {one.step: one.value for one in client.get_metric_history(run_id, "reward/mean")}
+    assert recorded == dict(zip(curve.steps, curve.values, strict=True))
+    assert client.get_run(run_id).data.params["grpo.max_num_steps"] == "4"
