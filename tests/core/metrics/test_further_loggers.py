@@ -156,6 +156,13 @@ def test_mlflow_keeps_metrics_parameters_and_tags_in_the_run_folder_whatever_the
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow_run_id"]
 
 
+def test_mlflow_is_given_a_name_that_its_stores_take(tmp_path):
+    logger = MlflowLogger(config=MlflowConfig(), folder=tmp_path)
+    logger.log_metrics({"validation/pass@4": 0.5}, 1)
+    logger.finish()
+    assert mlflow_run(tmp_path)[2] == {"validation/pass_at_4": [(1, 0.5)]}
+
+
 def test_mlflow_takes_the_store_and_the_names_of_the_config(tmp_path):
     config = MlflowConfig(tracking_uri=f"sqlite:///{tmp_path}/own.db", experiment_name="sums", run_name="third")
     log(MlflowLogger(config=config, folder=tmp_path), [1.0], first_step=1)

@@ -80,7 +80,7 @@ def connect(
     if parts.generation is not None:
         run.generation = parts.generation
         run.weights = builder.weights(parts.policy, parts.generation, tokenizer)
-        collector = _collector(config, parts.generation, parts.environments, tokenizer)
+        collector = make_collector(config, parts.generation, parts.environments, tokenizer)
         if loaders.prompts is not None:
             group_size = getattr(config.algorithm, "num_generations_per_prompt", 1)
             run.rollouts = OnDemandSource(collector, loaders.prompts, group_size=group_size)
@@ -161,9 +161,10 @@ def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_
     return TrainingBatches(conversations, pad_token_id=tokenizer.pad_token_id, only_unmask_final=final)
 
 
-def _collector(
+def make_collector(
     config: RunConfig, generation: GenerationInterface, environments: Mapping[str, EnvironmentInterface], tokenizer: Any
 ) -> Collector:
+    """What plays the config's rollouts."""
     turns = getattr(config.algorithm, "max_rollout_turns", 1)
     return Collector(
         generation=generation,

@@ -41,7 +41,9 @@ class MlflowLogger(Logger):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._run_id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
+        # A store of MLflow refuses names with an @, such as validation/pass@4.
+        named = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        self._client.log_batch(self._run_id, metrics=[Metric(name, value, now, step) for name, value in named.items()])
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         from mlflow.entities import Param

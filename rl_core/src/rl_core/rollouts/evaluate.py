@@ -1,13 +1,16 @@
-"""Held-out prompts, sampled and scored with the policy's newest weights."""
+"""Held-out prompts, sampled and scored with the policy's newest weights; knows neither where these came from nor who asks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.dataloader import BatchedDataLoader
 from rl_core.rollouts.collect import Collector
+from rl_core.rollouts.correctness import judge
+from rl_core.rollouts.scores import grouped, score, usual_ks
 from rl_core.rollouts.source import start_rollouts
 from rl_core.rollouts.summary import ask_environments, summarize
 from rl_core.rollouts.trajectory import Trajectory
@@ -22,7 +25,7 @@ class Evaluation:
 
     Attributes:
         collector: plays the rollouts.
-        prompts: the validation data, one epoch of it.
+        prompts: the validation data in its own order.
         max_samples: validate on the first so many prompts; all where None.
         samples_per_prompt: rollouts of each prompt.
         greedy: take the most likely tokens.
@@ -34,22 +37,35 @@ class Evaluation:
     samples_per_prompt: int
     greedy: bool
 
-    def evaluate(self) -> tuple[dict[str, float], list[Trajectory]]:
-        """Metrics named `validation/...`, and the rollouts that they are of.
+    @property
+    def num_prompts(self) -> int:
+        """P, how many prompts are asked."""
+        rows = len(self.prompts.dataset)
+        return rows if self.max_samples is None else min(rows, self.max_samples)
 
-        `validation/accuracy` is the mean of what the environments call accuracy, `validation/reward` the mean reward.
+    def play(self, told: Callable[[int], None] | None = None) -> list[Trajectory]:
+        """The finished rollouts of all P prompts, those of a prompt side by side.
+
+        Args:
+            told: given the number of prompts that are done, after every batch of them.
         """
         trajectories: list[Trajectory] = []
-        left = self.max_samples
-        for batch in self.prompts:
-            prompts: BatchedDataDict[Any] = batch if left is None else batch.slice(0, min(left, batch.size))
+        for prompts in self._first_prompts():
             rows = start_rollouts(prompts, self.samples_per_prompt)
             self.collector.collect(rows, stream=VALIDATION_STREAM, greedy=self.greedy)
             trajectories.extend(rows)
-            if left is not None:
-                left -= prompts.size
-                if left <= 0:
-                    break
+            if told is not None:
+                told(len(trajectories) // self.samples_per_prompt)
+        return trajectories
+
+    def evaluate(self) -> tuple[dict[str, float], list[Trajectory]]:
+        """Metrics named `validation/...`, and the rollouts that they are of.
+
+        `validation/accuracy` is the mean of what the environments call accuracy, `validation/reward` the mean reward. With
+        several samples of each prompt, `validation/pass@k` and `validation/cons@k` where they can be told, see
+        `rl_core.rollouts.scores.score`.
+        """
+        trajectories = self.play()
         found = summarize(trajectories) | ask_environments(trajectories, self.collector.environments)
         metrics = {
             "validation/reward": found["reward/mean"],
@@ -59,4 +75,23 @@ class Evaluation:
         }
         if "rollout/accuracy" in found:
             metrics["validation/accuracy"] = found["rollout/accuracy"]
+        if self.samples_per_prompt > 1:
+            metrics |= self._of_several_samples(trajectories)
         return metrics, trajectories
+
+    def _of_several_samples(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        judgement = judge(trajectories, self.collector.environments)
+        groups = grouped(trajectories, judgement, samples_per_prompt=self.samples_per_prompt)
+        scores = score(groups, judgement, ks=usual_ks(self.samples_per_prompt))
+        told = {name: found for name, found in scores.metrics.items() if name.startswith(("pass@", "cons@"))}
+        return {f"validation/{name}": found.value for name, found in told.items()}
+
+    def _first_prompts(self) -> Iterator[BatchedDataDict[Any]]:
+        # A loader that was left before its end goes on there: the next validation would be on other prompts.
+        self.prompts.load_state_dict({**self.prompts.state_dict(), "cursor": 0})
+        left = self.num_prompts
+        for batch in self.prompts:
+            yield batch.slice(0, min(left, batch.size))
+            left -= batch.size
+            if left <= 0:
+                return

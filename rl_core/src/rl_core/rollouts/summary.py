@@ -15,7 +15,7 @@ from rl_core.rollouts.trajectory import Trajectory
 def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Rewards, lengths, turns and truncation of finished rollouts."""
     rewards = torch.tensor([row.reward for row in trajectories], dtype=torch.float64)
-    lengths = torch.tensor([_sampled_tokens(row) for row in trajectories], dtype=torch.float64)
+    lengths = torch.tensor([row.num_sampled_tokens() for row in trajectories], dtype=torch.float64)
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
@@ -61,10 +61,6 @@ def _for_environment(rows: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             "idx": [row.index for row in rows],
         }
     )
-
-
-def _sampled_tokens(row: Trajectory) -> int:
-    return sum(len(message["token_ids"]) for message in row.message_log if "generation_logprobs" in message)
 
 
 def _mean(values: list[float]) -> float:

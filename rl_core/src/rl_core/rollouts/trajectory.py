@@ -55,6 +55,10 @@ class Trajectory:
         """T."""
         return sum(len(message["token_ids"]) for message in self.message_log)
 
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the model said, over all turns."""
+        return sum(len(message["token_ids"]) for message in self.message_log if "generation_logprobs" in message)
+
     def add_answer(self, content: str, token_ids: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Append what the model said."""
         self.message_log.append(
