@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def test_the_installed_wheels_are_found_and_ready(environment):
     found = {(row["kind"], row["name"]): row["status"] for row in json.loads(done.stdout)}
     assert found[("policy", "hf")] == "ready"
     assert found[("generation", "hf")] == "ready"
+    assert found[("policy", "megatron")] == "ready"
+    assert found[("generation", "vllm")] == "ready"
+    assert len(list((folder / "dist").glob("*.whl"))) == len(PACKAGES)
+
+
+def test_a_wheel_holds_every_file_of_its_source_and_no_other(environment):
+    _, folder = environment
+    for package in PACKAGES:
+        source = ROOT / package / "src"
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "."]
+        listed = subprocess.run(command, cwd=source, check=True, capture_output=True, text=True).stdout.splitlines()
+        [module] = source.iterdir()
+        [wheel] = (folder / "dist").glob(f"{'rlcore' if package == 'cli' else package}-*.whl")
+        held = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(f"{module.name}/")]
+        # A tracked file that was just deleted is still listed.
+        assert sorted(held) == sorted(name for name in listed if (source / name).exists())
 
 
 def test_the_wheels_are_imported_from_the_environment_not_from_the_repository(environment):
