@@ -68,7 +68,7 @@ OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": T
 RECOMPUTE = {"activation_checkpointing": True}
 LAYOUTS = {
     "tp2": Layout("llama", 2, TP2),
-    "tp2-qwen2": Layout("qwen2", 2, TP2),
+    "tp2-qwen2": Layout("qwen2", 2, {**TP2, "recompute_granularity": "selective"}),
     "tp2-mistral": Layout("mistral", 2, TP2, "packed"),
     "tp2-sp": Layout("qwen3", 2, SP),
     "tp2-sp-packed": Layout("qwen3", 2, SP, "packed"),

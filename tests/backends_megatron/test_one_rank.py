@@ -143,6 +143,7 @@ def policy_after(policy, **fields):
     [
         ({"model_type": "gpt2"}, NotSupportedError, "'gpt2', and the Megatron backend has tables for llama, mistral"),
         ({"attention_bias": True}, NotSupportedError, "`attention_bias: True` in its config.json"),
+        ({"num_hidden_layers": 4, "hidden_act": "gelu"}, NotSupportedError, "`hidden_act: 'gelu'`"),
         ({"intermediate_size": 49}, ConfigError, "49 wide, which does not divide into 2"),
     ],
 )
@@ -203,6 +204,14 @@ def test_another_version_of_megatron_is_refused(monkeypatch):
     device_seam.check_megatron()
     monkeypatch.setattr(device_seam, "version", lambda name: "0.17.0")
     with pytest.raises(UserError, match=r"0.17.0 is installed, and this backend is written for 0.16.1"):
+        device_seam.check_megatron()
+
+
+def test_a_wheel_that_lacks_what_is_touched_is_refused(monkeypatch):
+    from rl_backends_megatron import device_seam
+
+    monkeypatch.setattr(device_seam, "_TOUCHED", {"megatron.core.utils": ("divide", "Absent.attribute")})
+    with pytest.raises(UserError, match=r"megatron\.core\.utils has no Absent\.attribute"):
         device_seam.check_megatron()
 
 

@@ -66,6 +66,7 @@ class Bridge:
         self._experts_here = (num_experts or 0) // ranks.expert.size()
         self._patterns = [(_pattern(name), weight) for weight in family.weights for name in weight.megatron]
         self._held = [held for chunk in chunks for held in self._parameters_of(chunk)]
+        self._exported = [held for held in self._held if not self._is_copy(held)]
         self._exports = self._exchange()
 
     @torch.no_grad()
@@ -114,7 +115,7 @@ class Bridge:
                 chosen = [n for n in range(len(export.shapes)) if wanted is None or any(e[n] in wanted for e in export.names)]
                 if not chosen:
                     continue
-                held = self._held_by_index(index) if stage == self._ranks.pipeline.rank() else None
+                held = self._exported[index] if stage == self._ranks.pipeline.rank() else None
                 for number, tensors in zip(chosen, self._gathered(held, export, stage, chosen, value), strict=True):
                     for each, tensor in zip(export.names, tensors, strict=True):
                         if wanted is None or each[number] in wanted:
@@ -183,7 +184,7 @@ class Bridge:
 
     def _exchange(self) -> list[list[Export]]:
         """What every pipeline stage exports."""
-        own = [self._export_of(held) for held in self._held if not self._is_copy(held)]
+        own = [self._export_of(held) for held in self._exported]
         if self._ranks.expert.size() > 1:
             of_experts: list[Any] = [None] * self._ranks.expert.size()
             dist.all_gather_object(of_experts, own, group=self._ranks.expert)
@@ -203,9 +204,6 @@ class Bridge:
     def _is_copy(self, held: Held) -> bool:
         """Whether it is the last stage's copy of the embedding, which the first stage exports."""
         return self._tied and held.weight.hf == ("lm_head.weight",)
-
-    def _held_by_index(self, index: int) -> Held:
-        return [held for held in self._held if not self._is_copy(held)][index]
 
 
 def _over_experts(same: Sequence[Export]) -> Export:

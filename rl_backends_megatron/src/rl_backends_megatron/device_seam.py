@@ -3,7 +3,8 @@
 Megatron-Core 0.16.1 asks for the device "cuda" by name in some fifty places. Inside `with device_seam():` such a request means
 the CPU. Two kinds of accommodation: the device argument of any torch call, by a `TorchFunctionMode` (1.4 us a call), and four
 module attributes that no argument reaches. All of them are private to that version, so the version is checked, and
-`check_megatron` asserts at start that what is touched exists. Nothing else of Megatron is changed, here or in other rooms.
+`check_megatron` asserts at start that what is touched exists: here, and in the rooms `gpt` (the end of a forward pass),
+`optimizer_state` and `training_state` (how a checkpoint is written and read). Nothing else of Megatron is changed.
 
 The mode belongs to a thread: enter it in the thread that calls Megatron, around building models and optimizers, forward and
 backward passes, optimizer steps and distributed checkpoints.
@@ -28,6 +29,12 @@ MEGATRON_VERSION: Final = "0.16.1"
 _CPU = torch.device("cpu")
 _OPTIMIZERS = "/megatron/core/optimizer/"
 _TOUCHED: Final[Mapping[str, Sequence[str]]] = {
+    "megatron.core.models.gpt.gpt_model": ("GPTModel._postprocess",),
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": ("_results_queue",),
+    "megatron.core.optimizer.distrib_optimizer": (
+        "DistributedOptimizer.get_parameter_state_dp_zero",
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+    ),
     "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
     "megatron.core.transformer.moe.moe_utils": ("RouterGatingLinearFunction",),
     "megatron.core.transformer.moe.token_dispatcher": (

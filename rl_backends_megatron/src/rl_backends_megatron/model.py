@@ -238,6 +238,11 @@ def _inverse_frequencies(hf: Any, own: torch.Tensor) -> torch.Tensor:
             f"The model has rotary positions of type {kind!r}; the Megatron backend has {', '.join(_ROPE_TYPES)}. Use "
             "`backend: hf`."
         )
+    if hf.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise NotSupportedError(
+            "The model turns only a part of each head by its position (`partial_rotary_factor`), the Megatron backend all of it. "
+            "Use `backend: hf`."
+        )
     if kind == "default":
         return own
     frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))[0]

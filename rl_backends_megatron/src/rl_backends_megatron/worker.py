@@ -94,6 +94,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         eval_mode: bool = False,
         mbs: int | None = None,
     ) -> list[StepResult]:
+        self._trainer.move_state(self._ranks.device)
         rows = max(1, data.size // len(counts))
         results = []
         for number, count in enumerate(counts):
