@@ -240,3 +240,37 @@ def test_list_backends_shows_the_broken_the_ready_and_the_absent_together(site):
     assert states["policy", "megatron"] == "not installed"
     table = site.rlcore("list-backends").stdout
     assert "1 plugin does not work: `rlcore doctor acme` shows why." in table
+
+
+ENGINE = """
+    from rl_core.plugins import Component, hookimpl
+
+    @hookimpl
+    def rlcore_generations():
+        return [
+            Component(
+                "acme",
+                target="acme_rl.engine:Engine",
+                summary="Samples from one of two builds of an engine",
+                one_of=("acme-engine>=2,<3", "acme-engine-cpu>=2,<3"),
+                install="pip install 'acme-rl[cuda]'",
+            )
+        ]
+"""
+
+
+def test_a_plugin_that_needs_one_of_two_distributions_is_missing_without_either_and_says_what_to_type(site):
+    site.install("acme-rl", source=ENGINE)
+    plugin = site.plugins()["acme"]
+    assert plugin["status"] == "missing"
+    assert plugin["reason"] == ("acme-engine>=2,<3 or acme-engine-cpu>=2,<3 is not installed (pip install 'acme-rl[cuda]')")
+    doctor = site.rlcore("doctor", "acme")
+    assert "try     pip install 'acme-rl[cuda]'" in doctor.stdout
+
+
+def test_a_plugin_that_needs_one_of_two_distributions_is_ready_with_the_second_alone_in_a_version_that_fits(site):
+    site.install("acme-rl", source=ENGINE)
+    site.write_metadata("acme-engine", version="1.9")
+    assert "is required, acme-engine>=2,<3: 1.9 is installed" in site.plugins()["acme"]["reason"]
+    site.write_metadata("acme-engine-cpu", version="2.4")
+    assert site.plugins()["acme"]["status"] == "ready"
