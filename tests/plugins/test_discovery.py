@@ -271,6 +271,6 @@ def test_a_plugin_that_needs_one_of_two_distributions_is_missing_without_either_
 def test_a_plugin_that_needs_one_of_two_distributions_is_ready_with_the_second_alone_in_a_version_that_fits(site):
     site.install("acme-rl", source=ENGINE)
     site.write_metadata("acme-engine", version="1.9")
-    assert "is required, acme-engine>=2,<3: 1.9 is installed" in site.plugins()["acme"]["reason"]
+    assert "or acme-engine-cpu>=2,<3 is required, acme-engine<3,>=2: 1.9 is installed" in site.plugins()["acme"]["reason"]
     site.write_metadata("acme-engine-cpu", version="2.4")
     assert site.plugins()["acme"]["status"] == "ready"
