@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
+from rl_core.config.written import Path
+from rl_core.plugins.requirements import unmet_needs
+
+if TYPE_CHECKING:
+    from rl_core.config.schema import RunConfig
+
+ALL_LINEAR: Final = "all-linear"
+NEEDS_PEFT: Final = (
+    "`policy.hf_cfg.lora` needs peft ({reason}). Install it with `pip install 'rl-backends-hf[lora]'`, or leave `lora` out to "
+    "train all weights."
+)
 
 
 class HFModelConfig(Section):
@@ -32,6 +44,53 @@ class HFModelConfig(Section):
         return self
 
 
+_NAMES_ELSEWHERE: Final = {
+    "r": "rank",
+    "dim": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+}
+"""What peft and others call our keys: too far apart for a comparison of spellings."""
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters: small matrices beside frozen linear layers are trained in place of all weights (by peft)."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B, of which W + scale * B A is made; peft's `r`."""
+    alpha: int = Field(default=32, ge=1)
+    """The scale is alpha / rank; peft's `lora_alpha`."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of an adapter's inputs that is dropped in training; 0 for algorithms that sample from the policy."""
+    target_modules: str | list[str] = ALL_LINEAR
+    """Names of linear layers or their ends (`[q_proj, v_proj]`), one expression for whole names, or `all-linear`: all but the
+    LM head."""
+    exclude_modules: str | list[str] | None = None
+    """Which of those stay without an adapter; names or an expression, as in `target_modules`."""
+    use_rslora: bool = False
+    """The scale is alpha / sqrt(rank), so that a large rank learns as fast as a small one."""
+    use_dora: bool = False
+    """Train the length of each output's weights apart from their direction: a little better, and slower."""
+    seed: int = 0
+    """Seed of the random matrix that each adapter begins with."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_by_other_names(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key in _NAMES_ELSEWHERE:
+                raise ValueError(f"`{key}` is called `{_NAMES_ELSEWHERE[key]}` here")
+            if key == "enabled":
+                raise ValueError("there is no `enabled`: the section itself switches LoRA on, and `lora: null` off")
+        return given
+
+    @model_validator(mode="after")
+    def _adapts_something(self) -> LoRAConfig:
+        if not self.target_modules:
+            raise ValueError(f"target_modules is empty, so nothing would train: name layers, or leave it at {ALL_LINEAR!r}")
+        return self
+
+
 class HFConfig(HFModelConfig):
     """`policy.hf_cfg`."""
 
@@ -40,7 +99,26 @@ class HFConfig(HFModelConfig):
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Positions of which the LM head's logits exist at one time, in float32."""
     reference: bool = True
-    """Keep a frozen copy of the initial weights once something asks for it."""
+    """Keep a frozen copy of the initial weights once something asks for it; under `lora`, allow adapters to be switched off."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters beside frozen weights; all weights by default."""
+
+    @model_validator(mode="after")
+    def _lora_on_whole_plain_weights(self) -> HFConfig:
+        if self.lora is None:
+            return self
+        if self.data_parallel == "fsdp2":
+            raise ValueError(
+                "lora needs data_parallel: replicate, since adapters are merged into whole weights at each refit; the "
+                "gradients and optimizer state that fsdp2 would shard are small under lora"
+            )
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if getattr(self, key):
+                raise ValueError(
+                    f"lora and {key} exclude each other: a refit hands on W + B A in full precision, and a W that is rounded "
+                    f"to integers cannot be summed so. Remove {key}; policy.precision: bfloat16 halves the memory of the base"
+                )
+        return self
 
 
 class HFPolicyConfig(PolicyConfig):
@@ -49,6 +127,21 @@ class HFPolicyConfig(PolicyConfig):
     backend: str = "hf"
     hf_cfg: HFConfig = Field(default_factory=HFConfig)
     """What only this backend knows."""
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        """Dropout where samples are trained on, and a library that is not installed."""
+        lora = self.hf_cfg.lora
+        if lora is None:
+            return
+        at = ("policy", "hf_cfg", "lora")
+        if (reason := unmet_needs(("peft>=0.21",))) is not None:
+            yield at, NEEDS_PEFT.format(reason=reason)
+        if lora.dropout > 0 and run.algorithm.needs_generation:
+            yield (
+                (*at, "dropout"),
+                f"{run.algorithm_name} compares the policy that trains with the one that sampled. Those would be two models: "
+                "with dropout and without, so their ratio is not 1 even before the first step. Set it to 0.",
+            )
 
 
 class HFSamplerConfig(HFModelConfig):

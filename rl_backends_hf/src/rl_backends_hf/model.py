@@ -123,6 +123,11 @@ def _where(name: str) -> dict[str, Any]:
             raise UserError(f"The GGUF file {name} does not exist (looked at {path.absolute()}). Check `model_name`.")
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.is_dir():
+        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+            raise UserError(
+                f"The folder {name} holds a LoRA adapter alone, and a model is whole weights. Merge it into its base: "
+                "`rlcore convert CHECKPOINT --to hf --merge OUTPUT`, and name OUTPUT here."
+            )
         if not (path / "config.json").is_file():
             raise UserError(
                 f"The folder {name} holds no config.json, so it is no model of Transformers. Give the folder that "

@@ -1,16 +1,45 @@
-"""The frozen reference policy: the initial weights, read again from their source when first asked for; knows no training."""
+"""The frozen reference policy: the initial weights, read again from their source when first asked for; knows no training.
+
+Under adapters it is the policy's own model with the adapters off.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 
 from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.lora import LoraAdapters
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.parallel import Parallel
 from rl_backends_hf.scoring import ScoringModel
+
+
+class Reference(Protocol):
+    """What scores as the initial policy does."""
+
+    def on_device(self) -> AbstractContextManager[ScoringModel]:
+        """The model, ready to score on the rank's device for as long as the block runs."""
+
+
+class FrozenBase:
+    """The policy's own model with its adapters off; no second copy of the weights.
+
+    Args:
+        scoring: the policy's model, on the rank's device while it scores.
+        adapters: those in it.
+    """
+
+    def __init__(self, scoring: ScoringModel, adapters: LoraAdapters) -> None:
+        self._scoring, self._adapters = scoring, adapters
+
+    @contextmanager
+    def on_device(self) -> Iterator[ScoringModel]:
+        with self._adapters.off(), torch.no_grad():
+            yield self._scoring.eval()
 
 
 class ReferencePolicy:
@@ -34,7 +63,6 @@ class ReferencePolicy:
 
     @contextmanager
     def on_device(self) -> Iterator[ScoringModel]:
-        """The model, ready to score on the rank's device for as long as the block runs."""
         if self._visits:
             self._scoring.to(self._parallel.device)
         try:

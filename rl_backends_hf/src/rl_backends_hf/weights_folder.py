@@ -1,11 +1,11 @@
-"""Writes and reads a policy's weights as a folder that Transformers loads; knows neither optimizer nor loss."""
+"""A policy's weights as others take them: one by one, or as a folder that Transformers loads; knows no optimizer, no loss."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -14,7 +14,55 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.parallel import fill, whole
 from rl_core.data.tokenizer import load_tokenizer_if_there
 from rl_core.errors import CheckpointError
-from rl_core.weights.manifest import weights_of
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.weights.manifest import dtype_name, weights_of
+
+
+class HandedOn(Protocol):
+    """What of a model is handed on and kept; all of it is collective over the ranks."""
+
+    def manifest(self) -> RefitManifest:
+        """Name to (shape, dtype) of what `iter_weights` yields."""
+
+    def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and whole tensor of each weight, under the names of the model's own folder."""
+
+    def save(self, folder: Path, *, rank: int) -> None:
+        """Write what has been trained into `folder`, from rank 0."""
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote; CheckpointError where the folder is absent, torn, or of another model."""
+
+
+class WholeModel:
+    """A model of which all weights are trained.
+
+    Args:
+        model: whole or sharded.
+        dtype: what float32 masters of another type are rounded to.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
+
+    def manifest(self) -> RefitManifest:
+        master = torch.float32
+        return {
+            name: (
+                tuple(tensor.shape),
+                dtype_name(self._dtype if tensor.dtype == master and tensor.requires_grad else tensor.dtype),
+            )
+            for name, tensor in weights_of(self._model).items()
+        }
+
+    def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        return full_weights(self._model, dtype=self._dtype, names=None if names is None else list(names))
+
+    def save(self, folder: Path, *, rank: int) -> None:
+        save_weights(self._model, folder, dtype=self._dtype, rank=rank)
+
+    def load(self, folder: Path) -> None:
+        load_weights(self._model, folder)
 
 
 def full_weights(
@@ -70,7 +118,9 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
         CheckpointError: the folder is absent, torn, or of another model; the weights are as before.
     """
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} holds no config.json, so no weights were saved there.")
+        adapter = " It holds an adapter: resume with the `policy.hf_cfg.lora` that wrote it."
+        there = adapter if (folder / "adapter_config.json").is_file() else ""
+        raise CheckpointError(f"{folder} holds no config.json, so no weights of a whole model were saved there.{there}")
     try:
         found, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=model.dtype, output_loading_info=True, trust_remote_code=False

@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
+from rl_backends_hf.lora import LoraAdapters
 from rl_backends_hf.master import MasterWeights
 from rl_backends_hf.microbatches import Microbatcher
 from rl_backends_hf.model import DTYPES, checkpoint_activations, is_quantised, load_model
 from rl_backends_hf.optimizer import build_optimizer, build_scheduler
 from rl_backends_hf.parallel import Parallel, make_parallel
 from rl_backends_hf.probe import probe_scoring
-from rl_backends_hf.reference import ReferencePolicy
+from rl_backends_hf.reference import FrozenBase, Reference, ReferencePolicy
 from rl_backends_hf.scoring import ScoringModel
 from rl_backends_hf.step import optimizer_step
 from rl_backends_hf.training_state import TrainingState
-from rl_backends_hf.weights_folder import find_tokenizer, full_weights, load_weights, save_tokenizer, save_weights
+from rl_backends_hf.weights_folder import HandedOn, WholeModel, find_tokenizer, save_tokenizer
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -29,7 +30,6 @@ from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
-from rl_core.weights.manifest import dtype_name, weights_of
 from rl_core.weights.source import WeightSource
 
 _CPU = torch.device("cpu")
@@ -49,7 +49,8 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         self._config = config
         self._dtype = DTYPES[config.precision]
         self._temperature = config.generation.temperature if config.generation is not None else 1.0
-        self._reference: ReferencePolicy | None = None
+        self._reference: Reference | None = None
+        self._adapters: LoraAdapters | None = None
         self._state: TrainingState | None = None
         self._sampler: Any = None
 
@@ -64,8 +65,12 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         self._microbatcher = Microbatcher(self._config, device=device)
         model = load_model(self._config.model_name, options=hf, dtype=self._dtype, device=device)
         self._quantised = is_quantised(model)
-        self._scoring = ScoringModel(model, chunk_tokens=hf.logprob_chunk_tokens, temperature=self._temperature)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        if hf.lora is not None:
+            self._adapters = LoraAdapters(model, hf.lora, base=self._config.model_name)
+        self._handed_on: HandedOn = self._adapters or WholeModel(model, dtype=self._dtype)
+        self._scoring = ScoringModel(model, chunk_tokens=hf.logprob_chunk_tokens, temperature=self._temperature)
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         probe_scoring(
             self._scoring,
             device=device,
@@ -77,11 +82,19 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         self._parallel.distribute(self._scoring)
         if not self._quantised:
             self._state = self._make_state()
-        return {"num_parameters": num_parameters, "device": str(device), "vocab_size": self._scoring.vocab_size}
+        return {
+            "num_parameters": num_parameters,
+            "num_trained_parameters": 0 if self._quantised else num_trained,
+            "device": str(device),
+            "vocab_size": self._scoring.vocab_size,
+        }
 
     def get_logprobs(self, data: BatchedDataDict[Any], *, reference: bool = False) -> BatchedDataDict[Any]:
         if reference:
-            with self._reference_policy().on_device() as scoring:
+            reference_policy = self._reference_policy()
+            if self._adapters is not None:
+                self._bring(weights=self._parallel.device)
+            with reference_policy.on_device() as scoring:
                 return self._score(scoring, data)
         self._bring(weights=self._parallel.device)
         try:
@@ -166,7 +179,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
     def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
         if self._quantised:
             raise NotSupportedError(f"The quantised weights of {self._config.model_name} never change and are not saved.")
-        save_weights(self._scoring.model, Path(weights_path), dtype=self._dtype, rank=self.context.rank)
+        self._handed_on.save(Path(weights_path), rank=self.context.rank)
         if optimizer_path is not None:
             self._trainable().save(Path(optimizer_path), rank=self.context.rank, world_size=self.context.world_size)
         if self.context.rank == 0:
@@ -177,7 +190,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         state = self._trainable()
         if optimizer_path is not None and not Path(optimizer_path).is_dir():
             raise CheckpointError(f"{optimizer_path} does not exist, so there is no training state to go on from.")
-        load_weights(self._scoring.model, Path(weights_path))
+        self._handed_on.load(Path(weights_path))
         state.masters.take()
         if optimizer_path is not None:
             state.load(Path(optimizer_path), rank=self.context.rank, world_size=self.context.world_size)
@@ -186,17 +199,10 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         return self._state.weight_version if self._state is not None else 0
 
     def weight_manifest(self) -> RefitManifest:
-        master = torch.float32
-        return {
-            name: (
-                tuple(tensor.shape),
-                dtype_name(self._dtype if tensor.dtype == master and tensor.requires_grad else tensor.dtype),
-            )
-            for name, tensor in weights_of(self._scoring.model).items()
-        }
+        return self._handed_on.manifest()
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        return full_weights(self._scoring.model, dtype=self._dtype, names=None if names is None else list(names))
+        return self._handed_on.iter_weights(names)
 
     def shutdown(self) -> None:
         self.leave_refit()
@@ -218,7 +224,9 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
             )
 
     def _make_state(self) -> TrainingState:
-        masters = MasterWeights(self._scoring.model, published=self._dtype)
+        # Adapters are float32 beside a base of any type, and saved as they are: nothing of them is rounded.
+        published = self._dtype if self._adapters is None else torch.float32
+        masters = MasterWeights(self._scoring.model, published=published)
         optimizer = build_optimizer(masters.parameters, self._config.optimizer)
         return TrainingState(masters=masters, optimizer=optimizer, scheduler=build_scheduler(optimizer, self._config.scheduler))
 
@@ -231,12 +239,14 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
             )
         return self._state
 
-    def _reference_policy(self) -> ReferencePolicy:
+    def _reference_policy(self) -> Reference:
         if not self._config.hf_cfg.reference:
             raise NotSupportedError(
                 "This policy has no reference: `policy.hf_cfg.reference` is false. Set it to true, or use a loss without a "
                 "KL term against the reference policy."
             )
+        if self._reference is None and self._adapters is not None:
+            self._reference = FrozenBase(self._scoring, self._adapters)
         if self._reference is None:
             self._reference = ReferencePolicy(self._config, self._parallel, temperature=self._temperature)
         return self._reference

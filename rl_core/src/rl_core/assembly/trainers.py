@@ -185,7 +185,8 @@ class Trainer:
             raise ConfigError(
                 f"{self.algorithm} samples and scores: give {type(self).__name__} `generation` and `environments`."
             )
-        found = [f"{dotted(path)}: {message}" for path, message in algorithm.conflicts(self.config)]
+        conflicts = (*algorithm.conflicts(self.config), *self.config.policy.conflicts(self.config))
+        found = [f"{dotted(path)}: {message}" for path, message in conflicts]
         if found:
             raise ConfigError("\n".join(found))
 

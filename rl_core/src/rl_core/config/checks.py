@@ -26,6 +26,7 @@ def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[
     """
     yield from _what_the_algorithm_needs(run)
     yield from run.algorithm.conflicts(run)
+    yield from run.policy.conflicts(run)
     yield from _sampling(run)
     yield from _lengths(run)
     yield from _capabilities(run, layout, registry)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rl_core.config.paths import NAME_OR_PATH
 from rl_core.config.section import Section
+from rl_core.config.written import Path
+
+if TYPE_CHECKING:
+    from rl_core.config.schema import RunConfig
 
 
 class TokenizerConfig(Section):
@@ -169,6 +174,10 @@ class PolicyConfig(Section):
     """The generation backend; needed by algorithms that sample."""
     python: Annotated[str | None, NAME_OR_PATH] = None
     """Interpreter of another environment for the workers."""
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        """What of the run's other sections the backend cannot work with: each key that is to blame, and why."""
+        yield from ()
 
     @model_validator(mode="after")
     def _one_way_of_batching(self) -> PolicyConfig:

@@ -1,0 +1,268 @@
+"""Low-rank adapters (LoRA) beside the frozen linear layers of a model, by peft; knows no loss, no optimizer and no other rank.
+
+An adapted layer computes W x + s B A x, with W frozen, A [rank, in] and B [out, rank] trained, and s = alpha / rank (alpha /
+sqrt(rank) under rsLoRA). Hu et al. 2021, https://arxiv.org/abs/2106.09685. B begins at zero, so the model begins as its base;
+with the adapters off it *is* its base, which is therefore the reference policy at no cost. Adapters are float32 beside a base
+of any dtype: they are their own masters.
+
+The model is never merged in place. What leaves the process is W + s B A, made for one weight at a time in a temporary tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rl_backends_hf.config import ALL_LINEAR, NEEDS_PEFT, LoRAConfig
+from rl_core.errors import CheckpointError, UserError
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.plugins.component import did_you_mean
+from rl_core.weights.manifest import dtype_name, weights_of
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+_NAME: Final = "default"
+"""peft's name of the only adapter; its files do not mention it."""
+
+
+class LoraAdapters:
+    """The adapters of one model, which is changed in place: its base is frozen, its adapters are trainable.
+
+    Args:
+        model: a plain causal LM, whole.
+        config: `policy.hf_cfg.lora`.
+        base: `policy.model_name`, which the adapter's files name as what they belong to.
+
+    Raises:
+        UserError: peft is not installed, or the config names modules that the model lacks or that cannot be adapted; the model
+            is as before.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LoRAConfig, *, base: str) -> None:
+        peft = _peft()
+        _check_targets(model, config)
+        settings = peft.LoraConfig(
+            task_type=peft.TaskType.CAUSAL_LM,
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules),
+            exclude_modules=config.exclude_modules,
+            use_rslora=config.use_rslora,
+            use_dora=config.use_dora,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        )
+        self._uses_dora = config.use_dora
+        # A is drawn: alike on all ranks, whatever state their generators are in, and without a trace in it.
+        devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+            torch.manual_seed(config.seed)
+            self._peft_model = peft.get_peft_model(model, settings)
+        self._settings = self._peft_model.peft_config[_NAME]
+        self._settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+        self._model = model
+        self._live_names, self._layers = _names_of_base(model, peft.tuners.lora.LoraLayer)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model is its base for as long as the block runs."""
+        with self._peft_model.disable_adapter():
+            yield
+
+    def manifest(self) -> RefitManifest:
+        """Name to (shape, dtype) of the base's weights, under the base's own names; none of the adapters'."""
+        live = weights_of(self._model)
+        return {name: (tuple(live[key].shape), dtype_name(live[key].dtype)) for name, key in self._live_names.items()}
+
+    def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of each weight as if the adapters were merged.
+
+        An adapted weight is a new tensor each time, so that nobody who keeps one holds on to the base; others are the frozen
+        base's own.
+
+        Args:
+            names: these, in this order; all by default.
+        """
+        live = weights_of(self._model)
+        for name in self._live_names if names is None else names:
+            weight, layer = live[self._live_names[name]].detach(), self._layers.get(name)
+            yield name, weight if layer is None else self._merged(layer, weight)
+
+    def merge_for_good(self) -> None:
+        """Fold the adapters into the base and take them out: the model is a plain one again, and this object is spent."""
+        for layer in self._layers.values():
+            weight = layer.get_base_layer().weight
+            weight.data = self._merged(layer, weight.detach())
+        self._peft_model.unload()
+
+    def save(self, folder: Path, *, rank: int) -> None:
+        """Write the adapter from rank 0, in peft's own format: its config and one file of safetensors."""
+        if rank != 0:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        # Files that say `inference_mode: false` would have peft hand out a model that trains.
+        self._settings.inference_mode = True
+        self._settings.save_pretrained(folder)
+        self._settings.inference_mode = False
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()},
+            folder / ADAPTER_WEIGHTS,
+            metadata={"format": "pt"},
+        )
+
+    def load(self, folder: Path) -> None:
+        """Set the adapters to those in `folder`; every rank reads them.
+
+        Raises:
+            CheckpointError: the folder is absent, torn, or of another adapter; the adapters are as before.
+        """
+        self._refuse_another_adapter(folder)
+        try:
+            saved = load_file(folder / ADAPTER_WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"The adapter in {folder} cannot be read: {type(error).__name__}: {error}") from error
+        own = self._tensors()
+        if odd := sorted(saved.keys() ^ own.keys()):
+            raise CheckpointError(
+                f"{folder} is of another adapter: {odd[0]} is in one of the two only ({len(odd)} such names). Resume with the "
+                "`policy.hf_cfg.lora` and the model that wrote it."
+            )
+        for name, tensor in own.items():
+            if saved[name].shape != tensor.shape:
+                there, here = tuple(saved[name].shape), tuple(tensor.shape)
+                raise CheckpointError(f"{folder} is of another adapter: {name} is {there} there and {here} here.")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(saved[name])
+
+    def _refuse_another_adapter(self, folder: Path) -> None:
+        """Compare what shapes do not show: the scale of B A."""
+        try:
+            saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            whole = " It holds the weights of a whole model." if (folder / "config.json").is_file() else ""
+            raise CheckpointError(
+                f"{folder} holds no {ADAPTER_CONFIG}, so no adapter was saved there.{whole} Resume with the "
+                "`policy.hf_cfg.lora` that wrote it."
+            ) from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / ADAPTER_CONFIG} is torn: {error}") from error
+        for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
+            there, here = saved.get(key), getattr(self._settings, key)
+            if there != here:
+                raise CheckpointError(f"{folder} is of another adapter: `{key}` is {there} there and {here} here.")
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The live adapter tensors, under the names that peft's files have."""
+        # Asked for `auto`, peft would look on the hub whether the vocabulary has grown; embeddings are never adapted here.
+        found: dict[str, torch.Tensor] = _peft().get_peft_model_state_dict(self._peft_model, save_embedding_layers=False)
+        return found
+
+    @torch.no_grad()
+    def _merged(self, layer: Any, weight: torch.Tensor) -> torch.Tensor:
+        """A new tensor, summed in float32 and rounded once."""
+        total: torch.Tensor = layer.get_delta_weight(_NAME).float().add_(weight)
+        if self._uses_dora:
+            # Liu et al. 2024, https://arxiv.org/abs/2402.09353, equation 5: a trained magnitude for each output.
+            magnitude = layer.lora_magnitude_vector[_NAME].weight.float()
+            inputs = 0 if layer.fan_in_fan_out else 1
+            total *= (magnitude / torch.linalg.vector_norm(total, dim=inputs)).unsqueeze(inputs)
+        return total.to(weight.dtype)
+
+
+def _names_of_base(model: nn.Module, layer_class: type) -> tuple[dict[str, str], dict[str, Any]]:
+    """The base's name of each of its weights to its present one; and of each adapted weight, to the layer that adapts it."""
+    adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}
+    of_layers = {f"{name}.{key}": (name, key) for name, layer in adapted.items() for key in layer.state_dict()}
+    names: dict[str, str] = {}
+    layers: dict[str, Any] = {}
+    for live in weights_of(model):
+        layer, key = of_layers.get(live, ("", live))
+        if not layer:
+            names[live] = live
+        elif key.startswith("base_layer."):
+            name = f"{layer}.{key.removeprefix('base_layer.')}"
+            names[name] = live
+            if key == "base_layer.weight":
+                layers[name] = adapted[layer]
+    return names, layers
+
+
+def _check_targets(model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Refuse names that match nothing, and modules that adapters cannot stand beside."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    head = model.get_output_embeddings()
+    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
+    excluded = _matches(config.exclude_modules or [], modules, linear, key="exclude_modules")
+    if config.target_modules == ALL_LINEAR:
+        targets = set(linear)
+    else:
+        targets = _matches(config.target_modules, modules, linear, key="target_modules")
+    for name in sorted(targets - excluded - linear):
+        _refuse_module(name, modules[name], is_head=modules[name] is head)
+    if not targets - excluded:
+        raise UserError(
+            "`policy.hf_cfg.lora`: exclude_modules takes away all that target_modules names, so nothing would train."
+        )
+
+
+def _matches(wanted: str | Sequence[str], modules: Mapping[str, nn.Module], linear: set[str], *, key: str) -> set[str]:
+    """Names of the modules that peft would take: by whole name or its end, or by an expression for the whole name."""
+    if isinstance(wanted, str):
+        try:
+            found = {name for name in modules if re.fullmatch(wanted, name)}
+        except re.error as error:
+            raise UserError(f"`policy.hf_cfg.lora.{key}`: {wanted!r} is no regular expression: {error}.") from error
+        if not found:
+            raise _nothing(wanted, linear, key=key, how="as an expression for the whole name of a module ")
+        return found
+    found = set()
+    for each in wanted:
+        matching = {name for name in modules if name == each or name.endswith(f".{each}")}
+        if not matching:
+            raise _nothing(each, linear, key=key, how="")
+        found |= matching
+    return found
+
+
+def _nothing(wanted: str, linear: set[str], *, key: str, how: str) -> UserError:
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    return UserError(
+        f"`policy.hf_cfg.lora.{key}`: {wanted!r} {how}matches no module of the model.{did_you_mean(wanted, ends)} Its linear "
+        f"layers are {', '.join(ends)} (one is {sorted(linear)[0]})."
+        if linear
+        else f"`policy.hf_cfg.lora.{key}`: the model has no linear layer beside its head."
+    )
+
+
+def _refuse_module(name: str, module: nn.Module, *, is_head: bool) -> None:
+    if is_head:
+        raise UserError(
+            f"`policy.hf_cfg.lora.target_modules`: {name} is the LM head, whose log-probabilities are computed in chunks from "
+            f"its plain matrix, without an adapter. Leave it out; {ALL_LINEAR!r} means all other linear layers."
+        )
+    inside = sorted({key.rpartition(".")[2] for key, part in module.named_modules() if key and isinstance(part, nn.Linear)})
+    hint = f" Name the linear layers in it: {', '.join(inside)}." if inside else ""
+    raise UserError(
+        f"`policy.hf_cfg.lora.target_modules`: {name} is a {type(module).__name__}, and adapters stand beside linear layers "
+        f"only.{hint}"
+    )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(NEEDS_PEFT.format(reason=error)) from error
+    return peft
