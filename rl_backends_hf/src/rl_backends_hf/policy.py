@@ -38,6 +38,8 @@ class HuggingFacePolicy(DistributedPolicy):
         ConfigError: a field does not exist or has a value that is not allowed.
     """
 
+    checkpoint_conversions = {"hf": "rl_backends_hf.convert:to_folder"}  # noqa: RUF012
+
     def __init__(
         self,
         model_name: str | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 
@@ -34,6 +34,10 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 class PolicyInterface(ABC):
     """A model that is trained."""
+
+    checkpoint_conversions: ClassVar[Mapping[str, str]] = {}
+    """Format that a checkpoint's weights can be converted to, to the "module:function" that does it; see
+    `rl_core.interfaces.conversion`."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:

@@ -1,0 +1,130 @@
+"""A checkpoint as files of another format, made by the policy backend that wrote it; knows no format but plain folders.
+
+A checkpoint of a run is converted by the backend of its config. A folder of Transformers that no run wrote is converted by the
+backend that has the format's name. Where a checkpoint's weights are a folder of Transformers already, `hf` is a copy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.checkpoints.state import read_state
+from rl_core.errors import CheckpointError, NotSupportedError, UserError
+from rl_core.interfaces.conversion import Conversion
+from rl_core.plugins.component import did_you_mean
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+
+HF = "hf"
+"""The format that every other is made from: config.json and safetensors, as Transformers loads them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What came of it.
+
+    Attributes:
+        output: the folder.
+        files: their names in it.
+        num_bytes: of all files.
+        backend: whose function made them; None where they were copied.
+    """
+
+    output: Path
+    files: tuple[str, ...]
+    num_bytes: int
+    backend: str | None
+
+
+def convert(
+    checkpoint: Path,
+    output: Path,
+    *,
+    to: str,
+    merge: bool = False,
+    model: str | None = None,
+    registry: Registry | None = None,
+) -> Converted:
+    """Write `checkpoint` to `output` in another format; `output` is whole or absent.
+
+    Args:
+        checkpoint: a step folder of a run, or a folder of Transformers.
+        output: a folder that does not exist yet, or is empty.
+        to: the format.
+        merge: fold adapters into the weights that they belong to.
+        model: where the model is that the run began from, if it is elsewhere by now.
+        registry: where backends are found; the installed plugins by default.
+
+    Raises:
+        CheckpointError: `checkpoint` is none, or torn.
+        UserError: `output` is taken, or the backend does not write this format.
+    """
+    registry = registry if registry is not None else Registry(discover())
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists already. Name a new folder, or remove it first.")
+    source, policy = _source(checkpoint)
+    backend = str(policy["backend"]) if policy else to
+    conversions = {} if backend == HF and not policy else _conversions(registry, backend)
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        function = conversions.get(to)
+        if function is not None:
+            _load(function)(Conversion(source=source, output=partial, policy=policy, merge=merge, model=model))
+        elif to == HF and (source / "config.json").is_file():
+            shutil.copytree(source, partial, dirs_exist_ok=True)
+        else:
+            raise _not_written(backend, to, {*conversions, *_copied(source)})
+        if output.exists():
+            output.rmdir()
+        os.replace(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    files = sorted(path for path in output.rglob("*") if path.is_file())
+    return Converted(
+        output=output,
+        files=tuple(str(path.relative_to(output)) for path in files),
+        num_bytes=sum(path.stat().st_size for path in files),
+        backend=None if function is None else backend,
+    )
+
+
+def _source(checkpoint: Path) -> tuple[Path, Mapping[str, Any]]:
+    """The folder of the weights, and the section `policy` of the run that wrote them."""
+    if (checkpoint / "config.json").is_file():
+        return checkpoint, {}
+    state = read_state(checkpoint)
+    weights = checkpoint / "policy" / "weights"
+    if not weights.is_dir():
+        raise CheckpointError(f"{checkpoint} is torn: it has no folder {weights.relative_to(checkpoint)}.")
+    return weights, state["config"]["policy"]
+
+
+def _conversions(registry: Registry, backend: str) -> Mapping[str, str]:
+    policy_class = registry.find("policy", backend).load()
+    found: Mapping[str, str] = getattr(policy_class, "checkpoint_conversions", {})
+    return found
+
+
+def _copied(source: Path) -> set[str]:
+    return {HF} if (source / "config.json").is_file() else set()
+
+
+def _load(function: str) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _not_written(backend: str, to: str, formats: set[str]) -> NotSupportedError:
+    known = sorted(formats)
+    return NotSupportedError(
+        f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, known)} It converts to: "
+        f"{', '.join(known) or 'nothing'}."
+    )
