@@ -23,6 +23,7 @@ COMMANDS = {
     "explain": ("rlcore_cli.explain:explain", "What a key of the config means, holds and may hold."),
     "schema": ("rlcore_cli.schema:schema", "The JSON schema of configs, for editors."),
     "check-logprobs": ("rlcore_cli.check_logprobs:check_logprobs", "Do policy and engine agree on probabilities?"),
+    "convert": ("rlcore_cli.convert:convert", "A checkpoint as a folder that others load; adapters alone, or merged."),
     "diagnose": ("rlcore_cli.diagnose:diagnose", "Look model, tokenizer and backends over before a run."),
     "list-backends": ("rlcore_cli.listing:list_backends", "What a config can name, and whether it is ready."),
     "list-plugins": ("rlcore_cli.listing:list_plugins", "The installed plugins, what they register, how they fare."),
