@@ -94,6 +94,7 @@ LAYOUTS = {
     "interleaved-distributed": Layout("llama-tied", 2, {**INTERLEAVED, **DISTRIBUTED}),
     "tp2-dp2-distributed": Layout("llama-tied", 4, {**SP, **OVERLAP}),
     "tp2-pp2-tied": Layout("llama-tied", 4, {**SP, **PP2}),
+    "ep2-distributed": Layout("qwen3-moe", 2, {**EP2, **DISTRIBUTED}),
     "tp2-pp2": Layout("llama", 4, {**SP, **PP2}),
     "tp2-pp2-packed": Layout("llama-tied", 4, {**TP2, **PP2}, "packed"),
     "pp2-dp2": Layout("qwen3", 4, {**PP2, **OVERLAP}),
@@ -118,6 +119,7 @@ RESUMES = [
     ("tp2-dp2-distributed", "dp2-tied-distributed"),
     ("tp2-dp2-distributed", "interleaved-distributed"),
     ("tp2-dp2-distributed", "tp2-dp2-distributed"),
+    ("tp2-ep2", "ep2-distributed"),
 ]
 """Which layout saves, and which resumes."""
 

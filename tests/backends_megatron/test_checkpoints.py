@@ -23,7 +23,8 @@ def test_the_next_step_is_that_of_the_run_that_was_not_interrupted(out, saved, n
     expected, found = read(out, saved, "float32", "0"), read(out, saved, "float32", f"{name}-0")
     assert found["version"] == 2
     assert found["result"].grad_norm == pytest.approx(expected["result"].grad_norm, rel=2e-6)
-    assert largest_difference(found["weights"], expected["weights"]) < 1e-6
+    # The router of a mixture adds a softmax to each layer's rounding.
+    assert largest_difference(found["weights"], expected["weights"]) < (3e-6 if "ep2" in name else 1e-6)
     if name == saved:
         assert largest_difference(found["weights"], expected["weights"]) == 0.0
 

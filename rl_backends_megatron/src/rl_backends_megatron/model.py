@@ -240,7 +240,7 @@ def _inverse_frequencies(hf: Any, own: torch.Tensor) -> torch.Tensor:
         )
     if hf.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise NotSupportedError(
-            "The model turns only a part of each head by its position (`partial_rotary_factor`), the Megatron backend all of it. "
+            "The model turns only a part of each head by its position (`partial_rotary_factor`), this backend turns all of it. "
             "Use `backend: hf`."
         )
     if kind == "default":
