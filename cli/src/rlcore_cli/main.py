@@ -17,6 +17,7 @@ from rlcore_cli.lazy import LazyGroup
 
 COMMANDS = {
     "train": ("rlcore_cli.train:train", "Train by a config, from its last checkpoint if there is one."),
+    "eval": ("rlcore_cli.eval:evaluate", "Ask a model or a checkpoint the validation data: pass@k, cons@k, rewards."),
     "report": ("rlcore_cli.report.command:report", "One page of HTML about a run: curves, rollouts, config, how it ended."),
     "compare": ("rlcore_cli.compare.command:compare", "Runs against each other: curves, configs, final and best values."),
     "validate": ("rlcore_cli.validate:validate", "Check a config; every mistake with its line."),
