@@ -7,8 +7,10 @@ without a stated size the KV cache of a CPU takes nearly all memory; compiling t
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,9 @@ _COMMON = {
 }
 _LOGGING = {
     "VLLM_CONFIGURE_LOGGING": "1",
-    # Of its warnings a start prints about ten, none about the run.
+    # A start prints about ten warnings, none about the run; torch's of C++ among them.
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 _CPU = {
     # One helper of the sampler is compiled whatever the engine is told: ten seconds at the first row.
@@ -54,6 +57,15 @@ def set_environment_here() -> None:
     """The same for an engine in this process, as far as that still can; what the user has set stays."""
     for name, value in {**_COMMON, **_LOGGING, **_CPU}.items():
         os.environ.setdefault(name, value)
+
+
+def quiet_import() -> None:
+    """Have vLLM's import log at the level of its environment; vLLM itself sets it only when an engine starts."""
+    logger = logging.getLogger("vllm")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", _LOGGING["VLLM_LOGGING_LEVEL"]).upper())
+    # It looks at every name of every module, also at those that torch is about to drop.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -> dict[str, Any]:

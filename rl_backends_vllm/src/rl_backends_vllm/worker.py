@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_backends_vllm.config import VllmConfig
-from rl_backends_vllm.device import can_sleep, engine_arguments, set_environment_here
+from rl_backends_vllm.device import can_sleep, engine_arguments, quiet_import, set_environment_here
 from rl_backends_vllm.engine import Engine
 from rl_backends_vllm.model_folder import ModelFiles, model_files
 from rl_backends_vllm.requests import SamplingSettings, engine_seeds, refuse_unreadable_stops
@@ -46,6 +46,7 @@ class VllmGenerationWorker(GenerationWorker):
             raise ConfigError("`policy.generation.model_name` is empty, and there is no policy to take it from: name a model.")
         if self.context.run_in_process:
             set_environment_here()
+        quiet_import()
         own = config.vllm_cfg
         tokenizer_name = own.tokenizer.name if own.tokenizer is not None else None
         with model_files(config.model_name, tokenizer_name=tokenizer_name, trust_remote_code=own.trust_remote_code) as files:
@@ -200,6 +201,8 @@ class VllmGenerationWorker(GenerationWorker):
             "logits_processors": ["rl_backends_vllm.greedy:GreedyTemperature"] if self._config.temperature != 1.0 else None,
             "worker_extension_cls": "rl_backends_vllm.extension.RefitExtension",
             "disable_log_stats": True,
+            # The screen is the run's own.
+            "use_tqdm_on_load": False,
         }
         arguments |= engine_arguments(own, device=self.context.device, hf_config=files.hf_config)
         return arguments | self._config.vllm_kwargs

@@ -1,0 +1,34 @@
+"""The environment of an engine: what a run needs, and what the user's own environment decides."""
+
+import logging
+import os
+
+import pytest
+
+from rl_backends_vllm.device import quiet_import, set_environment_here, worker_environment
+
+
+@pytest.mark.parametrize(("own", "level"), [({}, "ERROR"), ({"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG")])
+@pytest.mark.parametrize("use_gpus", [False, True])
+def test_vllm_reports_errors_alone_unless_the_user_asks_for_more(monkeypatch, own, level, use_gpus):
+    monkeypatch.setattr(os, "environ", dict(own))
+    assert worker_environment(use_gpus=use_gpus)["VLLM_LOGGING_LEVEL"] == level
+    set_environment_here()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == level
+
+
+def test_what_the_engine_depends_on_is_not_the_users_to_change_in_a_worker(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    assert worker_environment(use_gpus=False)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@pytest.mark.parametrize(("own", "level"), [({}, logging.ERROR), ({"VLLM_LOGGING_LEVEL": "info"}, logging.INFO)])
+def test_the_import_of_vllm_logs_at_that_level_too(monkeypatch, own, level):
+    monkeypatch.setattr(os, "environ", dict(own))
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    quiet_import()
+    assert logger.level == level
+    monkeypatch.setattr(logger, "level", logging.CRITICAL)
+    quiet_import()
+    assert logger.level == logging.CRITICAL, "whoever has set it before keeps it"
