@@ -156,3 +156,25 @@ PREFERENCE_LOSSES = {
 def test_pairs_teach_which_of_two_unseen_answers_is_better(name, tmp_path):
     steps = run(tmp_path, preferences(tmp_path, loss_fn=PREFERENCE_LOSSES[name]))
     assert steps[10]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.2
+
+
+def test_the_example_of_preferences_goes_on_after_a_stop_as_if_there_had_been_none(tmp_path):
+    example = MODEL.parents[1] / "dpo_addition.yaml"
+
+    def trained(folder, steps, resume):
+        changes = [
+            f"dpo.max_num_steps={steps}",
+            "dpo.val_period=2",
+            "checkpointing.save_period=2",
+            "cluster.backend=in_process",
+        ]
+        return train(example, [*changes, f"logger.log_dir={folder / 'runs'}"], resume=resume, console=False)
+
+    trained(tmp_path / "straight", 4, "never")
+    trained(tmp_path / "stopped", 2, "never")
+    assert trained(tmp_path / "stopped", 4, "auto").resumed_from == 2
+    straight, stopped = (metrics_of(tmp_path / name, "dpo_addition") for name in ("straight", "stopped"))
+    assert sorted(stopped) == [0, 1, 2, 3, 4]
+    # Two threads may add up in another order.
+    assert stopped[4]["loss"] == pytest.approx(straight[4]["loss"], rel=1e-5)
+    assert stopped[4]["validation/accuracy"] > 0.9

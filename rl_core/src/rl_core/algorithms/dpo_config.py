@@ -20,6 +20,8 @@ class DPOConfig(AlgorithmConfig):
 
     global_batch_size: int = Field(default=32, ge=1)
     """Pairs of one step; `policy.train_global_batch_size` (in rows, two a pair) splits them into optimizer steps."""
+    val_batch_size: int = Field(default=128, ge=1)
+    """Pairs of one validation batch."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         if isinstance(run.loss_fn, ClippedPGLossConfig | NLLLossConfig):
