@@ -81,9 +81,12 @@ class VllmGeneration(DistributedGeneration):
         """Yield (row, its output) as each row ends; leaving the iterator cancels the others.
 
         Rows under way at a refit go on with the new weights, or begin again (`vllm_cfg.in_flight`); a row is stamped with the
-        weight version that it began with.
+        weight version that it began with. A replica that dies ends the call; it is replaced by the next `generate`, refit or
+        `revive`, and streams again once it has the policy's weights.
         """
         self._refuse_bad_rows(data)
+        if self._without_weights:
+            self._bring_weights()
         rows = at_the_door(data, [key for key in ROW_KEYS if key in data or key == "input_lengths"])
         async for row, output in self._stream.rows(rows, greedy=greedy):
             yield row, output
