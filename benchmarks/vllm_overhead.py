@@ -169,6 +169,7 @@ def _in_turns(options: argparse.Namespace, runs: dict[str, Run]) -> dict[str, An
             started, used = time.perf_counter(), cpu_seconds()
             assert sum(map(len, run(False))) == tokens
             spent = time.perf_counter() - started
+            print(f"repeat {repeat}: {name} {spent:.2f} s", file=sys.stderr, flush=True)
             if repeat > 0:
                 seconds[name].append(spent)
                 cpu[name].append(cpu_seconds() - used)
@@ -185,7 +186,7 @@ def _in_turns(options: argparse.Namespace, runs: dict[str, Run]) -> dict[str, An
 
 
 START = {
-    "vllm.LLM, KV size alone": """
+    "vllm.LLM": """
 from vllm import LLM, SamplingParams
 engine = LLM(model, enforce_eager=True) if EAGER else LLM(model)
 engine.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=2, logprobs=0, detokenize=False), use_tqdm=False)
@@ -209,18 +210,22 @@ def start_up(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds from the start of the interpreter to the first row, and processes then, each in a process of its own."""
     from rl_backends_vllm.device import worker_environment
 
+    # With nothing set at all, vLLM takes nine tenths of the machine's memory for its KV cache.
     plain = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     variants = {
-        "vllm.LLM, nothing set but the KV size": (START["vllm.LLM, KV size alone"].replace("EAGER", "False"), plain),
-        "vllm.LLM, the same and enforce_eager": (START["vllm.LLM, KV size alone"].replace("EAGER", "True"), plain),
         "ours": (START["ours"], {**os.environ, **worker_environment(use_gpus=False)}),
+        "vllm.LLM, KV size and enforce_eager": (START["vllm.LLM"].replace("EAGER", "True"), plain),
+        "vllm.LLM, KV size": (START["vllm.LLM"].replace("EAGER", "False"), plain),
     }
+    if options.without_compiling:
+        del variants["vllm.LLM, KV size"]
     found: dict[str, Any] = {name: {"seconds": [], "processes": 0} for name in variants}
     with tempfile.TemporaryDirectory() as folder:
         model = str(without_end(options.model, Path(folder), options.dtype, with_tokenizer=True))
         for _ in range(options.repeats):
             for name, (program, environment) in variants.items():
                 seconds, processes = _started(f"model = {model!r}\n" + _guarded(program + _REPORT), environment)
+                print(f"{name}: {seconds:.1f} s, {processes} processes", file=sys.stderr, flush=True)
                 found[name]["seconds"].append(seconds)
                 found[name]["processes"] = processes
     return found
@@ -274,6 +279,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--start-up", action="store_true", help="measure start-up instead of speed")
+    parser.add_argument("--without-compiling", action="store_true", help="at start-up, leave out what takes minutes")
     parser.add_argument("--json", type=Path, help="append the figures, one object a line")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
