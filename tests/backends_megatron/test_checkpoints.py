@@ -40,9 +40,11 @@ def test_training_can_go_back_to_a_checkpoint_from_before_the_first_step(out, sa
 def test_float32_copies_of_bfloat16_weights_are_gone_on_from(out, saved, name):
     expected, found = read(out, saved, "bfloat16", "0"), read(out, saved, "bfloat16", f"{name}-0")
     assert all(tensor.dtype == torch.bfloat16 for tensor in found["weights"].values())
-    # Another division rounds activations differently; what then differs is one unit in the last of 8 bits.
+    # Another division rounds activations differently; what then differs is one unit in the last of 8 bits. In a mixture a
+    # token may go to another expert for it, and Adam moves a weight by the learning rate whatever the gradient's size.
+    atol = 2 * expected["result"].lr if "ep2" in name else 1e-3
     for key, tensor in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][key].float(), tensor.float(), rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(found["weights"][key].float(), tensor.float(), rtol=2**-7, atol=atol)
     if name == saved:
         assert largest_difference(found["weights"], expected["weights"]) == 0.0
 
