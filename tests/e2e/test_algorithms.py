@@ -155,7 +155,9 @@ PREFERENCE_LOSSES = {
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_pairs_teach_which_of_two_unseen_answers_is_better(name, tmp_path):
     steps = run(tmp_path, preferences(tmp_path, loss_fn=PREFERENCE_LOSSES[name]))
-    assert steps[10]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.2
+    # Ties of a policy with its own copy count half; without a reference, the pupil prefers what it says itself.
+    assert steps[0]["validation/accuracy"] <= 0.5
+    assert steps[10]["validation/accuracy"] > 0.9
 
 
 def test_the_example_of_preferences_goes_on_after_a_stop_as_if_there_had_been_none(tmp_path):
