@@ -1,0 +1,323 @@
+"""`rlcore eval`: the run's own numbers again, a schema that stays, mistakes with exit code 2, and no process left."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from rl_core.errors import RLCoreError, UserError
+from rlcore_cli.main import app
+
+MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
+MARK = "RLCORE_TEST_EVAL"
+IN_PROCESS = "cluster.backend=in_process"
+ROUNDING = 1e-6
+"""A run's accuracy is a mean in float32."""
+CONFIG = {
+    "grpo": {
+        "num_prompts_per_step": 4,
+        "num_generations_per_prompt": 4,
+        "max_num_steps": 3,
+        "seed": 3,
+        "val_period": 1,
+        "val_batch_size": 20,
+        "max_val_samples": 48,
+        "val_num_generations_per_prompt": 4,
+    },
+    "policy": {
+        "backend": "hf",
+        "model_name": str(MODEL),
+        "max_total_sequence_length": 16,
+        # So high that each step's weights score otherwise.
+        "optimizer": {"kwargs": {"lr": 3.0e-3}},
+        "generation": {"backend": "hf", "max_new_tokens": 5, "val_temperature": 1.0},
+    },
+    "data": {
+        "train": {"dataset_name": "arithmetic", "num_samples": 40},
+        "validation": {"dataset_name": "arithmetic", "num_samples": 64, "split": "validation", "min_digits": 2},
+    },
+    "env": {"arithmetic": {"num_workers": 1}},
+    "checkpointing": {"save_period": 1, "keep_latest_k": 10, "metric_name": "validation/accuracy"},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Folder of a short run in this process; its config is beside it."""
+    from rl_core.assembly.launch import train
+
+    folder = tmp_path_factory.mktemp("eval")
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(CONFIG))
+    overrides = [IN_PROCESS, f"logger.log_dir={folder}", "logger.run_name=run"]
+    return train(path, overrides, console=False).folder
+
+
+@pytest.fixture(scope="module")
+def told(run):
+    """The run's metrics by step."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def evaluate(config, *arguments):
+    return CliRunner().invoke(app, ["eval", config, IN_PROCESS, *map(str, arguments)])
+
+
+def results_of(config, *arguments):
+    result = evaluate(config, *arguments, "--json", "found.json")
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    prompts = [json.loads(line) for line in Path("found.prompts.jsonl").read_text().splitlines()]
+    return json.loads(Path("found.json").read_text()), prompts
+
+
+def values(scores):
+    return {name: found["value"] for name, found in scores["metrics"].items()}
+
+
+@pytest.mark.parametrize("which", ["run folder", "step folder"])
+def test_a_checkpoint_scores_what_the_run_itself_validated(config, run, told, which):
+    step = 3 if which == "run folder" else 1
+    found, _ = results_of(config, "--checkpoint", run if step == 3 else run / "checkpoints" / "step_000001")
+    scores = values(found["passes"][0]["all"])
+    assert found["weights"]["step"] == step
+    assert scores["mean@4"] == pytest.approx(told[step]["validation/accuracy"], abs=ROUNDING)
+    for name in ("pass@1", "pass@2", "pass@4", "cons@1", "cons@2", "cons@4", "reward", "length", "truncated_frac"):
+        assert scores[name] == pytest.approx(told[step][f"validation/{name}"], abs=ROUNDING), name
+    # Else the test would pass whichever checkpoint is read.
+    assert len({row["validation/pass@1"] for row in told.values()}) == 3
+
+
+def test_the_best_checkpoint_is_the_one_that_the_runs_metric_ranks_first(config, run, told):
+    best = max(told, key=lambda step: told[step]["validation/accuracy"])
+    found, _ = results_of(config, "--checkpoint", run, "--best")
+    assert found["weights"]["step"] == best
+
+
+def test_the_weights_of_a_checkpoint_as_a_model_are_the_same_weights(config, run):
+    step = run / "checkpoints" / "step_000002"
+    as_checkpoint, _ = results_of(config, "--checkpoint", step)
+    as_model, _ = results_of(config, "--checkpoint", step / "policy" / "weights")
+    assert as_checkpoint["weights"]["source"] == "checkpoint"
+    assert as_model["weights"]["source"] == "model"
+    assert as_checkpoint["weights"]["fingerprint"] == as_model["weights"]["fingerprint"]
+    assert as_checkpoint["passes"][0]["all"] == as_model["passes"][0]["all"]
+
+
+def test_greedy_and_sampled_in_one_call_add_up_to_their_prompts(config):
+    found, prompts = results_of(config, "--greedy", "--samples", 5, "--k", "1,2,5")
+    greedy, sampled = found["passes"]
+    assert (greedy["asked"], greedy["temperature"], sampled["asked"], sampled["temperature"]) == ("greedy", 0.0, "sampled", 1.0)
+    assert list(values(greedy["all"]))[:3] == ["mean@1", "pass@1", "cons@1"]
+    assert len(prompts) == 96
+    of_sampled = [line for line in prompts if line["asked"] == "sampled"]
+    assert [line["index"] for line in of_sampled] == list(range(48))
+    scores = values(sampled["all"])
+    assert scores["mean@5"] == pytest.approx(fmean(fmean(line["right"]) for line in of_sampled))
+    for k in (1, 2, 5):
+        passed = fmean(fmean(any(subset) for subset in combinations(line["right"], k)) for line in of_sampled)
+        assert scores[f"pass@{k}"] == pytest.approx(passed)
+    assert scores["reward"] == pytest.approx(fmean(fmean(line["rewards"]) for line in of_sampled))
+    for line in prompts:
+        expected = str(sum(map(int, line["prompt"].removesuffix("=").split("+"))))
+        assert line["right"] == [answer == expected for answer in line["answers"]]
+        assert len({len(line[key]) for key in ("completions", "answers", "rewards", "lengths", "truncated")}) == 1
+
+
+def test_the_keys_of_the_json_are_those_of_the_page(config):
+    found, prompts = results_of(config, "grpo.max_val_samples=3")
+    assert list(found) == [
+        *("format", "weights", "dataset", "reward_above", "passes", "prompts", "config_file", "overrides", "config"),
+        "environment",
+    ]
+    assert found["format"] == 1
+    assert found["weights"] == {
+        **{"source": "config", "path": str(MODEL), "step": None, "version": 0, "transport": "by_reference"},
+        "fingerprint": found["weights"]["fingerprint"],
+    }
+    [one] = found["passes"]
+    assert list(one) == ["asked", "temperature", "seconds", "all", "by_task", "by_dataset", "environments"]
+    assert one["by_task"] == one["by_dataset"] == {"arithmetic": one["all"]}
+    assert list(one["all"]) == [
+        *("num_prompts", "samples_per_prompt", "metrics", "max_length", "num_cut_prompts", "not_reported"),
+    ]
+    assert all(list(estimate) == ["value", "standard_error"] for estimate in one["all"]["metrics"].values())
+    assert found["config"]["grpo"]["max_val_samples"] == 3
+    assert [list(line) for line in prompts] == [
+        [
+            *("asked", "dataset", "task", "index", "prompt", "prompt_cut", "completions", "answers", "right", "rewards"),
+            *("reward_parts", "lengths", "truncated", "turns"),
+        ]
+    ] * 3
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    for key in [*found, *found["weights"], *one, *one["all"], *prompts[0]]:
+        assert f"`{key}`" in page, key
+
+
+def test_results_go_into_the_run_folder_and_never_over_others(config, run):
+    for _ in range(2):
+        result = evaluate(config, "grpo.max_val_samples=2", "--checkpoint", run)
+        assert result.exit_code == 0, result.output
+    found = sorted(path.name for path in (run / "eval").iterdir())
+    assert found == [
+        *("step_000003-2.json", "step_000003-2.prompts.jsonl", "step_000003.json", "step_000003.prompts.jsonl"),
+    ]
+    assert f"results: {run / 'eval' / 'step_000003-2.json'}" in result.output
+
+
+def test_without_a_run_folder_nothing_is_written_and_the_table_is_all(config, tmp_path):
+    result = evaluate(config, "grpo.max_val_samples=2", "--greedy")
+    assert result.exit_code == 0, result.output
+    assert "nothing was written: --json FILE keeps the results" in result.output
+    assert any(line.split()[:2] == ["arithmetic", "pass@1"] and "±" in line for line in result.output.splitlines())
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def torn(run, folder):
+    shutil.copytree(run / "checkpoints" / "step_000001", folder / "step_000001")
+    (folder / "step_000001" / "manifest.json").unlink()
+    return folder / "step_000001"
+
+
+def half_written(run, folder):
+    (folder / "step_000002.partial").mkdir()
+    return folder / "step_000002.partial"
+
+
+def without_checkpoints(run, folder):
+    (folder / "checkpoints").mkdir()
+    return folder
+
+
+def of_another_model(run, folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shutil.copytree(run / "checkpoints" / "step_000001", folder / "step_000001")
+    weights = folder / "step_000001" / "policy" / "weights"
+    shutil.rmtree(weights)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(weights)
+    return folder / "step_000001"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda run, folder: folder / "nowhere", "is no folder"),
+        (lambda run, folder: run / "metrics.jsonl", "is no folder"),
+        (lambda run, folder: folder, "is neither a checkpoint, a run folder nor a model (it holds nothing)"),
+        (without_checkpoints, "holds no complete checkpoint"),
+        (torn, "it has no manifest.json"),
+        (half_written, "was not written to its end"),
+        (of_another_model, "is of another model"),
+    ],
+)
+def test_a_path_without_fitting_weights_is_the_users_mistake(config, run, tmp_path, make, said):
+    folder = tmp_path / "given"
+    folder.mkdir()
+    result = evaluate(config, "--checkpoint", make(run, folder))
+    # Of an error that `main` prints, the runner shows the exception itself; a worker's error has the code of what it raised.
+    assert isinstance(result.exception, RLCoreError), repr(result.exception)
+    assert result.exception.exit_code == 2
+    assert said in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--samples", "4", "--k", "1,8"), "--k 8: of 4 samples a prompt, 1 to 4 can be drawn"),
+        (("--greedy", "--k", "2"), "of 1 samples a prompt"),
+        (("--k", "1;2"), "is no list of whole numbers"),
+        (("--k", "0"), "--k 0"),
+        (("--best",), "name the run folder with --checkpoint"),
+        (("--best", "--checkpoint", str(MODEL)), "there is no best of it"),
+        (("--json", "no/such/folder/found.json"), "Make it first"),
+        (("--json", "."), "is a folder"),
+        (("data.validation=null",), "data.validation names no data"),
+        (("policy.precison=bfloat16",), "Did you mean 'precision'?"),
+    ],
+)
+def test_a_mistake_in_flags_or_config_is_told_before_anything_starts(config, tmp_path, arguments, said):
+    if arguments[0] == "data.validation=null":
+        without = {**CONFIG, "data": {"train": CONFIG["data"]["train"]}, "grpo": {**CONFIG["grpo"], "val_period": 0}}
+        Path(config).write_text(json.dumps(without))
+        arguments = ()
+    result = evaluate(config, *arguments)
+    assert isinstance(result.exception, UserError), repr(result.exception)
+    assert result.exception.exit_code == 2
+    assert said in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_pairs_of_answers_are_no_prompts(config, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n")
+    pairs = {"dataset_name": "preference", "path": str(tmp_path / "pairs.jsonl")}
+    changed = {**CONFIG, "dpo": {}, "data": {"train": pairs, "validation": pairs}}
+    del changed["grpo"]
+    Path(config).write_text(json.dumps(changed))
+    result = evaluate(config)
+    assert isinstance(result.exception, UserError), repr(result.exception)
+    assert "and no messages: pairs of answers, perhaps" in str(result.exception)
+
+
+def test_it_imports_nothing_heavy_before_it_is_run():
+    code = "import sys, rlcore_cli.eval; print(sorted({'torch', 'ray', 'numpy', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_over_ray_scores_a_checkpoint_as_hf_does_in_process_and_leaves_no_process(config, run):
+    greedy = ("--checkpoint", str(run), "--greedy")
+    in_process, _ = results_of(config, *greedy)
+    mark = uuid.uuid4().hex
+    vllm = ("policy.generation.backend=vllm", "++policy.generation.vllm_cfg.max_num_seqs=16", "--json", "vllm.json")
+    result = subprocess.run(
+        [sys.executable, "-m", "rlcore_cli.main", "eval", config, *vllm, *greedy],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, MARK: mark},
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(Path("vllm.json").read_text())
+    assert found["weights"]["transport"] == "shared_memory"
+    # Greedy tokens in float32 of one model: the two engines may differ only where two tokens are all but equally likely.
+    [mine], [theirs] = found["passes"], in_process["passes"]
+    assert math.isclose(values(mine["all"])["pass@1"], values(theirs["all"])["pass@1"], abs_tol=1.5 / 48)
+    until = time.monotonic() + 20
+    while (left := marked(mark)) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert left == []
+
+
+def marked(mark):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:100])
+        except psutil.Error:
+            continue
+    return found
