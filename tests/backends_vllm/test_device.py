@@ -2,10 +2,13 @@
 
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 
 from rl_backends_vllm.device import quiet_import, set_environment_here, worker_environment
+from rl_backends_vllm.openmp import sweep_registrations
 
 
 @pytest.mark.parametrize(("own", "level"), [({}, "ERROR"), ({"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG")])
@@ -32,3 +35,14 @@ def test_the_import_of_vllm_logs_at_that_level_too(monkeypatch, own, level):
     monkeypatch.setattr(logger, "level", logging.CRITICAL)
     quiet_import()
     assert logger.level == logging.CRITICAL, "whoever has set it before keeps it"
+
+
+def test_pages_of_intels_runtime_go_with_processes_that_are_gone_and_stay_with_those_that_live(tmp_path):
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    gone = tmp_path / f"__KMP_REGISTERED_LIB_{int(dead.stdout)}_0"
+    mine, others = tmp_path / f"__KMP_REGISTERED_LIB_{os.getpid()}_0", tmp_path / "__KMP_REGISTERED_LIB_of_something_else"
+    for page in (gone, mine, others):
+        page.touch()
+    assert sweep_registrations(tmp_path) == [gone.name]
+    assert mine.exists()
+    assert others.exists()

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rl_backends_vllm.config import VllmEngineConfig
+from rl_backends_vllm.openmp import preloads
 from rl_core.errors import ConfigError
 
 _MOST_KV_BYTES_ON_CPU = 2**30
@@ -49,8 +47,8 @@ def worker_environment(*, use_gpus: bool, python: str | None = None) -> dict[str
     common = _COMMON | {name: os.environ.get(name, value) for name, value in _LOGGING.items()}
     if use_gpus:
         return common
-    preloads = _preloads(python)
-    return {**common, **_CPU, **({"LD_PRELOAD": preloads} if preloads else {})}
+    preloaded = preloads(python)
+    return {**common, **_CPU, **({"LD_PRELOAD": preloaded} if preloaded else {})}
 
 
 def set_environment_here() -> None:
@@ -147,12 +145,3 @@ def _kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
 
 _CPU_BLOCK = 128
 """Tokens of a block of the KV cache."""
-
-
-def _preloads(python: str | None) -> str:
-    """Intel's OpenMP runtime of the worker's environment, before whatever is preloaded already."""
-    prefix = Path(python).parent.parent if python is not None else Path(sys.prefix)
-    library = prefix / "lib" / "libiomp5.so"
-    inherited: Mapping[str, str] = os.environ
-    parts = [str(library)] if library.exists() else []
-    return ":".join([*parts, *filter(None, [inherited.get("LD_PRELOAD")])])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_backends_vllm.config import VllmConfig
 from rl_backends_vllm.device import worker_environment
+from rl_backends_vllm.openmp import sweep_registrations
 from rl_backends_vllm.requests import refuse_unreadable_stops
 from rl_backends_vllm.worker import VllmGenerationWorker
 from rl_core.config.keywords import section_from_keywords
@@ -90,6 +91,11 @@ class VllmGeneration(DistributedGeneration):
         rows = at_the_door(data, [key for key in ROW_KEYS if key in data or key == "input_lengths"])
         async for row, output in self._stream.rows(rows, greedy=greedy):
             yield row, output
+
+    def shutdown(self) -> bool:
+        done = super().shutdown()
+        sweep_registrations()
+        return done
 
     def _refuse_bad_rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> None:
         """Here, not only in the replicas: the error then names the caller's row, and no replica has begun."""
