@@ -114,7 +114,7 @@ class Sampler:
         inputs = self._input(rows)
         # An interleaved pipeline wants a multiple of its stages.
         copies = self._ranks.pipeline.size() if len(models) > 1 else 1
-        found = forward(models, [inputs] * copies, lambda logits, each: self._whole(logits))
+        found = forward(models, [inputs] * copies, lambda logits, _: self._whole(logits))
         drawn = torch.zeros(2, len(rows), dtype=torch.float64)
         if found:
             logprobs = torch.log_softmax(found[0].float().cpu() / self._config.temperature, dim=-1)

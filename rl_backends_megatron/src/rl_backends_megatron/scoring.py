@@ -15,6 +15,9 @@ from rl_backends_megatron.logprobs import vocab_parallel_logprobs
 from rl_backends_megatron.microbatches import ModelInput
 from rl_backends_megatron.parallel import Ranks
 
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]
+"""From the last stage's hidden states to the logits of the predicted tokens."""
+
 
 class LogprobHead:
     """From the last stage's logits to log-probabilities of tokens.
@@ -51,19 +54,19 @@ class LogprobHead:
         return flat.view(inputs.shape)
 
 
-def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[[torch.Tensor, ModelInput], Any]) -> list[Any]:
+def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[[torch.Tensor, int], Any]) -> list[Any]:
     """What `read` makes of each microbatch's logits; an empty list on all but the last stage. Without gradients.
 
     Args:
         models: this rank's chunks.
         inputs: every rank of the pipeline has the same.
-        read: takes logits and their input.
+        read: takes the logits and the number of a microbatch.
     """
     for model in models:
         model.eval()
 
-    def consume(each: ModelInput, model: Any, hidden: torch.Tensor, non_loss_data: bool = True) -> Any:
-        return read(bare(model).logits_at(hidden, each.predictors), each)
+    def consume(logits_of: LogitsOf, number: int, hidden: torch.Tensor, non_loss_data: bool = True) -> Any:
+        return read(logits_of(hidden), number)
 
     with torch.no_grad():
         return _run(models, inputs, consume, learn=False)
@@ -84,10 +87,9 @@ def forward_backward(
     """
     for model in models:
         model.train()
-    numbers = {id(each): number for number, each in enumerate(inputs)}
 
-    def consume(each: ModelInput, model: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        loss, answer = loss_of(bare(model).logits_at(hidden, each.predictors), numbers[id(each)])
+    def consume(logits_of: LogitsOf, number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, answer = loss_of(logits_of(hidden), number)
         # A count of no tokens: the gradient is not divided by anything more.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), answer
 
@@ -95,12 +97,12 @@ def forward_backward(
 
 
 def _run(models: Sequence[Any], inputs: Sequence[ModelInput], consume: Callable[..., Any], *, learn: bool) -> list[Any]:
-    def forward_step(iterator: Iterator[ModelInput], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        each = next(iterator)
+    def forward_step(iterator: Iterator[tuple[int, ModelInput]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        number, each = next(iterator)
         output = model(each.input_ids, each.position_ids, None, packed_seq_params=each.packing)
-        return output, partial(consume, each, model)
+        return output, partial(consume, partial(bare(model).logits_at, positions=each.predictors), number)
 
-    iterators = [iter(inputs) for _ in models]
+    iterators = [enumerate(inputs) for _ in models]
     return get_forward_backward_func()(  # type: ignore[no-any-return]
         forward_step_func=forward_step,
         data_iterator=iterators if len(models) > 1 else iterators[0],

@@ -55,8 +55,7 @@ def optimizer_step(
     loss_of = _loss_of(inputs, batches, loss_fn, counts, head, ranks)
     norm = 0.0
     if trainer is None:
-        numbers = {id(each): number for number, each in enumerate(inputs)}
-        answers = forward(models, inputs, lambda logits, each: loss_of(logits, numbers[id(each)])[1])
+        answers = forward(models, inputs, lambda logits, number: loss_of(logits, number)[1])
     else:
         trainer.drop_gradients()
         answers = forward_backward(models, inputs, loss_of)

@@ -77,7 +77,8 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         columns.micro_batch_indices, columns.micro_batch_lengths = data.micro_batch_indices, data.micro_batch_lengths
         batches = list(self._microbatcher.split(columns, rows=self._config.logprob_batch_size))
         with scene as models, device_seam():
-            parts = forward(models, self._inputs(batches, training=False), self._head)
+            inputs = self._inputs(batches, training=False)
+            parts = forward(models, inputs, lambda logits, number: self._head(logits, inputs[number]))
         logprobs = torch.zeros(data["input_ids"].shape, dtype=torch.float32, device=self._ranks.device)
         start = 0
         for part in parts[: len(batches)]:
