@@ -192,6 +192,50 @@ def test_without_a_run_folder_nothing_is_written_and_the_table_is_all(config, tm
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+TWO_TASKS = """
+from rl_envs.arithmetic.dataset import ArithmeticDataset
+
+
+class TwoTasks(ArithmeticDataset):
+    def __init__(self, config):
+        super().__init__({"num_samples": 7, "min_digits": 2})
+
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "task_name": ("silent", "sums")[index % 2]}
+"""
+SILENT = """
+from rl_envs.arithmetic.environment import ArithmeticEnvironment
+
+
+class Silent(ArithmeticEnvironment):
+    def __init__(self):
+        super().__init__()
+
+    def step(self, logs, metadata):
+        return super().step(logs, metadata)._replace(answers=None)
+"""
+
+
+def test_several_tasks_are_told_apart_and_what_one_lacks_is_not_told_of_all(config, tmp_path):
+    (tmp_path / "two_tasks_data.py").write_text(TWO_TASKS)
+    (tmp_path / "silent_environment.py").write_text(SILENT)
+    changed = {**CONFIG, "env": {"sums": {"name": "arithmetic"}, "silent": {"env_cls": "silent_environment.Silent"}}}
+    changed["data"] = {**CONFIG["data"], "validation": {"dataset_name": "two_tasks_data.TwoTasks"}}
+    Path(config).write_text(json.dumps(changed))
+    result = evaluate(config, "--samples", 2, "--json", "found.json")
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    [one] = json.loads(Path("found.json").read_text())["passes"]
+    assert {task: scores["num_prompts"] for task, scores in one["by_task"].items()} == {"silent": 4, "sums": 3}
+    assert "cons@2" in values(one["by_task"]["sums"])
+    for scores in (one["all"], one["by_task"]["silent"]):
+        assert "pass@2" in values(scores)
+        assert "cons@2" not in values(scores)
+        assert scores["not_reported"] == {"cons@k": "silent: the environment returned no answers"}
+    assert "cons@k is not reported: silent: the environment returned no answers" in result.output
+    shown = {line.split()[0] for line in result.output.splitlines() if " pass@2 " in line}
+    assert shown == {"all", "silent", "sums"}
+
+
 def torn(run, folder):
     shutil.copytree(run / "checkpoints" / "step_000001", folder / "step_000001")
     (folder / "step_000001" / "manifest.json").unlink()
