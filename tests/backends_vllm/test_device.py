@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rl_backends_vllm.device import quiet_import, set_environment_here, worker_environment
-from rl_backends_vllm.openmp import sweep_registrations
+from rl_backends_vllm.leftovers import sweep_registrations
 
 
 @pytest.mark.parametrize(("own", "level"), [({}, "ERROR"), ({"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG")])

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 from rl_backends_vllm.config import VllmEngineConfig
-from rl_backends_vllm.openmp import preloads
 from rl_core.errors import ConfigError
 
 _MOST_KV_BYTES_ON_CPU = 2**30
@@ -47,7 +48,7 @@ def worker_environment(*, use_gpus: bool, python: str | None = None) -> dict[str
     common = _COMMON | {name: os.environ.get(name, value) for name, value in _LOGGING.items()}
     if use_gpus:
         return common
-    preloaded = preloads(python)
+    preloaded = _preloads(python)
     return {**common, **_CPU, **({"LD_PRELOAD": preloaded} if preloaded else {})}
 
 
@@ -145,3 +146,11 @@ def _kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
 
 _CPU_BLOCK = 128
 """Tokens of a block of the KV cache."""
+
+
+def _preloads(python: str | None) -> str:
+    """Intel's OpenMP runtime of the worker's environment, before whatever is preloaded already."""
+    prefix = Path(python).parent.parent if python is not None else Path(sys.prefix)
+    library = prefix / "lib" / "libiomp5.so"
+    parts = [str(library)] if library.exists() else []
+    return ":".join([*parts, *filter(None, [os.environ.get("LD_PRELOAD")])])

@@ -14,6 +14,7 @@ import sys
 import time
 
 _POLL_S = 0.3
+_TRACKER_S = 3.0
 
 
 def start_guard(variable: str, value: str) -> subprocess.Popen[bytes]:
@@ -53,18 +54,32 @@ def marked_processes(variable: str, value: str) -> list[int]:
 
 
 def sweep(variable: str, value: str, *, timeout_s: float = 10.0) -> None:
-    """Kills every marked process until two looks in a row find none, or the time is up."""
-    until = time.monotonic() + timeout_s
+    """Kills every marked process until two looks in a row find none, or the time is up.
+
+    Python's resource trackers end by themselves once the processes that they track are gone, and unlink the shared memory
+    of those on their way: they are given a moment for it.
+    """
+    began = time.monotonic()
     clean = 0
-    while clean < 2 and time.monotonic() < until:
+    while clean < 2 and time.monotonic() < began + timeout_s:
         pids = marked_processes(variable, value)
         clean = 0 if pids else clean + 1
+        if time.monotonic() < began + _TRACKER_S:
+            pids = [pid for pid in pids if not _is_tracker(pid)]
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:  # it ended between the look and the blow
                 continue
         time.sleep(0.1)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
+            return b"multiprocessing.resource_tracker" in cmdline.read()
+    except OSError:  # it ended meanwhile
+        return False
 
 
 def main(arguments: list[str]) -> None:

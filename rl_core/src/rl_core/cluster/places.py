@@ -1,7 +1,7 @@
 """The bundles of a cluster that each rank of a group has, and the GPUs that it sees by them; starts no worker.
 
-A worker whose engine runs several processes of its own (tensor parallel sampling) needs the GPUs of several bundles. Its process
-is in the first; in each of the others a process that does nothing holds the GPU's share and says which GPU that is.
+A worker whose engine runs several processes of its own (tensor parallel sampling) needs the GPUs of several bundles. Its own
+process is in the first; in each of the others a process that does nothing holds the GPU's share and says which GPU that is.
 """
 
 from __future__ import annotations
