@@ -59,9 +59,10 @@ def run(folder, changes, name="run"):
 
 
 @pytest.fixture(autouse=True)
-def two_threads():
+def one_thread():
+    """Threads that wait for each other spin; on a busy machine a second one costs more than it brings to a model this small."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -177,6 +178,6 @@ def test_the_example_of_preferences_goes_on_after_a_stop_as_if_there_had_been_no
     assert trained(tmp_path / "stopped", 4, "auto").resumed_from == 2
     straight, stopped = (metrics_of(tmp_path / name, "dpo_addition") for name in ("straight", "stopped"))
     assert sorted(stopped) == [0, 1, 2, 3, 4]
-    # Two threads may add up in another order.
+    # The last bits may differ between two loads of a model.
     assert stopped[4]["loss"] == pytest.approx(straight[4]["loss"], rel=1e-5)
     assert stopped[4]["validation/accuracy"] > 0.9
