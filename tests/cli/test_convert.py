@@ -1,0 +1,224 @@
+"""`rlcore convert`: a checkpoint of a run becomes a folder that others load, or an error that says why not."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.worker import HFPolicyWorker
+from rl_core.assembly.convert import convert
+from rl_core.assembly.launch import train
+from rl_core.cluster.worker_context import WorkerContext
+from rl_core.errors import CheckpointError, NotSupportedError, PluginError, UserError
+from rl_core.interfaces.conversion import Conversion
+from rl_core.plugins import Component
+from rl_core.plugins.component import Kind
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "addition" / "model"
+
+
+def short_run(folder, policy):
+    """The step folder of two steps of supervised training in this process."""
+    config = {
+        "sft": {"max_num_steps": 2, "global_batch_size": 8},
+        "policy": {
+            "backend": "hf",
+            "model_name": str(MODEL),
+            "max_total_sequence_length": 16,
+            "optimizer": {"kwargs": {"lr": 1e-3}},
+            **policy,
+        },
+        "data": {"train": {"dataset_name": "arithmetic", "num_samples": 32, "with_response": True}},
+        "cluster": {"backend": "in_process"},
+        "logger": {"log_dir": str(folder)},
+    }
+    (folder / "run.yaml").write_text(json.dumps(config))
+    return train(folder / "run.yaml", console=False).folder / "checkpoints" / "step_000002"
+
+
+@pytest.fixture(scope="module")
+def peft():
+    return importlib.import_module("peft")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A checkpoint of a run that trained all weights."""
+    return short_run(tmp_path_factory.mktemp("whole"), {})
+
+
+@pytest.fixture(scope="module")
+def adapted(peft, tmp_path_factory):
+    """A checkpoint of a run that trained adapters beside a bfloat16 base."""
+    lora = {"rank": 4, "alpha": 32, "target_modules": ["q_proj", "up_proj"]}
+    return short_run(tmp_path_factory.mktemp("adapted"), {"hf_cfg": {"lora": lora}, "precision": "bfloat16"})
+
+
+def rlcore(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "rlcore_cli.main", *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_checkpoint_of_all_weights_is_copied_as_it_is(whole, tmp_path):
+    done = convert(whole, tmp_path / "out", to="hf")
+    assert files(tmp_path / "out") == files(whole / "policy" / "weights")
+    assert done.num_bytes == sum(map(len, files(tmp_path / "out").values()))
+    assert set(done.files) == set(files(tmp_path / "out"))
+    # There is no adapter to merge, so a merge changes nothing.
+    convert(whole, tmp_path / "merged", to="hf", merge=True)
+    assert files(tmp_path / "merged") == files(tmp_path / "out")
+
+
+def test_the_adapter_alone_is_what_plain_peft_loads_on_the_base(peft, adapted, tmp_path):
+    convert(adapted, tmp_path / "out", to="hf")
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert peft.PeftConfig.from_pretrained(tmp_path / "out").base_model_name_or_path == str(MODEL)
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "out")
+    moved = [name for name, tensor in model.named_parameters() if "lora_B" in name and bool(tensor.abs().sum() > 0)]
+    assert len(moved) == 2 * base.config.num_hidden_layers
+
+
+def test_the_merged_folder_is_what_peft_merges_and_what_a_refit_hands_on(peft, adapted, tmp_path):
+    convert(adapted, tmp_path / "out", to="hf", merge=True)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert found.dtype == torch.bfloat16
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    expected = peft.PeftModel.from_pretrained(base.float(), adapted / "policy" / "weights").merge_and_unload()
+    original = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    changed = 0
+    for name, tensor in found.named_parameters():
+        assert torch.equal(tensor, expected.get_parameter(name).to(torch.bfloat16)), name
+        changed += not torch.equal(tensor, original.get_parameter(name))
+    assert changed == 2 * base.config.num_hidden_layers
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == AutoTokenizer.from_pretrained(MODEL).get_vocab()
+    policy = json.loads((adapted / "state.json").read_text())["config"]["policy"]
+    worker = HFPolicyWorker(one_process(), HFPolicyConfig.model_validate(policy))
+    worker.setup()
+    worker.load_checkpoint(adapted / "policy" / "weights", None)
+    for name, tensor in worker.iter_weights():
+        assert torch.equal(tensor, found.get_parameter(name)), name
+    # A whole model again: it trains like any other.
+    HFPolicyWorker(one_process(), HFPolicyConfig(model_name=str(tmp_path / "out"))).setup()
+
+
+def one_process():
+    return WorkerContext(
+        rank=0, world_size=1, local_rank=0, node_rank=0, master_address="127.0.0.1", master_port=0, run_in_process=True
+    )
+
+
+def test_a_base_that_has_moved_is_named_by_an_option(peft, adapted, tmp_path):
+    state = json.loads((adapted / "state.json").read_text())
+    state["config"]["policy"]["model_name"] = "/nowhere/model"
+    moved = tmp_path / "step_000002"
+    (moved / "policy").mkdir(parents=True)
+    (moved / "policy" / "weights").symlink_to(adapted / "policy" / "weights")
+    (moved / "manifest.json").write_bytes((adapted / "manifest.json").read_bytes())
+    (moved / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match="/nowhere/model does not exist"):
+        convert(moved, tmp_path / "out", to="hf", merge=True)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
+    convert(moved, tmp_path / "out", to="hf", merge=True, model=str(MODEL))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
+
+
+def test_the_command_says_what_it_wrote(peft, adapted, tmp_path):
+    result = rlcore("convert", adapted, tmp_path / "out", "--to", "hf", "--merge")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"{tmp_path / 'out'} written: ")
+    assert "  model.safetensors\n" in result.stdout
+    assert sorted(line.strip() for line in result.stdout.splitlines()[1:]) == sorted(files(tmp_path / "out"))
+
+
+def test_the_command_ends_with_code_2_where_it_cannot(tmp_path):
+    result = rlcore("convert", tmp_path, tmp_path / "out")
+    assert result.returncode == 2
+    assert "is no checkpoint: it has no manifest.json" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_wrong_input_is_explained_and_leaves_nothing_behind(whole, tmp_path):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        convert(whole, taken, to="hf")
+    with pytest.raises(NotSupportedError, match=r"'hf' does not convert to 'hff'\. Did you mean 'hf'"):
+        convert(whole, tmp_path / "out", to="hff")
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        convert(tmp_path / "absent", tmp_path / "out", to="hf")
+    with pytest.raises(PluginError, match="nobody"):
+        convert(MODEL, tmp_path / "out", to="nobody")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
+    assert files(taken) == {"mine.txt": b"mine"}
+
+
+class Sideways:
+    """A policy backend of another distribution that has a format of its own."""
+
+    checkpoint_conversions = {"sideways": f"{__name__}:sideways"}  # noqa: RUF012
+
+
+def sideways(conversion: Conversion) -> None:
+    (conversion.output / "said.json").write_text(json.dumps([str(conversion.source), dict(conversion.policy)]))
+
+
+class OneBackend(Registry):
+    """The registry, with one policy backend more."""
+
+    def find(self, kind, name, *, requires=()):
+        if (kind, name) == (Kind.POLICY, "sideways"):
+            return Component("sideways", target=f"{__name__}:Sideways", summary="a test")
+        return super().find(kind, name, requires=requires)
+
+
+@pytest.fixture
+def registry():
+    return OneBackend(discover())
+
+
+def test_the_backend_of_a_format_s_name_converts_a_plain_folder(registry, tmp_path):
+    done = convert(MODEL, tmp_path / "out", to="sideways", registry=registry)
+    assert json.loads((tmp_path / "out" / "said.json").read_text()) == [str(MODEL), {}]
+    assert (done.files, done.backend) == (("said.json",), "sideways")
+    convert(MODEL, tmp_path / "copy", to="hf", registry=registry)
+    assert files(tmp_path / "copy") == files(MODEL)
+
+
+def test_a_checkpoint_is_converted_by_the_backend_that_wrote_it(registry, whole, tmp_path):
+    state = json.loads((whole / "state.json").read_text())
+    state["config"]["policy"] = {"backend": "sideways", "sideways_cfg": {"width": 3}}
+    (tmp_path / "step_000002").mkdir()
+    (tmp_path / "step_000002" / "policy").symlink_to(whole / "policy")
+    (tmp_path / "step_000002" / "manifest.json").write_bytes((whole / "manifest.json").read_bytes())
+    (tmp_path / "step_000002" / "state.json").write_text(json.dumps(state))
+    convert(tmp_path / "step_000002", tmp_path / "out", to="sideways", registry=registry)
+    said = json.loads((tmp_path / "out" / "said.json").read_text())
+    assert said == [str(tmp_path / "step_000002" / "policy" / "weights"), state["config"]["policy"]]
+    # Its weights are a folder of Transformers, which needs no function.
+    convert(tmp_path / "step_000002", tmp_path / "copy", to="hf", registry=registry)
+    assert files(tmp_path / "copy") == files(whole / "policy" / "weights")
+    with pytest.raises(NotSupportedError, match="It converts to: hf, sideways"):
+        convert(tmp_path / "step_000002", tmp_path / "else", to="upright", registry=registry)
