@@ -90,14 +90,14 @@ def engine_processes(engine):
     return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
-def shared_memory():
-    """What lies in shared memory, but for what runs beside this test and for pages that the next sweep takes."""
-    return {page.name for page in Path("/dev/shm").iterdir() if not page.name.startswith(("__KMP", "rlcore-"))}
+def group_memory():
+    """Shared memory of vLLM's process groups, which has a name only until all have met."""
+    return {page.name for page in Path("/dev/shm").glob("vllm_dist_*")}
 
 
 def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(path, cluster, tmp_path):
     # Qwen2's one KV head cannot be split, so vLLM gives each process a copy of it: the hardest case of a fused weight.
-    before = shared_memory()
+    before = group_memory()
     policy = make_policy(path, cluster)
     engine = VllmGeneration(cluster, section(path, tensor_parallel_size=2))
     assert (engine.group.world_size, engine.num_workers) == (1, 2)
@@ -119,7 +119,7 @@ def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(pat
         engine.shutdown()
         policy.shutdown()
     assert not [segment for pid in pids for segment in Path("/dev/shm").glob(f"rlcore-{pid}-*")]
-    assert shared_memory() <= before
+    assert group_memory() <= before
 
 
 def test_a_replica_that_is_killed_in_a_step_or_in_a_refit_comes_back_and_nothing_is_lost(path, cluster):
