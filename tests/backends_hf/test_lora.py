@@ -147,6 +147,8 @@ def test_before_the_first_step_it_is_the_base_bit_for_bit(parts, model_folder, s
     assert torch.equal(worker.get_logprobs(rows)["logprobs"], without.get_logprobs(rows)["logprobs"])
     assert_same(handed_on(worker), handed_on(without))
     assert list(worker.weight_manifest().items()) == list(without.weight_manifest().items())
+    dora = start(kind, lora={"use_dora": True})
+    torch.testing.assert_close(dora.get_logprobs(rows)["logprobs"], without.get_logprobs(rows)["logprobs"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -126,5 +126,6 @@ def _not_written(backend: str, to: str, formats: set[str]) -> NotSupportedError:
     known = sorted(formats)
     return NotSupportedError(
         f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, known)} It converts to: "
-        f"{', '.join(known) or 'nothing'}."
+        f"{', '.join(known) or 'nothing'}. Another backend's format is made from a folder of Transformers: convert to {HF!r} "
+        "first (with a merge, where adapters were trained), and then that folder."
     )
