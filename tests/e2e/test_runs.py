@@ -44,6 +44,14 @@ def test_a_run_folder_holds_what_a_run_was(train, tmp_path):
     assert AutoTokenizer.from_pretrained(weights).eos_token == "<eos>"
 
 
+def test_the_epochs_end_a_run_that_would_have_more_steps(train, tmp_path):
+    changes = {"grpo": {"max_num_steps": 50, "max_num_epochs": 1}, "data": {"train": {"num_samples": 12}}}
+    code, output = train({**IN_PROCESS, **changes}).wait()
+    assert code == 0, output
+    assert sorted(metrics_of(tmp_path)) == [1, 2, 3]
+    assert "3 steps done" in output
+
+
 def test_plain_lines_are_printed_when_piped(train):
     code, output = train({**IN_PROCESS, "grpo": {"max_num_steps": 2}}).wait()
     assert code == 0

@@ -184,7 +184,8 @@ class VllmGenerationWorker(GenerationWorker):
             "model": files.path,
             "tokenizer": files.tokenizer_path,
             "skip_tokenizer_init": files.tokenizer_path is None,
-            "dtype": own.precision or "auto",
+            # Left to itself, vLLM would run a float32 model in a coarser type.
+            "dtype": own.precision or str(getattr(files.hf_config, "dtype", None) or "auto").removeprefix("torch."),
             "load_format": load_format,
             "trust_remote_code": own.trust_remote_code,
             "max_model_len": own.max_model_len,

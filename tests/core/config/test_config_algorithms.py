@@ -34,6 +34,21 @@ def test_a_punishment_for_length_must_fit_the_lengths(files, good, shaping, says
     assert says in error
 
 
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            "use_dynamic_sampling: true\n  max_num_epochs: 2",
+            "config.yaml:3:19: grpo.max_num_epochs: dynamic sampling draws as many",
+        ),
+        ("val_num_generations_per_prompt: 4", "config.yaml:2:35: grpo.val_num_generations_per_prompt: validation is greedy"),
+    ],
+)
+def test_a_number_that_could_not_mean_what_it_says_is_refused(files, good, keys, says):
+    [error] = files.errors(good.replace("num_prompts_per_step: 8", keys))
+    assert error.startswith(says)
+
+
 def test_a_constant_length_may_be_interpolated(files, good):
     text = "loss_fn: {name: dr_grpo, constant_length_normalizer: '${policy.generation.max_new_tokens}'}\n" + good
     loss = files.load(text).run.loss_fn

@@ -172,6 +172,19 @@ class GRPOConfig(AlgorithmConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         loss = run.loss_fn
+        if self.max_num_epochs is not None and self.use_dynamic_sampling:
+            yield (
+                (run.algorithm_name, "max_num_epochs"),
+                "dynamic sampling draws as many prompts a step as it needs, so that an epoch is no number of steps. Set "
+                "max_num_steps alone.",
+            )
+        validates_greedily = run.policy.generation is not None and run.policy.generation.val_temperature == 0.0
+        if self.val_num_generations_per_prompt > 1 and validates_greedily:
+            yield (
+                (run.algorithm_name, "val_num_generations_per_prompt"),
+                "validation is greedy, so the samples of a prompt would all be the same. Set policy.generation.val_temperature "
+                "to the temperature of training, or leave it at 1.",
+            )
         if isinstance(loss, PreferenceLossConfig):
             yield (
                 ("loss_fn", "name"),

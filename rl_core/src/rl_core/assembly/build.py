@@ -67,7 +67,7 @@ def connect(
         resolved: the config as plain values, for the checkpoint.
         folder: the run folder.
     """
-    config = builder.run
+    config = loaders.with_its_last_step(builder.run)
     run = Run(
         config=config,
         folder=folder,
@@ -126,6 +126,15 @@ class Loaders:
         self.batches = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
         if validation is not None:
             self.validation_batches = _answer_batches(validation, config, tokenizer, batch_size=val_size, shuffle=False)
+
+    def with_its_last_step(self, config: RunConfig) -> RunConfig:
+        """The config with `max_num_epochs` counted in `max_num_steps`, where the epochs end first."""
+        algorithm = config.algorithm
+        drawn = self.prompts if self.prompts is not None else self.batches
+        if algorithm.max_num_epochs is None or drawn is None:
+            return config
+        last = min(algorithm.max_num_steps, algorithm.max_num_epochs * len(drawn))
+        return config.model_copy(update={"algorithm": algorithm.model_copy(update={"max_num_steps": last})})
 
 
 def read_sources(config: RunConfig, registry: Registry) -> tuple[Source, Source | None]:

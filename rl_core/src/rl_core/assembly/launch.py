@@ -86,11 +86,11 @@ def train(
         _announce(run, manager, status)
         loop_started = time.perf_counter()
         with _attended(run, manager, status):
-            registry.find("algorithm", config.algorithm_name).load()(config.algorithm, run)
+            registry.find("algorithm", config.algorithm_name).load()(run.config.algorithm, run)
         ended = time.perf_counter()
     return Finished(
         folder=start.folder,
-        steps=config.algorithm.max_num_steps,
+        steps=run.config.algorithm.max_num_steps,
         resumed_from=run.first_step,
         seconds=ended - started,
         training_seconds=ended - loop_started,

@@ -27,6 +27,10 @@ class TrainingBatches:
         self._pad_token_id = pad_token_id
         self._only_unmask_final = only_unmask_final
 
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return len(self._loader)
+
     def next_batch(self) -> BatchedDataDict[Any]:
         """The next rows; epochs follow each other without end."""
         return self._rows(next(self._endless))
