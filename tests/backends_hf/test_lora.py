@@ -209,6 +209,55 @@ def test_a_model_whose_layers_are_transposed_is_merged_as_peft_does(peft, parts,
             torch.testing.assert_close(tensor, model.get_parameter(name).data, rtol=0, atol=1e-6)
 
 
+def test_experts_that_are_fused_into_one_parameter_stay_frozen(peft, parts, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        config = transformers.Qwen3MoeConfig(
+            **sizes, vocab_size=160, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2
+        )
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    worker = HFPolicyWorker(
+        parts.make_context(), parts.make_config(str(tmp_path / "base"), hf={"lora": {"rank": 4}}, optimizer=ADAM)
+    )
+    worker.setup()
+    train(worker, parts, 1, 2)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in worker._adapters._layers} == {
+        "q_proj", "k_proj", "v_proj", "o_proj"
+    }  # fmt: skip
+    worker.save_checkpoint(tmp_path / "w", None)
+    model = peft.PeftModel.from_pretrained(plain_model(tmp_path / "base"), tmp_path / "w").merge_and_unload()
+    expected = dict(model.named_parameters())
+    found = handed_on(worker)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name].data, rtol=0, atol=1e-6)
+
+
+def test_a_family_where_peft_would_adapt_fused_experts_unasked_is_refused(peft, parts, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    # The dense layer has linear layers under the names that experts had before they were fused.
+    config = transformers.Qwen3MoeConfig(
+        **sizes,
+        vocab_size=160,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=2,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+
+    def start(lora):
+        HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path), hf={"lora": lora})).setup()
+
+    with pytest.raises(NotSupportedError, match=r"peft adapts other parameters.*Name the layers of attention alone"):
+        start({"rank": 4})
+    with pytest.raises(UserError, match=r"cannot adapt .* fused"):
+        start({"rank": 4, "target_modules": ["gate_proj"]})
+    start({"rank": 4, "target_modules": ["q_proj", "v_proj"]})
+
+
 def test_the_optimizer_holds_the_adapters_and_nothing_else(start, parts):
     worker = start()
     train(worker, parts, 1)

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_backends_hf.config import ALL_LINEAR, NEEDS_PEFT, LoRAConfig
-from rl_core.errors import CheckpointError, UserError
+from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.plugins.component import did_you_mean
 from rl_core.weights.manifest import dtype_name, weights_of
@@ -45,20 +45,21 @@ class LoraAdapters:
         base: `policy.model_name`, which the adapter's files name as what they belong to.
 
     Raises:
-        UserError: peft is not installed, or the config names modules that the model lacks or that cannot be adapted; the model
-            is as before.
+        UserError: peft is not installed, or the config names modules that the model lacks or that cannot be adapted.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoRAConfig, *, base: str) -> None:
         peft = _peft()
-        _check_targets(model, config)
+        targets = _targets(model, config)
+        by_name = isinstance(config.target_modules, list)
         settings = peft.LoraConfig(
             task_type=peft.TaskType.CAUSAL_LM,
             r=config.rank,
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
-            target_modules=config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules),
-            exclude_modules=config.exclude_modules,
+            # Left to expand them, peft takes `all-linear` and expressions to mean fused experts as well.
+            target_modules=config.target_modules if by_name else sorted(targets),
+            exclude_modules=config.exclude_modules if by_name else None,
             use_rslora=config.use_rslora,
             use_dora=config.use_dora,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
@@ -68,11 +69,15 @@ class LoraAdapters:
         devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
         with torch.random.fork_rng(devices=sorted(devices, key=str)):
             torch.manual_seed(config.seed)
-            self._peft_model = peft.get_peft_model(model, settings)
+            try:
+                self._peft_model = peft.get_peft_model(model, settings)
+            except ValueError as error:
+                raise UserError(f"`policy.hf_cfg.lora`: peft {peft.__version__} cannot adapt {base} so: {error}") from error
         self._settings = self._peft_model.peft_config[_NAME]
         self._settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
         self._model = model
         self._live_names, self._layers = _names_of_base(model, peft.tuners.lora.LoraLayer)
+        _refuse_more_than(targets, self._layers, model)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -199,8 +204,8 @@ def _names_of_base(model: nn.Module, layer_class: type) -> tuple[dict[str, str],
     return names, layers
 
 
-def _check_targets(model: PreTrainedModel, config: LoRAConfig) -> None:
-    """Refuse names that match nothing, and modules that adapters cannot stand beside."""
+def _targets(model: PreTrainedModel, config: LoRAConfig) -> set[str]:
+    """Names of the linear layers to adapt; refuses names that match nothing, and modules that adapters cannot stand beside."""
     modules = {name: module for name, module in model.named_modules() if name}
     head = model.get_output_embeddings()
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
@@ -215,6 +220,7 @@ def _check_targets(model: PreTrainedModel, config: LoRAConfig) -> None:
         raise UserError(
             "`policy.hf_cfg.lora`: exclude_modules takes away all that target_modules names, so nothing would train."
         )
+    return targets - excluded
 
 
 def _matches(wanted: str | Sequence[str], modules: Mapping[str, nn.Module], linear: set[str], *, key: str) -> set[str]:
@@ -258,6 +264,18 @@ def _refuse_module(name: str, module: nn.Module, *, is_head: bool) -> None:
         f"`policy.hf_cfg.lora.target_modules`: {name} is a {type(module).__name__}, and adapters stand beside linear layers "
         f"only.{hint}"
     )
+
+
+def _refuse_more_than(targets: set[str], layers: Mapping[str, Any], model: PreTrainedModel) -> None:
+    """Some families' targets mean other parameters to peft (fused experts), of which a merge here would know nothing."""
+    adapted = {name.removesuffix(".weight") for name in layers}
+    trained = {name.partition(".lora_")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if odd := sorted((adapted ^ targets) | (trained ^ targets)):
+        raise NotSupportedError(
+            f"`policy.hf_cfg.lora.target_modules`: for a {type(model).__name__} peft adapts other parameters than the linear "
+            f"layers that were named, such as {odd[0]}, and those cannot be merged for a refit. Name the "
+            "layers of attention alone, such as [q_proj, k_proj, v_proj, o_proj]."
+        )
 
 
 def _peft() -> Any:
