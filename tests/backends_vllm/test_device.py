@@ -46,3 +46,19 @@ def test_pages_of_intels_runtime_go_with_processes_that_are_gone_and_stay_with_t
     assert sweep_registrations(tmp_path) == [gone.name]
     assert mine.exists()
     assert others.exists()
+
+
+def test_one_openmp_runtime_is_preloaded_whatever_vllm_left_in_this_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libgomp.so.1:/usr/lib/libjemalloc.so")
+    python = tmp_path / "bin" / "python"
+    assert worker_environment(use_gpus=False, python=str(python))["LD_PRELOAD"].split(":") == [
+        "/usr/lib/libgomp.so.1",
+        "/usr/lib/libjemalloc.so",
+    ]
+    intel = tmp_path / "lib" / "libiomp5.so"
+    intel.parent.mkdir()
+    intel.touch()
+    assert worker_environment(use_gpus=False, python=str(python))["LD_PRELOAD"].split(":") == [
+        str(intel),
+        "/usr/lib/libjemalloc.so",
+    ]

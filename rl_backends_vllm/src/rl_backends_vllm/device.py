@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -149,8 +150,14 @@ _CPU_BLOCK = 128
 
 
 def _preloads(python: str | None) -> str:
-    """Intel's OpenMP runtime of the worker's environment, before whatever is preloaded already."""
+    """Intel's OpenMP runtime of the worker's environment and whatever else is preloaded already, but for another such runtime.
+
+    vLLM preloads GNU's for the children of a process that it was imported in, and refuses to start with two of them.
+    """
     prefix = Path(python).parent.parent if python is not None else Path(sys.prefix)
     library = prefix / "lib" / "libiomp5.so"
-    parts = [str(library)] if library.exists() else []
-    return ":".join([*parts, *filter(None, [os.environ.get("LD_PRELOAD")])])
+    inherited = [part for part in re.split(r"[: ]+", os.environ.get("LD_PRELOAD", "")) if part]
+    if not library.exists():
+        return ":".join(inherited)
+    others = [part for part in inherited if not Path(part).name.startswith(("libgomp", "libiomp", "libomp"))]
+    return ":".join([str(library), *others])

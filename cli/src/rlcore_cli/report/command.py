@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from rlcore_cli.report.ending import Ending
 
 PAGE = "report.html"
+Stamp = tuple[float, ...]
+"""When each of the files that tell of news was written last."""
 
 
 def report(
@@ -31,17 +33,17 @@ def report(
         rlcore report runs/grpo_addition --follow --output /tmp/run.html
     """
     page = output if output is not None else run_folder / PAGE
+    seen = _stamp(run_folder)  # before the folder is read: what comes while it is being read is news
     ending = _write(run_folder, page, max_mib=max_mib, live=follow)
     print(f"{page} ({page.stat().st_size / 2**20:.2f} MiB). {ending.sentence}", flush=True)
     if follow and not ending.is_over:
-        ending = _follow(run_folder, page, max_mib=max_mib, every=every)
+        ending = _follow(run_folder, page, seen=seen, max_mib=max_mib, every=every)
         print(f"{page} is complete. {ending.sentence}")
 
 
-def _follow(run_folder: Path, page: Path, *, max_mib: float, every: float) -> Ending:
+def _follow(run_folder: Path, page: Path, *, seen: Stamp, max_mib: float, every: float) -> Ending:
     import time
 
-    seen = _stamp(run_folder)
     while True:
         time.sleep(every)
         now = _stamp(run_folder)
@@ -70,7 +72,7 @@ def _write(run_folder: Path, page: Path, *, max_mib: float, live: bool) -> Endin
     return ending
 
 
-def _stamp(run_folder: Path) -> tuple[float, ...]:
+def _stamp(run_folder: Path) -> Stamp:
     from rlcore_cli.report.run_folder import METRICS, STATUS
 
     watched = (run_folder / METRICS, run_folder / STATUS)
