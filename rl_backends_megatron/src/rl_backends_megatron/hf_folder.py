@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,16 @@ class SafetensorsFolder:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All tensors' names."""
+        return tuple(self._files)
+
+    def dtype(self, name: str) -> str:
+        """Its type, by the name that safetensors has for it."""
+        found: str = self._read(name).get_dtype()
+        return found
 
     def whole(self, name: str) -> torch.Tensor:
         """The tensor."""

@@ -47,6 +47,8 @@ class MegatronPolicy(DistributedPolicy):
         UserError: there is no such model.
     """
 
+    checkpoint_conversions = {"megatron": "rl_backends_megatron.convert:to_megatron"}  # noqa: RUF012
+
     def __init__(
         self,
         model_name: str | None = None,

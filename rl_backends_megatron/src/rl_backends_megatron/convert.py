@@ -1,0 +1,92 @@
+"""A folder of Transformers as weights of this backend, each tensor by the model's table; knows no run and no training.
+
+What this backend saves as weights is a folder of Transformers whatever the division over ranks was, so the way back is a copy
+and needs no function. What is proven here is that the tables account for the whole model: every tensor that the model needs is
+there, and none is left over.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+
+import torch
+
+from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
+from rl_backends_megatron.hf_folder import SafetensorsFolder, write_folder
+from rl_backends_megatron.loading import LoadedModel, load_model
+from rl_backends_megatron.model import DTYPES
+from rl_backends_megatron.parallel import join, leave
+from rl_core.cluster.worker_context import WorkerContext
+from rl_core.errors import NotSupportedError
+from rl_core.interfaces.conversion import Conversion
+
+_ALONE = WorkerContext(
+    rank=0, world_size=1, local_rank=0, node_rank=0, master_address="127.0.0.1", master_port=0, run_in_process=True
+)
+_BESIDE_WEIGHTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+_EXACT_IN_FLOAT32 = ("F32", "BF16", "F16")
+# A tied matrix, which some writers store twice.
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def to_megatron(conversion: Conversion) -> None:
+    """Fill the output with weights that `MegatronPolicy.load_checkpoint` takes, and the tokenizer's files.
+
+    One rank holds the model once, without gradients or optimizer, and writes it shard by shard. No value is rounded: weights
+    that are all bfloat16 stay so, any other mixture of float types becomes float32.
+
+    Raises:
+        NotSupportedError: there is no table for the model, or its folder has tensors that the table does not name.
+        CheckpointError: the folder is torn.
+    """
+    with SafetensorsFolder(conversion.source) as source:
+        precision = _precision(source, conversion.source)
+    config = MegatronPolicyConfig(
+        model_name=str(conversion.source),
+        precision=precision,
+        megatron_cfg=MegatronConfig(transformer_impl="local"),
+    )
+    ranks = join(_ALONE, config.megatron_cfg)
+    try:
+        model = load_model(config, ranks)
+        _refuse_left_over(model)
+        hf = copy.deepcopy(model.hf)
+        hf.dtype = DTYPES[precision]
+        write_folder(conversion.output, model.bridge.export(), hf)
+    finally:
+        leave()
+    for file in conversion.source.iterdir():
+        own = file.name == "config.json" or file.name.endswith(".index.json")
+        if file.is_file() and file.suffix in _BESIDE_WEIGHTS and not own:
+            shutil.copy(file, conversion.output / file.name)
+
+
+def _precision(source: SafetensorsFolder, folder: Path) -> str:
+    """The type that holds every value of the folder as it is."""
+    types = {name: source.dtype(name) for name in source.names}
+    for name, dtype in types.items():
+        if dtype not in _EXACT_IN_FLOAT32:
+            raise NotSupportedError(
+                f"{folder} has {name} as {dtype}, so it is quantized, and the Megatron backend trains float32 or bfloat16. "
+                "Convert the model that it was quantized from."
+            )
+    return "bfloat16" if set(types.values()) == {"BF16"} else "float32"
+
+
+def _refuse_left_over(model: LoadedModel) -> None:
+    """Refuse tensors that would be lost."""
+    used = model.bridge.manifest
+    with SafetensorsFolder(model.folder) as source:
+        # Old checkpoints keep the rotary buffer, which the config determines.
+        left = sorted(name for name in source.names if name not in used and not name.endswith(".rotary_emb.inv_freq"))
+        if left == [_HEAD] and model.hf.tie_word_embeddings and torch.equal(source.whole(_HEAD), source.whole(_EMBEDDING)):
+            return
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise NotSupportedError(
+            f"{model.folder} has tensors that the Megatron backend's {model.hf.model_type} does not: {', '.join(left[:3])}"
+            f"{more}. They would be lost. Convert the folder of the plain model, or add them to the model's table "
+            "(docs/adding_a_model.md)."
+        )
