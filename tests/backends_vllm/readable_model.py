@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 
-VOCABULARY, LENGTH, EOS = 512, 768, 1
+VOCABULARY, LENGTH, EOS = 512, 2560, 1
 
 
 def make_readable_model(folder):

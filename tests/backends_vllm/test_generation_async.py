@@ -32,7 +32,7 @@ from rl_core.weights.synchronizer import WeightSynchronizer
 pytestmark = pytest.mark.vllm
 
 TEMPERATURE = 0.7
-LONG = 700
+LONG = 2400
 KINDS = {"in this process": False, "in a process of its own": True}
 
 
