@@ -113,7 +113,7 @@ def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(pat
         undisturbed = engine.generate(rows(9))
         engine_processes(engine)[0].kill()
         again = engine.generate(rows(9))
-        # A new replica may find the old one's processes still ending, and then counts once more.
+        # One was seen to take two starts on a machine with much else to do; why is not known.
         assert 1 <= engine.restarts <= 3
         assert torch.equal(again["output_ids"], undisturbed["output_ids"])
     finally:

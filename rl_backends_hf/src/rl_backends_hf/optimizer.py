@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from rl_core.config.schedules import SCHEDULES, constant
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
 from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
@@ -56,15 +56,15 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | 
         UserError: the name leads nowhere, or an argument is missing or unknown.
     """
     if config is None:
-        return LambdaLR(optimizer, partial(_constant, num_warmup_steps=0))
-    if config.name in _SHAPES:
-        shape = _SHAPES[config.name]
+        return LambdaLR(optimizer, partial(constant, num_warmup_steps=0))
+    if config.name in SCHEDULES:
+        shape = SCHEDULES[config.name]
         _check_arguments(shape, config.kwargs, key="policy.scheduler", given=1)
         return LambdaLR(optimizer, partial(shape, **config.kwargs))
     if "." not in config.name:
         raise UserError(
-            f"`policy.scheduler.name`: no schedule {config.name!r}.{did_you_mean(config.name, sorted(_SHAPES))} There are "
-            f"{', '.join(sorted(_SHAPES))}, and any dotted name such as torch.optim.lr_scheduler.CosineAnnealingLR."
+            f"`policy.scheduler.name`: no schedule {config.name!r}.{did_you_mean(config.name, sorted(SCHEDULES))} There are "
+            f"{', '.join(sorted(SCHEDULES))}, and any dotted name such as torch.optim.lr_scheduler.CosineAnnealingLR."
         )
     factory = resolve(config.name, key="policy.scheduler.name")
     scheduler = _call(factory, optimizer, dict(config.kwargs), key="policy.scheduler")
@@ -122,23 +122,3 @@ def _check_arguments(
     missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in kwargs]
     if missing:
         raise UserError(f"`{key}.kwargs` lacks {', '.join(missing)}.")
-
-
-def _constant(step: int, num_warmup_steps: int = 0) -> float:
-    return (step + 1) / (num_warmup_steps + 1) if step < num_warmup_steps else 1.0
-
-
-def _linear(step: int, num_training_steps: int, num_warmup_steps: int = 0) -> float:
-    if step < num_warmup_steps:
-        return _constant(step, num_warmup_steps)
-    return max(0.0, (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps))
-
-
-def _cosine(step: int, num_training_steps: int, num_warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> float:
-    if step < num_warmup_steps:
-        return _constant(step, num_warmup_steps)
-    done = min(1.0, (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))
-    return min_lr_ratio + (1.0 - min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-_SHAPES: dict[str, Callable[..., float]] = {"constant": _constant, "cosine": _cosine, "linear": _linear}

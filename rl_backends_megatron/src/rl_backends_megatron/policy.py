@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import ValidationError
 
 from rl_backends_megatron.checks import check_fit
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
@@ -13,14 +13,13 @@ from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import find_folder, read_config
 from rl_backends_megatron.worker import MegatronPolicyWorker
 from rl_core.cluster.sharding import NamedSharding
+from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import ROW_KEYS
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.rows import at_the_door, with_filler_rows
-from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
-from rl_core.plugins.component import did_you_mean
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -60,7 +59,16 @@ class MegatronPolicy(DistributedPolicy):
         torch_dtype: str | torch.dtype | None = None,
         **fields: Any,
     ) -> None:
-        section = _section(model_name, config, torch_dtype, fields)
+        section = section_from_keywords(
+            "MegatronPolicy",
+            MegatronPolicyConfig,
+            own="megatron_cfg",
+            fields=fields,
+            model_name=model_name,
+            torch_dtype=torch_dtype,
+            config=config,
+            nested={"generation": partial(GenerationConfig, backend="megatron")},
+        )
         ranks = num_workers or (cluster.world_size() if cluster is not None else section.megatron_cfg.ranks_of_a_replica)
         hf = read_config(find_folder(section.model_name, weights=False))
         family_of(hf, model_name=section.model_name)
@@ -113,49 +121,3 @@ def _cluster_of(ranks: int) -> RayVirtualCluster:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
     return RayVirtualCluster([ranks], name="megatron")
-
-
-def _section(
-    model_name: str | None,
-    config: MegatronPolicyConfig | None,
-    torch_dtype: str | torch.dtype | None,
-    fields: dict[str, Any],
-) -> MegatronPolicyConfig:
-    """The one section that the constructor's arguments amount to."""
-    if config is not None:
-        if model_name is not None or torch_dtype is not None or fields:
-            raise ConfigError(
-                "MegatronPolicy got a whole `config` and fields beside it: put them into the config, for example with "
-                "`config.model_copy(update={...})`."
-            )
-        return config
-    if model_name is None:
-        raise ConfigError("MegatronPolicy needs a model: MegatronPolicy('path/to/model') or config=MegatronPolicyConfig(...).")
-    values: dict[str, Any] = {"model_name": model_name}
-    own = dict(fields.pop("megatron_cfg", None) or {})
-    for key, value in fields.items():
-        if key in MegatronPolicyConfig.model_fields:
-            values[key] = value
-        elif key in MegatronConfig.model_fields:
-            own[key] = value
-        else:
-            known = sorted({*MegatronPolicyConfig.model_fields, *MegatronConfig.model_fields, "torch_dtype", "cluster"})
-            raise ConfigError(
-                f"MegatronPolicy has no argument {key!r}.{did_you_mean(key, known)} It takes the fields of `policy` and of "
-                "`policy.megatron_cfg`: " + ", ".join(known) + "."
-            )
-    if torch_dtype is not None:
-        values["precision"] = str(torch_dtype).removeprefix("torch.")
-    try:
-        if isinstance(values.get("generation"), dict):
-            values["generation"] = GenerationConfig(**{"backend": "megatron", **values["generation"]})
-        return MegatronPolicyConfig(**values, megatron_cfg=MegatronConfig(**own))
-    except ValidationError as error:
-        raise ConfigError(f"MegatronPolicy: {_problems(error)}") from error
-
-
-def _problems(error: ValidationError) -> str:
-    return "; ".join(
-        f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']} (found {problem['input']!r})"
-        for problem in error.errors(include_url=False)
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from rl_core.config.schedules import SCHEDULES, constant
 from rl_core.config.schema import SchedulerConfig
 from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
@@ -28,9 +28,9 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | 
         UserError: the name leads nowhere, or the schedule refuses the arguments.
     """
     if config is None:
-        return LambdaLR(optimizer, _constant)
-    if config.name in _SHAPES:
-        shape = _SHAPES[config.name]
+        return LambdaLR(optimizer, constant)
+    if config.name in SCHEDULES:
+        shape = SCHEDULES[config.name]
         known = list(inspect.signature(shape).parameters)[1:]
         for name in config.kwargs:
             if name not in known:
@@ -54,8 +54,8 @@ def _resolved(dotted: str) -> Any:
     module_name, _, attribute = dotted.rpartition(".")
     if not module_name:
         raise UserError(
-            f"`policy.scheduler.name`: no schedule {dotted!r}.{did_you_mean(dotted, sorted(_SHAPES))} There are "
-            f"{', '.join(sorted(_SHAPES))}, and any dotted name such as torch.optim.lr_scheduler.CosineAnnealingLR."
+            f"`policy.scheduler.name`: no schedule {dotted!r}.{did_you_mean(dotted, sorted(SCHEDULES))} There are "
+            f"{', '.join(sorted(SCHEDULES))}, and any dotted name such as torch.optim.lr_scheduler.CosineAnnealingLR."
         )
     try:
         return getattr(importlib.import_module(module_name), attribute)
@@ -68,23 +68,3 @@ def _called(factory: Any, optimizer: torch.optim.Optimizer, config: SchedulerCon
         return factory(optimizer, **kwargs)
     except (TypeError, ValueError) as error:
         raise UserError(f"`policy.scheduler.kwargs`: {config.name} refuses {dict(kwargs)}: {error}") from error
-
-
-def _constant(step: int, num_warmup_steps: int = 0) -> float:
-    return (step + 1) / (num_warmup_steps + 1) if step < num_warmup_steps else 1.0
-
-
-def _linear(step: int, num_training_steps: int, num_warmup_steps: int = 0) -> float:
-    if step < num_warmup_steps:
-        return _constant(step, num_warmup_steps)
-    return max(0.0, (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps))
-
-
-def _cosine(step: int, num_training_steps: int, num_warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> float:
-    if step < num_warmup_steps:
-        return _constant(step, num_warmup_steps)
-    done = min(1.0, (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))
-    return min_lr_ratio + (1.0 - min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-_SHAPES: dict[str, Callable[..., float]] = {"constant": _constant, "cosine": _cosine, "linear": _linear}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rl_backends_megatron.config import MegatronPolicyConfig
-from rl_core.data.tokenizer import load_tokenizer
-
-_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
+from rl_core.data.tokenizer import load_tokenizer_if_there
 
 
 def find_tokenizer(config: MegatronPolicyConfig) -> Any:
@@ -17,12 +14,9 @@ def find_tokenizer(config: MegatronPolicyConfig) -> Any:
     Raises:
         DataError: there should be one, and it cannot be loaded.
     """
-    source = config.tokenizer.name or config.model_name
-    folder = Path(source).expanduser()
-    # Asked for a tokenizer that is not there, Transformers may make an empty one.
-    absent = folder.is_dir() and not any(path for pattern in _FILES for path in folder.glob(pattern))
-    if config.tokenizer.name is None and absent:
-        return None
-    return load_tokenizer(
-        source, chat_template=config.tokenizer.chat_template, trust_remote_code=config.megatron_cfg.trust_remote_code
+    return load_tokenizer_if_there(
+        config.model_name,
+        tokenizer_name=config.tokenizer.name,
+        chat_template=config.tokenizer.chat_template,
+        trust_remote_code=config.megatron_cfg.trust_remote_code,
     )

@@ -347,4 +347,5 @@ def test_settings_that_contradict_each_other_are_refused_with_the_reason(case):
 
 
 def test_k1_in_the_reward_is_welcome():
-    ClippedPGLossConfig(reference_policy_kl_penalty=0.1, reference_policy_kl_type="k1", use_kl_in_reward=True)
+    config = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, reference_policy_kl_type="k1", use_kl_in_reward=True)
+    assert not ClippedPGLossFn(config).has_kl_penalty

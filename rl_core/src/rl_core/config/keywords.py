@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -23,7 +23,7 @@ def section_from_keywords(
     model_name: str | None = None,
     torch_dtype: Any = None,
     config: SectionT | None = None,
-    nested: Mapping[str, type[BaseModel]] | None = None,
+    nested: Mapping[str, Callable[..., BaseModel]] | None = None,
 ) -> SectionT:
     """The section that keyword arguments amount to.
 
@@ -35,7 +35,7 @@ def section_from_keywords(
         model_name: the field of that name; None where it was not given.
         torch_dtype: `precision` by its promised name, as text or as a dtype of torch; None where it was not given.
         config: the whole section, which excludes any of `fields`.
-        nested: models of fields that may be given as plain mappings.
+        nested: what makes a model of a field that may be given as a plain mapping.
 
     Raises:
         ConfigError: a whole section and fields beside it, no model, an unknown field, or a value that is not allowed.
