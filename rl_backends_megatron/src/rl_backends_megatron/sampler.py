@@ -19,7 +19,8 @@ from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scoring import forward
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.schema import pad_value
+from rl_core.data.completions import Completion, Prompt, RowLimits, read_prompts, to_output
+from rl_core.data.splitmix import derived_seeds
 from rl_core.errors import DataError, NotSupportedError
 
 Decode = Callable[[Sequence[int]], str]
@@ -161,63 +162,40 @@ class Sampler:
         row.done = row.stopped or len(row.tokens) >= row.limit
 
     def _read(self, data: BatchedDataDict[Any]) -> list[Row]:
-        limits = data["max_new_tokens"].tolist() if "max_new_tokens" in data else [self._config.max_new_tokens] * data.size
-        strings = data["stop_strings"] if "stop_strings" in data else [None] * data.size
-        rows = []
-        for number, (ids, length) in enumerate(zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)):
-            seed = int(data["sample_seeds"][number]) if "sample_seeds" in data else self._seed_of(number)
-            own = [*(self._config.stop_strings or ()), *(strings[number] or ())]
-            self._check(number, ids[:length], length, own)
-            rows.append(
-                Row(
-                    prompt=ids[:length],
-                    limit=min(limits[number], self._config.max_new_tokens, self._max_model_len - length),
-                    stop_strings=own,
-                    generator=torch.Generator().manual_seed(seed),
-                )
+        limits = RowLimits(
+            vocab_size=self._vocab_size, max_model_len=self._max_model_len, max_new_tokens=self._config.max_new_tokens
+        )
+        prompts = read_prompts(data, limits)
+        # Replicas that drew from one seed would sample the same rows.
+        seed = self._seed * 1_000_003 + parallel_state.get_data_parallel_rank()
+        derived: list[int] = derived_seeds(seed, self._calls, len(prompts)).tolist()
+        return [
+            Row(
+                prompt=prompt.tokens,
+                limit=prompt.limit,
+                stop_strings=self._stop_strings(prompt),
+                generator=torch.Generator().manual_seed(own if prompt.seed is None else prompt.seed),
             )
-        return rows
+            for prompt, own in zip(prompts, derived, strict=True)
+        ]
 
-    def _seed_of(self, number: int) -> int:
-        """Its own for each call, replica and row."""
-        entropy = torch.Generator().manual_seed(self._seed)
-        span = 2**62
-        base = int(torch.randint(span, (1,), generator=entropy))
-        replica: int = parallel_state.get_data_parallel_rank()
-        return (base + 1_000_003 * self._calls + 7_919 * replica + number) % span
-
-    def _check(self, number: int, prompt: Sequence[int], length: int, stop_strings: Sequence[str]) -> None:
-        if not prompt or len(prompt) != length:
-            raise DataError(f"Row {number} has input length {length}: a prompt has at least one token, inside input_ids.")
-        if length >= self._max_model_len:
-            raise DataError(
-                f"Row {number} has a prompt of {length} tokens, which leaves no room for a completion within "
-                f"policy.max_total_sequence_length = {self._max_model_len}. Raise it, or drop the row."
-            )
-        outside = [token for token in prompt if not 0 <= token < self._vocab_size]
-        if outside:
-            raise DataError(
-                f"Row {number} holds token id {outside[0]}, outside the model's vocabulary of {self._vocab_size}. Tokenize "
-                "with the model's own tokenizer."
-            )
-        if stop_strings and self._decode is None:
-            raise DataError(f"Row {number} has stop strings {list(stop_strings)}, but the model's folder has no tokenizer.")
+    def _stop_strings(self, prompt: Prompt) -> list[str]:
+        strings = [*(self._config.stop_strings or ()), *prompt.stop_strings]
+        if strings and self._decode is None:
+            raise DataError(f"Row {prompt.number} has stop strings {strings}, but the model's folder has no tokenizer.")
+        return strings
 
 
 def _answer(rows: Sequence[Row], weight_version: int) -> BatchedDataDict[Any]:
-    lengths = [len(row.prompt) + len(row.tokens) for row in rows]
-    output_ids = torch.full((len(rows), max(lengths)), int(pad_value("output_ids")), dtype=torch.int64)
-    logprobs = torch.zeros(output_ids.shape, dtype=torch.float32)
-    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        output_ids[number, :length] = torch.tensor(row.prompt + row.tokens)
-        logprobs[number, len(row.prompt) : length] = torch.tensor(row.logprobs)
-    return BatchedDataDict(
-        {
-            "output_ids": output_ids,
-            "generation_lengths": torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
-            "unpadded_sequence_lengths": torch.tensor(lengths, dtype=torch.int64),
-            "logprobs": logprobs,
-            "truncated": torch.tensor([not row.stopped for row in rows], dtype=torch.bool),
-            "weight_version": torch.full((len(rows),), weight_version, dtype=torch.int64),
-        }
+    return to_output(
+        [
+            Completion(
+                prompt=row.prompt,
+                tokens=row.tokens,
+                logprobs=row.logprobs,
+                truncated=not row.stopped,
+                weight_version=weight_version,
+            )
+            for row in rows
+        ]
     )
