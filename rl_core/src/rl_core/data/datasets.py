@@ -6,12 +6,10 @@ ends with the assistant's message.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NotRequired, TypedDict, overload
+from typing import Any, NotRequired, TypedDict
 
-from rl_core.data.dataset_config import JsonlDatasetConfig, OnBadRow
+from rl_core.data.dataset_config import JsonlDatasetConfig
+from rl_core.data.json_lines import JsonLines
 from rl_core.data.prompts import PromptTemplate, load_prompt
 from rl_core.errors import DataError
 
@@ -32,52 +30,22 @@ class Record(TypedDict):
     stop_strings: NotRequired[list[str]]
 
 
-class JsonlDataset(Sequence[Record]):
+class JsonlDataset(JsonLines[Record]):
     """The records of a file of JSON lines.
 
     Args:
         config: Which file, which fields.
-
-    Attributes:
-        skipped: Bad rows left out, under `on_bad_row: skip`.
 
     Raises:
         DataError: The file is absent or has no good row, or a row is bad; names file and line.
     """
 
     def __init__(self, config: JsonlDatasetConfig) -> None:
+        template = None if config.prompt is None else load_prompt(config.prompt)
+        super().__init__(
+            config.path, lambda row: [record_from_row(row, config, template)], on_bad_row=config.on_bad_row, called="row"
+        )
         self.config = config
-        self.skipped = 0
-        self._template = None if config.prompt is None else load_prompt(config.prompt)
-        self._records = list(self._read(config.path))
-        if not self._records:
-            raise DataError(f"{config.path} has no row to train on ({self.skipped} bad rows skipped)")
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Record]: ...
-
-    def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        return self._records[index]
-
-    def _read(self, path: Path) -> Iterator[Record]:
-        if not path.is_file():
-            raise DataError(f"dataset {path} does not exist: give the path of a file of JSON lines")
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield record_from_row(parsed(line), self.config, self._template)
-                except DataError as error:
-                    if self.config.on_bad_row is OnBadRow.ERROR:
-                        raise DataError(f"{path}:{number}: {error}") from error
-                    self.skipped += 1
 
 
 def record_from_row(row: dict[str, Any], config: JsonlDatasetConfig, template: PromptTemplate | None) -> Record:
@@ -117,21 +85,6 @@ def _messages(row: dict[str, Any], config: JsonlDatasetConfig, template: PromptT
     if not asked:
         raise DataError(f"{config.input_key!r} is an empty list: expected messages")
     return [dict(message) for message in asked]
-
-
-def parsed(line: str) -> dict[str, Any]:
-    """The JSON object that a line holds.
-
-    Raises:
-        DataError: It holds something else.
-    """
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"no JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(row, dict):
-        raise DataError(f"expected a JSON object, found a {type(row).__name__}")
-    return row
 
 
 def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from itertools import combinations
-from pathlib import Path
-from typing import Any, TypedDict, overload
+from typing import Any, TypedDict
 
-from rl_core.data.dataset_config import OnBadRow, PreferenceDatasetConfig
-from rl_core.data.datasets import parsed
+from rl_core.data.dataset_config import PreferenceDatasetConfig
+from rl_core.data.json_lines import JsonLines
 from rl_core.errors import DataError
 
 Messages = list[dict[str, Any]]
@@ -30,7 +28,7 @@ class PreferenceRecord(TypedDict):
     task_name: str
 
 
-class PreferenceDataset(Sequence[PreferenceRecord]):
+class PreferenceDataset(JsonLines[PreferenceRecord]):
     """The pairs of a file of JSON lines.
 
     A line is `{"prompt": ..., "chosen": ..., "rejected": ...}`, or `{"prompt": ..., "completions": [{"completion": ...,
@@ -39,45 +37,13 @@ class PreferenceDataset(Sequence[PreferenceRecord]):
     Args:
         config: Which file, which fields.
 
-    Attributes:
-        skipped: Bad rows left out, under `on_bad_row: skip`.
-
     Raises:
         DataError: The file is absent or has no good row, or a row is bad; names file and line.
     """
 
     def __init__(self, config: PreferenceDatasetConfig) -> None:
+        super().__init__(config.path, lambda row: pairs_from_row(row, config), on_bad_row=config.on_bad_row, called="pair")
         self.config = config
-        self.skipped = 0
-        self._records = list(self._read(config.path))
-        if not self._records:
-            raise DataError(f"{config.path} has no pair to train on ({self.skipped} bad rows skipped)")
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    @overload
-    def __getitem__(self, index: int) -> PreferenceRecord: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[PreferenceRecord]: ...
-
-    def __getitem__(self, index: int | slice) -> PreferenceRecord | list[PreferenceRecord]:
-        return self._records[index]
-
-    def _read(self, path: Path) -> Iterator[PreferenceRecord]:
-        if not path.is_file():
-            raise DataError(f"dataset {path} does not exist: give the path of a file of JSON lines")
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield from pairs_from_row(parsed(line), self.config)
-                except DataError as error:
-                    if self.config.on_bad_row is OnBadRow.ERROR:
-                        raise DataError(f"{path}:{number}: {error}") from error
-                    self.skipped += 1
 
 
 def pairs_from_row(row: dict[str, Any], config: PreferenceDatasetConfig) -> list[PreferenceRecord]:
