@@ -190,7 +190,8 @@ def test_a_bad_row_s_error_is_its_consumer_s_alone(group):
             await collected(stream, rows(300, 1, first=IS_BAD))
         return await good
 
-    assert asyncio.run(both()) == [0, 1]
+    # Over Ray each has a worker of its own, and which of two clocks is ahead nobody says.
+    assert sorted(asyncio.run(both())) == [0, 1]
     assert under_way(group) == []
 
 

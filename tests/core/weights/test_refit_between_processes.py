@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
@@ -21,9 +22,9 @@ from tiny_refit_workers import (
 )
 
 from rl_core.errors import WeightSyncError
-from rl_core.weights.collective import CollectiveTransport
+from rl_core.weights.collective import CollectiveTransport, WeightCollective, call_off
 from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
-from rl_core.weights.synchronizer import WeightSynchronizer
+from rl_core.weights.synchronizer import WeightSynchronizer, free_loopback_port
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +148,24 @@ def test_a_policy_that_is_killed_in_the_middle_of_a_refit_leaves_nothing_in_shar
 
 
 def test_an_engine_that_never_joins_is_an_error_within_the_deadline():
-    from rl_core.weights.collective import WeightCollective
-    from rl_core.weights.synchronizer import free_loopback_port
-
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="Rank 0 of 2 could not join"):
-        WeightCollective(*free_loopback_port(), 2, rank=0, device="cpu", timeout_s=2.0)
+        WeightCollective(*free_loopback_port(), 2, rank=0, device="cpu", timeout_s=2.0).join()
     assert time.monotonic() - started < 20
+
+
+def test_a_rank_that_comes_after_the_joining_was_called_off_is_let_go_at_once():
+    """Rank 0 has given up by then; its closed port would keep the one that is late knocking for the whole of its timeout."""
+    ip, port = free_loopback_port()
+    ranks = [WeightCollective(ip, port, 3, rank=rank, device="cpu", timeout_s=60.0) for rank in range(2)]
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as beside:
+        joining = beside.submit(ranks[0].join)
+        call_off(ip, port)
+        with pytest.raises(WeightSyncError, match="another rank died"):
+            joining.result()
+    with pytest.raises(WeightSyncError, match="another rank died"):
+        ranks[1].join()
+    assert time.monotonic() - started < 20
+    for rank in ranks:
+        rank.close()

@@ -38,6 +38,8 @@ _CALLED_OFF = "called_off"
 """Set in the store by a driver that knows of a rank that will never join."""
 _MESH_S = 30.0
 """Longest that ranks which are all there may take to connect to each other."""
+_LISTENS_S = 10.0
+"""Longest that a policy that lives may take to listen, once it was asked to join."""
 
 
 class Pending(Protocol):
@@ -51,7 +53,7 @@ class WeightCollective:
     """One rank of the group that weights are broadcast in."""
 
     def __init__(self, ip: str, port: int, world_size: int, *, rank: int, device: str, timeout_s: float) -> None:
-        """Join; returns once all ranks have.
+        """A rank that has not joined yet.
 
         Args:
             ip: where rank 0 listens.
@@ -60,20 +62,35 @@ class WeightCollective:
             rank: this one's.
             device: "cpu" or "cuda", where this rank has its weights.
             timeout_s: how long any one broadcast, and the joining, may take.
+        """
+        self._place = (ip, port)
+        self._ranks = (rank, world_size)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store: TCPStore | None = None
+        self._group: Any = None
+        self._device = torch.device(device)
+        self._buffers: list[torch.Tensor] = []
+
+    def join(self) -> None:
+        """Join; returns once all ranks have.
+
+        Rank 0 keeps its store until `close`, also where the joining fails: a rank that is late finds there that it was
+        called off, where it would knock at a closed port until its time is up.
 
         Raises:
             WeightSyncError: not all ranks joined in time, or the joining was called off.
         """
-        self._timeout = timedelta(seconds=timeout_s)
+        (ip, port), (rank, world_size) = self._place, self._ranks
         try:
             self._store = TCPStore(ip, port, is_master=rank == 0, timeout=self._timeout, wait_for_workers=False)
             self._device, self._group = _make_group(
-                self._store, ip, port, world_size, rank=rank, device=device, timeout=self._timeout
+                self._store, ip, port, world_size, rank=rank, device=self._device.type, timeout=self._timeout
             )
         except (torch.distributed.DistError, RuntimeError) as error:
             raise WeightSyncError(
-                f"Rank {rank} of {world_size} could not join the weight collective at {ip}:{port} within {timeout_s:g} s: "
-                f"{error}. All ranks must reach that address; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the interface."
+                f"Rank {rank} of {world_size} could not join the weight collective at {ip}:{port} within "
+                f"{self._timeout.total_seconds():g} s: {error}. All ranks must reach that address; GLOO_SOCKET_IFNAME or "
+                "NCCL_SOCKET_IFNAME name the interface."
             ) from error
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
@@ -162,6 +179,7 @@ class WeightCollective:
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
+        self._store = None
         self._buffers = []
 
     def _start_receiving(self, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, Pending]:
@@ -261,7 +279,7 @@ class CollectiveTransport(WeightTransport):
 def call_off(ip: str, port: int) -> None:
     """Let the ranks that wait at `ip:port` for another give up at once; nothing happens where nobody listens there."""
     try:
-        TCPStore(ip, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False).set(_CALLED_OFF, "1")
+        TCPStore(ip, port, is_master=False, timeout=timedelta(seconds=_LISTENS_S), wait_for_workers=False).set(_CALLED_OFF, "1")
     except RuntimeError:
         # Rank 0 is not there, so nobody waits at its store; whoever asks has an error of its own to raise.
         return

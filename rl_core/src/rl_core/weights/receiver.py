@@ -107,6 +107,7 @@ class WeightReceiver(ABC):
         self._weight_collective = WeightCollective(
             ip, port, world_size, rank=self.collective_rank(), device=self.context.device, timeout_s=timeout_s
         )
+        self._weight_collective.join()
 
     def update_weights_from_collective(self) -> None:
         """Receive and load all tensors of one refit.

@@ -123,6 +123,7 @@ class WeightSource(ABC):
         self._leave_collective()
         if self.context.rank == 0:
             self._collective = WeightCollective(ip, port, world_size, rank=0, device=self.context.device, timeout_s=timeout_s)
+            self._collective.join()
 
     def broadcast_weights_for_collective(self) -> int:
         """Send every tensor of the manifest to all ranks of the weight collective; starts a refit where none is open.
