@@ -212,7 +212,7 @@ def test_a_checkpoint_of_two_tensor_parallel_ranks_scores_in_transformers_as_the
         expected = policy.get_logprobs(rows)["logprobs"]
         checkpoints = Checkpoints(
             store=CheckpointStore(tmp_path / "checkpoints"),
-            policy=policy,
+            models={"policy": policy},
             parts={},
             config={"policy": {"backend": "megatron", "model_name": str(MODEL)}},
             algorithm="sft",

@@ -31,6 +31,7 @@ class HuggingFacePolicy(DistributedPolicy):
         deadlines: how long to wait for what.
         sharding: the named grid of ranks; all of them along `data` by default.
         torch_dtype: `float32` or `bfloat16`, as text or as torch's dtype; the promised name of `precision`.
+        name: what errors call it.
         **fields: any field of `HFPolicyConfig`, or of its `hf_cfg`, by name: `trust_remote_code`, `device_map`,
             `load_in_8bit`, `optimizer={...}`, `generation={...}` and so on.
 
@@ -50,6 +51,7 @@ class HuggingFacePolicy(DistributedPolicy):
         deadlines: DeadlineConfig | None = None,
         sharding: NamedSharding | None = None,
         torch_dtype: str | torch.dtype | None = None,
+        name: str = "policy",
         **fields: Any,
     ) -> None:
         super().__init__(
@@ -68,4 +70,5 @@ class HuggingFacePolicy(DistributedPolicy):
             num_workers=num_workers,
             deadlines=deadlines,
             sharding=sharding,
+            name=name,
         )

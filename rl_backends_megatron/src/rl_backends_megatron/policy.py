@@ -39,6 +39,7 @@ class MegatronPolicy(DistributedPolicy):
         num_workers: ranks; all of the cluster's by default.
         deadlines: how long to wait for what.
         torch_dtype: `float32` or `bfloat16`, as text or as torch's dtype; the promised name of `precision`.
+        name: what errors call it.
         **fields: any field of `MegatronPolicyConfig`, or of its `megatron_cfg`, by name.
 
     Raises:
@@ -57,6 +58,7 @@ class MegatronPolicy(DistributedPolicy):
         num_workers: int | None = None,
         deadlines: DeadlineConfig | None = None,
         torch_dtype: str | torch.dtype | None = None,
+        name: str = "policy",
         **fields: Any,
     ) -> None:
         section = section_from_keywords(
@@ -83,6 +85,7 @@ class MegatronPolicy(DistributedPolicy):
             num_workers=ranks,
             deadlines=deadlines,
             sharding=grid(section.megatron_cfg, ranks),
+            name=name,
             # Kernels then start in the order of their calls, so that those of communication overlap the ones they should.
             env_vars={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         )

@@ -11,6 +11,8 @@ from rl_core.assembly.data import Source, conversation_loader, preference_loader
 from rl_core.assembly.parts import Builder, Workers, make_cluster
 from rl_core.checkpoints.state import Checkpoints, Stateful
 from rl_core.checkpoints.store import CheckpointStore, Retention
+from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.config.parts import COMPANIONS
 from rl_core.config.schema import RunConfig
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
@@ -38,9 +40,10 @@ def build_run(config: RunConfig, *, resolved: Mapping[str, Any], folder: Path, r
     tokenizer = load_tokenizer(
         config.policy.tokenizer.name or config.policy.model_name, chat_template=config.policy.tokenizer.chat_template
     )
+    refuse_other_tokenizers(config, tokenizer)
     train, validation = read_sources(config, registry)
     loaders = Loaders(config, tokenizer, train=train, validation=validation)
-    builder = Builder(run=config, registry=registry, exits=exits, cluster=make_cluster(config.cluster, exits))
+    builder = Builder(run=config, registry=registry, exits=exits, cluster=_cluster(config, exits))
     loss_fn = registry.find("loss", config.loss_fn.name or config.algorithm.default_loss).load()(config.loss_fn)
     parts = builder.start(samples=loaders.samples)
     return connect(builder, parts, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
@@ -72,6 +75,8 @@ def connect(
         config=config,
         folder=folder,
         policy=parts.policy,
+        value=parts.companions.get("value"),
+        teacher=parts.companions.get("teacher"),
         loss_fn=loss_fn,
         loggers=builder.loggers(folder),
         checkpoints=None,
@@ -161,6 +166,31 @@ def read_sources(config: RunConfig, registry: Registry) -> tuple[Source, Source 
     return read_source(data.train, registry), held_out
 
 
+def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
+    """The companions read the policy's token ids, so that their tokens must be the policy's.
+
+    Raises:
+        ConfigError: a companion's tokenizer gives other ids.
+    """
+    for name in COMPANIONS:
+        section = getattr(config, name)
+        if section is None or section.model_name == config.policy.model_name:
+            continue
+        own = load_tokenizer(section.tokenizer.name or section.model_name).get_vocab()
+        others = sorted(set(tokenizer.get_vocab().items()) ^ set(own.items()))
+        if others:
+            raise ConfigError(
+                f"{name}.model_name: {section.model_name} has another tokenizer than the policy's {config.policy.model_name}: "
+                f"{len(others)} tokens differ, the first {others[0][0]!r}. It would read the policy's token ids as other "
+                "words. Take a model of the policy's family."
+            )
+
+
+def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:
+    companions = sum(getattr(config, name) is not None for name in COMPANIONS)
+    return make_cluster(config.cluster, exits, models=1 + companions)
+
+
 def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> TrainingBatches:
     if config.algorithm.needs_preferences:
         pairs = preference_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
@@ -205,7 +235,7 @@ def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, r
     )
     return Checkpoints(
         store=store,
-        policy=run.policy,
+        models={"policy": run.policy} | ({"value": run.value} if run.value is not None else {}),
         parts=parts,
         config=resolved,
         algorithm=config.algorithm_name,

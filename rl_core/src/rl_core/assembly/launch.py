@@ -82,7 +82,8 @@ def train(
             _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
         write_origins(run.folder, loaded, manager)
         _attach_loggers(run, loaded, console, exits)
-        status = Status(run.folder, parts={"policy": run.policy, "generation": run.generation}, since=started)
+        parts = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
+        status = Status(run.folder, parts=parts, since=started)
         _announce(run, manager, status)
         loop_started = time.perf_counter()
         with _attended(run, manager, status):

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from rl_core.cluster.actor_pool import ActorPool, InProcessPool
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import wait_together
+from rl_core.config.parts import COMPANIONS
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, RunConfig
 from rl_core.dispatch.environments import EnvironmentPool
+from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.logger import Logger
@@ -39,6 +41,8 @@ class Workers:
     policy: ColocatablePolicyInterface
     generation: GenerationInterface | None
     environments: Mapping[str, EnvironmentInterface]
+    companions: Mapping[str, DistributedPolicy] = field(default_factory=dict)
+    """The models beside the policy, by their section."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +69,18 @@ class Builder:
                 policy=policy,
                 generation=self.generation() if samples else None,
                 environments=self.environments() if samples else {},
+                companions=self.companions(),
             )
-        with ThreadPoolExecutor(max_workers=3) as starting:
+        with ThreadPoolExecutor(max_workers=4) as starting:
             policy_starting = starting.submit(self.policy)
+            companions_starting = starting.submit(self.companions)
             engine_starting = starting.submit(self.generation) if samples else None
             environments_starting = starting.submit(self.environments) if samples else None
         return Workers(
             policy=policy_starting.result(),
             generation=engine_starting.result() if engine_starting else None,
             environments=environments_starting.result() if environments_starting else {},
+            companions=companions_starting.result(),
         )
 
     def policy(self) -> ColocatablePolicyInterface:
@@ -84,6 +91,17 @@ class Builder:
         )
         self.exits.callback(policy.shutdown)
         return policy
+
+    def companions(self) -> dict[str, DistributedPolicy]:
+        """The models beside the policy, by their section; they load while the caller goes on."""
+        made: dict[str, DistributedPolicy] = {}
+        for name in COMPANIONS:
+            section = getattr(self.run, name)
+            if section is not None:
+                make = self.registry.find("policy", section.backend).load()
+                made[name] = make(config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines, name=name)
+                self.exits.callback(made[name].shutdown)
+        return made
 
     def generation(self) -> GenerationInterface:
         """The engine; it loads while the caller goes on."""
@@ -191,8 +209,13 @@ def capabilities_of(component: Component) -> tuple[str, ...]:
     return component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
 
 
-def make_cluster(config: ClusterConfig, exits: ExitStack) -> RayVirtualCluster | None:
+def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) -> RayVirtualCluster | None:
     """The bundles of a run; None where it stays in one process.
+
+    Args:
+        config: the section `cluster`.
+        exits: closes them.
+        models: the policy and its companions, which share each bundle with the engine.
 
     Raises:
         ResourceInsufficientError: there are too few nodes, CPUs or GPUs.
@@ -202,7 +225,7 @@ def make_cluster(config: ClusterConfig, exits: ExitStack) -> RayVirtualCluster |
     cluster = RayVirtualCluster(
         [config.workers_per_node] * config.num_nodes,
         use_gpus=config.use_gpus,
-        max_colocated_worker_groups=2,
+        max_colocated_worker_groups=1 + models,
         cpus_per_bundle=config.cpus_per_worker,
         name="run",
     )

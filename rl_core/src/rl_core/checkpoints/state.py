@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rl_core.checkpoints.store import CheckpointStore, read_manifest
 from rl_core.errors import CheckpointError
-from rl_core.interfaces.policy import PolicyInterface
+from rl_core.interfaces.trainable import TrainableInterface
 
 FREE_TO_CHANGE = (
     "logger.",
@@ -42,7 +42,7 @@ class Checkpoints:
 
     Attributes:
         store: the step folders.
-        policy: writes its own part.
+        models: what is trained, by the name of its folder: `policy`, and what is trained beside it.
         parts: what else has a position, by name.
         config: the resolved config, kept beside the weights.
         algorithm: the section that holds the algorithm's keys.
@@ -51,7 +51,7 @@ class Checkpoints:
     """
 
     store: CheckpointStore
-    policy: PolicyInterface
+    models: Mapping[str, TrainableInterface]
     parts: Mapping[str, Stateful]
     config: Mapping[str, Any]
     algorithm: str
@@ -63,10 +63,11 @@ class Checkpoints:
         return self.store.write(step, lambda folder: self._fill(folder, step), metrics)
 
     def _fill(self, folder: Path, step: int) -> None:
-        weights = folder / "policy" / "weights"
-        weights.mkdir(parents=True)
-        self.policy.save_checkpoint(weights, folder / "policy" / "optimizer" if self.save_optimizer else None)
-        self.tokenizer.save_pretrained(weights)
+        for name, model in self.models.items():
+            weights = folder / name / "weights"
+            weights.mkdir(parents=True)
+            model.save_checkpoint(weights, folder / name / "optimizer" if self.save_optimizer else None)
+            self.tokenizer.save_pretrained(weights)
         state = {
             "step": step,
             "resumable": self.save_optimizer,
@@ -91,7 +92,8 @@ class Checkpoints:
                 f"it. Start a new run from the weights: policy.model_name={checkpoint / 'policy' / 'weights'}"
             )
         self._refuse_another_config(checkpoint, state, allow_config_change)
-        self.policy.load_checkpoint(checkpoint / "policy" / "weights", checkpoint / "policy" / "optimizer")
+        for name, model in self.models.items():
+            model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
         step: int = state["step"]

@@ -22,7 +22,7 @@ ANY = "<name>"
 _PLACES: dict[Kind, tuple[Path, ...]] = {
     Kind.ALGORITHM: (),
     Kind.LOSS: (("loss_fn",),),
-    Kind.POLICY: (("policy",),),
+    Kind.POLICY: (("policy",), ("value",), ("teacher",)),
     Kind.GENERATION: (("policy", "generation"),),
     Kind.DATASET: (("data", "train"), ("data", "validation")),
     Kind.ENVIRONMENT: (("env", ANY),),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
-from rl_core.config.parts import Layout
-from rl_core.config.schema import RunConfig
+from rl_core.config.parts import COMPANIONS, Layout
+from rl_core.config.schema import PolicyConfig, RunConfig
 from rl_core.config.written import Path, dotted
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
@@ -27,6 +28,7 @@ def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[
     yield from _what_the_algorithm_needs(run)
     yield from run.algorithm.conflicts(run)
     yield from run.policy.conflicts(run)
+    yield from _companions(run)
     yield from _sampling(run)
     yield from _lengths(run)
     yield from _capabilities(run, layout, registry)
@@ -62,6 +64,31 @@ def _sampling(run: RunConfig) -> Iterator[Finding]:
             )
 
 
+def _companions(run: RunConfig) -> Iterator[Finding]:
+    name, algorithm = run.algorithm_name, run.algorithm
+    if run.policy.head != algorithm.head:
+        yield ("policy", "head"), f"{run.policy.head!r} is not what {name} trains, which is {algorithm.head!r}: leave it out."
+    for companion, head in COMPANIONS.items():
+        model, wanted = getattr(run, companion), companion in algorithm.companions
+        if model is None and wanted:
+            yield (
+                (companion,),
+                f"must be set: {name} has a {companion} beside the policy. Give it a `backend` and a `model_name`.",
+            )
+        elif model is not None and not wanted:
+            yield (companion,), f"{name} has no use for a {companion}: remove the section."
+        elif model is not None and model.head != head:
+            yield (companion, "head"), f"must be {head!r}, as that of every {companion}: leave it out."
+        elif model is not None and model.generation is not None:
+            yield (companion, "generation"), f"a {companion} samples nothing: the samples are the policy's. Remove the section."
+
+
+def _models(run: RunConfig) -> dict[str, PolicyConfig]:
+    """The policy and its companions, by section."""
+    found = {name: getattr(run, name) for name in ("policy", *COMPANIONS)}
+    return {name: model for name, model in found.items() if model is not None}
+
+
 def _lengths(run: RunConfig) -> Iterator[Finding]:
     policy, generation = run.policy, run.policy.generation
     if generation is not None and generation.max_new_tokens >= policy.max_total_sequence_length:
@@ -70,17 +97,23 @@ def _lengths(run: RunConfig) -> Iterator[Finding]:
             f"{generation.max_new_tokens} leaves no room for a prompt: policy.max_total_sequence_length is "
             f"{policy.max_total_sequence_length}, prompt and completion together.",
         )
-    for batching, section in (
-        ("dynamic_batching", policy.dynamic_batching),
-        ("sequence_packing", policy.sequence_packing),
-    ):
-        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+    for name, model in _models(run).items():
+        if model.max_total_sequence_length < policy.max_total_sequence_length:
+            yield (
+                (name, "max_total_sequence_length"),
+                f"{model.max_total_sequence_length} tokens cannot hold the policy's rows of "
+                f"{policy.max_total_sequence_length}: raise it to that (${{policy.max_total_sequence_length}}).",
+            )
+        for batching, key in itertools.product(
+            ("dynamic_batching", "sequence_packing"), ("train_mb_tokens", "logprob_mb_tokens")
+        ):
+            section = getattr(model, batching)
             budget = getattr(section, key)
-            if section.enabled and budget < policy.max_total_sequence_length:
+            if section.enabled and budget < model.max_total_sequence_length:
                 yield (
-                    ("policy", batching, key),
-                    f"{budget} tokens cannot hold one row of policy.max_total_sequence_length "
-                    f"({policy.max_total_sequence_length}): raise it to that, or lower the length.",
+                    (name, batching, key),
+                    f"{budget} tokens cannot hold one row of {name}.max_total_sequence_length "
+                    f"({model.max_total_sequence_length}): raise it to that, or lower the length.",
                 )
 
 
@@ -97,14 +130,17 @@ def _capabilities(run: RunConfig, layout: Layout, registry: Registry) -> Iterato
 
 
 def _asked_capabilities(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, str]]:
-    policy, generation = run.policy, run.policy.generation
-    policy_at, generation_at = ("policy",), ("policy", "generation")
-    for batching in ("dynamic_batching", "sequence_packing"):
-        if getattr(policy, batching).enabled:
-            yield (*policy_at, batching, "enabled"), "true", policy_at, Kind.POLICY, batching
+    generation, generation_at = run.policy.generation, ("policy", "generation")
+    for name, model in _models(run).items():
+        for batching in ("dynamic_batching", "sequence_packing"):
+            if getattr(model, batching).enabled:
+                yield (name, batching, "enabled"), "true", (name,), Kind.POLICY, batching
+        if model.head == "scalar":
+            yield (name, "head"), "scalar", (name,), Kind.POLICY, "scalar_head"
+        if run.cluster.backend == "in_process":
+            yield ("cluster", "backend"), "in_process", (name,), Kind.POLICY, "in_process"
     if run.cluster.backend == "in_process":
         at = ("cluster", "backend")
-        yield at, "in_process", policy_at, Kind.POLICY, "in_process"
         if generation is not None:
             yield at, "in_process", generation_at, Kind.GENERATION, "in_process"
     if generation is not None and generation.top_p < 1.0:

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from rl_core.config.catalogue import Catalogue
 from rl_core.config.fields import Model
-from rl_core.config.parts import BASES, SECTIONS
+from rl_core.config.parts import BASES, COMPANIONS, SECTIONS
 from rl_core.plugins.component import Kind
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
@@ -52,7 +52,7 @@ def json_schema(catalogue: Catalogue) -> dict[str, Any]:
             "_override_": {"type": "boolean"},
             **{name: _or_null(reference) for name, reference in of_kind[Kind.ALGORITHM].items()},
             "loss_fn": _or_null(sections[Kind.LOSS]),
-            "policy": _or_null(sections[Kind.POLICY]),
+            **{name: _or_null(sections[Kind.POLICY]) for name in ("policy", *COMPANIONS)},
             "env": _or_null(_environments(of_kind[Kind.ENVIRONMENT])),
             **{name: _or_null(reference_of[model]) for name, model in SECTIONS.items() if model is not None},
         },

@@ -176,6 +176,8 @@ def _assembled(sections: Mapping[Path, BaseModel], layout: Layout) -> RunConfig:
         algorithm=of[name],
         loss_fn=of["loss_fn"],
         policy=of["policy"],
+        value=of.get("value"),
+        teacher=of.get("teacher"),
         data=of["data"],
         env={str(path[1]): cast(EnvironmentConfig, it) for path, it in sections.items() if path[0] == "env"},
         cluster=of["cluster"],

@@ -21,6 +21,8 @@ from rl_core.plugins.registry import Registry
 SECTIONS: dict[str, Model | None] = {
     "loss_fn": None,
     "policy": None,
+    "value": None,
+    "teacher": None,
     "data": schema.DataConfig,
     "env": None,
     "cluster": schema.ClusterConfig,
@@ -28,6 +30,9 @@ SECTIONS: dict[str, Model | None] = {
     "logger": schema.LoggingConfig,
 }
 """The sections that every config may have, besides the one of its algorithm; None where a component has the model."""
+
+COMPANIONS = {"value": "scalar", "teacher": "tokens"}
+"""Sections of models beside the policy, each like `policy`, and what they end in."""
 
 BASES: dict[Kind, tuple[Model, Model]] = {
     Kind.ALGORITHM: (schema.AlgorithmConfig, schema.AlgorithmConfig),
@@ -133,6 +138,7 @@ def choose_parts(values: Mapping[str, Any], *, written: Written, registry: Regis
     algorithm = chooser.algorithm()
     chooser.loss()
     chooser.policy()
+    chooser.companions()
     chooser.data()
     chooser.environments()
     for name in ("cluster", "checkpointing", "logger"):
@@ -152,6 +158,7 @@ class _Chooser:
         self._registry = registry
         self._problems = problems
         self._default_loss: str | None = None
+        self._head = "tokens"
 
     def algorithm(self) -> str | None:
         """The one section that is an algorithm's; every other unknown section is reported."""
@@ -166,7 +173,9 @@ class _Chooser:
             self._section((found[0].name,))
             self._add((found[0].name,), Kind.ALGORITHM, found[0])
             part = self.parts.get((found[0].name,))
-            self._default_loss = getattr(part.model, "default_loss", None) if part is not None else None
+            if part is not None:
+                self._default_loss = getattr(part.model, "default_loss", None)
+                self._head = getattr(part.model, "head", "tokens")
             return found[0].name
         if found:
             names = [component.name for component in found]
@@ -225,11 +234,18 @@ class _Chooser:
         section = self._section(("policy",))
         if section is None:
             return
-        self._by_key(("policy",), section, Kind.POLICY, key="backend")
+        self._by_key(("policy",), section, Kind.POLICY, key="backend", implied={"head": self._head})
         if section.get("generation") is not None:
             generation = self._section(("policy", "generation"))
             if generation is not None:
                 self._by_key(("policy", "generation"), generation, Kind.GENERATION, key="backend")
+
+    def companions(self) -> None:
+        """The models beside the policy, each by its backend."""
+        for name, head in COMPANIONS.items():
+            section = self._section((name,))
+            if section is not None and self._values.get(name) is not None:
+                self._by_key((name,), section, Kind.POLICY, key="backend", implied={"head": head})
 
     def data(self) -> None:
         """`data` and its datasets, each by its name."""
@@ -293,7 +309,15 @@ class _Chooser:
             section = value
         return section
 
-    def _by_key(self, path: Path, section: Mapping[str, Any], kind: Kind, *, key: str) -> None:
+    def _by_key(
+        self,
+        path: Path,
+        section: Mapping[str, Any],
+        kind: Kind,
+        *,
+        key: str,
+        implied: Mapping[str, Any] | None = None,
+    ) -> None:
         self._begin(path, kind)
         if section.get(key) is None:
             here = (*path, key)
@@ -305,7 +329,7 @@ class _Chooser:
                     path=here,
                 )
             return
-        self._named(path, kind, section[key], key=key)
+        self._named(path, kind, section[key], key=key, implied=implied)
 
     def _named(
         self,

@@ -146,6 +146,8 @@ class PolicyConfig(Section):
     """The policy component, or a dotted path."""
     model_name: Annotated[str, NAME_OR_PATH]
     """Name, folder or GGUF file of the model."""
+    head: Literal["tokens", "scalar"] = "tokens"
+    """What the model ends in: scores of the next token, or one number after each (a value model, a reward model)."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """The tokenizer; the model's by default."""
     precision: Literal["float32", "bfloat16"] = "float32"

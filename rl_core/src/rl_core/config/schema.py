@@ -49,6 +49,10 @@ class AlgorithmConfig(Section):
     """Whether `data.train` must be there."""
     needs_preferences: ClassVar[bool] = False
     """Whether its records are pairs of a chosen and a rejected answer."""
+    head: ClassVar[Literal["tokens", "scalar"]] = "tokens"
+    """What the model that it trains ends in; `policy.head` means it where the file does not say."""
+    companions: ClassVar[tuple[str, ...]] = ()
+    """The models that it has beside the policy: `value` (a critic, trained as well), `teacher` (frozen)."""
     allows_filtered_sampling: ClassVar[bool] = False
     """Whether it may train on samples drawn with top-p or top-k, whose log-probabilities are of the filtered distribution."""
 
@@ -242,6 +246,10 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig
     loss_fn: LossConfig
     policy: PolicyConfig
+    value: PolicyConfig | None = None
+    """The value model, as a policy's section; its head is scalar."""
+    teacher: PolicyConfig | None = None
+    """The model that is learnt from, as a policy's section; it is never trained."""
     data: DataConfig
     env: dict[str, EnvironmentConfig] = Field(default_factory=dict)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)

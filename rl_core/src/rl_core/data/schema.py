@@ -83,6 +83,7 @@ _TABLE = (
     _tokens("reference_policy_logprobs", "float32", _NATS, "policy", "Log-probs under the frozen copy."),
     _tokens("logprobs", "float32", _NATS, "policy, generation", "Log-probs, as they come from a backend."),
     _tokens("reference_logprobs", "float32", _NATS, "policy", "Reference log-probs, as a backend returns them."),
+    _tokens("values", "float32", "reward", "value model", "What the scalar head says after each token."),
     _tokens("output_ids", "int64", _ID, "generation", "Prompt and completion.", holds_tokens=True),
     _rows("generation_lengths", "int64", "tokens", "generation", "Tokens of the completion."),
     _rows("unpadded_sequence_lengths", "int64", "tokens", "generation", "Prompt and completion together."),

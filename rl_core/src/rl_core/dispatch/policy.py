@@ -13,10 +13,11 @@ from rl_core.config.schema import DeadlineConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
-from rl_core.errors import DataError, NonFiniteError, WorkerError
+from rl_core.errors import DataError, NonFiniteError, NotSupportedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
+from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
 from rl_core.weights.handles import merge_handles
 
@@ -27,8 +28,8 @@ SCORING_KEYS = ("input_ids", "input_lengths")
 TRAINING_KEYS = (*SCORING_KEYS, "token_mask", "sample_mask")
 
 
-class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
-    """`PolicyWorker`s as one policy.
+class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface):
+    """`PolicyWorker`s as one policy; under `head: scalar`, as one value model.
 
     Rows are split over the `data` axis of `sharding` and replicated over its other axes. Loading starts in the constructor
     and is awaited at the first use, so that several groups load at the same time.
@@ -41,6 +42,7 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
         deadlines: how long to wait for what.
         sharding: the named grid of ranks; all of them along `data` by default.
         env_vars: further environment variables of the workers.
+        name: what errors call it.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
         deadlines: DeadlineConfig | None = None,
         sharding: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
+        name: str = "policy",
     ) -> None:
         super().__init__(
             worker_class=worker_class,
             config=config,
-            name="policy",
+            name=name,
             cluster=cluster,
             num_workers=num_workers,
             deadlines=deadlines,
@@ -71,24 +74,40 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface):
         return self.group.sharding.get_axis_size("data") if "data" in self.group.sharding.names else 1
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
-        return BatchedDataDict({"logprobs": self._score(data, reference=False)})
+        self._refuse_scalar_head()
+        return BatchedDataDict({"logprobs": self._score(data, "logprobs", "get_logprobs", reference=False)})
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec]
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        return BatchedDataDict({"reference_logprobs": self._score(data, reference=True)})
+        self._refuse_scalar_head()
+        return BatchedDataDict({"reference_logprobs": self._score(data, "logprobs", "get_logprobs", reference=True)})
 
-    def _score(self, data: BatchedDataDict[Any], *, reference: bool) -> torch.Tensor:
+    def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
+        if self.config.head != "scalar":
+            raise NotSupportedError(
+                f"The head of {self.config.model_name} scores tokens and gives no values: set `head: scalar` in its section."
+            )
+        return BatchedDataDict({"values": self._score(data, "values", "get_values")})
+
+    def _refuse_scalar_head(self) -> None:
+        if self.config.head == "scalar":
+            raise NotSupportedError(
+                f"{self.config.model_name} has a scalar head (`head: scalar`), which gives values and scores no tokens: set "
+                "`head: tokens` in its section."
+            )
+
+    def _score(self, data: BatchedDataDict[Any], column: str, method: str, **kwargs: Any) -> torch.Tensor:
         self.wait_ready()
         rows = at_the_door(data, SCORING_KEYS)
         shards, order = self._shards(with_filler_rows(rows, self.data_ranks), None, training=False)
-        results = self.group.run_sharded("get_logprobs", shards, reference=reference, deadline_s=self._deadlines.train_s)
+        results = self.group.run_sharded(method, shards, deadline_s=self._deadlines.train_s, **kwargs)
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:
             scored.reorder_data(order)
-        logprobs: torch.Tensor = scored["logprobs"]
+        numbers: torch.Tensor = scored[column]
         width = data["input_ids"].shape[1]
-        return torch.nn.functional.pad(logprobs, (0, width - logprobs.shape[1]))[: data.size]
+        return torch.nn.functional.pad(numbers, (0, width - numbers.shape[1]))[: data.size]
 
     def train(
         self,

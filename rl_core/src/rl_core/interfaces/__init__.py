@@ -11,6 +11,8 @@ from rl_core.interfaces.policy import (
     PolicyInterface,
     ReferenceLogprobOutputSpec,
 )
+from rl_core.interfaces.trainable import TrainableInterface
+from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
 from rl_core.interfaces.weights import WeightTransport
 
 __all__ = [
@@ -28,5 +30,8 @@ __all__ = [
     "PolicyInterface",
     "Record",
     "ReferenceLogprobOutputSpec",
+    "TrainableInterface",
+    "ValueInterface",
+    "ValueOutputSpec",
     "WeightTransport",
 ]

@@ -76,6 +76,14 @@ class PolicyWorker(ABC):
             `logprobs` [B, T] float32 on the CPU, in the order of `data`.
         """
 
+    def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """Value this rank's rows, where the backend has a scalar head (capability `scalar_head`) and the config asks for it.
+
+        Returns:
+            `values` [B, T] float32 on the CPU, in the order of `data`; see `ValueOutputSpec`.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def train(
         self,
@@ -91,7 +99,7 @@ class PolicyWorker(ABC):
         Args:
             data: this rank's rows of `len(counts)` global batches one after the other, of equal row counts; every
                 rank has as many rows, and with a microbatch plan as many microbatches of each global batch.
-            loss_fn: the loss.
+            loss_fn: the loss; with a scalar head it is called with values in place of log-probabilities.
             counts: what each global batch is normalised by.
             eval_mode: loss and metrics only.
             mbs: rows of a microbatch, where `data` carries no plan.

@@ -1,0 +1,73 @@
+"""What takes optimizer steps on a loss, keeps its state, and ends; knows neither tokens nor values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.interfaces.loss import LossFunction
+
+if TYPE_CHECKING:
+    from rl_core.data.batched_data_dict import BatchedDataDict
+
+
+class TrainableInterface(ABC):
+    """A model that is trained."""
+
+    @abstractmethod
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Take one optimizer step for every `gbs` rows of `data`.
+
+        Args:
+            data: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and the keys that the loss reads.
+            loss_fn: the loss; see `LossFunction` for its normalisation.
+            eval_mode: compute the loss and its metrics only; no gradient, no step.
+            gbs: rows of one optimizer step over all ranks; all of `data` by default.
+            mbs: rows of one forward-backward on one rank, where neither token budget nor packing decides; the config's by
+                default.
+
+        Returns:
+            `loss` (mean over the optimizer steps), `grad_norm`, `lr`, `num_optimizer_steps`, `global_valid_seqs`,
+            `global_valid_toks`, and `metrics`: the loss's own, reduced over microbatches, ranks and steps.
+
+        Raises:
+            NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are as before that step.
+        """
+
+    @abstractmethod
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Bring weights, gradients and optimizer state to where training happens; calling it twice is fine."""
+
+    @abstractmethod
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Release what only training needs; calling it twice is fine."""
+
+    @abstractmethod
+    def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
+        """Write the weights to a folder, and what training goes on from: optimizer, scheduler, RNG of every rank."""
+
+    @abstractmethod
+    def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
+        """Read what `save_checkpoint` wrote; with both paths, training goes on as if it had never stopped.
+
+        Raises:
+            CheckpointError: the folder is absent, torn, or of another model.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """End the policy and its processes; calling it twice is fine."""
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int:
+        """How many optimizer steps the weights have seen."""
