@@ -40,6 +40,7 @@ class Acme:
     def rlcore_policies(self) -> list[Component]:
         return [
             Component("plain", target="acme:Policy", summary="No capabilities"),
+            Component("valuer", target="acme:Policy", summary="Has scalar heads", capabilities=("scalar_head",)),
             Component("strange", target="acme:Policy", config="acme_models:NoSection", summary="Its model is no section"),
             Component("absent", target="acme:Policy", config="acme_models:Nothing", summary="Its model does not exist"),
             Component("raising", target="acme:Policy", config="acme_models:Raising", summary="Its model raises"),
@@ -49,6 +50,8 @@ class Acme:
     def rlcore_algorithms(self) -> list[Component]:
         return [
             Component("filtered", target="acme:train", config="acme_models:Filtered", summary="Corrects for top-p"),
+            Component("critical", target="acme:train", config="acme_models:Critical", summary="Has a critic and a teacher"),
+            Component("scoring", target="acme:train", config="acme_models:Scoring", summary="Trains a scalar head"),
             Component("untrained", target="acme:train", config="acme_models:Untrained", summary="Needs no data"),
         ]
 
@@ -70,6 +73,16 @@ ACME_MODELS = """
         default_loss: ClassVar[str] = "clipped_pg"
         needs_generation: ClassVar[bool] = True
         allows_filtered_sampling: ClassVar[bool] = True
+
+    class Critical(AlgorithmConfig):
+        default_loss: ClassVar[str] = "clipped_pg"
+        needs_training_data: ClassVar[bool] = False
+        companions: ClassVar[tuple[str, ...]] = ("value", "teacher")
+
+    class Scoring(AlgorithmConfig):
+        default_loss: ClassVar[str] = "nll"
+        needs_training_data: ClassVar[bool] = False
+        head: ClassVar[str] = "scalar"
 
     class Untrained(AlgorithmConfig):
         default_loss: ClassVar[str] = "nll"

@@ -1,0 +1,65 @@
+"""Models beside the policy: what their sections mean, and which are refused at which line."""
+
+import pytest
+
+COMPANIONS = """\
+critical: {}
+policy: {backend: hf, model_name: some/model}
+value: {backend: valuer, model_name: some/critic}
+teacher: {backend: hf, model_name: some/teacher}
+"""
+
+
+def test_a_value_model_ends_in_a_number_and_a_teacher_in_tokens_without_a_word(files):
+    loaded = files.load(COMPANIONS)
+    assert (loaded.run.policy.head, loaded.run.value.head, loaded.run.teacher.head) == ("tokens", "scalar", "tokens")
+    assert loaded.components["value"].name == "valuer"
+    assert files.load(loaded.to_yaml()).run == loaded.run
+
+
+def test_what_the_algorithm_trains_says_what_the_policy_ends_in(files):
+    assert files.load("scoring: {}\npolicy: {backend: valuer, model_name: some/model}").run.policy.head == "scalar"
+
+
+def test_a_run_without_companions_has_none(files, good):
+    run = files.load(good).run
+    assert (run.value, run.teacher) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "value: {backend: valuer, model_name: some/critic}\n",
+            "",
+            "value: must be set: critical has a value",
+        ),
+        ("some/critic}", "some/critic, head: tokens}", "value.head: must be 'scalar'"),
+        ("backend: valuer", "backend: plain", "value.head: scalar asks value for what it cannot do"),
+        ("value: {backend: valuer, model_name: some/critic}", "value: {}", "value.backend: must be set: which policy"),
+        ("some/critic}", "some/critic, lr: 1}", "value has no key 'lr'"),
+        ("some/critic}", "some/critic, max_total_sequence_length: 8}", "8 tokens cannot hold the policy's rows of 1024"),
+        (
+            "some/teacher}",
+            "some/teacher, generation: {backend: hf}}",
+            "teacher.generation: a teacher samples nothing: the samples are the policy's",
+        ),
+        (
+            "some/teacher}",
+            "some/teacher, sequence_packing: {enabled: true, train_mb_tokens: 8}}",
+            "8 tokens cannot hold one",
+        ),
+        ("some/model}", "some/model, head: scalar}", "policy.head: 'scalar' is not what critical trains"),
+        ("critical: {}", "critical: {}\ncluster: {backend: in_process}", "in_process asks value for what it cannot do"),
+    ],
+)
+def test_companions_that_cannot_be_are_told_at_their_line(files, old, new, says):
+    assert old in COMPANIONS
+    assert any(says in error for error in files.errors(COMPANIONS.replace(old, new)))
+
+
+@pytest.mark.parametrize("companion", ["value", "teacher"])
+def test_a_companion_that_nobody_uses_is_refused(files, good, companion):
+    [error] = files.errors(f"{companion}: {{backend: valuer, model_name: some/critic}}\n" + good)
+    assert error.startswith("config.yaml:1:")
+    assert f"{companion}: grpo has no use for a {companion}" in error
