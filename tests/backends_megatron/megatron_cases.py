@@ -66,6 +66,8 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **_SHAPE, **_MIXTURE, tie_word_embeddings=False, num_local_experts=4, sliding_window=None
     ),
     "mistral": lambda: transformers.MistralConfig(**_SHAPE, tie_word_embeddings=False, sliding_window=None),
+    # Four heads of 16 on a hidden size of 32, as in Gemma 7B; embeddings are scaled by the root of 32.
+    "gemma": lambda: transformers.GemmaConfig(**_SHAPE, tie_word_embeddings=True, head_dim=16),
 }
 KINDS = tuple(_CONFIGS)
 

@@ -70,10 +70,13 @@ LAYOUTS = {
     "tp2": Layout("llama", 2, TP2),
     "tp2-qwen2": Layout("qwen2", 2, {**TP2, "recompute_granularity": "selective"}),
     "tp2-mistral": Layout("mistral", 2, TP2, "packed"),
+    "tp2-gemma": Layout("gemma", 2, TP2, "packed"),
+    "tp2-sp-gemma": Layout("gemma", 2, SP),
     "tp2-sp": Layout("qwen3", 2, SP),
     "tp2-sp-packed": Layout("qwen3", 2, SP, "packed"),
     "tp2-budget": Layout("llama-tied", 2, TP2, "token_budget", RECOMPUTE),
     "pp2": Layout("llama-tied", 2, PP2),
+    "pp2-gemma": Layout("gemma", 2, PP2),
     "pp2-packed": Layout("llama", 2, PP2, "packed"),
     "pp2-uneven": Layout("qwen2", 2, {**PP2, "num_layers_in_first_pipeline_stage": 3}, "token_budget"),
     "interleaved": Layout("llama-tied", 2, INTERLEAVED),
@@ -104,9 +107,10 @@ LAYOUTS = {
 
 
 PARITY = [
-    "tp2", "tp2-qwen2", "tp2-mistral", "tp2-sp", "tp2-sp-packed", "tp2-budget", "pp2", "pp2-packed", "pp2-uneven",
-    "interleaved", "interleaved-packed", "dp2", "dp2-packed", "dp2-distributed", "dp2-overlap", "cp2", "cp2-packed", "ep2",
-    "ep2-mixtral-packed", "moe-tp2", "tp2-pp2", "tp2-pp2-packed", "pp2-dp2", "tp2-cp2-packed", "tp2-ep2",
+    "tp2", "tp2-qwen2", "tp2-mistral", "tp2-gemma", "tp2-sp-gemma", "pp2-gemma", "tp2-sp", "tp2-sp-packed", "tp2-budget",
+    "pp2", "pp2-packed", "pp2-uneven", "interleaved", "interleaved-packed", "dp2", "dp2-packed", "dp2-distributed",
+    "dp2-overlap", "cp2", "cp2-packed", "ep2", "ep2-mixtral-packed", "moe-tp2", "tp2-pp2", "tp2-pp2-packed", "pp2-dp2",
+    "tp2-cp2-packed", "tp2-ep2",
 ]  # fmt: skip
 """Layouts whose numbers are compared with those of Transformers."""
 

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+
 from rl_backends_megatron.weight_layouts import Divided, GateAndUp, QueryKeyValue, Replicated, Vocabulary, WeightLayout
 from rl_core.errors import NotSupportedError
 from rl_core.plugins.component import did_you_mean
@@ -43,12 +46,14 @@ class Family:
     Attributes:
         weights: every parameter.
         config: fields of Megatron's TransformerConfig, beyond those of a Llama, from the Hugging Face config.
+        embedding_scale: what token embeddings are multiplied by, from the Hugging Face config.
         refused: name of a config field to the values with which the model is the one described here; another value would be
             computed wrongly.
     """
 
     weights: tuple[Weight, ...]
     config: Callable[[Any], dict[str, Any]] = lambda hf: {}
+    embedding_scale: Callable[[Any], float] = lambda hf: 1.0
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -124,12 +129,28 @@ def _mixture(hf: Any, *, experts: int, ffn: int, softmax_first: bool) -> dict[st
     }
 
 
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by the tanh of a cubic (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+_GELU = {"gelu_pytorch_tanh": _gelu_tanh, "gelu": F.gelu}
 _PLAIN = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)}
 _NO_WINDOW = {"use_sliding_window": (False,)}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(weights=(*_OUTSIDE, *_ATTENTION, *_MLP), refused=_PLAIN),
     "mistral": Family(weights=(*_OUTSIDE, *_ATTENTION, *_MLP), refused={**_PLAIN, "sliding_window": (None,)}),
+    "gemma": Family(
+        weights=(*_OUTSIDE, *_ATTENTION, *_MLP),
+        config=lambda hf: {"activation_func": _GELU[hf.hidden_act], "layernorm_zero_centered_gamma": True},
+        embedding_scale=lambda hf: hf.hidden_size**0.5,
+        refused={
+            "hidden_act": tuple(_GELU),
+            "attention_bias": (False,),
+            "use_bidirectional_attention": (None, False),
+        },
+    ),
     "qwen2": Family(
         weights=(*_OUTSIDE, *_ATTENTION, *_QKV_BIAS, *_MLP),
         config=lambda hf: {"add_qkv_bias": True},

@@ -13,10 +13,18 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 
 class HeadlessGPT(GPTModel):
-    """A `GPTModel` whose forward pass ends before its output layer; built with the same arguments."""
+    """A `GPTModel` whose forward pass ends before its output layer; built with the same arguments, and one more.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        embedding_scale: token embeddings are multiplied by it; the output layer is not, where it shares their matrix.
+    """
+
+    def __init__(self, *args: Any, embedding_scale: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.pre_process and embedding_scale != 1.0:
+            # Rounded to the type of the weights first, as in Transformers.
+            scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
+            self.embedding.register_forward_hook(lambda module, given, embedded: embedded * scale)
         self._cuts_sequence = bool(self.config.sequence_parallel)
         if self.post_process:
             # The sequence is brought together here, before positions are picked, and not in the layer.

@@ -23,11 +23,15 @@ from rl_backends_megatron.context_parallel import share_of_row
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight, normalised in float32 (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight, normalised in float32 (Zhang and Sennrich 2019).
+
+    Under `layernorm_zero_centered_gamma` it is x / rms(x) * (1 + weight).
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
+        self._about_zero = config.layernorm_zero_centered_gamma
         ones = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight = torch.nn.Parameter(ones)
         # `finalize_model_grads` reads it: each rank saw a part of the tokens, so this gradient is summed over them.
@@ -37,6 +41,9 @@ class RMSNorm(torch.nn.Module):
         """Normalised along the last axis, of the dtype of `x`."""
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self._about_zero:
+            # One is added in float32: in bfloat16 it would swallow small weights.
+            return (h * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * h.to(x.dtype)
 
 

@@ -85,7 +85,7 @@ def build_chunks(hf: Any, family: Family, config: MegatronPolicyConfig, *, devic
     transformer = _transformer_config(hf, family, config, on_gpu=device == "cuda", engine=engine)
     virtual = config.megatron_cfg.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else list(range(virtual))
-    return Chunks(modules=[_build(hf, config, transformer, engine, stage) for stage in stages], config=transformer)
+    return Chunks(modules=[_build(hf, family, config, transformer, engine, stage) for stage in stages], config=transformer)
 
 
 def _transformer_config(
@@ -183,7 +183,12 @@ def _recomputation(config: MegatronPolicyConfig) -> dict[str, Any]:
 
 
 def _build(
-    hf: Any, config: MegatronPolicyConfig, transformer: TransformerConfig, engine: bool, stage: int | None
+    hf: Any,
+    family: Family,
+    config: MegatronPolicyConfig,
+    transformer: TransformerConfig,
+    engine: bool,
+    stage: int | None,
 ) -> HeadlessGPT:
     rope = hf.rope_parameters
     model = HeadlessGPT(
@@ -198,6 +203,7 @@ def _build(
         position_embedding_type="rope",
         rotary_base=rope["rope_theta"],
         vp_stage=stage,
+        embedding_scale=family.embedding_scale(hf),
     )
     model.rotary_pos_emb.inv_freq = _inverse_frequencies(hf, model.rotary_pos_emb.inv_freq)
     return model
