@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens from chunks of the LM head; knows hidden states and a head, no model.
+"""Log-probabilities of given tokens, or of the likeliest, from chunks of the LM head; knows hidden states and a head, no model.
 
 The logits of N positions over a vocabulary of V are the largest tensor of a language model. Here at most `chunk` rows of them
 exist at one time, forward and backward: the backward pass computes them again. Gradients are exact.
@@ -50,23 +50,48 @@ def chunked_token_logprobs(
     transform: LogitTransform,
     chunk: int,
 ) -> torch.Tensor:
-    """Log-probability of each target token, in nats.
+    """Log-probability of each target token, in nats; of several at each position for the price of one pass.
 
     Args:
         hidden: [N, H] last hidden states, one a predicted token.
         weight: [V, H] of the LM head; may be the embedding's.
         bias: [V] of the LM head, or None.
-        targets: [N] int64 token ids.
+        targets: [N] int64 token ids, or [N, C], C of each position.
         transform: from the head's output to logits.
         chunk: rows of logits that exist at one time.
 
     Returns:
-        [N] float32, differentiable in `hidden`, `weight` and `bias`.
+        [N] or [N, C] float32, differentiable in `hidden`, `weight` and `bias`.
     """
     logprobs: torch.Tensor = _ChunkedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, transform, chunk
+        hidden, weight, bias, targets.view(len(targets), -1), transform, chunk
     )
-    return logprobs
+    return logprobs.view(targets.shape)
+
+
+def chunked_topk_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    k: int,
+    transform: LogitTransform,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` likeliest tokens at each position, the likeliest first; arguments as `chunked_token_logprobs`.
+
+    Returns:
+        Token ids [N, k] int64 and their log-probabilities [N, k] float32, in nats; without a gradient.
+    """
+    ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    logprobs = torch.empty(len(hidden), k, dtype=torch.float32, device=hidden.device)
+    with torch.no_grad():
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits = _logits(hidden[rows], weight, bias, transform)
+            likeliest, ids[rows] = torch.topk(logits, k, dim=-1)
+            logprobs[rows] = likeliest - torch.logsumexp(logits, dim=-1, keepdim=True)
+    return ids, logprobs
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transform: LogitTransform) -> torch.Tensor:
@@ -84,14 +109,14 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         chunk: int,
     ) -> torch.Tensor:
-        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        normaliser = torch.empty_like(logprobs)
+        logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
+        normaliser = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
         logits = None
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], weight, bias, transform)
-            normaliser[rows] = torch.logsumexp(logits, dim=-1)
-            logprobs[rows] = logits.gather(1, targets[rows].unsqueeze(1)).squeeze(1) - normaliser[rows]
+            normaliser[rows] = torch.logsumexp(logits, dim=-1, keepdim=True)
+            logprobs[rows] = logits.gather(1, targets[rows]) - normaliser[rows]
         # A single chunk is within the budget anyway: keep it, and the backward pass need not compute it again.
         kept = logits if len(hidden) <= chunk and any(ctx.needs_input_grad[:3]) else None
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, kept)
@@ -136,10 +161,10 @@ def _grad_of_raw(
     grad: torch.Tensor,
     transform: LogitTransform,
 ) -> torch.Tensor:
-    """Gradient [n, V] float32 by the head's output: grad * (one-hot of the target - softmax) * slope."""
+    """Gradient [n, V] float32 by the head's output: sum over targets of grad * (one-hot of the target - softmax) * slope."""
     slope = transform.slope(logits)
-    result = torch.sub(logits, normaliser.unsqueeze(1)).exp_().mul_(-grad.unsqueeze(1))
-    result.scatter_add_(1, targets.unsqueeze(1), grad.unsqueeze(1))
+    result = torch.sub(logits, normaliser).exp_().mul_(-grad.sum(dim=1, keepdim=True))
+    result.scatter_add_(1, targets, grad)
     return result.mul_(slope)
 
 

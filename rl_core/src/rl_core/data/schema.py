@@ -21,7 +21,7 @@ class KeySpec:
 
     Attributes:
         name: The key.
-        shape: Its axes, from B (rows) and T (tokens); a list column says `[B]`.
+        shape: Its axes, from B (rows), T (tokens) and K (candidates); a list column says `[B]`.
         dtype: The name of a torch dtype, or `list` for a column of Python objects.
         unit: What one number counts or measures; empty where it is a mere object.
         padding: What stands beyond a row's end (right padding); None for a column without a token axis.
@@ -59,6 +59,13 @@ def _tokens(name: str, dtype: str, unit: str, written_by: str, meaning: str, **m
     )
 
 
+def _per_candidate(name: str, dtype: str, unit: str, written_by: str, meaning: str) -> KeySpec:
+    padding = 0 if dtype == "int64" else 0.0
+    return KeySpec(
+        name=name, shape="[B, T, K]", dtype=dtype, unit=unit, padding=padding, written_by=written_by, meaning=meaning
+    )
+
+
 def _rows(name: str, dtype: str, unit: str, written_by: str, meaning: str) -> KeySpec:
     return KeySpec(name=name, shape="[B]", dtype=dtype, unit=unit, padding=None, written_by=written_by, meaning=meaning)
 
@@ -83,6 +90,18 @@ _TABLE = (
     _tokens("reference_policy_logprobs", "float32", _NATS, "policy", "Log-probs under the frozen copy."),
     _tokens("logprobs", "float32", _NATS, "policy, generation", "Log-probs, as they come from a backend."),
     _tokens("reference_logprobs", "float32", _NATS, "policy", "Reference log-probs, as a backend returns them."),
+    _per_candidate("topk_token_ids", "int64", _ID, "policy", "The K likeliest tokens at each place, the likeliest first."),
+    _per_candidate("topk_logprobs", "float32", _NATS, "policy", "Their log-probs, as they come from a backend."),
+    _tokens("teacher_logprobs", "float32", _NATS, "algorithms", "Log-probs under the teacher."),
+    _per_candidate("teacher_topk_token_ids", "int64", _ID, "algorithms", "`topk_token_ids` of the teacher."),
+    _per_candidate("teacher_topk_logprobs", "float32", _NATS, "algorithms", "`topk_logprobs` of the teacher."),
+    _per_candidate(
+        "candidate_logprobs",
+        "float32",
+        _NATS,
+        "policy",
+        "Log-probs of the tokens that a loss names (`candidates_key`), with their gradient; 0.0 where none is trained.",
+    ),
     _tokens("values", "float32", "reward", "value model", "What the scalar head says after each token."),
     _tokens("output_ids", "int64", _ID, "generation", "Prompt and completion.", holds_tokens=True),
     _rows("generation_lengths", "int64", "tokens", "generation", "Tokens of the completion."),
@@ -200,7 +219,7 @@ def as_markdown() -> str:
         "",
         "Made by `python -m rl_core.data.schema > docs/batch_keys.md`; a test holds it to the code.",
         "",
-        "B rows, T tokens. Everything is right-padded. A per-token tensor at position t describes token t:",
+        "B rows, T tokens, K candidates. Everything is right-padded. A per-token tensor at position t describes token t:",
         "`logprobs[:, t]` = log p(token t | tokens before t), in nats; 0.0 at position 0 and on padding.",
         "Columns of token ids are padded with the tokenizer's padding id where a batch is made for a model.",
         "",

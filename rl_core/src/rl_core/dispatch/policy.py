@@ -16,7 +16,12 @@ from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
 from rl_core.errors import DataError, NonFiniteError, NotSupportedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.policy import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
+from rl_core.interfaces.policy import (
+    ColocatablePolicyInterface,
+    LogprobOutputSpec,
+    ReferenceLogprobOutputSpec,
+    TopkLogprobOutputSpec,
+)
 from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
 from rl_core.weights.handles import merge_handles
@@ -75,20 +80,30 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
         self._refuse_scalar_head()
-        return BatchedDataDict({"logprobs": self._score(data, "logprobs", "get_logprobs", reference=False)})
+        return self._score(data, "get_logprobs", reference=False)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec]
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         self._refuse_scalar_head()
-        return BatchedDataDict({"reference_logprobs": self._score(data, "logprobs", "get_logprobs", reference=True)})
+        return BatchedDataDict({"reference_logprobs": self._score(data, "get_logprobs", reference=True)["logprobs"]})
+
+    def get_topk_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], k: int) -> BatchedDataDict[TopkLogprobOutputSpec]:
+        self._refuse_scalar_head()
+        vocab_size = self.facts.get("vocab_size", k)
+        if not 1 <= k <= vocab_size:
+            raise DataError(
+                f"The {k} likeliest tokens were asked of {self.config.model_name}, whose vocabulary has {vocab_size}: ask for "
+                f"1 to {vocab_size} (`loss_fn.topk`)."
+            )
+        return self._score(data, "get_topk_logprobs", k=k)
 
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
         if self.config.head != "scalar":
             raise NotSupportedError(
                 f"The head of {self.config.model_name} scores tokens and gives no values: set `head: scalar` in its section."
             )
-        return BatchedDataDict({"values": self._score(data, "values", "get_values")})
+        return self._score(data, "get_values")
 
     def _refuse_scalar_head(self) -> None:
         if self.config.head == "scalar":
@@ -97,7 +112,8 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
                 "`head: tokens` in its section."
             )
 
-    def _score(self, data: BatchedDataDict[Any], column: str, method: str, **kwargs: Any) -> torch.Tensor:
+    def _score(self, data: BatchedDataDict[Any], method: str, **kwargs: Any) -> BatchedDataDict[Any]:
+        """What the ranks answer, in the order of `data` and as wide."""
         self.wait_ready()
         rows = at_the_door(data, SCORING_KEYS)
         shards, order = self._shards(with_filler_rows(rows, self.data_ranks), None, training=False)
@@ -105,9 +121,8 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:
             scored.reorder_data(order)
-        numbers: torch.Tensor = scored[column]
         width = data["input_ids"].shape[1]
-        return torch.nn.functional.pad(numbers, (0, width - numbers.shape[1]))[: data.size]
+        return BatchedDataDict({name: _widened(column, width)[: data.size] for name, column in scored.items()})
 
     def train(
         self,
@@ -119,7 +134,8 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
         mbs: int | None = None,
     ) -> dict[str, Any]:
         self.wait_ready()
-        rows = at_the_door(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys)))
+        candidates = {loss_fn.candidates_key} if loss_fn.candidates_key is not None else set()
+        rows = at_the_door(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys | candidates)))
         gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit
         if rows.size % unit or gbs % unit:
             raise DataError(
@@ -241,6 +257,12 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
         """Call every rank, for gathering weights is collective; the answer is rank 0's."""
         self.wait_ready()
         return self.group.run_all(method, *args, deadline_s=deadline_s or self._deadlines.refit_s, **kwargs)[0]
+
+
+def _widened(column: torch.Tensor, width: int) -> torch.Tensor:
+    """A column [B, T', ...] right-padded with 0 to [B, `width`, ...]."""
+    behind = (0, 0) * (column.ndim - 2)
+    return torch.nn.functional.pad(column, (*behind, 0, width - column.shape[1]))
 
 
 def _over_ranks_and_steps(

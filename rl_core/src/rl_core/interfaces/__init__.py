@@ -10,6 +10,7 @@ from rl_core.interfaces.policy import (
     LogprobOutputSpec,
     PolicyInterface,
     ReferenceLogprobOutputSpec,
+    TopkLogprobOutputSpec,
 )
 from rl_core.interfaces.trainable import TrainableInterface
 from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
@@ -30,6 +31,7 @@ __all__ = [
     "PolicyInterface",
     "Record",
     "ReferenceLogprobOutputSpec",
+    "TopkLogprobOutputSpec",
     "TrainableInterface",
     "ValueInterface",
     "ValueOutputSpec",

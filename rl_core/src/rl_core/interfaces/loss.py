@@ -34,6 +34,10 @@ class LossFunction(ABC):
             so a metric that is a mean is returned already divided by its global count.
         rows_per_unit: rows that it reads together, such as the two of a pair: rows k·n up to k·n + k - 1 of the batch stay
             neighbours, in order, on one rank and in one microbatch.
+        candidates_key: the batch key [B, T, K] int64 of further tokens whose log-probabilities it reads at each position; the
+            backend computes them in the same pass, with their gradient, and puts them into the data as `candidate_logprobs`
+            [B, T, K] float32, in nats, 0.0 where `token_mask * sample_mask` is 0. Only backends with the capability
+            `topk_logprobs` do so.
         on_policy: set by an algorithm whose update is made with the weights that scored the batch, so that log p before the
             update need not be in it.
     """
@@ -41,6 +45,7 @@ class LossFunction(ABC):
     loss_type: LossType = LossType.TOKEN_LEVEL
     metric_reductions: ClassVar[Mapping[str, Reduction]] = {}
     rows_per_unit: int = 1
+    candidates_key: str | None = None
     on_policy: bool = False
 
     @property

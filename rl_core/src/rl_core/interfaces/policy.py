@@ -31,6 +31,16 @@ class ReferenceLogprobOutputSpec(TypedDict):
     """[B, T] float32, as `LogprobOutputSpec.logprobs`."""
 
 
+class TopkLogprobOutputSpec(TypedDict):
+    """The likeliest tokens under the current policy, whichever token the row has there; the likeliest first."""
+
+    topk_token_ids: torch.Tensor
+    """[B, T, K] int64; position t is of the distribution over token t given the tokens before it; 0 at position 0 and on
+    padding."""
+    topk_logprobs: torch.Tensor
+    """[B, T, K] float32, in nats, under the whole distribution; 0.0 at position 0 and on padding."""
+
+
 class PolicyInterface(TrainableInterface):
     """A language model that is trained."""
 
@@ -59,6 +69,21 @@ class PolicyInterface(TrainableInterface):
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """The same as `get_reference_policy_logprobs`, under its other promised name."""
         return self.get_reference_policy_logprobs(data)
+
+    def get_topk_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], k: int) -> BatchedDataDict[TopkLogprobOutputSpec]:
+        """The `k` likeliest tokens at every position under the current weights, at the sampling temperature.
+
+        Args:
+            data: `input_ids` [B, T] and `input_lengths` [B]; other keys are ignored.
+            k: how many.
+
+        Raises:
+            DataError: the vocabulary has fewer tokens than `k`.
+        """
+        raise NotSupportedError(
+            f"{type(self).__name__} tells no likeliest tokens, only log-probabilities of given ones. Use a policy backend with "
+            "the capability `topk_logprobs`, or a loss that reads the sampled tokens alone."
+        )
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

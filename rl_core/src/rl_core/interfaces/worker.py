@@ -76,6 +76,17 @@ class PolicyWorker(ABC):
             `logprobs` [B, T] float32 on the CPU, in the order of `data`.
         """
 
+    def get_topk_logprobs(self, data: BatchedDataDict[Any], *, k: int) -> BatchedDataDict[Any]:
+        """The likeliest tokens of this rank's rows, where the backend can tell them (capability `topk_logprobs`).
+
+        A backend with that capability also puts `candidate_logprobs` before a loss that has a `candidates_key`.
+
+        Returns:
+            `topk_token_ids` [B, T, k] int64 and `topk_logprobs` [B, T, k] float32 on the CPU, in the order of `data`; see
+            `TopkLogprobOutputSpec`.
+        """
+        raise NotImplementedError
+
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """Value this rank's rows, where the backend has a scalar head (capability `scalar_head`) and the config asks for it.
 
