@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.algorithms.grpo_config import GRPOConfig, RewardScalingConfig
+from rl_core.algorithms.grpo_config import GRPOConfig
 from rl_core.algorithms.losses.config import ClippedPGLossConfig
+from rl_core.algorithms.rewarded_config import RewardScalingConfig
 from rl_core.algorithms.rewards import RewardShaping, clip_advantages, kl_in_reward, overlong_punishment, scale_rewards
 from rl_core.config.schema import DataConfig, GenerationConfig, LossConfig, PolicyConfig, RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rl_core.algorithms.grpo_config import GRPOConfig
+from rl_core.algorithms.rewarded_config import RewardedConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_core.rollouts.source import Rollouts, RolloutSource
@@ -43,13 +44,13 @@ def draw_rollouts(
         RLCoreError: no group of any draw teaches.
     """
     if not config.use_dynamic_sampling:
-        return _draw(source, step, config, shape)
+        return draw_once(source, step, config=config, shape=shape)
     wanted = config.num_prompts_per_step
     kept: list[Rollouts] = []
     metrics: list[dict[str, float]] = []
     found = drawn = 0
     while found < wanted and len(metrics) < config.dynamic_sampling_max_gen_batches:
-        draw = _draw(source, step, config, shape)
+        draw = draw_once(source, step, config=config, shape=shape)
         metrics.append(draw.metrics)
         drawn += len(draw.batch["group_ids"].unique())
         groups = _teaching_groups(draw.batch, teaches(draw.batch))
@@ -71,8 +72,10 @@ def draw_rollouts(
     return _joined(kept, wanted, metrics=_over_draws(metrics) | counts)
 
 
-def _draw(source: RolloutSource, step: int, config: GRPOConfig, shape: Callable[[Batch], dict[str, float]]) -> Rollouts:
-    """One draw, without the rows that must not be trained on, and with its rewards shaped."""
+def draw_once(
+    source: RolloutSource, step: int, *, config: RewardedConfig, shape: Callable[[Batch], dict[str, float]]
+) -> Rollouts:
+    """One draw, without the rows that must not be trained on, and with its rewards shaped; arguments as `draw_rollouts`."""
     draw = source.next_batch(step)
     if config.overlong_filtering:
         draw.batch["sample_mask"] = draw.batch["sample_mask"] * ~draw.batch["truncated"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from rl_core.algorithms.losses.config import ClippedPGLossConfig
-from rl_core.algorithms.losses.preference_config import PreferenceLossConfig
-from rl_core.config.schema import AlgorithmConfig, RunConfig, Section
+from rl_core.algorithms.rewarded_config import RewardedConfig
+from rl_core.config.schema import RunConfig, Section
 from rl_core.config.written import Path
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo")
@@ -67,78 +67,19 @@ class AdvantageConfig(Section):
         return self
 
 
-class RewardScalingConfig(Section):
-    """A linear map of rewards, with what is outside held at its ends (`grpo.reward_scaling`)."""
-
-    enabled: bool = False
-    """Use it."""
-    source_min: float = 0.0
-    """Rewards below it count as it."""
-    source_max: float = 1.0
-    """Rewards above it count as it."""
-    target_min: float = 0.0
-    """What `source_min` becomes."""
-    target_max: float = 1.0
-    """What `source_max` becomes."""
-
-    @model_validator(mode="after")
-    def _a_range(self) -> RewardScalingConfig:
-        if self.source_min >= self.source_max:
-            raise ValueError(f"source_min {self.source_min} is not below source_max {self.source_max}")
-        if self.target_min >= self.target_max:
-            raise ValueError(
-                f"target_min {self.target_min} is not below target_max {self.target_max}: better would become worse"
-            )
-        return self
-
-
-class RewardShapingConfig(Section):
-    """The soft punishment of answers that near the length limit (`grpo.reward_shaping`)."""
-
-    enabled: bool = False
-    """Use it."""
-    overlong_buffer_length: int = Field(default=128, ge=1)
-    """So many tokens before the limit the punishment begins, and grows evenly."""
-    overlong_buffer_penalty: float = Field(default=1.0, gt=0.0)
-    """What an answer at the limit loses."""
-    max_response_length: int | None = Field(default=None, ge=1)
-    """The limit, in sampled tokens of all turns; `policy.generation.max_new_tokens` by default."""
-
-
-class GRPOConfig(AlgorithmConfig):
+class GRPOConfig(RewardedConfig):
     """Group-relative policy optimisation."""
 
-    default_loss: ClassVar[str] = "clipped_pg"
-    needs_generation: ClassVar[bool] = True
-
-    num_prompts_per_step: int = Field(default=32, ge=1)
-    """P, the prompts drawn each step."""
     num_generations_per_prompt: int = Field(default=8, ge=2)
     """G, the samples drawn for each prompt."""
-    max_rollout_turns: int = Field(default=1, ge=1)
-    """Most turns of one rollout."""
     adv_estimator: AdvantageConfig = Field(default_factory=AdvantageConfig)
     """How rewards become advantages."""
-    reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
-    """Scales and bounds rewards, before anything else is done with them."""
-    reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
-    """Takes from the rewards of answers that near the length limit."""
-    advantage_clip_low: float | None = Field(default=None, lt=0.0)
-    """Advantages below it count as it."""
-    advantage_clip_high: float | None = Field(default=None, gt=0.0)
-    """Advantages above it count as it."""
-    overlong_filtering: bool = False
-    """Leave rows that a limit cut off out of the loss; their rewards still count in their group's mean."""
     use_dynamic_sampling: bool = False
     """Leave groups out that teach nothing, and draw further prompts until the step has P that do."""
     dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
     """Most draws of a step; then it goes on with the groups that there are."""
     batch_multiplier: float = Field(default=1.0, ge=1.0)
     """Dynamic sampling draws so many times P prompts at once."""
-    val_num_generations_per_prompt: int = Field(default=1, ge=1)
-    """Samples of each validation prompt; accuracy is their mean."""
-    skip_logprobs_when_on_policy: bool = True
-    """Skip the scoring pass where a step makes one optimizer step: the ratio is then identically 1."""
     rollout_source: Literal["on_demand"] = "on_demand"
     """Where a step's rollouts come from: `on_demand` samples them with the newest weights when they are asked for."""
 
@@ -171,6 +112,7 @@ class GRPOConfig(AlgorithmConfig):
         return self
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        yield from super().conflicts(run)
         loss = run.loss_fn
         if self.max_num_epochs is not None and self.use_dynamic_sampling:
             yield (
@@ -178,34 +120,9 @@ class GRPOConfig(AlgorithmConfig):
                 "dynamic sampling draws as many prompts a step as it needs, so that an epoch is no number of steps. Set "
                 "max_num_steps alone.",
             )
-        validates_greedily = run.policy.generation is not None and run.policy.generation.val_temperature == 0.0
-        if self.val_num_generations_per_prompt > 1 and validates_greedily:
-            yield (
-                (run.algorithm_name, "val_num_generations_per_prompt"),
-                "validation is greedy, so the samples of a prompt would all be the same. Set policy.generation.val_temperature "
-                "to the temperature of training, or leave it at 1.",
-            )
-        if isinstance(loss, PreferenceLossConfig):
-            yield (
-                ("loss_fn", "name"),
-                f"{loss.name} compares pairs of answers, and grpo has rewards. Use a policy-gradient loss.",
-            )
         if isinstance(loss, ClippedPGLossConfig) and loss.use_kl_in_reward and self.adv_estimator.name == "gdpo":
             yield (
                 ("loss_fn", "use_kl_in_reward"),
                 "adv_estimator gdpo has several rewards, each normalised by itself, and none that a penalty belongs to. Leave "
                 "the penalty in the loss.",
-            )
-        shaping, at = self.reward_shaping, (run.algorithm_name, "reward_shaping")
-        if not shaping.enabled or run.policy.generation is None:
-            return
-        turns = max([self.max_rollout_turns, *(section.max_rollout_turns or 1 for section in run.env.values())])
-        if shaping.max_response_length is None and turns > 1:
-            yield at, "max_response_length must be set where rollouts have several turns: max_new_tokens limits one turn alone."
-        limit = shaping.max_response_length or run.policy.generation.max_new_tokens
-        if shaping.overlong_buffer_length >= limit:
-            yield (
-                (*at, "overlong_buffer_length"),
-                f"{shaping.overlong_buffer_length} tokens would punish answers of every length: it must be below the limit, "
-                f"{limit} tokens.",
             )

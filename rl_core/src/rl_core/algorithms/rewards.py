@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from rl_core.algorithms.grpo_config import GRPOConfig, RewardScalingConfig
 from rl_core.algorithms.kl import reference_kl
 from rl_core.algorithms.losses.config import ClippedPGLossConfig
+from rl_core.algorithms.rewarded_config import RewardedConfig, RewardScalingConfig
 from rl_core.config.schema import LossConfig, RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 
@@ -45,7 +45,7 @@ class RewardShaping:
         run: the whole config, for the length limit.
     """
 
-    def __init__(self, config: GRPOConfig, run: RunConfig) -> None:
+    def __init__(self, config: RewardedConfig, run: RunConfig) -> None:
         self._scaling, self._shaping = config.reward_scaling, config.reward_shaping
         generation = run.policy.generation
         self._limit = self._shaping.max_response_length or (generation.max_new_tokens if generation is not None else 0)
@@ -103,7 +103,7 @@ def kl_in_reward(loss_fn: LossConfig) -> KLInReward | None:
     return None
 
 
-def clip_advantages(values: torch.Tensor, mask: torch.Tensor, config: GRPOConfig) -> tuple[torch.Tensor, dict[str, float]]:
+def clip_advantages(values: torch.Tensor, mask: torch.Tensor, config: RewardedConfig) -> tuple[torch.Tensor, dict[str, float]]:
     """Advantages [B, T] within `advantage_clip_low` and `advantage_clip_high`, and the share of trained tokens held."""
     low, high = config.advantage_clip_low, config.advantage_clip_high
     if low is None and high is None:

@@ -1,0 +1,125 @@
+"""What the sections of all algorithms that learn from rewards of rollouts share; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from rl_core.algorithms.losses.config import NLLLossConfig
+from rl_core.algorithms.losses.preference_config import PreferenceLossConfig
+from rl_core.config.schema import AlgorithmConfig, RunConfig, Section
+from rl_core.config.written import Path
+
+
+class RewardScalingConfig(Section):
+    """A linear map of rewards, with what is outside held at its ends (`reward_scaling`)."""
+
+    enabled: bool = False
+    """Use it."""
+    source_min: float = 0.0
+    """Rewards below it count as it."""
+    source_max: float = 1.0
+    """Rewards above it count as it."""
+    target_min: float = 0.0
+    """What `source_min` becomes."""
+    target_max: float = 1.0
+    """What `source_max` becomes."""
+
+    @model_validator(mode="after")
+    def _a_range(self) -> RewardScalingConfig:
+        if self.source_min >= self.source_max:
+            raise ValueError(f"source_min {self.source_min} is not below source_max {self.source_max}")
+        if self.target_min >= self.target_max:
+            raise ValueError(
+                f"target_min {self.target_min} is not below target_max {self.target_max}: better would become worse"
+            )
+        return self
+
+
+class RewardShapingConfig(Section):
+    """The soft punishment of answers that near the length limit (`reward_shaping`)."""
+
+    enabled: bool = False
+    """Use it."""
+    overlong_buffer_length: int = Field(default=128, ge=1)
+    """So many tokens before the limit the punishment begins, and grows evenly."""
+    overlong_buffer_penalty: float = Field(default=1.0, gt=0.0)
+    """What an answer at the limit loses."""
+    max_response_length: int | None = Field(default=None, ge=1)
+    """The limit, in sampled tokens of all turns; `policy.generation.max_new_tokens` by default."""
+
+
+class RewardedConfig(AlgorithmConfig):
+    """An algorithm that samples, is rewarded, and takes policy-gradient steps."""
+
+    default_loss: ClassVar[str] = "clipped_pg"
+    needs_generation: ClassVar[bool] = True
+
+    num_prompts_per_step: int = Field(default=32, ge=1)
+    """P, the prompts drawn each step."""
+    max_rollout_turns: int = Field(default=1, ge=1)
+    """Most turns of one rollout."""
+    reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
+    """Scales and bounds rewards, before anything else is done with them."""
+    reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
+    """Takes from the rewards of answers that near the length limit."""
+    advantage_clip_low: float | None = Field(default=None, lt=0.0)
+    """Advantages below it count as it."""
+    advantage_clip_high: float | None = Field(default=None, gt=0.0)
+    """Advantages above it count as it."""
+    overlong_filtering: bool = False
+    """Leave rows that a limit cut off out of the loss; their rewards still count where rewards are compared."""
+    val_num_generations_per_prompt: int = Field(default=1, ge=1)
+    """Samples of each validation prompt; accuracy is their mean."""
+    skip_logprobs_when_on_policy: bool = True
+    """Skip the scoring pass where a step makes one optimizer step: the ratio is then identically 1."""
+
+    @property
+    def prompts_per_draw(self) -> int:
+        """Prompts that are drawn at once."""
+        return self.num_prompts_per_step
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        yield from self._loss_conflicts(run)
+        yield from self._validation_conflicts(run)
+        yield from self._shaping_conflicts(run)
+
+    def _loss_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        if isinstance(run.loss_fn, PreferenceLossConfig):
+            yield (
+                ("loss_fn", "name"),
+                f"{run.loss_fn.name} compares pairs of answers, and {run.algorithm_name} has rewards. Use a policy-gradient "
+                "loss.",
+            )
+        if isinstance(run.loss_fn, NLLLossConfig):
+            yield (
+                ("loss_fn", "name"),
+                f"{run.loss_fn.name} makes every sample likelier, whatever its reward: {run.algorithm_name} would learn "
+                "nothing from it. Use a policy-gradient loss.",
+            )
+
+    def _validation_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        validates_greedily = run.policy.generation is not None and run.policy.generation.val_temperature == 0.0
+        if self.val_num_generations_per_prompt > 1 and validates_greedily:
+            yield (
+                (run.algorithm_name, "val_num_generations_per_prompt"),
+                "validation is greedy, so the samples of a prompt would all be the same. Set policy.generation.val_temperature "
+                "to the temperature of training, or leave it at 1.",
+            )
+
+    def _shaping_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        shaping, at = self.reward_shaping, (run.algorithm_name, "reward_shaping")
+        if not shaping.enabled or run.policy.generation is None:
+            return
+        turns = max([self.max_rollout_turns, *(section.max_rollout_turns or 1 for section in run.env.values())])
+        if shaping.max_response_length is None and turns > 1:
+            yield at, "max_response_length must be set where rollouts have several turns: max_new_tokens limits one turn alone."
+        limit = shaping.max_response_length or run.policy.generation.max_new_tokens
+        if shaping.overlong_buffer_length >= limit:
+            yield (
+                (*at, "overlong_buffer_length"),
+                f"{shaping.overlong_buffer_length} tokens would punish answers of every length: it must be below the limit, "
+                f"{limit} tokens.",
+            )
