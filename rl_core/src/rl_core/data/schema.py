@@ -103,6 +103,8 @@ _TABLE = (
         "Log-probs of the tokens that a loss names (`candidates_key`), with their gradient; 0.0 where none is trained.",
     ),
     _tokens("values", "float32", "reward", "value model", "What the scalar head says after each token."),
+    _tokens("prev_values", "float32", "reward", "value model", "The same before this step."),
+    _tokens("returns", "float32", "reward", "algorithms", "What the scalar head should say after each token."),
     _tokens("output_ids", "int64", _ID, "generation", "Prompt and completion.", holds_tokens=True),
     _rows("generation_lengths", "int64", "tokens", "generation", "Tokens of the completion."),
     _rows("unpadded_sequence_lengths", "int64", "tokens", "generation", "Prompt and completion together."),
