@@ -7,13 +7,19 @@ from rl_core.plugins import Component, hookimpl
 
 @hookimpl
 def rlcore_algorithms() -> list[Component]:
-    """GRPO, DPO and SFT."""
+    """GRPO, PPO, DPO and SFT."""
     return [
         Component(
             "grpo",
             target="rl_core.algorithms.grpo:train",
             config="rl_core.algorithms.grpo_config:GRPOConfig",
             summary="Group-relative policy optimisation: rewards, compared within the samples of one prompt",
+        ),
+        Component(
+            "ppo",
+            target="rl_core.algorithms.ppo:train",
+            config="rl_core.algorithms.ppo_config:PPOConfig",
+            summary="Proximal policy optimisation: a critic says what each token was worth",
         ),
         Component(
             "dpo",
@@ -32,7 +38,7 @@ def rlcore_algorithms() -> list[Component]:
 
 @hookimpl
 def rlcore_losses() -> list[Component]:
-    """Policy gradients under the settings of their papers, preferences, and negative log-likelihood."""
+    """Policy gradients under the settings of their papers, preferences, negative log-likelihood, and a critic's error."""
     return [
         _policy_gradient("clipped_pg", "ClippedPGLossConfig", "Policy gradient with a clipped probability ratio"),
         _policy_gradient("grpo", "GRPOLossConfig", "Policy gradient of GRPO: a mean of sequence means, a KL penalty"),
@@ -50,6 +56,12 @@ def rlcore_losses() -> list[Component]:
             target="rl_core.algorithms.losses.nll:NLLLossFn",
             config="rl_core.algorithms.losses.config:NLLLossConfig",
             summary="Negative log-likelihood of the answer's tokens",
+        ),
+        Component(
+            "mse_value",
+            target="rl_core.algorithms.losses.value:MseValueLossFn",
+            config="rl_core.algorithms.losses.value_config:MseValueLossConfig",
+            summary="Squared error of a critic's values, clipped",
         ),
     ]
 

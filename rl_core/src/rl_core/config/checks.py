@@ -66,6 +66,11 @@ def _sampling(run: RunConfig) -> Iterator[Finding]:
 
 def _companions(run: RunConfig) -> Iterator[Finding]:
     name, algorithm = run.algorithm_name, run.algorithm
+    if run.loss_fn.head == "scalar" and algorithm.head == "tokens":
+        yield (
+            ("loss_fn", "name"),
+            f"{run.loss_fn.name} is a loss of values, and {name} trains a policy, which has log-probabilities: leave it out.",
+        )
     if run.policy.head != algorithm.head:
         yield ("policy", "head"), f"{run.policy.head!r} is not what {name} trains, which is {algorithm.head!r}: leave it out."
     for companion, head in COMPANIONS.items():

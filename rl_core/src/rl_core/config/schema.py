@@ -81,6 +81,9 @@ class AlgorithmConfig(Section):
 class LossConfig(Section):
     """What every loss's section has."""
 
+    head: ClassVar[Literal["tokens", "scalar"]] = "tokens"
+    """What the model ends in whose loss it is."""
+
     name: str | None = None
     """The loss component or a dotted path; the algorithm's own by default."""
 

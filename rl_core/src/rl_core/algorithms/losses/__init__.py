@@ -1,4 +1,4 @@
-"""Losses over log-probabilities; they never see logits, ranks or packing."""
+"""Losses over log-probabilities or values; they never see logits, ranks or packing."""
 
 from importlib import import_module
 from typing import Any
@@ -9,6 +9,8 @@ _HOMES = {
     "NLLLossConfig": "config",
     "ClippedPGLossFn": "policy_gradient",
     "GRPOLossFn": "policy_gradient",
+    "MseValueLossConfig": "value_config",
+    "MseValueLossFn": "value",
     "NLLLossFn": "nll",
     "DPOLossConfig": "preference_config",
     "PreferenceLossConfig": "preference_config",
@@ -23,6 +25,8 @@ __all__ = [
     "DPOLossFn",
     "GRPOLossConfig",
     "GRPOLossFn",
+    "MseValueLossConfig",
+    "MseValueLossFn",
     "NLLLossConfig",
     "NLLLossFn",
     "PreferenceLossConfig",
