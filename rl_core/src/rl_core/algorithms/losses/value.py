@@ -50,9 +50,10 @@ class MseValueLossFn(LossFunction):
         squared = (values - returns).square()
         metrics: dict[str, torch.Tensor] = {}
         if self.config.cliprange_value is not None:
-            clip, before = self.config.cliprange_value, data["prev_values"]
-            held = (before + (values - before).clamp(-clip, clip) - returns).square()
-            metrics["value/clipped_frac"] = token_mean((held > squared).to(values.dtype), mask, global_valid_toks)
+            clip, moved = self.config.cliprange_value, values - data["prev_values"]
+            held = (data["prev_values"] + moved.clamp(-clip, clip) - returns).square()
+            clipped = (moved.abs() > clip) & (held > squared)
+            metrics["value/clipped_frac"] = token_mean(clipped.to(values.dtype), mask, global_valid_toks)
             squared = torch.maximum(squared, held)
         loss = token_mean(0.5 * squared, mask, global_valid_toks)
         return loss, metrics | {

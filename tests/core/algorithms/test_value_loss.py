@@ -1,0 +1,103 @@
+"""The loss of values against a float64 loop that shares no code, and the laws of every loss."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.algorithms import MseValueLossFn
+from rl_core.algorithms.losses import MseValueLossConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+
+
+def drawn(seed, rows=4, length=6):
+    rng = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, length, generator=rng)
+    data = BatchedDataDict(
+        token_mask=(torch.rand(rows, length, generator=rng) > 0.3).float(),
+        sample_mask=(torch.rand(rows, generator=rng) > 0.2).float(),
+        returns=torch.randn(rows, length, generator=rng),
+        prev_values=values + 0.4 * torch.randn(rows, length, generator=rng),
+    )
+    return values, data
+
+
+def counts(data):
+    return data["sample_mask"].sum(), (data["token_mask"] * data["sample_mask"].unsqueeze(-1)).sum()
+
+
+def by_loop(values, data, clip):
+    total, number, clipped = 0.0, 0, 0
+    for b in range(values.shape[0]):
+        for t in range(values.shape[1]):
+            if not data["token_mask"][b, t] * data["sample_mask"][b]:
+                continue
+            value, target, before = (float(x[b, t]) for x in (values, data["returns"], data["prev_values"]))
+            errors = [(value - target) ** 2]
+            if clip is not None:
+                errors.append((min(max(value, before - clip), before + clip) - target) ** 2)
+                clipped += errors[1] > errors[0]
+            total, number = total + max(errors) / 2, number + 1
+    return total / max(number, 1), clipped / max(number, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), clip=st.sampled_from([None, 0.1, 0.5, 100.0]))
+def test_the_loss_equals_a_loop_over_states(seed, clip):
+    values, data = drawn(seed)
+    loss, metrics = MseValueLossFn(MseValueLossConfig(cliprange_value=clip))(values, data, *counts(data))
+    expected, clipped = by_loop(values, data, clip)
+    # Float32 sums of two dozen squares against float64.
+    assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert float(metrics["loss/value"]) == float(loss)
+    if clip is None:
+        assert "value/clipped_frac" not in metrics
+    else:
+        assert float(metrics["value/clipped_frac"]) == pytest.approx(clipped, abs=1e-6)
+
+
+def test_microbatches_sum_to_the_whole_in_loss_gradient_and_metrics():
+    values, data = drawn(3, rows=6)
+    seqs, toks = counts(data)
+    loss_fn = MseValueLossFn()
+
+    def shares(sizes):
+        leaf = values.clone().requires_grad_()
+        totals, start = {}, 0
+        for size in sizes:
+            part = data.slice(start, start + size)
+            loss, metrics = loss_fn(leaf[start : start + size], part, seqs, toks)
+            loss.backward()
+            for name, value in {"loss": loss.detach(), **metrics}.items():
+                totals[name] = totals.get(name, 0.0) + value
+            start += size
+        return totals, leaf.grad
+
+    whole, gradient = shares([6])
+    for sizes in ([1] * 6, [4, 2], [1, 5]):
+        parts, of_parts = shares(sizes)
+        assert torch.allclose(gradient, of_parts, atol=1e-7)
+        for name, value in whole.items():
+            assert float(parts[name]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
+
+
+def test_the_gradient_is_the_error_and_vanishes_where_the_clip_holds():
+    values = torch.tensor([[0.5, 1.0, 1.0, 9.0]], requires_grad=True)
+    data = BatchedDataDict(
+        token_mask=torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
+        sample_mask=torch.ones(1),
+        returns=torch.tensor([[2.0, 2.0, 0.0, 0.0]]),
+        prev_values=torch.tensor([[0.5, 0.0, 0.0, 0.0]]),
+    )
+    loss, metrics = MseValueLossFn(MseValueLossConfig(cliprange_value=0.2))(values, data, torch.tensor(1.0), torch.tensor(3.0))
+    loss.backward()
+    # Not moved; moved by 1 towards the return, which earns nothing beyond 0.2; moved by 1 away from it, which costs in full.
+    assert values.grad.tolist() == [pytest.approx([-1.5 / 3, 0.0, 1.0 / 3, 0.0])]
+    assert float(metrics["value/clipped_frac"]) == pytest.approx(1 / 3)
+    assert float(metrics["value/mean"]) == pytest.approx(2.5 / 3)
+    assert float(metrics["value/return_mean"]) == pytest.approx(4 / 3)
+
+
+def test_only_a_clip_reads_what_the_values_were():
+    assert MseValueLossFn().required_keys == {"returns", "prev_values"}
+    assert MseValueLossFn(MseValueLossConfig(cliprange_value=None)).required_keys == {"returns"}
