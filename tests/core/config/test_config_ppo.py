@@ -1,0 +1,77 @@
+"""What a PPO run cannot be is said with its file and line."""
+
+import pytest
+
+PPO = """\
+ppo:
+  num_prompts_per_step: 8
+policy:
+  backend: hf
+  model_name: some/model
+  generation:
+    backend: hf
+    max_new_tokens: 64
+value:
+  backend: hf
+  model_name: some/critic
+data:
+  train: {dataset_name: arithmetic}
+env:
+  arithmetic: {}
+"""
+PROMPTS = "num_prompts_per_step: 8"
+
+
+def test_a_critic_needs_no_more_than_a_model(files):
+    run = files.load(PPO).run
+    assert (run.algorithm_name, run.policy.head, run.value.head) == ("ppo", "tokens", "scalar")
+    assert (run.loss_fn.name, run.algorithm.value_loss.cliprange_value) == ("clipped_pg", 0.2)
+    loaded = files.load(
+        PPO.replace(PROMPTS, "gae: {gamma: 0.99, lam: 0.9, value_lam: 1.0}\n  value_loss: {cliprange_value: null}")
+    )
+    assert files.load(loaded.to_yaml()).run == loaded.run
+    assert loaded.run.algorithm.value_loss.cliprange_value is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "value:\n  backend: hf\n  model_name: some/critic\n",
+            "",
+            "value: must be set: ppo has a value beside the policy. Give it a `backend` and a `model_name`",
+        ),
+        ("some/critic", "some/critic\n  head: tokens", "config.yaml:12:9: value.head: must be 'scalar'"),
+        (
+            PROMPTS,
+            "max_num_steps: 10\n  critic_warmup_steps: 10",
+            "config.yaml:3:24: ppo.critic_warmup_steps: 10 steps for the critic alone leave the policy none of the 10",
+        ),
+        (PROMPTS, "gae: {lam: 1.5}", "ppo.gae.lam"),
+        (PROMPTS, "gae: {lam: 0.9, length_adaptive_alpha: 0.05}", "lam and length_adaptive_alpha both say how far"),
+        (PROMPTS, "value_loss: {name: nll}", "value_loss.name is 'nll', and the critic's loss is mse_value"),
+        (PROMPTS, "use_dynamic_sampling: true", "ppo has no key 'use_dynamic_sampling'"),
+        (PROMPTS, "ppo_epochs: 0", "ppo.ppo_epochs"),
+        (PROMPTS, "val_num_generations_per_prompt: 4", "ppo.val_num_generations_per_prompt: validation is greedy"),
+        ("ppo:", "loss_fn: {disable_ppo_ratio: true}\nppo:", "config.yaml:1:30: loss_fn.disable_ppo_ratio: without a ratio"),
+        ("ppo:", "loss_fn: {name: mse_value}\nppo:", "mse_value is a loss of values, and ppo trains a policy"),
+        ("ppo:", "loss_fn: {name: nll}\nppo:", "nll makes every sample likelier, whatever its reward: ppo would learn nothing"),
+        ("ppo:", "loss_fn: {name: dpo}\nppo:", "dpo compares pairs of answers, and ppo has rewards"),
+    ],
+)
+def test_a_run_that_cannot_be_is_told_at_its_line(files, old, new, says):
+    assert old in PPO
+    assert any(says in error for error in files.errors(PPO.replace(old, new, 1)))
+
+
+def test_without_a_ratio_one_optimizer_step_is_fine(files):
+    text = "loss_fn: {disable_ppo_ratio: true}\n" + PPO.replace(PROMPTS, "ppo_epochs: 1")
+    assert files.load(text).run.loss_fn.disable_ppo_ratio
+    several = text.replace("  generation:", "  train_global_batch_size: 4\n  generation:")
+    assert "loss_fn.disable_ppo_ratio" in files.errors(several)[0]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_a_loss_of_values_is_no_policy_s(files, good, algorithm):
+    text = good.replace("grpo:\n  num_prompts_per_step: 8", f"{algorithm}: {{}}")
+    assert any("mse_value is a loss of values" in error for error in files.errors("loss_fn: {name: mse_value}\n" + text))
