@@ -59,6 +59,8 @@ class RewardedConfig(AlgorithmConfig):
 
     num_prompts_per_step: int = Field(default=32, ge=1)
     """P, the prompts drawn each step."""
+    num_generations_per_prompt: int = Field(default=1, ge=1)
+    """G, the samples drawn for each prompt."""
     max_rollout_turns: int = Field(default=1, ge=1)
     """Most turns of one rollout."""
     reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
