@@ -21,6 +21,7 @@ COMMANDS = {
     "report": ("rlcore_cli.report.command:report", "One page of HTML about a run: curves, rollouts, config, how it ended."),
     "compare": ("rlcore_cli.compare.command:compare", "Runs against each other: curves, configs, final and best values."),
     "validate": ("rlcore_cli.validate:validate", "Check a config; every mistake with its line."),
+    "import-config": ("rlcore_cli.import_config:import_config", "A config of NeMo RL as ours, and what became of each key."),
     "explain": ("rlcore_cli.explain:explain", "What a key of the config means, holds and may hold."),
     "schema": ("rlcore_cli.schema:schema", "The JSON schema of configs, for editors."),
     "check-logprobs": ("rlcore_cli.check_logprobs:check_logprobs", "Do policy and engine agree on probabilities?"),

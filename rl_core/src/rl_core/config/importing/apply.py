@@ -1,0 +1,239 @@
+"""Reads a config of another framework, asks its table about every key, and puts ours together; it knows no framework.
+
+A key of theirs is a leaf of its file: a value, a list of values, or an empty section. Each is listed once, with its place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from rl_core.config.diagnostics import Problems, listed, show
+from rl_core.config.fields import NOTHING
+from rl_core.config.importing.rows import LEFT_OPEN, Added, Becomes, Decision, Refused, Row, Table, Theirs, Unneeded
+from rl_core.config.interpolation import escape, resolve
+from rl_core.config.sources import read_sources
+from rl_core.config.written import Path, Place, Written, dotted
+from rl_core.errors import ConfigError
+
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": lambda a, b: max(a, b),
+}
+_UNKNOWN = "no such key of {framework} is known"
+_ORDER = ("loss_fn", "policy", "data", "env", "cluster", "checkpointing", "logger")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What became of one key of theirs.
+
+    Attributes:
+        key: Theirs, dotted.
+        value: What it holds.
+        place: Where it is written; None for a default of theirs that its file does not write.
+        decision: What was decided.
+        targets: Ours, dotted, where it went; empty where it did not.
+    """
+
+    key: str
+    value: Any
+    place: Place | None
+    decision: Decision
+    targets: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> str:
+        """`taken over`, `renamed`, `needs nothing` or `not honoured`."""
+        match self.decision:
+            case Refused():
+                return "not honoured"
+            case Unneeded():
+                return "needs nothing"
+            case Becomes():
+                return "taken over" if self.targets == (self.key,) and not self.decision.note else "renamed"
+
+    @property
+    def reason(self) -> str:
+        """Why, or what is not as it was; empty where nothing needs saying."""
+        return self.decision.note if isinstance(self.decision, Becomes) else self.decision.reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """Ours, and what became of theirs.
+
+    Attributes:
+        values: Our config as plain values, in the order of a config's sections.
+        lines: One for each key of theirs, in the order of the file.
+        added: What ours needs besides.
+    """
+
+    values: dict[str, Any]
+    lines: tuple[Line, ...]
+    added: tuple[Added, ...]
+
+    def to_yaml(self) -> str:
+        """Our config as a file's text."""
+        return yaml.safe_dump(escape(self.values), sort_keys=False, allow_unicode=True, width=120)
+
+
+def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
+    """What a config of another framework is here.
+
+    Args:
+        path: Their file; `defaults:` and `${...}` are followed.
+        table: What is known of the framework.
+
+    Raises:
+        ConfigError: The file cannot be read, is no YAML or no mapping, or holds no key that the table knows.
+    """
+    problems = Problems()
+    written = read_sources(path, problems=problems)
+    problems.raise_if_any()
+    values = _resolved(written, problems)
+    problems.raise_if_any()
+    theirs = Theirs(values)
+    lines = [_line(path, value, written, table, theirs) for path, value in _leaves(values)]
+    if not any(line.key.split(".")[0] in table.sections for line in lines):
+        found = listed(sorted({line.key.split(".")[0] for line in lines})) or "nothing"
+        raise ConfigError(
+            f"{os.fspath(path)} is no config of {table.framework}, which has sections such as {listed(table.sections)}; this "
+            f"file has {found}."
+        )
+    lines += _defaults(table, theirs)
+    ours: dict[str, Any] = {}
+    for line in lines:
+        if isinstance(line.decision, Becomes):
+            ours |= line.decision.values
+    added = tuple(table.additions(theirs, ours))
+    ours |= {one.key: one.value for one in added}
+    return Imported(values=_in_order(_tree(ours)), lines=tuple(lines), added=added)
+
+
+def _resolved(written: Written, problems: Problems) -> dict[str, Any]:
+    """The plain values; what is left open (`???`) stays so, for whoever completes the file."""
+    left_open = [path for path, leaf in written.leaves() if leaf.value == LEFT_OPEN]
+    before = {name for name in _ARITHMETIC if OmegaConf.has_resolver(name)}
+    for name in _ARITHMETIC.keys() - before:
+        OmegaConf.register_resolver(name, _ARITHMETIC[name])
+    try:
+        values, _ = resolve(written, default_at=lambda path: NOTHING, known=(), problems=problems)
+    finally:
+        for name in _ARITHMETIC.keys() - before:
+            OmegaConf.clear_resolver(name)
+    problems.found = [problem for problem in problems.found if problem.path not in left_open]
+    for path in left_open:
+        holder: Any = values
+        for part in path[:-1]:
+            holder = holder[part]
+        holder[path[-1]] = LEFT_OPEN
+    return values
+
+
+def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    elif path:
+        yield path, value
+
+
+def _line(path: Path, value: Any, written: Written, table: Table, theirs: Theirs) -> Line:
+    key = dotted(path)
+    decision = _decide(key, value, table, theirs)
+    place = written.nearest(path).key_place
+    return Line(key=key, value=value, place=place, decision=decision, targets=_targets(decision, key))
+
+
+def _targets(decision: Decision, key: str) -> tuple[str, ...]:
+    if not isinstance(decision, Becomes):
+        return ()
+    # A section that goes on as one value takes its keys with it, each under its own name.
+    return tuple(key if key.startswith(f"{target}.") else target for target in decision.values)
+
+
+def _decide(key: str, value: Any, table: Table, theirs: Theirs) -> Decision:
+    parts = key.split(".")
+    always = next((row for row in table.always if row.covers(parts)), None)
+    if always is not None:
+        return always.decide(value, theirs)
+    off = next((switch for switch in table.switches if switch.covers(parts) and not switch.is_on(theirs)), None)
+    if off is not None:
+        return Unneeded(off.off)
+    row = next((row for row in table.rows if row.covers(parts)), None)
+    if row is None:
+        return Refused(_UNKNOWN.format(framework=table.framework))
+    given = theirs.get(row.pattern) if row.whole else value
+    if given == LEFT_OPEN and not row.as_it_is:
+        return Refused(f"it is left open (`{LEFT_OPEN}`): set it there and import again, or set what it means in ours")
+    return _filled(row.decide(given, theirs), row, parts)
+
+
+def _filled(decision: Decision, row: Row, parts: Sequence[str]) -> Decision:
+    """Our keys with what the pattern's stars stood for."""
+    stars = [part for part, given in zip(parts, row.pattern.split("."), strict=False) if given == "*"]
+    if not isinstance(decision, Becomes) or not stars:
+        return decision
+    values = {}
+    for key, value in decision.values.items():
+        for star in stars:
+            key = key.replace("*", star, 1)
+        values[key] = value
+    return Becomes(values, decision.note)
+
+
+def _defaults(table: Table, theirs: Theirs) -> list[Line]:
+    """What theirs would do where its file is silent, as if it had been written."""
+    lines = []
+    algorithm = next((name for name in table.defaults if name in theirs.values), None)
+    for key, value in table.defaults.get(algorithm or "", {}).items():
+        if _is_silent(theirs, key):
+            decision = _decide(key, value, table, theirs)
+            lines.append(Line(key=key, value=value, place=None, decision=decision, targets=_targets(decision, key)))
+    return lines
+
+
+def _is_silent(theirs: Theirs, key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    found = theirs.get(section, {})
+    return not (isinstance(found, Mapping) and name in found)
+
+
+def _tree(ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as sections."""
+    root: dict[str, Any] = {}
+    for key, value in ours.items():
+        *way, last = key.split(".")
+        section = root
+        for part in way:
+            if not isinstance(section.get(part), dict):
+                section[part] = {}
+            section = section[part]
+        if value == {} and isinstance(section.get(last), dict):
+            continue
+        section[last] = dict(value) if isinstance(value, Mapping) else value
+    return root
+
+
+def _in_order(values: dict[str, Any]) -> dict[str, Any]:
+    algorithm = [name for name in values if name not in _ORDER]
+    return {name: values[name] for name in (*algorithm, *_ORDER) if name in values}
+
+
+def describe(line: Line) -> str:
+    """A line of the list: place, key and value, where it went, and why."""
+    place = str(line.place) if line.place is not None else "(their default)"
+    went = f" -> {', '.join(line.targets)}" if line.targets and line.targets != (line.key,) else ""
+    why = f": {line.reason}" if line.reason else ""
+    return f"{place}  {line.key} = {show(line.value)}{went}{why}"

@@ -1,0 +1,166 @@
+"""How values of NeMo RL's algorithm sections, losses and checkpoints become ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rl_core.config.importing.nemo_rl.facts import algorithm_of, validates
+from rl_core.config.importing.rows import Becomes, Decision, Refused, Theirs, Unneeded
+
+_GROUPS = ("grpo", "gdpo")
+_PAIR_LOSSES = {"dpo": "dpo", "ipo": "ipo"}
+_METRICS = {
+    "val:accuracy": "validation/accuracy",
+    "val:reward": "validation/reward",
+    "val:loss": "validation/loss",
+    "val:val_loss": "validation/loss",
+    "train:loss": "loss",
+    "train:reward": "reward/mean",
+    "train:grad_norm": "grad_norm",
+}
+
+
+def needs_validation(key: str) -> Callable[[Any, Theirs], Decision]:
+    """A key that asks for validation, which ours does on a section of data alone."""
+
+    def decide(value: Any, theirs: Theirs) -> Decision:
+        if validates(theirs) or value in (False, 0):
+            return Becomes({key: value})
+        return Refused("there is no data.validation: held-out data is a section of its own here, never a share of data.train")
+
+    return decide
+
+
+def validation_batches(value: Any, theirs: Theirs) -> Decision:
+    """Batches of a validation, as records."""
+    algorithm = algorithm_of(theirs)
+    size = theirs.number(f"{algorithm}.val_global_batch_size", 0)
+    if not validates(theirs):
+        return Unneeded("there is no validation")
+    if not isinstance(value, int) or not size:
+        return Refused("val_global_batch_size is not there to count records with")
+    if value <= 0:
+        return Unneeded("all held-out records are used by default")
+    return Becomes({f"{algorithm}.max_val_samples": value * size}, "records are counted, not batches")
+
+
+def of_groups(key: str) -> Callable[[Any, Theirs], Decision]:
+    """A key of the estimators that compare a group; the older place of it in `grpo` gives way to the newer one."""
+
+    def decide(value: Any, theirs: Theirs) -> Decision:
+        if theirs.get("grpo.adv_estimator.name", "grpo") not in _GROUPS:
+            return Unneeded("the estimator compares no groups")
+        return Becomes({f"grpo.adv_estimator.{key}": value})
+
+    return decide
+
+
+def older_place(key: str) -> Callable[[Any, Theirs], Decision]:
+    """A key of `grpo` that `grpo.adv_estimator` has as well."""
+
+    def decide(value: Any, theirs: Theirs) -> Decision:
+        if theirs.get(f"grpo.adv_estimator.{key}") is not None:
+            return Unneeded(f"adv_estimator.{key} decides")
+        return of_groups(key)(value, theirs)
+
+    return decide
+
+
+def estimator(value: Any, theirs: Theirs) -> Decision:
+    """The advantage estimator."""
+    if value in (*_GROUPS, "reinforce_plus_plus"):
+        return Becomes({"grpo.adv_estimator.name": value})
+    return Refused("grpo has grpo, rloo, reinforce_plus_plus and gdpo here, or an AdvantageEstimator by its dotted path")
+
+
+def group_baseline(value: Any, theirs: Theirs) -> Decision:
+    """The baseline of Reinforce++."""
+    if theirs.get("grpo.adv_estimator.name", "grpo") != "reinforce_plus_plus":
+        return Unneeded("only reinforce_plus_plus has it")
+    return Becomes({"grpo.adv_estimator.minus_baseline": value})
+
+
+def batch_multiplier(value: Any, theirs: Theirs) -> Decision:
+    """How many prompts dynamic sampling draws at once."""
+    if theirs.get("grpo.use_dynamic_sampling") is not True:
+        return Unneeded("dynamic sampling is off")
+    return Becomes({"grpo.batch_multiplier": value})
+
+
+def epochs(value: Any, theirs: Theirs) -> Decision:
+    """Passes over the data."""
+    algorithm = algorithm_of(theirs)
+    if algorithm == "grpo" and theirs.get("grpo.use_dynamic_sampling") is True:
+        return Refused("dynamic sampling draws as many prompts as it needs, so an epoch is no number of steps: max_num_steps")
+    return Becomes({f"{algorithm}.max_num_epochs": value})
+
+
+def kl_type(value: Any, theirs: Theirs) -> Decision:
+    """The estimator of the KL penalty."""
+    in_loss = theirs.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0 and not theirs.get("loss_fn.use_kl_in_reward")
+    if value == "k1" and in_loss:
+        return Refused("k1 as a part of the loss has an expected gradient of zero: k3 is taken, or set use_kl_in_reward")
+    return Becomes({"loss_fn.reference_policy_kl_type": value})
+
+
+def kl_in_reward(value: Any, theirs: Theirs) -> Decision:
+    """The penalty as a part of the reward."""
+    if value is True and not theirs.get("loss_fn.reference_policy_kl_penalty", 0.01):
+        return Unneeded("reference_policy_kl_penalty is 0, so nothing is taken from a reward")
+    return Becomes({"loss_fn.use_kl_in_reward": value})
+
+
+def truncation(key: str) -> Callable[[Any, Theirs], Decision]:
+    """A key of truncated importance sampling, which counts where the correction is on."""
+
+    def decide(value: Any, theirs: Theirs) -> Decision:
+        if theirs.get("loss_fn.use_importance_sampling_correction") is not True:
+            return Unneeded("the importance-sampling correction is off")
+        if value is not None:
+            return Becomes({f"loss_fn.{key}": value})
+        if key == "truncated_importance_sampling_type":
+            return Refused("weights are always truncated here: at 2.0 by `tis`, unless the config says otherwise")
+        return Unneeded("the default bound is taken")
+
+    return decide
+
+
+def on_policy(value: Any, theirs: Theirs) -> Decision:
+    """A ratio of 1 where a step makes one update."""
+    if value is not True:
+        return Unneeded("the ratio is 1 here exactly where a step makes one optimizer step")
+    return Becomes({"grpo.skip_logprobs_when_on_policy": True}, "where a step makes one optimizer step")
+
+
+def pair_loss(value: Any, theirs: Theirs) -> Decision:
+    """The preference loss."""
+    if str(value) in _PAIR_LOSSES:
+        return Becomes({"loss_fn.name": _PAIR_LOSSES[str(value)]})
+    return Refused("losses over pairs here: dpo, ipo, dpo_hinge, simpo, orpo")
+
+
+def metric(value: Any, theirs: Theirs) -> Decision:
+    """The metric that ranks checkpoints."""
+    if value is None:
+        return Unneeded("no ranking")
+    found = str(value)
+    if found.startswith("val:validation") and found.endswith("_loss"):
+        found = "val:loss"
+    if found not in _METRICS:
+        return Refused("no metric here is known to be the same: docs/metrics.md")
+    if found.startswith("val:") and not validates(theirs):
+        return Refused("there is no data.validation, so nothing to rank checkpoints by")
+    return Becomes({"checkpointing.metric_name": _METRICS[found]})
+
+
+def best_checkpoints(value: Any, theirs: Theirs) -> Decision:
+    """How many of the best checkpoints are kept."""
+    if value is None or not isinstance(metric(theirs.get("checkpointing.metric_name"), theirs), Becomes):
+        return Refused("checkpoints cannot be ranked: metric_name was not taken over. The keep_latest_k newest are kept")
+    return Becomes({"checkpointing.keep_top_k": value})
+
+
+def unless_null(key: str) -> Callable[[Any, Theirs], Decision]:
+    """A key that may be null there and not here."""
+    return lambda value, theirs: Unneeded("the default is taken") if value is None else Becomes({key: value})

@@ -1,0 +1,220 @@
+"""The table of NeMo RL's config: every key that is known, and what becomes of it here. It names components, as a config does.
+
+Rows are asked from the top; a key that no row covers is not honoured, and said to be unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl_core.config.importing.nemo_rl import algorithms, data, facts
+from rl_core.config.importing.nemo_rl.policy_rows import POLICY
+from rl_core.config.importing.rows import Added, Row, Switch, Table, Theirs, by, never, nothing, only, same, to
+
+_PENALTIES = "advantages and rewards are the estimator's and the environment's: write it there"
+_LOGGED = "rollouts of every step are in the run folder"
+_OFF = "off there"
+
+_SECTIONS = ("grpo", "sft", "dpo", "loss_fn", "policy", "data", "env", "logger", "cluster", "checkpointing")
+
+_ALWAYS: list[Row] = [
+    by("policy.megatron_cfg.enabled", facts.megatron),
+    by("policy.dtensor_cfg.enabled", facts.dtensor),
+]
+
+_SWITCHES: list[Switch] = [
+    Switch(pattern=f"{section}.**", is_on=facts.is_on(switch), off=f"{switch} is off there")
+    for section, switch in {
+        "grpo.async_grpo": "grpo.async_grpo.enabled",
+        "data_plane": "data_plane.enabled",
+        "policy.draft": "policy.draft.enabled",
+        "policy.megatron_cfg.fp8_cfg": "policy.megatron_cfg.fp8_cfg.enabled",
+        "policy.megatron_cfg.peft": "policy.megatron_cfg.peft.enabled",
+        "policy.megatron_cfg": "policy.megatron_cfg.enabled",
+        "policy.dtensor_cfg.lora_cfg": "policy.dtensor_cfg.lora_cfg.enabled",
+        "logger.wandb": "logger.wandb_enabled",
+        "logger.tensorboard": "logger.tensorboard_enabled",
+        "logger.mlflow": "logger.mlflow_enabled",
+        "logger.swanlab": "logger.swanlab_enabled",
+        "logger.gpu_monitoring": "logger.monitor_gpus",
+    }.items()
+] + [
+    *(
+        Switch(pattern=pattern, is_on=lambda theirs: not facts.is_megatron(theirs), off="megatron_cfg has its own there")
+        for pattern in ("policy.dtensor_cfg.**", "policy.optimizer.**", "policy.scheduler.**")
+    ),
+    Switch(pattern="policy.generation.**", is_on=facts.samples, off="the algorithm does not sample"),
+    Switch(pattern="env.**", is_on=facts.samples, off="the algorithm asks no environment"),
+    Switch(pattern="policy.generation.vllm_cfg.**", is_on=facts.engine_is("vllm"), off="the engine is another one"),
+    Switch(pattern="policy.generation.vllm_kwargs.**", is_on=facts.engine_is("vllm"), off="the engine is another one"),
+    Switch(
+        pattern="policy.generation.mcore_generation_config.**",
+        is_on=facts.engine_is("megatron"),
+        off="the engine is another one",
+    ),
+    Switch(
+        pattern="policy.generation.colocated.resources.**",
+        is_on=lambda theirs: theirs.get("policy.generation.colocated.enabled", True) is not True,
+        off="policy and engine share places",
+    ),
+]
+
+_GRPO: list[Row] = [
+    *same("grpo", "num_prompts_per_step num_generations_per_prompt max_rollout_turns max_num_steps seed overlong_filtering"),
+    *same("grpo", "advantage_clip_low advantage_clip_high use_dynamic_sampling dynamic_sampling_max_gen_batches"),
+    *same("grpo", "max_val_samples val_num_generations_per_prompt"),
+    *same("grpo.reward_scaling", "enabled source_min source_max target_min target_max"),
+    *same("grpo.reward_shaping", "enabled overlong_buffer_length overlong_buffer_penalty max_response_length"),
+    *only("grpo.reward_shaping", "stop_properly_penalty_coef", [], since=_OFF, reason=_PENALTIES),
+    by("grpo.max_num_epochs", algorithms.epochs),
+    by("grpo.normalize_rewards", algorithms.older_place("normalize_rewards")),
+    by("grpo.use_leave_one_out_baseline", algorithms.older_place("use_leave_one_out_baseline")),
+    by("grpo.adv_estimator.name", algorithms.estimator),
+    by("grpo.adv_estimator.normalize_rewards", algorithms.of_groups("normalize_rewards")),
+    by("grpo.adv_estimator.use_leave_one_out_baseline", algorithms.of_groups("use_leave_one_out_baseline")),
+    by("grpo.adv_estimator.minus_baseline", algorithms.group_baseline),
+    *only("grpo.adv_estimator", "reward_weights", [], since="1 each by default", reason="weights here go by reward's name"),
+    by("grpo.batch_multiplier", algorithms.batch_multiplier),
+    *(by(f"grpo.{key}", algorithms.needs_validation(f"grpo.{key}")) for key in ("val_period", "val_at_start", "val_at_end")),
+    by("grpo.val_batch_size", algorithms.unless_null("grpo.val_batch_size")),
+    *only("grpo", "val_start_at", [-1, 0], since="validation begins at once", reason="validation goes by val_period alone"),
+    *only(
+        "grpo",
+        "stop_at_validation_metric stop_at_validation_threshold seq_logprob_error_threshold",
+        [],
+        since=_OFF,
+        reason="a run ends by its steps, and rows are left out by truncated_importance_sampling_type alone",
+    ),
+    *only("grpo", "invalid_tool_call_advantage malformed_thinking_advantage", [], since=_OFF, reason=_PENALTIES),
+    *nothing(
+        "grpo",
+        "skip_reference_policy_logprobs_calculation calculate_advantages_on_gpu deduplicate_multimodal_data "
+        "debug_payload_metrics",
+        "the reference is asked where the penalty is not 0, and nothing else is at stake here",
+    ),
+    *never("grpo", "async_grpo.**", "rollouts are sampled with the newest weights here"),
+    *only("", "reward_penalties.**", [False], since=_OFF, reason=_PENALTIES),
+    *only("", "on_policy_distillation.**", [], since=_OFF, reason="no teacher is asked by grpo here"),
+]
+
+_LOSS: list[Row] = [
+    *same("loss_fn", "reference_policy_kl_penalty kl_input_clamp_value kl_output_clamp_value ratio_clip_min ratio_clip_max"),
+    *same("loss_fn", "ratio_clip_c use_importance_sampling_correction sequence_level_importance_ratios token_level_loss"),
+    *same("loss_fn", "use_cispo disable_ppo_ratio name"),
+    by("loss_fn.reference_policy_kl_type", algorithms.kl_type),
+    by("loss_fn.use_kl_in_reward", algorithms.kl_in_reward),
+    by("loss_fn.force_on_policy_ratio", algorithms.on_policy),
+    *(
+        by(f"loss_fn.{key}", algorithms.truncation(key))
+        for key in (
+            "truncated_importance_sampling_type",
+            "truncated_importance_sampling_ratio",
+            "truncated_importance_sampling_ratio_min",
+        )
+    ),
+    *only("loss_fn", "use_on_policy_kl_approximation", [False], since=_OFF, reason="the KL estimate is not reweighted"),
+    *only("loss_fn", "positive_example_nll_weight", [0.0], since=_OFF, reason="the loss has no likelihood term"),
+]
+
+_SUPERVISED: list[Row] = [
+    row
+    for name in ("sft", "dpo")
+    for row in (
+        *same(name, "max_num_steps seed"),
+        by(f"{name}.max_num_epochs", algorithms.epochs),
+        *(
+            by(f"{name}.{key}", algorithms.needs_validation(f"{name}.{key}"))
+            for key in ("val_period", "val_at_start", "val_at_end")
+        ),
+        by(f"{name}.val_batches", algorithms.validation_batches),
+        to(f"{name}.val_global_batch_size", f"{name}.val_batch_size"),
+        *nothing(name, "val_micro_batch_size", "held-out rows go by policy.train_micro_batch_size"),
+    )
+] + [
+    *same("sft", "only_unmask_final"),
+    by("dpo.preference_loss", algorithms.pair_loss),
+    *(
+        to(f"dpo.{key}", f"loss_fn.{key}")
+        for key in (
+            "reference_policy_kl_penalty",
+            "preference_average_log_probs",
+            "sft_average_log_probs",
+            "preference_loss_weight",
+            "sft_loss_weight",
+        )
+    ),
+    *never("dpo", "gt_reward_scale", "no loss here has a scale of rewards"),
+]
+
+_REST: list[Row] = [
+    *same("data", "shuffle train_data_path val_data_path"),
+    *same("data.prompt", "prompt_config system_prompt examples_type"),
+    by("data.max_input_seq_length", data.length_of_prompts),
+    *nothing("data", "num_workers", "the driver reads the records"),
+    *only("data", "use_multiple_dataloader", [False], since=_OFF, reason="data.train is one dataset here"),
+    *never("data", "num_prompts_per_dataloader custom_dataloader", "data.train is one dataset here"),
+    *never("data", "add_bos add_eos add_generation_prompt", "the chat template says which special tokens there are"),
+    *data.rows(),
+    *only("data", "train validation default", [], since="none", reason="must be a section"),
+    by("env.*.env_cls", data.environment_class),
+    *same("env", "*.num_workers"),
+    *only("env", "*.math_verify_impl", ["hf_math_verify"], since="so it is", reason="answers are compared by math-verify"),
+    *same("checkpointing", "enabled checkpoint_dir higher_is_better save_period save_optimizer"),
+    by("checkpointing.metric_name", algorithms.metric),
+    by("checkpointing.keep_top_k", algorithms.best_checkpoints),
+    by("checkpointing.ft_keep_latest_k", algorithms.unless_null("checkpointing.keep_latest_k")),
+    *only("checkpointing", "ft_save_period checkpoint_must_save_by", [], since=_OFF, reason="checkpoints go by save_period"),
+    *only("checkpointing", "model_save_format", ["safetensors"], since="so it is", reason="weights are safetensors here"),
+    *only("checkpointing", "save_consolidated", [False], since=_OFF, reason="`rlcore convert` makes one model of a checkpoint"),
+    *only("checkpointing", "is_async", [False], since=_OFF, reason="a step waits for its checkpoint"),
+    *never("checkpointing", "pretrained_checkpoint.**", "a run begins with policy.model_name, in Hugging Face's format"),
+    *same("logger", "log_dir"),
+    *(by(f"logger.{name}_enabled", facts.logger(name)) for name in ("wandb", "tensorboard", "mlflow")),
+    *only("logger", "swanlab_enabled", [False], since=_OFF, reason="loggers here: tensorboard, wandb, mlflow, or one of yours"),
+    *only("logger", "monitor_gpus", [False], since=_OFF, reason="the use of GPUs is not recorded"),
+    *only("logger", "num_val_samples_to_print", [0], since=_OFF, reason=_LOGGED),
+    to("logger.wandb.project", "logger.loggers.wandb.project"),
+    to("logger.wandb.name", "logger.loggers.wandb.name"),
+    to("logger.tensorboard.log_dir", "logger.loggers.tensorboard.log_dir"),
+    *(to(f"logger.mlflow.{key}", f"logger.loggers.mlflow.{key}") for key in ("experiment_name", "run_name", "tracking_uri")),
+    *nothing("logger", "wandb.log_nemo_gym_full_result_tables", _LOGGED),
+    *only("logger", "wandb tensorboard mlflow swanlab", [], since="defaults", reason="must be a section"),
+    *never("logger", "gpu_monitoring.** swanlab.**", "not recorded here"),
+    to("cluster.gpus_per_node", "cluster.workers_per_node"),
+    *same("cluster", "num_nodes"),
+    *nothing("cluster", "master_port_range_low master_port_range_high", "free ports are found"),
+    *only("cluster", "segment_size", [], since=_OFF, reason="nodes are placed by Ray alone"),
+    *never("", "data_plane.**", "rows travel by Ray's object store"),
+    *only("", " ".join(_SECTIONS), [], since="the section's defaults", reason="must be a section with keys below it"),
+    *(
+        row
+        for section in ("ppo", "rm", "distillation", "value", "value_loss_fn", "teacher")
+        for row in never("", f"{section}.**", "grpo, sft and dpo are taken over, no other algorithm: docs/config_reference.md")
+    ),
+]
+
+
+def _additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
+    yield from facts.additions(theirs, ours)
+    yield from data.additions(theirs, ours)
+
+
+NEMO_RL = Table(
+    framework="NeMo RL",
+    always=_ALWAYS,
+    switches=_SWITCHES,
+    rows=[*_GRPO, *_LOSS, *_SUPERVISED, *POLICY, *_REST],
+    defaults={
+        "grpo": {
+            "grpo.use_leave_one_out_baseline": True,
+            "grpo.num_generations_per_prompt": 16,
+            "loss_fn.reference_policy_kl_penalty": 0.01,
+        },
+        "dpo": {"dpo.sft_average_log_probs": False},
+        "sft": {},
+    },
+    additions=_additions,
+    sections=_SECTIONS,
+)
+"""What is known of NeMo RL's files, as of its release 0.6."""

@@ -1,0 +1,433 @@
+"""`rlcore import-config`: every key of theirs is listed once, with its place, and what is written is a config of ours."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+from rl_core.config.importing.apply import describe, import_config
+from rl_core.config.importing.nemo_rl.table import NEMO_RL
+from rl_core.config.loader import load_config
+from rl_core.errors import ConfigError
+from rlcore_cli.main import app
+
+BASE = """\
+policy:
+  model_name: acme/small
+  tokenizer: {name: "${policy.model_name}"}
+  train_global_batch_size: 64
+  train_micro_batch_size: 4
+  logprob_batch_size: ${policy.train_micro_batch_size}
+  max_total_sequence_length: 512
+  precision: bfloat16
+  max_grad_norm: 0.5
+  dtensor_cfg:
+    enabled: true
+    activation_checkpointing: true
+    tensor_parallel_size: 1
+    lora_cfg: {enabled: false, dim: 8}
+  dynamic_batching:
+    enabled: true
+    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
+    logprob_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}
+    sequence_length_round: 64
+  optimizer:
+    name: torch.optim.AdamW
+    kwargs: {lr: 5.0e-6, weight_decay: 0.01, betas: [0.9, 0.98]}
+  scheduler:
+    - name: torch.optim.lr_scheduler.LinearLR
+      kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 20}
+    - name: torch.optim.lr_scheduler.ConstantLR
+      kwargs: {factor: 1.0, total_iters: 1000}
+    - milestones: [20]
+checkpointing:
+  enabled: true
+  checkpoint_dir: results/run
+  save_period: 5
+  checkpoint_must_save_by: null
+cluster: {gpus_per_node: 2, num_nodes: 1}
+logger:
+  log_dir: logs
+  tensorboard_enabled: true
+  wandb_enabled: false
+  wandb: {project: sums}
+"""
+
+GRPO = """\
+defaults: base.yaml
+grpo:
+  num_prompts_per_step: 8
+  num_generations_per_prompt: 8
+  max_num_steps: 30
+  normalize_rewards: true
+  use_leave_one_out_baseline: true
+  val_period: 10
+  val_at_start: true
+  adv_estimator:
+    name: grpo
+    normalize_rewards: ${grpo.normalize_rewards}
+    use_leave_one_out_baseline: false
+    minus_baseline: true
+  async_grpo: {enabled: false, max_trajectory_age_steps: 1}
+  invented_by_a_fork: 3
+loss_fn:
+  reference_policy_kl_penalty: 0.02
+  ratio_clip_min: 0.2
+  ratio_clip_max: 0.28
+  token_level_loss: true
+  use_importance_sampling_correction: false
+  truncated_importance_sampling_ratio: null
+policy:
+  generation:
+    backend: vllm
+    max_new_tokens: ${policy.max_total_sequence_length}
+    temperature: 1.0
+    top_p: 1.0
+    top_k: null
+    val_temperature: ${.temperature}
+    vllm_cfg:
+      tensor_parallel_size: 2
+      gpu_memory_utilization: 0.7
+      max_model_len: ${policy.max_total_sequence_length}
+      enforce_eager: true
+      use_tqdm: true
+    colocated: {enabled: true, resources: {gpus_per_node: null}}
+data:
+  max_input_seq_length: ${policy.max_total_sequence_length}
+  shuffle: true
+  train: {dataset_name: ResponseDataset, data_path: QUESTIONS, input_key: problem, output_key: answer}
+  validation: {dataset_name: ResponseDataset, data_path: QUESTIONS, output_key: answer}
+  default: {prompt_file: null, env_name: math, processor: math_hf_data_processor}
+env:
+  math: {num_workers: 8, math_verify_impl: hf_math_verify}
+checkpointing: {metric_name: "val:accuracy", keep_top_k: 3, higher_is_better: true}
+"""
+
+SFT = """\
+defaults: [base.yaml]
+sft:
+  max_num_steps: 60
+  max_num_epochs: 2
+  val_period: 10
+  val_batches: 8
+  val_global_batch_size: 32
+  val_micro_batch_size: 1
+  val_at_start: true
+  seed: 7
+  only_unmask_final: true
+data:
+  add_bos: true
+  train: {dataset_name: ResponseDataset, data_path: QUESTIONS, input_key: problem, output_key: answer, split: train}
+  validation: {dataset_name: openai_format, data_path: QUESTIONS, chat_key: problem}
+policy:
+  dtensor_cfg:
+    lora_cfg: {enabled: true, dim: 8, alpha: 32, dropout: 0.0, match_all_linear: true, target_modules: []}
+checkpointing: {metric_name: "val:val_loss", higher_is_better: false, keep_top_k: 2}
+"""
+
+DPO = """\
+defaults: base.yaml
+dpo:
+  max_num_steps: 150
+  val_period: 25
+  val_batches: 4
+  val_global_batch_size: 8
+  reference_policy_kl_penalty: 0.07
+  preference_average_log_probs: false
+  sft_average_log_probs: ${.preference_average_log_probs}
+  preference_loss_weight: 1
+  sft_loss_weight: 0.1
+data:
+  train: {dataset_name: BinaryPreferenceDataset, data_path: QUESTIONS, prompt_key: problem, chosen_key: good}
+  validation: {dataset_name: PreferenceDataset, data_path: QUESTIONS}
+"""
+
+MEGATRON = """\
+defaults: grpo.yaml
+cluster: {gpus_per_node: 8, num_nodes: 2}
+policy:
+  optimizer: null
+  scheduler: null
+  megatron_cfg:
+    enabled: true
+    tensor_model_parallel_size: 4
+    pipeline_model_parallel_size: 2
+    context_parallel_size: 1
+    expert_model_parallel_size: 1
+    expert_tensor_parallel_size: 1
+    num_layers_in_first_pipeline_stage: 5
+    sequence_parallel: true
+    activation_checkpointing: true
+    recompute_granularity: selective
+    pipeline_dtype: ${policy.precision}
+    apply_rope_fusion: true
+    freeze_moe_router: true
+    optimizer:
+      optimizer: adam
+      lr: 2.0e-6
+      min_lr: 2.0e-7
+      weight_decay: 0.1
+      adam_beta1: 0.9
+      adam_beta2: 0.95
+      bf16: true
+      use_distributed_optimizer: true
+      clip_grad: 2.0
+    scheduler: {lr_decay_style: cosine, lr_decay_iters: 100, lr_warmup_iters: 10, lr_warmup_init: 0.0}
+    distributed_data_parallel_config: {overlap_grad_reduce: true, overlap_param_gather: true}
+    peft: {enabled: false, dim: 8}
+  generation: {vllm_cfg: {tensor_parallel_size: 4}}
+"""
+
+FILES = {"base.yaml": BASE, "grpo.yaml": GRPO, "sft.yaml": SFT, "dpo.yaml": DPO, "megatron.yaml": MEGATRON}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("theirs")
+    questions = folder / "questions.jsonl"
+    questions.write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    for name, text in FILES.items():
+        (folder / name).write_text(text.replace("QUESTIONS", str(questions)))
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["import-config", *map(str, arguments)])
+
+
+def ours_of(folder, tmp_path, name, *overrides):
+    """The imported config, validated and loaded."""
+    imported = import_config(folder / name, NEMO_RL)
+    (tmp_path / "ours.yaml").write_text(imported.to_yaml())
+    return load_config(tmp_path / "ours.yaml", overrides).run, {line.key: line for line in imported.lines}
+
+
+def leaves(value, path=()):
+    if isinstance(value, dict) and value:
+        return [leaf for key, item in value.items() for leaf in leaves(item, (*path, key))]
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return [leaf for index, item in enumerate(value) for leaf in leaves(item, (*path, index))]
+    return [".".join(map(str, path))]
+
+
+@pytest.mark.parametrize("name", ["grpo.yaml", "sft.yaml", "dpo.yaml", "megatron.yaml"])
+def test_every_leaf_of_theirs_is_listed_exactly_once(folder, name):
+    merged = OmegaConf.create()
+    chain = [name]
+    while (parent := yaml.safe_load((folder / chain[0]).read_text()).get("defaults")) is not None:
+        chain.insert(0, parent[0] if isinstance(parent, list) else parent)
+    for file in chain:
+        merged = OmegaConf.merge(merged, OmegaConf.load(folder / file))
+    merged.pop("defaults", None)
+    expected = leaves(OmegaConf.to_container(merged))
+    listed = [line.key for line in import_config(folder / name, NEMO_RL).lines if line.place is not None]
+    assert sorted(listed) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", ["grpo.yaml", "sft.yaml", "dpo.yaml", "megatron.yaml"])
+def test_every_line_has_the_place_at_which_its_key_is_written(folder, name):
+    for line in import_config(folder / name, NEMO_RL).lines:
+        if line.place is None:
+            assert "(their default)" in describe(line)
+            continue
+        written = Path(line.place.file).read_text().splitlines()[line.place.line - 1]
+        last = next(part for part in reversed(line.key.split(".")) if not part.isdecimal())
+        assert written[line.place.column - 1 :].startswith(last), (line.key, written)
+
+
+def test_a_grpo_config_means_the_same_here(folder, tmp_path):
+    ours, lines = ours_of(folder, tmp_path, "grpo.yaml")
+    assert ours.algorithm_name == "grpo"
+    assert (ours.algorithm.num_prompts_per_step, ours.algorithm.num_generations_per_prompt) == (8, 8)
+    assert ours.algorithm.adv_estimator.normalizes
+    assert not ours.algorithm.adv_estimator.leaves_one_out
+    assert (ours.loss_fn.name, ours.loss_fn.ratio_clip_max, ours.loss_fn.reference_policy_kl_penalty) == (
+        "clipped_pg",
+        0.28,
+        0.02,
+    )
+    policy = ours.policy
+    assert (policy.backend, policy.hf_cfg.data_parallel, policy.precision) == ("hf", "fsdp2", "bfloat16")
+    assert policy.dynamic_batching.train_mb_tokens == 512 * 4
+    assert policy.activation_checkpointing
+    assert policy.optimizer.kwargs == {"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.98]}
+    assert policy.scheduler.name == "torch.optim.lr_scheduler.LinearLR"
+    assert policy.scheduler.kwargs == {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 20}
+    assert policy.generation.max_new_tokens == 511
+    assert policy.generation.val_temperature == 1.0
+    assert (policy.generation.num_workers, policy.generation.vllm_cfg.tensor_parallel_size) == (1, 2)
+    assert (ours.cluster.workers_per_node, ours.cluster.num_nodes) == (2, 1)
+    assert (ours.data.train.input_key, ours.data.train.output_key, ours.data.train.task_name) == ("problem", "answer", "math")
+    assert ours.data.validation.input_key == "input"
+    assert ours.env["math"].num_workers == 8
+    assert (ours.checkpointing.metric_name, ours.checkpointing.keep_top_k) == ("validation/accuracy", 3)
+    assert list(ours.logger.loggers) == ["tensorboard"]
+    assert lines["grpo.num_prompts_per_step"].outcome == "taken over"
+    assert lines["cluster.gpus_per_node"].outcome == "renamed"
+    assert lines["grpo.async_grpo.max_trajectory_age_steps"].outcome == "needs nothing"
+    assert lines["grpo.invented_by_a_fork"].outcome == "not honoured"
+    assert {key for key, line in lines.items() if line.outcome == "not honoured"} == {"grpo.invented_by_a_fork"}
+
+
+def test_a_supervised_config_means_the_same_here(folder, tmp_path):
+    ours, lines = ours_of(folder, tmp_path, "sft.yaml")
+    assert (ours.algorithm.max_num_steps, ours.algorithm.max_num_epochs, ours.algorithm.seed) == (60, 2, 7)
+    assert (ours.algorithm.global_batch_size, ours.policy.train_global_batch_size) == (64, None)
+    assert (ours.algorithm.val_batch_size, ours.algorithm.max_val_samples) == (32, 256)
+    assert ours.algorithm.only_unmask_final
+    assert (ours.data.train.response_key, ours.data.train.output_key) == ("answer", None)
+    assert ours.data.validation.input_key == "problem"
+    lora = ours.policy.hf_cfg.lora
+    assert (lora.rank, lora.alpha, lora.target_modules) == (8, 32, "all-linear")
+    assert ours.policy.hf_cfg.data_parallel == "replicate"
+    assert ours.checkpointing.metric_name == "validation/loss"
+    assert lines["data.add_bos"].outcome == "not honoured"
+
+
+def test_pairs_of_a_preference_config_are_counted_as_rows_where_ours_counts_rows(folder, tmp_path):
+    ours, lines = ours_of(folder, tmp_path, "dpo.yaml")
+    assert (ours.algorithm.global_batch_size, ours.policy.train_micro_batch_size) == (64, 8)
+    assert (ours.algorithm.val_batch_size, ours.algorithm.max_val_samples) == (8, 32)
+    loss = ours.loss_fn
+    assert (loss.name, loss.reference_policy_kl_penalty, loss.sft_loss_weight) == ("dpo", 0.07, 0.1)
+    assert not loss.sft_average_log_probs
+    assert (ours.data.train.prompt_key, ours.data.train.chosen_key) == ("problem", "good")
+    assert ours.data.validation.prompt_key == "context"
+    assert lines["policy.train_micro_batch_size"].reason == "rows are counted, two a pair"
+
+
+def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(folder, tmp_path):
+    ours, lines = ours_of(folder, tmp_path, "megatron.yaml")
+    megatron = ours.policy.megatron_cfg
+    assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (4, 2)
+    assert (megatron.sequence_parallel, megatron.num_layers_in_first_pipeline_stage) == (True, 5)
+    assert (megatron.recompute_granularity, ours.policy.activation_checkpointing) == ("selective", False)
+    assert (megatron.use_distributed_optimizer, megatron.overlap_param_gather) == (True, True)
+    assert ours.policy.optimizer.kwargs == {"lr": 2.0e-6, "weight_decay": 0.1, "betas": [0.9, 0.95]}
+    assert ours.policy.scheduler.name == "cosine"
+    assert ours.policy.scheduler.kwargs == {
+        "num_warmup_steps": 10,
+        "num_training_steps": 100,
+        "min_lr_ratio": pytest.approx(0.1),
+    }
+    assert ours.policy.max_grad_norm == 2.0
+    assert ours.policy.generation.num_workers == 4
+    assert lines["policy.dtensor_cfg.enabled"].outcome == "needs nothing"
+    refused = {key for key, line in lines.items() if line.outcome == "not honoured"}
+    at = "policy.megatron_cfg"
+    assert refused == {"grpo.invented_by_a_fork", f"{at}.freeze_moe_router", f"{at}.scheduler.lr_warmup_init"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("grpo.async_grpo.enabled", "true", "newest weights"),
+        ("policy.dtensor_cfg.tensor_parallel_size", "2", "FSDP2"),
+        ("policy.generation.top_p", "0.9", "filtered"),
+        ("policy.generation.backend", "sglang", "no generation backend 'sglang'"),
+        ("policy.generation.val_temperature", "0.6", "one temperature"),
+        ("grpo.adv_estimator.name", "opd", "gdpo"),
+        ("loss_fn.positive_example_nll_weight", "0.1", "likelihood"),
+        ("policy.megatron_cfg.enabled", "maybe", "another backend"),
+        ("checkpointing.metric_name", "val:pass_k", "docs/metrics.md"),
+        ("data.train.dataset_name", "OpenMathInstruct-2", "JSON lines"),
+        ("data.train.split_validation_size", "0.05", "data.validation"),
+        ("logger.monitor_gpus", "true", "GPUs"),
+    ],
+)
+def test_what_cannot_be_honoured_is_listed_with_its_reason(folder, tmp_path, key, value, says):
+    holder = yaml.safe_load(value)
+    for part in reversed(key.split(".")):
+        holder = {part: holder}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"defaults": str(folder / "grpo.yaml"), **holder}))
+    [line] = [line for line in import_config(tmp_path / "theirs.yaml", NEMO_RL).lines if line.key == key]
+    assert says in line.reason
+    assert line.outcome == ("needs nothing" if value == "maybe" else "not honoured")
+    assert line.targets == ()
+
+
+def test_the_command_writes_ours_lists_theirs_and_says_that_it_is_valid(folder, tmp_path):
+    result = run(folder / "grpo.yaml", "--output", tmp_path / "ours.yaml")
+    assert result.exit_code == 0, result.output
+    assert "ours.yaml passes `rlcore validate`" in result.stdout
+    [line] = [line for line in result.stdout.splitlines() if " grpo.invented_by_a_fork" in line]
+    assert re.search(r"grpo\.yaml:16:3  grpo\.invented_by_a_fork = 3: no such key", line)
+    assert CliRunner().invoke(app, ["validate", str(tmp_path / "ours.yaml")]).exit_code == 0
+
+
+def test_without_an_output_ours_goes_to_standard_output_alone(folder):
+    result = run(folder / "dpo.yaml")
+    assert set(yaml.safe_load(result.stdout)) == {"dpo", "loss_fn", "policy", "data", "cluster", "checkpointing", "logger"}
+    assert "taken over (" in result.stderr
+
+
+def test_what_keeps_ours_from_being_valid_is_listed(folder, tmp_path):
+    (tmp_path / "theirs.yaml").write_text(f"defaults: {folder}/sft.yaml\ndata: {{train: {{dataset_name: squad}}}}\n")
+    (tmp_path / "open.yaml").write_text(f"defaults: {folder}/sft.yaml\ndata: {{train: {{data_path: '???'}}}}\n")
+    for name in ("theirs.yaml", "open.yaml"):
+        result = run(tmp_path / name, "--json")
+        assert result.exit_code == 0
+        told = json.loads(result.stdout)
+        assert told["config"]["data"]["train"]["path"] == "???"
+        assert [mistake.partition(":")[0] for mistake in told["mistakes"]] == ["data.train.path"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "There is no file"),
+        ("grpo: [1, 2\n", "theirs.yaml:2"),
+        ("- grpo\n- sft\n", "is a mapping of sections"),
+        ("", "has nothing"),
+        ("trainer: {steps: 3}\n", "this file has trainer"),
+        ("grpo: {seed: '${nowhere.to.be.found}'}\n", "there is no key 'nowhere.to.be.found'"),
+        ("defaults: gone.yaml\ngrpo: {}\n", "gone.yaml"),
+    ],
+)
+def test_a_file_that_is_no_config_of_theirs_is_an_error_of_the_user(tmp_path, text, says):
+    path = tmp_path / "theirs.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        import_config(path, NEMO_RL)
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert isinstance(run(path).exception, ConfigError)
+
+
+def test_a_file_that_is_there_is_not_written_over(folder, tmp_path):
+    (tmp_path / "ours.yaml").write_text("precious\n")
+    assert isinstance(run(folder / "sft.yaml", "--output", tmp_path / "ours.yaml").exception, ConfigError)
+    assert (tmp_path / "ours.yaml").read_text() == "precious\n"
+
+
+ODD = st.sampled_from([None, True, False, 0, -1, 3, 0.5, "", "text", "???", [], [1], [{}], [{"a": 1}], {}, {"a": {"b": 1}}])
+
+
+@pytest.fixture(scope="module")
+def known(folder):
+    names = ("megatron.yaml", "sft.yaml", "dpo.yaml")
+    return [line.key for name in names for line in import_config(folder / name, NEMO_RL).lines]
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_values_of_any_kind_are_listed_and_never_a_traceback(known, tmp_path, data):
+    theirs = {}
+    for key in data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=8, unique=True)):
+        *way, last = [part for part in key.split(".") if not part.isdecimal()]
+        holder = theirs
+        for part in way:
+            holder = holder.setdefault(part, {}) if isinstance(holder, dict) else {}
+        if isinstance(holder, dict):
+            holder[last] = data.draw(ODD)
+    (tmp_path / "odd.yaml").write_text(yaml.safe_dump(theirs))
+    imported = import_config(tmp_path / "odd.yaml", NEMO_RL)
+    assert sorted(line.key for line in imported.lines if line.place is not None) == sorted(leaves(theirs))
+    assert (yaml.safe_load(imported.to_yaml()) or {}).keys() == imported.values.keys()
