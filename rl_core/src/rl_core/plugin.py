@@ -125,19 +125,17 @@ def rlcore_loggers() -> list[Component]:
 
 @hookimpl
 def rlcore_datasets() -> list[Component]:
-    """Rows of JSON lines."""
+    """Prompts and conversations, or preferences, from each kind of source."""
     return [
-        Component(
-            "jsonl",
-            target="rl_core.data.datasets:JsonlDataset",
-            config="rl_core.data.dataset_config:JsonlDatasetConfig",
-            summary="One JSON object a line: prompts, conversations or answers",
-        ),
-        Component(
-            "preference",
-            target="rl_core.data.preferences:PreferenceDataset",
-            config="rl_core.data.dataset_config:PreferenceDatasetConfig",
-            summary="One JSON object a line: prompts with a better and a worse answer",
+        _dataset("jsonl", "Jsonl", "One JSON object a line: prompts, conversations or answers"),
+        _dataset("parquet", "Parquet", "Parquet files: prompts, conversations or answers"),
+        _dataset("huggingface", "HuggingFace", "Hugging Face datasets, on disk or of the hub: prompts or conversations"),
+        _dataset("preference", "Preference", "One JSON object a line: prompts with a better and a worse answer"),
+        _dataset("preference_parquet", "ParquetPreference", "Parquet files: prompts with a better and a worse answer"),
+        _dataset(
+            "preference_huggingface",
+            "HuggingFacePreference",
+            "Hugging Face datasets, on disk or of the hub: prompts with a better and a worse answer",
         ),
     ]
 
@@ -154,6 +152,20 @@ def rlcore_weight_transports() -> list[Component]:
         Component(
             "shared_memory",
             target="rl_core.weights.shared_memory:SharedMemoryTransport",
+def _dataset(name: str, config: str, summary: str) -> Component:
+    """Records of one form from one kind of source."""
+    reader = "preferences:PreferenceDataset" if config.endswith("Preference") else "datasets:RecordDataset"
+    has_lines = config in ("Jsonl", "Preference")
+    return Component(
+        name,
+        target=f"rl_core.data.{reader}",
+        config=f"rl_core.data.dataset_config:{config}DatasetConfig",
+        summary=summary,
+        needs=() if has_lines else ("datasets>=5.2,<6",),
+        install=None if has_lines else "pip install 'rl-core[data]'",
+    )
+
+
             summary="Processes of one node read the same memory",
         ),
         Component(

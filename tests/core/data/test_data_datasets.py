@@ -9,17 +9,17 @@ import torch
 from pydantic import ValidationError
 
 from rl_core.data.dataset_config import JsonlDatasetConfig, OnTooLong
-from rl_core.data.datasets import JsonlDataset
+from rl_core.data.datasets import RecordDataset
 from rl_core.data.processors import collate_datums, conversation_datum, prompt_datum
 from rl_core.data.prompts import PromptTemplate, load_prompt, packaged_prompts
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import DataError
 
 
-def dataset_of(tmp_path, *rows, **config) -> JsonlDataset:
+def dataset_of(tmp_path, *rows, **config) -> RecordDataset:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n\n")
-    return JsonlDataset(JsonlDatasetConfig(path=path, **config))
+    return RecordDataset(JsonlDatasetConfig(path=path, **config))
 
 
 def test_a_question_and_its_answer_become_a_record(tmp_path):
@@ -55,9 +55,9 @@ def test_messages_responses_stop_strings_and_a_system_prompt_are_taken_over(tmp_
     [
         ("{not json", "no JSON"),
         ("[1]", "expected a JSON object, found a list"),
-        ({"expected_answer": 1}, "the field 'question' is absent"),
-        ({"question": 3, "expected_answer": 1}, "the field 'question' is 3: expected str or list"),
-        ({"question": "?", "expected_answer": None}, "the field 'expected_answer' is None"),
+        ({"expected_answer": 1}, r"the field 'question' \(`input_key`\) is absent"),
+        ({"question": 3, "expected_answer": 1}, r"the field 'question' \(`input_key`\) is 3: expected str or list"),
+        ({"question": "?", "expected_answer": None}, r"the field 'expected_answer' \(`output_key`\) is None"),
         ({"question": [{"role": "user"}], "expected_answer": 1}, "message 0 of 'question'"),
         ({"question": [], "expected_answer": 1}, "an empty list"),
     ],
@@ -74,7 +74,7 @@ def test_a_dataset_without_a_good_row_or_without_a_file_is_refused(tmp_path):
     with pytest.raises(DataError, match="no row to train on"):
         dataset_of(tmp_path, "{", on_bad_row="skip")
     with pytest.raises(DataError, match="does not exist"):
-        JsonlDataset(JsonlDatasetConfig(path=tmp_path / "absent.jsonl"))
+        RecordDataset(JsonlDatasetConfig(path=tmp_path / "absent.jsonl"))
 
 
 def test_the_config_refuses_unknown_keys_and_imports_no_torch(tmp_path):
@@ -179,7 +179,7 @@ RECORD = {
 def test_a_conversation_is_masked_to_the_answer(chat_tokenizer):
     datum = conversation_datum(RECORD, idx=3, tokenizer=chat_tokenizer)
     trained = torch.cat([m["token_ids"][m["token_loss_mask"].bool()] for m in datum["message_log"]])
-    assert chat_tokenizer.decode(trained) == "forty two<|im_end|>\n"
+    assert chat_tokenizer.decode(trained) == "forty two<|im_end|>"
     with pytest.raises(DataError, match="nothing to train on"):
         conversation_datum({"messages": RECORD["messages"][:1]}, idx=0, tokenizer=chat_tokenizer)
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rl_core.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_source
+from rl_core.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
 from rl_core.assembly.parts import Builder, Workers, make_cluster
 from rl_core.checkpoints.state import Checkpoints, Stateful
 from rl_core.checkpoints.store import CheckpointStore, Retention
@@ -98,6 +98,8 @@ def connect(
                 samples_per_prompt=getattr(config.algorithm, "val_num_generations_per_prompt", 1),
                 greedy=config.policy.generation is not None and config.policy.generation.val_temperature == 0.0,
             )
+    if loaders.bad_rows.count:
+        run.metrics.add({"data/bad_rows": loaders.bad_rows.count})
     run.batches = loaders.batches
     run.validation_batches = loaders.validation_batches
     run.checkpoints = _checkpoints(config, resolved, folder, run)
@@ -120,6 +122,7 @@ class Loaders:
         self.validation_batches: TrainingBatches | None = None
         algorithm, shuffle = config.algorithm, config.data.shuffle
         self.samples = algorithm.needs_generation or getattr(algorithm, "val_accuracy", False)
+        self.bad_rows = train.bad_rows
         val_size = algorithm.val_batch_size
         if self.samples and validation is not None:
             self.validation_prompts = prompt_loader(validation, config, tokenizer, batch_size=val_size, shuffle=False)
@@ -149,21 +152,22 @@ def read_sources(config: RunConfig, registry: Registry) -> tuple[Source, Source 
         ConfigError: the config names none, or lacks what samples and scores.
     """
     algorithm, data = config.algorithm, config.data
-    if data.train is None:
+    if not data.has_training_data:
         raise ConfigError("data.train names no training data. Add `data: {train: {dataset_name: ...}}`.")
     validates = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
-    if validates and data.validation is None:
+    if validates and not data.has_validation_data:
         raise ConfigError(
             "The algorithm validates (val_period, val_at_start or val_at_end), and data.validation names no data. "
-            "Add `data: {validation: {dataset_name: ...}}`, or switch validation off."
+            "Add `data: {validation: {dataset_name: ...}}` or `data: {split: {validation: 0.05}}`, or switch validation off."
         )
     samples = algorithm.needs_generation or getattr(algorithm, "val_accuracy", False)
     if samples and (config.policy.generation is None or not config.env):
         raise ConfigError(
             f"{config.algorithm_name} samples and scores completions: it needs `policy.generation` and a section in `env`."
         )
-    held_out = read_source(data.validation, registry) if validates and data.validation is not None else None
-    return read_source(data.train, registry), held_out
+    train, validation = read_data(data if validates else data.model_copy(update={"validation": None}), registry)
+    assert train is not None
+    return train, validation if validates else None
 
 
 def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
@@ -196,8 +200,7 @@ def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_
         pairs = preference_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
         return PreferenceBatches(pairs, pad_token_id=tokenizer.pad_token_id)
     conversations = conversation_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
-    final = getattr(config.algorithm, "only_unmask_final", False)
-    return TrainingBatches(conversations, pad_token_id=tokenizer.pad_token_id, only_unmask_final=final)
+    return TrainingBatches(conversations, pad_token_id=tokenizer.pad_token_id)
 
 
 def make_collector(

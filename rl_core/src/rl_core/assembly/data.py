@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rl_core.config.schema import DatasetConfig, RunConfig
+from rl_core.config.schema import DataConfig, DatasetConfig, RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.conversations import without_answer
 from rl_core.data.dataloader import BatchedDataLoader
-from rl_core.data.dataset_config import OnTooLong
+from rl_core.data.dataset_config import OnBadRow, OnTooLong
+from rl_core.data.holdout import Chosen, held_out, place_of
+from rl_core.data.joined import Joined
 from rl_core.data.messages import DatumSpec
+from rl_core.data.mixing import Mixture
 from rl_core.data.processors import (
+    check_made_by,
     collate_datums,
     collate_preferences,
     conversation_datum,
     preference_datum,
     prompt_datum,
 )
+from rl_core.data.record_functions import load_function
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.registry import Registry
+
+_log = logging.getLogger("rlcore")
+
+
+@dataclass
+class BadRows:
+    """How many rows were left out of a run's data, where `on_bad_row` says skip; each time it is told why."""
+
+    count: int = 0
+
+    def add(self, count: int, dataset: str, reasons: Sequence[str]) -> None:
+        """Count them, and log the first of the reasons."""
+        self.count += count
+        if count:
+            first = "".join(f"\n  {reason}" for reason in reasons[:5])
+            _log.warning("%s bad rows of %s are left out (on_bad_row: skip); the first of them:%s", count, dataset, first)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where records come from.
+    """Where records come from: one dataset, or several.
 
     Attributes:
-        records: map-style, of records.
+        records: map-style, of records; of several datasets those of all.
         name: what errors call it.
         task_name: of all its records, where whoever chose the source says so.
+        processor: dotted path of what tokenises its records, where that is not the core.
+        on_bad_row: what becomes of a record that cannot be tokenised.
+        bad_rows: counts those that are left out, of all the data that was read together.
+        members: the datasets of a mixture, by name.
+        weights: of the members; None where each of their rows is seen once an epoch.
     """
 
     records: Any
     name: str
     task_name: str | None = None
+    processor: str | None = None
+    on_bad_row: OnBadRow = OnBadRow.ERROR
+    bad_rows: BadRows = field(default_factory=BadRows)
+    members: Mapping[str, Source] | None = None
+    weights: Mapping[str, float] | None = None
 
 
 class TokenisedRows(Sequence[Any]):
@@ -45,12 +78,14 @@ class TokenisedRows(Sequence[Any]):
         dataset: map-style, of records.
         process: from a record to a row.
         task_name: of records that name none.
+        name: what errors call the dataset.
     """
 
-    def __init__(self, dataset: Any, process: Callable[..., Any], *, task_name: str | None) -> None:
+    def __init__(self, dataset: Any, process: Callable[..., Any], *, task_name: str | None, name: str = "dataset") -> None:
         self._dataset = dataset
         self._process = process
         self._task_name = task_name
+        self._name = name
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -59,14 +94,70 @@ class TokenisedRows(Sequence[Any]):
         record = dict(self._dataset[index])
         if self._task_name is not None:
             record["task_name"] = self._task_name
-        return self._process(record, idx=int(index))
+        try:
+            return self._process(record, idx=int(index))
+        except DataError as error:
+            raise DataError(f"{self._name}: {place_of(self._dataset, index)}: {error}") from error
 
 
-def read_source(section: DatasetConfig, registry: Registry) -> Source:
-    """The dataset that a section names, read."""
+def read_source(
+    section: DatasetConfig,
+    registry: Registry,
+    data: DataConfig | None = None,
+    *,
+    name: str | None = None,
+    bad_rows: BadRows | None = None,
+) -> Source:
+    """The dataset that a section names, read.
+
+    Args:
+        section: The section.
+        registry: Where datasets are found.
+        data: What holds for every dataset; `data.prompt` fills what the section leaves open.
+        name: What errors call it; the dataset's own name by default.
+        bad_rows: Counts those that are left out; a count of its own by default.
+    """
+    section = _with_prompt(section, data)
     records = registry.find("dataset", section.dataset_name).load()(section)
-    stated = section.task_name if "task_name" in section.model_fields_set else None
-    return Source(records=records, name=section.dataset_name, task_name=stated)
+    source = Source(
+        records=records,
+        name=name or section.dataset_name,
+        task_name=section.task_name if "task_name" in section.model_fields_set else None,
+        processor=section.processor,
+        on_bad_row=OnBadRow(getattr(section, "on_bad_row", OnBadRow.ERROR)),
+        bad_rows=bad_rows or BadRows(),
+    )
+    source.bad_rows.add(getattr(records, "skipped", 0), source.name, getattr(records, "reasons", ()))
+    return source
+
+
+def read_data(data: DataConfig, registry: Registry) -> tuple[Source | None, Source | None]:
+    """The training data and the validation data, one dataset or a mixture, the second held out of the first where it says so.
+
+    Raises:
+        DataError: A dataset cannot be read, or a split leaves one of the two without a record.
+    """
+    bad_rows = BadRows()
+    read = partial(read_source, registry=registry, data=data, bad_rows=bad_rows)
+    validation = None if data.validation is None else read(data.validation)
+    if data.mix:
+        members = {name: read(section, name=f"mix.{name}") for name, section in data.mix.items()}
+        weights = {name: section.weight or 1.0 for name, section in data.mix.items()}
+        train = _mixed(members, weights)
+    elif data.train is not None:
+        train = read(data.train)
+    else:
+        return None, validation
+    if data.split is None:
+        return train, validation
+    hold_out = partial(_hold_out, fraction=data.split.validation, seed=data.split.seed)
+    if train.members is None:
+        return hold_out(train)
+    sides = {name: hold_out(member) for name, member in train.members.items()}
+    assert train.weights is not None
+    return _mixed({name: kept for name, (kept, _) in sides.items()}, train.weights), _mixed(
+        {name: out for name, (_, out) in sides.items()}, None
+    )
 
 
 def prompt_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
@@ -79,32 +170,42 @@ def prompt_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size:
             "Lower the one or raise the other."
         )
 
-    def process(record: Mapping[str, Any], *, idx: int) -> DatumSpec:
-        question = {**record, "messages": without_answer(record["messages"])}
-        too_long = OnTooLong(run.data.on_long_prompt)
-        return prompt_datum(question, idx=idx, tokenizer=tokenizer, max_length=longest, on_too_long=too_long)
+    def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
+        if "messages" not in record:
+            raise DataError(f"it has {sorted(record)} and no `messages`: a dataset of prompts is wanted, not one of pairs")
+        return prompt_datum({**record, "messages": without_answer(record["messages"])}, idx=idx, **limits)
 
-    return _loader(source, run, process, batch_size=batch_size, shuffle=shuffle, tasks=run.env.keys())
-
-
-def without_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation up to the question: an answer that a record brings for imitation must not be shown."""
-    asked = list(messages)
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    return asked
+    limits = {**_limits(run, tokenizer), "max_length": longest}
+    return _loader(source, run, process, limits, batch_size=batch_size, shuffle=shuffle, tasks=run.env.keys())
 
 
 def conversation_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
     """Conversations that end with the assistant's message."""
-    process = partial(conversation_datum, **_limits(run, tokenizer))
-    return _loader(source, run, process, batch_size=batch_size, shuffle=shuffle)
+
+    def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
+        if "messages" not in record:
+            raise DataError(
+                f"it has {sorted(record)} and no `messages`: a dataset of conversations is wanted, not one of pairs"
+            )
+        final = getattr(run.algorithm, "only_unmask_final", False)
+        return conversation_datum(record, idx=idx, only_unmask_final=final, **limits)
+
+    return _loader(source, run, process, _limits(run, tokenizer), batch_size=batch_size, shuffle=shuffle, is_trained=True)
 
 
 def preference_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
     """Pairs of a better and a worse answer; `batch_size` counts pairs."""
-    process = partial(preference_datum, **_limits(run, tokenizer))
-    return _loader(source, run, process, batch_size=batch_size, shuffle=shuffle, collate=collate_preferences)
+    limits = _limits(run, tokenizer)
+    return _loader(
+        source,
+        run,
+        preference_datum,
+        limits,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        collate=collate_preferences,
+        is_trained=True,
+    )
 
 
 def _limits(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
@@ -119,24 +220,105 @@ def _loader(
     source: Source,
     run: RunConfig,
     process: Callable[..., Any],
+    limits: Mapping[str, Any],
     *,
     batch_size: int,
     shuffle: bool,
     tasks: Collection[str] = (),
     collate: Callable[..., BatchedDataDict[Any]] = collate_datums,
+    is_trained: bool = False,
 ) -> BatchedDataLoader:
-    if shuffle and len(source.records) < batch_size:
+    def tokenised(one: Source) -> TokenisedRows:
+        made = partial(_process_of(one, process, is_trained=is_trained), **limits)
+        return _tokenised(one, made, tasks)
+
+    mixture = None
+    if source.members is None:
+        rows: Sequence[Any] = tokenised(source)
+    else:
+        parts = {name: tokenised(member) for name, member in source.members.items()}
+        sizes = {name: len(part) for name, part in parts.items()}
+        mixture = Mixture(sizes=sizes, weights=source.weights or sizes)
+        rows = Joined(list(parts.values()))
+    if shuffle and len(rows) < batch_size:
         raise DataError(
-            f"The dataset {source.name!r} has {len(source.records)} records, and a step draws {batch_size}: "
+            f"The dataset {source.name!r} has {len(rows)} records, and a step draws {batch_size}: "
             "draw fewer a step, or give it more data."
         )
-    only_task = next(iter(tasks)) if len(tasks) == 1 else None
-    rows = TokenisedRows(source.records, process, task_name=source.task_name or _task_of(source.records, only_task, tasks))
-    if len(rows):
-        rows[0]  # a dataset of another form, or a template that cannot render it, is told before a worker starts
     return BatchedDataLoader(
-        rows, batch_size=batch_size, shuffle=shuffle, seed=run.algorithm.seed, drop_last=shuffle, collate=collate
+        rows,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=run.algorithm.seed,
+        drop_last=shuffle,
+        collate=collate,
+        mixture=mixture,
     )
+
+
+def _tokenised(source: Source, process: Callable[..., Any], tasks: Collection[str]) -> TokenisedRows:
+    """The rows of one dataset; where bad rows are skipped, those that cannot be tokenised are found now and left out."""
+    only_task = next(iter(tasks)) if len(tasks) == 1 else None
+    task_name = source.task_name or _task_of(source.records, only_task, tasks)
+    rows = TokenisedRows(source.records, process, task_name=task_name, name=source.name)
+    if source.on_bad_row is OnBadRow.ERROR:
+        if len(rows):
+            rows[0]  # a dataset of another form, or a template that cannot render it, is told before a worker starts
+        return rows
+    good, reasons = [], []
+    for index in range(len(rows)):
+        try:
+            rows[index]
+        except DataError as error:
+            reasons.append(str(error))
+        else:
+            good.append(index)
+    if not reasons:
+        return rows
+    if not good:
+        raise DataError(f"of the {len(rows)} records of {source.name} none can be tokenised; the first: {reasons[0]}")
+    source.bad_rows.add(len(reasons), source.name, reasons)
+    return TokenisedRows(Chosen(source.records, good), process, task_name=task_name, name=source.name)
+
+
+def _process_of(source: Source, process: Callable[..., Any], *, is_trained: bool) -> Callable[..., Any]:
+    """What tokenises a dataset's records: the core's function, or one of the user's, whose result is looked at."""
+    name = source.processor
+    if name is None:
+        return process
+    function = load_function(name, "processor")
+
+    def checked(record: Mapping[str, Any], **given: Any) -> Any:
+        made = function(record, **given)
+        check_made_by(made, name, is_trained=is_trained)
+        return made
+
+    return checked
+
+
+def _with_prompt(section: DatasetConfig, data: DataConfig | None) -> DatasetConfig:
+    """The section, with what `data.prompt` says where it says nothing itself."""
+    if data is None or data.prompt is None:
+        return section
+    asked = {"prompt": data.prompt.prompt_config, "system_prompt": data.prompt.system_prompt}
+    return section.model_copy(
+        update={key: value for key, value in asked.items() if value is not None and getattr(section, key, None) is None}
+    )
+
+
+def _mixed(members: Mapping[str, Source], weights: Mapping[str, float] | None) -> Source:
+    return Source(
+        records=Joined([member.records for member in members.values()]),
+        name=f"mix of {', '.join(members)}",
+        bad_rows=next(iter(members.values())).bad_rows,
+        members=members,
+        weights=weights,
+    )
+
+
+def _hold_out(source: Source, *, fraction: float, seed: int) -> tuple[Source, Source]:
+    kept, out = held_out(source.records, fraction=fraction, seed=seed, name=source.name)
+    return replace(source, records=kept), replace(source, records=out)
 
 
 def _task_of(dataset: Any, only_task: str | None, tasks: Collection[str]) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.assembly.build import make_collector
-from rl_core.assembly.data import prompt_loader, read_source
+from rl_core.assembly.data import prompt_loader, read_data
 from rl_core.assembly.given_weights import GivenWeights, find_weights
 from rl_core.assembly.parts import Builder, make_cluster
 from rl_core.config.loader import LoadedConfig, load_config
@@ -212,11 +212,13 @@ def plan_evaluation(
     config = loaded.run
     _refuse_what_cannot_be_asked(config)
     askings = _askings(config, samples=samples, greedy=greedy, ks=ks)
-    assert config.data.validation is not None
     tokenizer = load_tokenizer(
         config.policy.tokenizer.name or config.policy.model_name, chat_template=config.policy.tokenizer.chat_template
     )
-    source = read_source(config.data.validation, registry)
+    _, source = read_data(
+        config.data if config.data.split else config.data.model_copy(update={"train": None, "mix": {}}), registry
+    )
+    assert source is not None
     if len(source.records) and "messages" not in source.records[0]:
         raise ConfigError(
             f"data.validation ({source.name}) holds {', '.join(sorted(source.records[0]))} and no messages: pairs of answers, "
@@ -235,7 +237,7 @@ def plan_evaluation(
 
 
 def _refuse_what_cannot_be_asked(config: RunConfig) -> None:
-    if config.data.validation is None:
+    if not config.data.has_validation_data:
         raise ConfigError("data.validation names no data to evaluate on. Add `data: {validation: {dataset_name: ...}}`.")
     if config.policy.generation is None or not config.env:
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_core.assembly.data import prompt_loader, read_source
+from rl_core.assembly.data import prompt_loader, read_data
 from rl_core.assembly.parts import Builder, make_cluster
 from rl_core.config.loader import load_config
 from rl_core.config.schema import RunConfig
@@ -118,11 +118,12 @@ def plan_pair(config_path: Path | str, overrides: Sequence[str] = (), *, num_pro
 
 
 def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count: int) -> Prompts:
-    if config.data.train is None:
+    train, _ = read_data(config.data.model_copy(update={"validation": None}), registry)
+    if train is None:
         raise ConfigError("data.train names no data to take prompts from. Add `data: {train: {dataset_name: ...}}`.")
     if count < 1:
         raise ConfigError(f"{count} prompts were asked for: take at least 1.")
-    loader = prompt_loader(read_source(config.data.train, registry), config, tokenizer, batch_size=count, shuffle=False)
+    loader = prompt_loader(train, config, tokenizer, batch_size=count, shuffle=False)
     first: BatchedDataDict[Any] = next(iter(loader))
     kept = [row for row in range(first.size) if float(first["loss_multiplier"][row]) > 0]
     if not kept:

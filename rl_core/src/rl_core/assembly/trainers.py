@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
-from rl_core.assembly.build import Loaders, connect
+from rl_core.assembly.build import Loaders, connect, refuse_other_tokenizers
 from rl_core.assembly.data import Source
 from rl_core.assembly.parts import Builder, Workers
 from rl_core.config.schema import (
@@ -28,10 +28,11 @@ from rl_core.config.schema import (
 )
 from rl_core.config.written import dotted
 from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
-from rl_core.data.datasets import JsonlDataset
+from rl_core.data.datasets import RecordDataset
 from rl_core.data.preferences import PreferenceDataset, pairs_from_row
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.dispatch.group import OverWorkers
+from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
@@ -57,6 +58,7 @@ class Trainer:
         config: the algorithm's section, as its model or as a dict of its keys; its defaults by default.
         loss_fn: the loss, as an object or as a section `loss_fn`; the algorithm's own by default.
         generation: the engine that samples, for an algorithm that does.
+        teacher: who is learnt from, for an algorithm that has a teacher; it scores at the policy's temperature.
         environments: what scores: one environment, or several by task name.
         tokenizer: the policy's; read from its `model_name` by default.
         folder: where metrics.jsonl, rollouts and checkpoints are written; None keeps nothing.
@@ -77,6 +79,7 @@ class Trainer:
         config: AlgorithmConfig | Mapping[str, Any] | None = None,
         loss_fn: LossFunction | LossConfig | Mapping[str, Any] | None = None,
         generation: GenerationInterface | None = None,
+        teacher: DistributedPolicy | None = None,
         environments: EnvironmentInterface | Mapping[str, EnvironmentInterface] | None = None,
         tokenizer: Any = None,
         folder: str | Path | None = None,
@@ -84,6 +87,7 @@ class Trainer:
         loggers: Sequence[Logger] = (),
     ) -> None:
         self.policy, self.generation, self.cluster, self.folder, self.loggers = policy, generation, cluster, folder, loggers
+        self.teacher = teacher
         self._registry = Registry(discover())
         self._environments = (
             {TASK: environments} if isinstance(environments, EnvironmentInterface) else dict(environments or {})
@@ -97,7 +101,8 @@ class Trainer:
             self.config.policy.tokenizer.name or self.config.policy.model_name,
             chat_template=self.config.policy.tokenizer.chat_template,
         )
-        parts: tuple[Any, ...] = (policy, generation)
+        refuse_other_tokenizers(self.config, self._tokenizer)
+        parts: tuple[Any, ...] = (policy, generation, teacher)
         for part in parts:
             if cluster is not None and isinstance(part, OverWorkers) and part.is_in_process:
                 if policy.weight_version > 0:
@@ -135,7 +140,12 @@ class Trainer:
             builder = Builder(run=self.config, registry=self._registry, exits=exits, cluster=self.cluster)
             run = connect(
                 builder,
-                Workers(policy=self.policy, generation=self.generation, environments=self._environments),
+                Workers(
+                    policy=self.policy,
+                    generation=self.generation,
+                    environments=self._environments,
+                    companions={"teacher": self.teacher} if self.teacher is not None else {},
+                ),
                 loaders,
                 loss_fn=self._loss_fn,
                 tokenizer=self._tokenizer,
@@ -174,6 +184,7 @@ class Trainer:
             algorithm=config if isinstance(config, AlgorithmConfig) else _section(model, config, self.algorithm),
             loss_fn=loss_section,
             policy=policy,
+            teacher=getattr(self.teacher, "config", None),
             data=DataConfig(),
             env={task: EnvironmentConfig() for task in self._environments},
             checkpointing=_section(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
@@ -181,21 +192,37 @@ class Trainer:
 
     def _refuse_conflicts(self) -> None:
         algorithm = self.config.algorithm
-        if algorithm.needs_generation and (self.generation is None or not self._environments):
+        if algorithm.needs_generation and (self.generation is None or (algorithm.needs_rewards and not self._environments)):
             raise ConfigError(
                 f"{self.algorithm} samples and scores: give {type(self).__name__} `generation` and `environments`."
             )
+        self._refuse_teacher()
         conflicts = (*algorithm.conflicts(self.config), *self.config.policy.conflicts(self.config))
         found = [f"{dotted(path)}: {message}" for path, message in conflicts]
         if found:
             raise ConfigError("\n".join(found))
+
+    def _refuse_teacher(self) -> None:
+        wanted = "teacher" in self.config.algorithm.companions
+        if wanted != (self.teacher is not None):
+            raise ConfigError(f"{self.algorithm} {'learns from a teacher: give it' if wanted else 'has no use for'} `teacher`.")
+        temperatures = [
+            section.generation.temperature if section.generation is not None else 1.0
+            for section in (self.config.policy, self.config.teacher)
+            if section is not None
+        ]
+        if len(set(temperatures)) > 1:
+            raise ConfigError(
+                f"The policy samples at temperature {temperatures[0]:g}, and the teacher scores at {temperatures[1]:g}: what "
+                "they say could not be compared. Make the teacher with the same `generation={...}` as the policy."
+            )
 
     def _source(self, dataset: Any, name: str) -> Source:
         pairs = self.config.algorithm.needs_preferences
         if isinstance(dataset, str | Path):
             path = Path(dataset)
             records: Any = (
-                PreferenceDataset(PreferenceDatasetConfig(path=path)) if pairs else JsonlDataset(JsonlDatasetConfig(path=path))
+                PreferenceDataset(PreferenceDatasetConfig(path=path)) if pairs else RecordDataset(JsonlDatasetConfig(path=path))
             )
             return Source(records=records, name=str(path))
         if not len(dataset):
@@ -238,3 +265,9 @@ class GRPOTrainer(Trainer):
     """Trains on rewards: records of `messages` and `extra_env_info`; needs `generation` and `environments`."""
 
     algorithm = "grpo"
+
+
+class DistillationTrainer(Trainer):
+    """Learns from a teacher's view of the policy's own answers: records of `messages`; needs `generation` and `teacher`."""
+
+    algorithm = "distillation"

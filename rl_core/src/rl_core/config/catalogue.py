@@ -24,7 +24,7 @@ _PLACES: dict[Kind, tuple[Path, ...]] = {
     Kind.LOSS: (("loss_fn",),),
     Kind.POLICY: (("policy",), ("value",), ("teacher",)),
     Kind.GENERATION: (("policy", "generation"),),
-    Kind.DATASET: (("data", "train"), ("data", "validation")),
+    Kind.DATASET: (("data", "train"), ("data", "validation"), ("data", "mix", ANY)),
     Kind.ENVIRONMENT: (("env", ANY),),
     Kind.LOGGER: (),
 }

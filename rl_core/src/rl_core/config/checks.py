@@ -42,11 +42,14 @@ def _what_the_algorithm_needs(run: RunConfig) -> Iterator[Finding]:
         yield ("policy", "generation"), f"must be set: {name} samples from the policy. Say which `backend` generates."
     if algorithm.needs_generation and not run.env:
         yield ("env",), f"must be set: {name} trains on the rewards of an environment. Name one, such as `math:`."
-    if algorithm.needs_training_data and run.data.train is None:
+    if algorithm.needs_training_data and not run.data.has_training_data:
         yield ("data", "train"), f"must be set: {name} trains on it. Say `dataset_name`, or `data.train_data_path`."
-    if (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end) and run.data.validation is None:
+    if (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end) and not run.data.has_validation_data:
         asked = next(key for key in ("val_period", "val_at_start", "val_at_end") if getattr(algorithm, key))
-        yield (name, asked), "asks for validation, and there is no data.validation: set it, or leave validation off."
+        yield (
+            (name, asked),
+            "asks for validation, and there is no data.validation: set it or data.split, or leave validation off.",
+        )
 
 
 def _sampling(run: RunConfig) -> Iterator[Finding]:
@@ -123,7 +126,7 @@ def _lengths(run: RunConfig) -> Iterator[Finding]:
 
 
 def _capabilities(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[Finding]:
-    for asked_at, asked, section, kind, capability in _asked_capabilities(run):
+    for asked_at, asked, section, kind, capability in (*_asked_capabilities(run), *_asked_by_the_loss(run)):
         part = layout.parts.get(section)
         # A backend given by its path states its capabilities on its class, which only the run imports.
         if part is None or part.component is None or is_path(part.component.name):

@@ -38,7 +38,8 @@ def json_schema(catalogue: Catalogue) -> dict[str, Any]:
     of_kind = {kind: _by_name(catalogue.of_kind(kind), reference_of) for kind in BASES}
     sections = {kind: _chosen(kind, of_kind[kind]) for kind in _CHOOSERS}
     _put(definitions, reference_of, catalogue, {"generation": _or_null(sections[Kind.GENERATION])})
-    data = {"train": _or_null(sections[Kind.DATASET]), "validation": _or_null(sections[Kind.DATASET])}
+    dataset = _or_null(sections[Kind.DATASET])
+    data = {"train": dataset, "validation": dataset, "mix": {"type": "object", "additionalProperties": dataset}}
     definitions["DataConfig"]["properties"] |= data
     loggers = {name: _or_null(reference) for name, reference in of_kind[Kind.LOGGER].items()}
     definitions["LoggingConfig"]["properties"]["loggers"] = {"type": "object", "properties": loggers}

@@ -95,7 +95,7 @@ class Layout:
 
     def takes_any(self, path: Path) -> bool:
         """Whether a key is one of many that its section would take, and none that a model or a default states."""
-        if path[:-1] in (("env",), ("logger", "loggers")):
+        if path[:-1] in (("env",), ("data", "mix"), ("logger", "loggers")):
             return True
         found, part = self.find(path), self.part_of(path)
         if found is None:
@@ -259,6 +259,10 @@ class _Chooser:
             dataset = self._section(("data", split))
             if dataset is not None:
                 self._by_key(("data", split), dataset, Kind.DATASET, key="dataset_name")
+        for name in self._section(("data", "mix")) or ():
+            member = self._section(("data", "mix", name))
+            if member is not None:
+                self._by_key(("data", "mix", name), member, Kind.DATASET, key="dataset_name")
 
     def environments(self) -> None:
         """`env.<task>`: by path, by name, or by the task's own name."""

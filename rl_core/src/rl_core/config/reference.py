@@ -11,7 +11,8 @@ from rl_core.config.fields import NOTHING, Field, Model, all_fields
 from rl_core.config.parts import COMPANIONS, Part
 from rl_core.config.written import Path, dotted
 
-_SLOTS = (("policy", "generation"), ("data", "train"), ("data", "validation"))
+_SLOTS = (("policy", "generation"), ("data", "train"), ("data", "validation"), ("data", "mix"))
+_TOLD_WITH_TRAIN = (("data", "validation"), ("data", "mix"))
 _HEAD = """# Reference of the config
 
 Every section and key, with its default and what it may hold. `docs/config.md` says how files, overrides and `${...}` work.
@@ -28,7 +29,7 @@ def reference(catalogue: Catalogue, *, plugins: str) -> str:
         plugins: What the catalogue was made from, for the command that the page names.
     """
     lines = [_HEAD.replace("{plugins}", plugins)]
-    parts = [part for part in catalogue.parts if part.path[:2] != ("data", "validation") and part.path[0] not in COMPANIONS]
+    parts = [part for part in catalogue.parts if part.path[:2] not in _TOLD_WITH_TRAIN and part.path[0] not in COMPANIONS]
     # Sections of the core first, then components by where they stand; the order in which plugins load says nothing.
     for part in sorted(parts, key=lambda part: (part.component is not None, dotted(part.path), _name(part))):
         lines.append(_heading(part))
@@ -44,7 +45,10 @@ def _heading(part: Part) -> str:
     key = dotted(part.path).replace(ANY, "<task>")
     if part.component is None or part.kind is None:
         return f"## `{key}`\n\n{_first_line(part.model)}\n"
-    alike: dict[Path, list[str]] = {("data", "train"): ["data.train", "data.validation"], ("policy",): ["policy", *COMPANIONS]}
+    alike: dict[Path, list[str]] = {
+        ("data", "train"): ["data.train", "data.validation", "data.mix.<name>"],
+        ("policy",): ["policy", *COMPANIONS],
+    }
     where = " and ".join(", ".join(f"`{each}`" for each in alike.get(part.path, [key])).rsplit(", ", 1))
     return f"## {where}: {part.kind.label} `{part.component.name}`\n\n{part.component.summary}.\n"
 

@@ -126,7 +126,29 @@ class PromptConfig(Section):
     system_prompt: str | None = None
     """The system message; the template's own by default."""
     examples_type: str | None = None
-    """A named list of few-shot examples of the template."""
+    processor: str | None = None
+    """Dotted path of a function from a record to a tokenised row, in place of the core's; `docs/data.md` has its face."""
+    weight: float | None = Field(default=None, gt=0.0)
+    """In `data.mix`: its share of the training rows, relative to the other members; 1 by default."""
+    """Few-shot examples by name: not there, so null alone is allowed. Write examples into a template of your own."""
+
+    @model_validator(mode="after")
+    def _no_examples(self) -> PromptConfig:
+        if self.examples_type is not None:
+            raise ValueError(
+                f"examples_type is {self.examples_type!r}, and templates have no lists of examples: write them into a template "
+                "of your own and name its path in prompt_config"
+            )
+        return self
+
+
+class SplitConfig(Section):
+    """Rows of the training data that are held out of it for validation."""
+
+    validation: float = Field(gt=0.0, lt=1.0)
+    """The share that is held out: each row with this probability, by what it asks and not by where it stands."""
+    seed: int = 0
+    """Another seed holds out others."""
 
 
 class DataConfig(Section):
@@ -141,9 +163,13 @@ class DataConfig(Section):
     val_data_path: Annotated[str | None, INPUT_PATH] = None
     """Short for `validation: {dataset_name: jsonl, path: ...}`."""
     prompt: PromptConfig | None = None
-    """How a record becomes a message."""
+    """How a record becomes a message, for every dataset that does not say so itself."""
     max_input_seq_length: int | None = Field(default=None, ge=1)
     """Most tokens of a prompt; the policy's `max_total_sequence_length` less one by default."""
+    mix: dict[str, DatasetConfig] = Field(default_factory=dict)
+    """Training data of several datasets, by a name of your own, in place of `train`; each has a `weight`."""
+    split: SplitConfig | None = None
+    """Validation data held out of the training data, in place of `validation`."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """What happens to a longer one; dropped ones are counted."""
     shuffle: bool = True
@@ -163,10 +189,46 @@ class DeadlineConfig(Section):
 
     start_s: float = Field(default=600.0, gt=0.0)
     """Starting workers and loading models."""
+        if self.mix and (self.train is not None or self.train_data_path is not None):
+            raise ValueError("mix and train both name the training data: keep one of them")
     generate_s: float = Field(default=1800.0, gt=0.0)
     """One generation call."""
+        if self.split is not None and (self.validation is not None or self.val_data_path is not None):
+            raise ValueError("split and validation both name the validation data: keep one of them")
+        for key, section in (("train", self.train), ("validation", self.validation)):
+            if section is not None and section.weight is not None:
+                raise ValueError(f"{key}.weight weighs nothing: weights are for the members of mix")
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_are_filled_by_somebody(self) -> DataConfig:
+        for name, section in self.sections().items():
+            for asked, key in (("prompt_config", "prompt"), ("system_prompt", "system_prompt")):
+                if self.prompt is None or getattr(self.prompt, asked) is None:
+                    continue
+                if key not in type(section).model_fields or (key == "prompt" and getattr(section, "record_fn", None)):
+                    raise ValueError(
+                        f"prompt.{asked} is for every dataset, and {name} ({section.dataset_name}) fills no template: write "
+                        f"`{key}` into the sections of those that do"
+                    )
     train_s: float = Field(default=1800.0, gt=0.0)
     """One training or scoring call."""
+    @property
+    def has_training_data(self) -> bool:
+        """Whether anything names training data."""
+        return self.train is not None or bool(self.mix)
+
+    @property
+    def has_validation_data(self) -> bool:
+        """Whether anything names validation data."""
+        return self.validation is not None or (self.split is not None and self.has_training_data)
+
+    def sections(self) -> dict[str, DatasetConfig]:
+        """Every dataset, by its key within `data`."""
+        own = {"train": self.train, "validation": self.validation}
+        named = {key: section for key, section in own.items() if section is not None}
+        return {**named, **{f"mix.{name}": section for name, section in self.mix.items()}}
+
     refit_s: float = Field(default=600.0, gt=0.0)
     """One refit."""
     checkpoint_s: float = Field(default=1800.0, gt=0.0)

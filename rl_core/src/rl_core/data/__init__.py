@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict as BatchedDataDict
     from rl_core.data.dataloader import BatchedDataLoader as BatchedDataLoader
-    from rl_core.data.datasets import JsonlDataset as JsonlDataset
+    from rl_core.data.datasets import RecordDataset as RecordDataset
     from rl_core.data.messages import DatumSpec as DatumSpec
     from rl_core.data.tokenizer import load_tokenizer as load_tokenizer
 
@@ -16,10 +16,10 @@ _HOMES = {
     "BatchedDataDict": "batched_data_dict",
     "BatchedDataLoader": "dataloader",
     "DatumSpec": "messages",
-    "JsonlDataset": "datasets",
+    "RecordDataset": "datasets",
     "load_tokenizer": "tokenizer",
 }
-__all__ = ["BatchedDataDict", "BatchedDataLoader", "DatumSpec", "JsonlDataset", "load_tokenizer"]
+__all__ = ["BatchedDataDict", "BatchedDataLoader", "DatumSpec", "RecordDataset", "load_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.mixing import Mixture, row_order
 from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
@@ -29,9 +30,10 @@ class BatchedDataLoader:
         seed: Of the shuffle.
         drop_last: Leave out an epoch's last rows where they do not fill a batch.
         collate: From the rows to a batch; by default `collate_rows`.
+        mixture: How the rows are mixed, where the dataset is several ones after each other.
 
     Raises:
-        DataError: The dataset is empty, or smaller than the one batch that `drop_last` allows.
+        DataError: The dataset is empty, smaller than the one batch that `drop_last` allows, or not of the mixture's size.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class BatchedDataLoader:
         seed: int = 0,
         drop_last: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size is {batch_size}: give at least 1")
@@ -50,12 +53,17 @@ class BatchedDataLoader:
             raise DataError(
                 f"the dataset has {len(dataset)} rows and a batch takes {batch_size}: there would be no batch at all"
             )
+        if mixture is not None and len(mixture) != len(dataset):
+            raise DataError(
+                f"the mixture is of {len(mixture)} rows and the dataset has {len(dataset)}: give one of its members"
+            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
         self.collate = collate or collate_rows
+        self.mixture = mixture
         self._epoch = 0
         self._cursor = 0
 
@@ -71,7 +79,7 @@ class BatchedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch
-        order = epoch_order(len(self.dataset), seed=self.seed, epoch=epoch) if self.shuffle else range(len(self.dataset))
+        order = self._order(epoch)
         while self._epoch == epoch:
             start, end = self._cursor, min(self._cursor + self.batch_size, len(order))
             # The state moves on before the batch is out of hand. After the last batch it stands at the next epoch's start:
@@ -93,15 +101,16 @@ class BatchedDataLoader:
 
         Returns:
             `seed` and `shuffle` of the order, `epoch` (whole passes done), `cursor` (rows of the current pass handed out)
-            and `rows` of the dataset.
+            and `rows` of the dataset; of a mixture its members as well. JSON.
         """
-        return {
+        state = {
             "seed": self.seed,
             "shuffle": self.shuffle,
             "epoch": self._epoch,
             "cursor": self._cursor,
             "rows": len(self.dataset),
         }
+        return state if self.mixture is None else {**state, "mixture": self.mixture.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, under its seed; the batch size may be another.
@@ -114,15 +123,25 @@ class BatchedDataLoader:
                 f"the state is of {state['rows']} rows with shuffle={state['shuffle']}, the loader has {len(self.dataset)} "
                 f"rows with shuffle={self.shuffle}: the order would not be the one that was interrupted"
             )
+        members = None if self.mixture is None else self.mixture.state()
+        if state.get("mixture") != members:
+            raise DataError(
+                f"the state is of the mixture {state.get('mixture')}, the loader has {members} (rows, and rows an epoch, of "
+                "each member): the order would not be the one that was interrupted"
+            )
         self.seed, self._epoch, self._cursor = state["seed"], state["epoch"], state["cursor"]
         if len(self.dataset) - self._cursor < (self.batch_size if self.drop_last else 1):
             self._epoch, self._cursor = self._epoch + 1, 0
 
+    def _order(self, epoch: int) -> Sequence[int]:
+        if self.mixture is not None:
+            return self.mixture.order(seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        return epoch_order(len(self.dataset), seed=self.seed, epoch=epoch) if self.shuffle else range(len(self.dataset))
+
 
 def epoch_order(rows: int, *, seed: int, epoch: int) -> list[int]:
     """The permutation of the rows in that epoch; the same on every machine and in every process."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(rows, generator=generator).tolist()
+    return row_order(rows, seed=seed, epoch=epoch).tolist()
 
 
 def collate_rows(rows: list[Any]) -> BatchedDataDict[Any]:

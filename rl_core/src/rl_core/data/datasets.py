@@ -1,4 +1,4 @@
-"""Datasets: sequences of records, read whole and checked; knows no tokenizer.
+"""Datasets of prompts and conversations: what the fields of a row mean; knows no source of rows and no tokenizer.
 
 A record is {messages, extra_env_info, task_name} with, where they are, stop_strings; a conversation for supervised training
 ends with the assistant's message.
@@ -6,11 +6,16 @@ ends with the assistant's message.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
-from rl_core.data.dataset_config import JsonlDatasetConfig
-from rl_core.data.json_lines import JsonLines
+from rl_core.data.conversations import Messages, read_messages, without_answer
+from rl_core.data.dataset_config import RecordForm
 from rl_core.data.prompts import PromptTemplate, load_prompt
+from rl_core.data.record_functions import load_record_function
+from rl_core.data.records import Records
+from rl_core.data.sources import open_rows
 from rl_core.errors import DataError
 
 
@@ -30,68 +35,121 @@ class Record(TypedDict):
     stop_strings: NotRequired[list[str]]
 
 
-class JsonlDataset(JsonLines[Record]):
-    """The records of a file of JSON lines.
+class RecordDataset(Records[Record]):
+    """The prompts or conversations of any source.
 
     Args:
-        config: Which file, which fields.
+        config: Which source, which fields.
 
     Raises:
-        DataError: The file is absent or has no good row, or a row is bad; names file and line.
+        DataError: The source is absent or has no good row, or a row is bad; names its place.
     """
 
-    def __init__(self, config: JsonlDatasetConfig) -> None:
-        template = None if config.prompt is None else load_prompt(config.prompt)
-        super().__init__(
-            config.path, lambda row: [record_from_row(row, config, template)], on_bad_row=config.on_bad_row, called="row"
-        )
+    def __init__(self, config: RecordForm) -> None:
+        super().__init__(open_rows(config), ReadsRecords(config), on_bad_row=config.on_bad_row)
         self.config = config
 
 
-def record_from_row(row: dict[str, Any], config: JsonlDatasetConfig, template: PromptTemplate | None) -> Record:
-    """The record that the config makes of one row's fields.
+class ReadsRecords:
+    """Makes one record of a row, by the config's keys or by its function.
 
     Args:
-        row: The fields.
-        config: Which of them are what.
-        template: The prompt template for a text input; None leaves the text as it is.
+        config: Which fields are what.
 
     Raises:
-        DataError: A field is absent or of the wrong kind.
+        DataError: There is no such prompt template.
+        ConfigError: There is no such function.
     """
-    messages = _messages(row, config, template)
-    if config.system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    if config.response_key is not None:
-        messages.append({"role": "assistant", "content": _field(row, config.response_key, str)})
-    info = {key: _field(row, key, object) for key in config.env_keys}
-    if config.output_key is not None:
-        info["expected_answer"] = _field(row, config.output_key, object)
-    record = Record(messages=messages, extra_env_info=info, task_name=config.task_name)
-    if config.stop_strings_key is not None:
-        record["stop_strings"] = _field(row, config.stop_strings_key, list)
-    return record
+
+    called = "row"
+
+    def __init__(self, config: RecordForm) -> None:
+        self._config = config
+        self._template = None if config.prompt is None else _template(config)
+        self._function = None if config.record_fn is None else load_record_function(config.record_fn)
+
+    def records(self, row: dict[str, Any]) -> list[Record]:
+        """The row's record."""
+        if self._function is not None:
+            return [self._checked(self._function(row))]
+        return [self._from_keys(row)]
+
+    def asked(self, row: dict[str, Any]) -> Any:
+        """The field that is asked; a conversation without its answer."""
+        if self._function is not None:
+            return without_answer(self.records(row)[0]["messages"])
+        value = row[self._config.input_key]
+        return value if isinstance(value, str) else without_answer(read_messages(value, "the row", role="user"))
+
+    def _from_keys(self, row: dict[str, Any]) -> Record:
+        config = self._config
+        messages = self._with_system(self._asked_messages(row))
+        if config.response_key is not None:
+            given = _field(row, config.response_key, (str, list), "response_key")
+            answer = read_messages(given, repr(config.response_key), role="assistant")
+            if answer[-1]["role"] != "assistant":
+                raise DataError(f"the field {config.response_key!r} ends with what the {answer[-1]['role']} says: no answer")
+            messages.extend(answer)
+        info = {key: _field(row, key, object, "env_keys") for key in config.env_keys}
+        if config.output_key is not None:
+            info["expected_answer"] = _field(row, config.output_key, object, "output_key")
+        record = Record(messages=messages, extra_env_info=info, task_name=config.task_name or "default")
+        if config.stop_strings_key is not None:
+            record["stop_strings"] = _texts(_field(row, config.stop_strings_key, list, "stop_strings_key"))
+        return record
+
+    def _asked_messages(self, row: dict[str, Any]) -> Messages:
+        key = self._config.input_key
+        asked = _field(row, key, (str, list), "input_key")
+        if self._template is None:
+            return read_messages(asked, repr(key), role="user")
+        if not isinstance(asked, str):
+            raise DataError(
+                f"the field {key!r} is a list of messages, and the prompt template is for texts: leave out the template"
+            )
+        return list(self._template.fill(row, input_key=key))
+
+    def _with_system(self, messages: Messages) -> Messages:
+        system = self._config.system_prompt
+        if system is None or messages[0]["role"] in ("system", "developer"):
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
+    def _checked(self, made: Any) -> Record:
+        """What the function gave, held to what a record is."""
+        name = self._config.record_fn
+        if not isinstance(made, Mapping) or "messages" not in made:
+            found = sorted(made) if isinstance(made, Mapping) else repr(made)
+            raise DataError(f"{name} gave {found}: expected a record, which has `messages`")
+        if unknown := sorted(made.keys() - Record.__annotations__.keys()):
+            raise DataError(f"{name} gave a record with {unknown}: a record has {', '.join(Record.__annotations__)}")
+        messages = self._with_system(read_messages(made["messages"], f"what {name} gave", role="user"))
+        info = dict(made.get("extra_env_info") or {})
+        record = Record(messages=messages, extra_env_info=info, task_name=self._config.task_name or "default")
+        if made.get("task_name") is not None:
+            record["task_name"] = made["task_name"]
+        if made.get("stop_strings") is not None:
+            record["stop_strings"] = _texts(made["stop_strings"])
+        return record
 
 
-def _messages(row: dict[str, Any], config: JsonlDatasetConfig, template: PromptTemplate | None) -> list[dict[str, Any]]:
-    asked = _field(row, config.input_key, (str, list))
-    if isinstance(asked, str):
-        return (
-            [{"role": "user", "content": asked}] if template is None else list(template.fill(row, input_key=config.input_key))
-        )
-    for number, message in enumerate(asked):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"message {number} of {config.input_key!r} is no {{role, content}}: found {message!r}")
-    if not asked:
-        raise DataError(f"{config.input_key!r} is an empty list: expected messages")
-    return [dict(message) for message in asked]
+def _template(config: RecordForm) -> PromptTemplate:
+    assert config.prompt is not None
+    template = load_prompt(config.prompt)
+    return template if config.system_prompt is None else replace(template, system=None)
 
 
-def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
+def _texts(values: Any) -> list[str]:
+    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+        raise DataError(f"the stop strings are {values!r}: expected a list of texts")
+    return values
+
+
+def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_key: str) -> Any:
     if key not in row:
-        raise DataError(f"the field {key!r} is absent: the row has {sorted(row)}")
+        raise DataError(f"the field {key!r} (`{config_key}`) is absent: the row has {sorted(row)}")
     if not isinstance(row[key], kind) or row[key] is None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         names = " or ".join("a value" if each is object else each.__name__ for each in kinds)
-        raise DataError(f"the field {key!r} is {row[key]!r}: expected {names}")
+        raise DataError(f"the field {key!r} (`{config_key}`) is {row[key]!r}: expected {names}")
     return row[key]

@@ -67,8 +67,8 @@ def get_formatted_message_log(
 
     With a chat template: the concatenation equals the template applied to all messages. The header that opens an assistant
     turn belongs to the message before it, so that a mask on assistant messages trains what a model would sample and no more.
-    A beginning that the template does not render on its own (some refuse a system message alone) yields its tokens to the
-    next message and keeps none.
+    A beginning without an answer that the template does not render on its own (some refuse a system message alone) yields its
+    tokens to the next message and keeps none.
 
     Without a chat template: each content is tokenised by itself, without special tokens, and nothing is put between messages.
     The tokenizer's BOS token, if it has one, opens the first message; its EOS token closes every assistant message.
@@ -98,19 +98,29 @@ def add_loss_mask_to_message_log(
     message_logs: Iterable[MessageLog],
     roles_to_train_on: Sequence[str] = ("assistant",),
     only_unmask_final: bool = False,
+    *,
+    tokenizer: Any = None,
 ) -> None:
-    """Give every message a `token_loss_mask` [t] float32, in place: 1 on all its tokens if it is trained, else 0.
+    """Give every message a `token_loss_mask` [t] float32, in place: 1 on the tokens of a message that is trained, else 0.
+
+    A message with `weight: 0` is not trained, whatever its role. With a tokenizer, neither is white space after the special
+    token that closes a turn (the line break after `<|im_end|>`): a model stops there, so that it is never sampled.
 
     Args:
         message_logs: Message logs with `token_ids`.
         roles_to_train_on: The roles that are trained.
         only_unmask_final: Train only the last message of these roles.
+        tokenizer: Knows the special tokens; None trains all tokens of a message.
     """
     for log in message_logs:
         trained = [number for number, message in enumerate(log) if message["role"] in roles_to_train_on]
         trained = trained[-1:] if only_unmask_final else trained
         for number, message in enumerate(log):
-            message["token_loss_mask"] = torch.full_like(message["token_ids"], float(number in trained), dtype=torch.float32)
+            is_trained = number in trained and message.get("weight") != 0
+            mask = torch.full_like(message["token_ids"], float(is_trained), dtype=torch.float32)
+            if is_trained and tokenizer is not None:
+                mask[len(mask) - _never_sampled(message["token_ids"].tolist(), tokenizer) :] = 0.0
+            message["token_loss_mask"] = mask
 
 
 def message_log_to_flat_messages(message_log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -194,13 +204,14 @@ def _template_pieces(
         try:
             longer = _render(message_log[:end], tokenizer, add_generation_prompt=header, tools=tools)
         except DataError:
-            if is_last:
+            # An answer must have tokens of its own, and no others: they are what is trained.
+            if is_last or "assistant" in (message_log[end - 1]["role"], message_log[end]["role"]):
                 raise
             pieces.append([])
             continue
         longer_tokens = _encode(tokenizer, longer)
         if longer_tokens[: len(tokens)] != tokens:
-            raise _unstable(end, text, longer)
+            raise _merging(end, text, longer) if longer.startswith(text) else _unstable(end, text, longer)
         pieces.append(longer_tokens[len(tokens) :])
         text, tokens = longer, longer_tokens
     return pieces
@@ -237,6 +248,21 @@ def _unstable(end: int, shorter: str, longer: str) -> DataError:
         "such a conversation would train on what the model never saw: use a template that keeps earlier messages as they "
         "were (for instance one that does not drop earlier reasoning), or one conversation a turn"
     )
+
+
+def _merging(end: int, shorter: str, longer: str) -> DataError:
+    return DataError(
+        f"message {end - 1} (from 0) begins with {longer[len(shorter) :][:20]!r}, which the tokenizer merges with the end of "
+        f"what stands before it, {shorter[-20:]!r}: a model that answers there samples other tokens than these. Strip the "
+        "white space at the message's beginning"
+    )
+
+
+def _never_sampled(tokens: Sequence[int], tokenizer: Any) -> int:
+    """How many tokens at the end are white space after a special token."""
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    after = next((count for count, token in enumerate(reversed(tokens)) if token in special), 0)
+    return after if after and not tokenizer.decode(tokens[len(tokens) - after :]).strip() else 0
 
 
 def _tensor_fields(message_logs: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, torch.dtype]:

@@ -1,15 +1,18 @@
-"""Preferences: prompts with a better and a worse answer, read whole and checked; knows no tokenizer."""
+"""Preferences: prompts with a better and a worse answer, or several in order; knows no source of rows and no tokenizer."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, TypedDict
 
-from rl_core.data.dataset_config import PreferenceDatasetConfig
-from rl_core.data.json_lines import JsonLines
+from rl_core.data.conversations import Messages, read_messages
+from rl_core.data.dataset_config import PreferenceForm
+from rl_core.data.record_functions import load_record_function
+from rl_core.data.records import Records
+from rl_core.data.sources import open_rows
 from rl_core.errors import DataError
-
-Messages = list[dict[str, Any]]
 
 
 class PreferenceRecord(TypedDict):
@@ -28,91 +31,129 @@ class PreferenceRecord(TypedDict):
     task_name: str
 
 
-class PreferenceDataset(JsonLines[PreferenceRecord]):
-    """The pairs of a file of JSON lines.
+class PreferenceDataset(Records[PreferenceRecord]):
+    """The pairs of any source.
 
-    A line is `{"prompt": ..., "chosen": ..., "rejected": ...}`, or `{"prompt": ..., "completions": [{"completion": ...,
+    A row is `{"prompt": ..., "chosen": ..., "rejected": ...}`, or `{"prompt": ..., "completions": [{"completion": ...,
     "rank": 0}, ...]}`; a prompt or answer is a text or a list of messages.
 
     Args:
-        config: Which file, which fields.
+        config: Which source, which fields.
 
     Raises:
-        DataError: The file is absent or has no good row, or a row is bad; names file and line.
+        DataError: The source is absent or has no good row, or a row is bad; names its place.
     """
 
-    def __init__(self, config: PreferenceDatasetConfig) -> None:
-        super().__init__(config.path, lambda row: pairs_from_row(row, config), on_bad_row=config.on_bad_row, called="pair")
+    def __init__(self, config: PreferenceForm) -> None:
+        super().__init__(open_rows(config), ReadsPairs(config), on_bad_row=config.on_bad_row)
         self.config = config
 
 
-def pairs_from_row(row: dict[str, Any], config: PreferenceDatasetConfig) -> list[PreferenceRecord]:
+class ReadsPairs:
+    """Makes the pairs of a row, by the config's keys or by its function.
+
+    Args:
+        config: Which fields are what.
+
+    Raises:
+        ConfigError: There is no such function.
+    """
+
+    called = "pair"
+
+    def __init__(self, config: PreferenceForm) -> None:
+        self._config = config
+        self._function = None if config.record_fn is None else load_record_function(config.record_fn)
+
+    def records(self, row: dict[str, Any]) -> list[PreferenceRecord]:
+        """The row's pairs."""
+        if self._function is None:
+            return pairs_from_row(row, self._config)
+        made = self._function(row)
+        if not isinstance(made, Mapping):
+            raise DataError(f"{self._config.record_fn} gave {made!r}: expected the fields of a pair")
+        return pairs_from_row(dict(made), self._config)
+
+    def asked(self, row: dict[str, Any]) -> Any:
+        """What both answers answer, without the system message that the config adds."""
+        prompt = self.records(row)[0]["prompt"]
+        return [message for message in prompt if message != {"role": "system", "content": self._config.system_prompt}]
+
+
+def pairs_from_row(row: dict[str, Any], config: PreferenceForm) -> list[PreferenceRecord]:
     """The pairs that the config makes of one row's fields: one, or of ranked answers as many as `pairing` says.
 
     Raises:
         DataError: A field is absent or of the wrong kind, or there is nothing to prefer.
     """
-    if config.chosen_key not in row and config.completions_key in row:
+    if row.get(config.chosen_key) is None and row.get(config.completions_key) is not None:
         return [_pair(row, better, worse, config) for better, worse in _ranked(row, config)]
     return [_pair(row, _field(row, config.chosen_key), _field(row, config.rejected_key), config)]
 
 
-def _ranked(row: dict[str, Any], config: PreferenceDatasetConfig) -> list[tuple[Any, Any]]:
-    """Pairs of answers of different ranks, the better one first."""
-    listed = row[config.completions_key]
-    if not isinstance(listed, list) or not all(
-        isinstance(each, dict) and {"completion", "rank"} <= each.keys() for each in listed
-    ):
-        raise DataError(f"the field {config.completions_key!r} is {listed!r}: expected a list of {{completion, rank}}")
-    ordered = sorted(listed, key=lambda each: each["rank"])
-    pairs = [(a["completion"], b["completion"]) for a, b in combinations(ordered, 2) if a["rank"] < b["rank"]]
+def _ranked(row: dict[str, Any], config: PreferenceForm) -> list[tuple[Any, Any]]:
+    """Pairs of answers that differ in rank or score, the better one first, in the order of the best."""
+    key = config.completions_key
+    listed = [(_worth(each, number, key), each["completion"]) for number, each in enumerate(_list(row[key], key))]
+    if len({by for (by, _), _ in listed}) > 1:
+        raise DataError(f"some answers in {key!r} have a rank and others a score: give all of them the same")
+    # sorted() keeps the order of the row among equals, so that the first of several best ones is taken.
+    ordered = sorted(listed, key=lambda each: each[0][1], reverse=True)
+    pairs = [(better, worse) for ((_, a), better), ((_, b), worse) in combinations(ordered, 2) if a > b]
     if not pairs:
-        raise DataError(f"the answers in {config.completions_key!r} have one rank: there is nothing to prefer")
-    if config.pairing == "all":
-        return pairs
-    return [(ordered[0]["completion"], ordered[-1]["completion"])]
+        what = "score" if listed and listed[0][0][0] == "score" else "rank"
+        raise DataError(f"the answers in {key!r} have one {what}: there is nothing to prefer")
+    return pairs if config.pairing == "all" else [(ordered[0][1], ordered[-1][1])]
 
 
-def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceDatasetConfig) -> PreferenceRecord:
-    chosen = _messages(better, "assistant", f"the better answer {better!r}")
-    rejected = _messages(worse, "assistant", f"the worse answer {worse!r}")
-    if config.prompt_key in row:
+def _list(listed: Any, key: str) -> list[Any]:
+    if not isinstance(listed, list):
+        raise DataError(f"the field {key!r} is {listed!r}: expected a list of {{completion, rank}} or {{completion, score}}")
+    return listed
+
+
+def _worth(answer: Any, number: int, key: str) -> tuple[str, float]:
+    """Whether an answer has a rank or a score, and its worth by that: more is better."""
+    given = {name: value for name, value in answer.items() if value is not None} if isinstance(answer, Mapping) else {}
+    named = [name for name in ("rank", "score") if name in given]
+    if "completion" not in given or len(named) != 1:
+        raise DataError(
+            f"answer {number} of the field {key!r} is {answer!r}: expected a list of {{completion, rank}} or {{completion, "
+            "score}"
+        )
+    value = given[named[0]]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"answer {number} of the field {key!r} has the {named[0]} {value!r}: expected a number")
+    return named[0], -value if named[0] == "rank" else value
+
+
+def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) -> PreferenceRecord:
+    chosen = read_messages(better, f"the better answer {better!r}", role="assistant")
+    rejected = read_messages(worse, f"the worse answer {worse!r}", role="assistant")
+    if row.get(config.prompt_key) is not None:
         asked = row[config.prompt_key]
-        prompt = _messages(asked, "user", f"the field {config.prompt_key!r}, {asked!r},")
+        prompt = read_messages(asked, f"the field {config.prompt_key!r}, {asked!r},", role="user")
         # Whole conversations are common as well: the prompt is then written three times.
         chosen, rejected = _without(prompt, chosen), _without(prompt, rejected)
     else:
         shared = _shared_length(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    if config.system_prompt is not None and (not prompt or prompt[0]["role"] != "system"):
+    if config.system_prompt is not None and (not prompt or prompt[0]["role"] not in ("system", "developer")):
         prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
     _check(prompt, chosen, rejected, row, config)
     return PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, task_name=config.task_name or "default")
 
 
-def _check(
-    prompt: Messages, chosen: Messages, rejected: Messages, row: dict[str, Any], config: PreferenceDatasetConfig
-) -> None:
+def _check(prompt: Messages, chosen: Messages, rejected: Messages, row: dict[str, Any], config: PreferenceForm) -> None:
     if chosen == rejected:
         raise DataError("both answers are the same: there is nothing to prefer")
-    if not prompt:
+    if all(message["role"] in ("system", "developer") for message in prompt):
         raise DataError(
             f"there is no prompt: the row has {sorted(row)} and no {config.prompt_key!r}, and its answers begin apart"
         )
     for name, answer in (("better", chosen), ("worse", rejected)):
         if not any(message["role"] == "assistant" for message in answer):
             raise DataError(f"the {name} answer has no message of the assistant: found {[m['role'] for m in answer]}")
-
-
-def _messages(value: Any, role: str, what: str) -> Messages:
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{what} is neither a text nor a list of messages")
-    for number, message in enumerate(value):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"message {number} of {what} is no {{role, content}}: found {message!r}")
-    return [dict(message) for message in value]
 
 
 def _without(prompt: Messages, conversation: Messages) -> Messages:
@@ -124,6 +165,6 @@ def _shared_length(one: Messages, other: Messages) -> int:
 
 
 def _field(row: dict[str, Any], key: str) -> Any:
-    if key not in row:
+    if row.get(key) is None:
         raise DataError(f"the field {key!r} is absent: the row has {sorted(row)}")
     return row[key]

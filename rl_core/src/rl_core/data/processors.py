@@ -71,7 +71,8 @@ def conversation_datum(
     if not set(roles) & set(roles_to_train_on):
         raise DataError(f"record {idx} has messages of {roles}, none of {list(roles_to_train_on)}: nothing to train on")
     log = get_formatted_message_log(record["messages"], tokenizer)
-    add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final)
+    add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final, tokenizer=tokenizer)
+    _refuse_untrained(log, idx)
     return _datum(log, record, idx, max_length, on_too_long)
 
 
@@ -114,6 +115,30 @@ def preference_datum(
     )
 
 
+def check_made_by(made: Any, name: str, *, is_trained: bool) -> None:
+    """Hold what a processor of a user's own gave to what a `DatumSpec` or `PreferenceDatumSpec` is.
+
+    Args:
+        made: What it gave.
+        name: What errors call it.
+        is_trained: Whether its messages need a `token_loss_mask`.
+
+    Raises:
+        DataError: It lacks a key, or a message has no tokens.
+    """
+    if not isinstance(made, Mapping):
+        raise DataError(f"{name} gave {made!r}: expected a DatumSpec")
+    logs = ["message_log"] if "message_log_chosen" not in made else ["message_log_chosen", "message_log_rejected"]
+    lengths = [log.replace("message_log", "length") for log in logs]
+    if missing := sorted({*logs, *lengths, "loss_multiplier", "idx"} - made.keys()):
+        raise DataError(f"{name} gave {sorted(made)}, which lacks {', '.join(missing)}: expected a DatumSpec")
+    keys = ("token_ids", "token_loss_mask") if is_trained else ("token_ids",)
+    for message in (message for log in logs for message in made[log]):
+        lacking = [key for key in keys if not isinstance(message.get(key), torch.Tensor)]
+        if lacking:
+            raise DataError(f"{name} gave a message of {message.get('role')!r} without {' and '.join(lacking)}, a tensor [t]")
+
+
 def collate_preferences(datums: Sequence[PreferenceDatumSpec]) -> BatchedDataDict[PreferenceDatumSpec]:
     """The pairs as a batch: lengths [B] int64 and `loss_multiplier` [B] float32 as tensors, the rest as lists."""
     columns: dict[str, Any] = {
@@ -144,10 +169,18 @@ def collate_datums(datums: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
 
 def _answered(prompt: Sequence[Mapping[str, Any]], answer: Sequence[Mapping[str, Any]], tokenizer: Any) -> MessageLog:
     log = get_formatted_message_log([*prompt, *answer], tokenizer)
-    for number, message in enumerate(log):
-        trained = number >= len(prompt) and message["role"] == "assistant"
-        message["token_loss_mask"] = torch.full_like(message["token_ids"], float(trained), dtype=torch.float32)
+    add_loss_mask_to_message_log([log], tokenizer=tokenizer)
+    for message in log[: len(prompt)]:
+        message["token_loss_mask"].zero_()
     return log
+
+
+def _refuse_untrained(log: MessageLog, idx: int) -> None:
+    if not any(bool(message["token_loss_mask"].any()) for message in log):
+        raise DataError(
+            f"record {idx} has no token to train on: the answers that count are empty, have the weight 0, or the chat template "
+            "leaves them out"
+        )
 
 
 def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int | None, on_too_long: OnTooLong) -> DatumSpec:

@@ -9,23 +9,21 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.dataloader import BatchedDataLoader
-from rl_core.data.messages import add_loss_mask_to_message_log, batched_message_log_to_flat_message
+from rl_core.data.messages import batched_message_log_to_flat_message
 
 
 class TrainingBatches:
     """Rows for supervised training, drawn by a resumable loader.
 
     Args:
-        loader: draws conversations.
+        loader: draws conversations, with a `token_loss_mask` on every message.
         pad_token_id: on the padding of `input_ids`.
-        only_unmask_final: train on the last assistant message alone.
     """
 
-    def __init__(self, loader: BatchedDataLoader, *, pad_token_id: int, only_unmask_final: bool = False) -> None:
+    def __init__(self, loader: BatchedDataLoader, *, pad_token_id: int) -> None:
         self._loader = loader
         self._endless = loader.forever()
         self._pad_token_id = pad_token_id
-        self._only_unmask_final = only_unmask_final
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
@@ -50,7 +48,6 @@ class TrainingBatches:
 
     def _rows(self, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         logs = batch["message_log"]
-        add_loss_mask_to_message_log(logs, only_unmask_final=self._only_unmask_final)
         flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": self._pad_token_id})
         return BatchedDataDict(
             {

@@ -1,0 +1,137 @@
+"""Parquet files and Hugging Face datasets as rows, loaded by the library `datasets` and left on disk; knows no field.
+
+Loading is all that the library does here: the order, the resume, the bad rows and the splits that are held out are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rl_core.data.joined import Joined
+from rl_core.errors import DataError
+
+_SAVED = ("state.json", "dataset_dict.json")
+"""What `save_to_disk` leaves in a folder: of one split, of several."""
+
+
+class ArrowRows:
+    """The rows of tables, one table after the other.
+
+    Args:
+        tables: Each with the name that places go by.
+        name: What errors call the whole.
+    """
+
+    def __init__(self, tables: Sequence[tuple[str, Any]], *, name: str) -> None:
+        self.name = name
+        self._names = [table_name for table_name, _ in tables]
+        self._rows = Joined([table for _, table in tables])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        fields: dict[str, Any] = self._rows[index]
+        return fields
+
+    def place(self, index: int) -> str:
+        """Table and row number, from 0, as `dataset[row]` counts."""
+        table, row = self._rows.locate(index)
+        return f"{self._names[table]}, row {row}"
+
+
+def parquet_rows(path: Path) -> ArrowRows:
+    """The rows of a parquet file, or of all `*.parquet` of a folder in the order of their names.
+
+    Raises:
+        DataError: There is no such file, or it is no parquet.
+    """
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        what = "has no *.parquet" if path.is_dir() else "does not exist"
+        raise DataError(f"dataset {path} {what}: give the path of a parquet file, or of a folder of them")
+    datasets = _library()
+    read = datasets.Dataset.from_parquet
+    tables = [(str(file), _loaded(partial(read, str(file)), str(file))) for file in files]
+    return ArrowRows(tables, name=str(path))
+
+
+def hugging_face_rows(
+    path: str, *, subset: str | None = None, split: str | None = None, revision: str | None = None
+) -> ArrowRows:
+    """The rows of one split of a dataset.
+
+    Args:
+        path: A folder that `save_to_disk` wrote, a folder of data files, or the name of a dataset of the hub.
+        subset: One of the dataset's configurations.
+        split: One of its splits, or a slice of one (`train[:1000]`) where the library loads data files; may be left out where
+            there is only one.
+        revision: Of a dataset of the hub: branch, tag or commit.
+
+    Raises:
+        DataError: There is no such dataset, subset or split, or several splits and none is named.
+    """
+    datasets = _library()
+    saved = any((Path(path) / name).is_file() for name in _SAVED)
+    if saved and subset is not None:
+        raise DataError(f"dataset {path} was written by save_to_disk and has no subsets: leave out `subset: {subset}`")
+    name = f"{path} ({subset})" if subset else path
+    if saved:
+        found = _loaded(lambda: datasets.load_from_disk(path), name)
+    else:
+        found = _loaded(lambda: datasets.load_dataset(path, subset, split=split, revision=revision), name)
+    if isinstance(found, Mapping):
+        split, found = _one_split(found, split, name)
+    elif saved and split is not None:
+        split = _the_split(found, split, name)
+    return ArrowRows([(f"{name}[{split}]" if split else name, found)], name=name)
+
+
+def _one_split(found: Mapping[str, Any], split: str | None, name: str) -> tuple[str, Any]:
+    if split is None and len(found) == 1:
+        return next(iter(found.items()))
+    if split is None:
+        raise DataError(f"dataset {name} has the splits {', '.join(found)}: say which with `split`")
+    if split not in found:
+        raise DataError(f"dataset {name} has no split {split!r}: it has {', '.join(found)}")
+    return split, found[split]
+
+
+def _the_split(found: Any, split: str, name: str) -> str:
+    """The asked split, where one table is all that was saved."""
+    own = None if found.split is None else str(found.split)
+    if own != split:
+        its = "a single table without a name" if own is None else f"only {own!r}"
+        raise DataError(f"dataset {name} has no split {split!r}: it is {its}. Leave out `split`.")
+    return split
+
+
+def _loaded(load: Callable[[], Any], name: str) -> Any:
+    """What the library loads, with its progress bars off: nothing else that a run prints is lost among them."""
+    datasets = _library()
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        found = load()
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        why = error.__cause__ or error
+        raise DataError(
+            f"dataset {name} cannot be loaded: {type(why).__name__}: {why}. Give what exists: a parquet file, a folder that "
+            "save_to_disk wrote, a folder of data files, or the name of a dataset of the hub"
+        ) from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+    # A format that was saved along (tensors, data frames) would change what a row is.
+    return found.with_format(None)
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"reading it needs a package that is not here ({error}): pip install 'rl-core[data]'") from error
+    return datasets

@@ -1,0 +1,34 @@
+"""Several collections, one after the other, as one; knows nothing of what they hold."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+
+class Joined(Sequence[Any]):
+    """Several map-style collections, one after the other, as one.
+
+    Args:
+        parts: The collections.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        number, row = self.locate(index)
+        return self._parts[number][row]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The part, by its number, and the place within it."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)

@@ -1,0 +1,98 @@
+"""Functions from the fields of a row to a record: the packaged ones, and how one is found by its path; knows no source.
+
+Such a function raises `DataError` for a bad row, which is then told with its place, or skipped; anything else that it raises is
+a mistake of its own and ends the run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_core.errors import ConfigError, DataError
+
+RecordFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{instruction, input, output}, `input` a text that may be empty or absent, as a conversation of two messages."""
+    instruction, answer = _text(row, "instruction"), _text(row, "output")
+    given = row.get("input") or ""
+    if not isinstance(given, str):
+        raise DataError(f"the field 'input' is {given!r}: expected a text")
+    question = f"{instruction}\n\n{given}" if given else instruction
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{question, answer}, where the number after `####` in the answer is what the environment expects."""
+    question, answer = _text(row, "question"), _text(row, "answer")
+    _, mark, number = answer.rpartition("####")
+    if not mark or not number.strip():
+        raise DataError(f"the field 'answer' has no number after ####: {answer[-60:]!r}")
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "extra_env_info": {"expected_answer": number.strip().replace(",", "")}}
+
+
+_SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+
+
+def sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{conversations: [{from, value}]}, `from` one of system, human, user, gpt, assistant."""
+    turns = row.get("conversations")
+    if not isinstance(turns, list):
+        raise DataError(f"the field 'conversations' is {turns!r}: expected a list of {{from, value}}")
+    messages = []
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, Mapping) or turn.get("from") not in _SHAREGPT_ROLES:
+            raise DataError(f"turn {number} of 'conversations' is {turn!r}: expected `from` in {', '.join(_SHAREGPT_ROLES)}")
+        messages.append({"role": _SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")})
+    return {"messages": messages}
+
+
+PACKAGED: Mapping[str, RecordFunction] = {"alpaca": alpaca, "gsm8k": gsm8k, "sharegpt": sharegpt}
+
+
+def load_record_function(name: str) -> RecordFunction:
+    """The packaged function of that name, or the one at that path.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    return PACKAGED[name] if name in PACKAGED else load_function(name, "record_fn", known=list(PACKAGED))
+
+
+def load_function(path: str, key: str, *, known: list[str] | None = None) -> Callable[..., Any]:
+    """The function at `package.module.function` or `package.module:function`.
+
+    Args:
+        path: Where it is.
+        key: The config key that names it.
+        known: Names that would have done as well.
+
+    Raises:
+        ConfigError: The module cannot be imported, or has no such function.
+    """
+    module_name, _, attribute = path.replace(":", ".").rpartition(".")
+    names = f" or one of {', '.join(known)}" if known else ""
+    if not module_name:
+        raise ConfigError(f"{key} is {path!r}: expected the path of a function, `package.module.function`{names}.")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key} is {path!r}, and its module cannot be imported ({error}): modules are looked for in the working directory "
+            "and in what is installed."
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ConfigError(f"{key} is {path!r}, and {module_name} has no function {attribute!r}.")
+    return function  # type: ignore[no-any-return]
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise DataError(f"the field {key!r} is {value!r}: expected a text, and the row has {sorted(row)}")
+    return value
