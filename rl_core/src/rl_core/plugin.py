@@ -140,18 +140,6 @@ def rlcore_datasets() -> list[Component]:
     ]
 
 
-@hookimpl
-def rlcore_weight_transports() -> list[Component]:
-    """Within a process, within a node, between processes of a group."""
-    return [
-        Component(
-            "by_reference",
-            target="rl_core.weights.by_reference:ByReferenceTransport",
-            summary="Policy and generation share a process and its tensors",
-        ),
-        Component(
-            "shared_memory",
-            target="rl_core.weights.shared_memory:SharedMemoryTransport",
 def _dataset(name: str, config: str, summary: str) -> Component:
     """Records of one form from one kind of source."""
     reader = "preferences:PreferenceDataset" if config.endswith("Preference") else "datasets:RecordDataset"
@@ -166,6 +154,18 @@ def _dataset(name: str, config: str, summary: str) -> Component:
     )
 
 
+@hookimpl
+def rlcore_weight_transports() -> list[Component]:
+    """Within a process, within a node, between processes of a group."""
+    return [
+        Component(
+            "by_reference",
+            target="rl_core.weights.by_reference:ByReferenceTransport",
+            summary="Policy and generation share a process and its tensors",
+        ),
+        Component(
+            "shared_memory",
+            target="rl_core.weights.shared_memory:SharedMemoryTransport",
             summary="Processes of one node read the same memory",
         ),
         Component(

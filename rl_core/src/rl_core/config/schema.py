@@ -116,20 +116,20 @@ class DatasetConfig(Section):
     """The dataset component, or a dotted path."""
     task_name: str | None = None
     """Which environment answers its records, where the dataset does not say."""
+    processor: str | None = None
+    """Dotted path of a function from a record to a tokenised row, in place of the core's; `docs/data.md` has its face."""
+    weight: float | None = Field(default=None, gt=0.0)
+    """In `data.mix`: its share of the training rows, relative to the other members; 1 by default."""
 
 
 class PromptConfig(Section):
-    """How a record becomes a message."""
+    """How a record becomes a message, for every dataset that does not say so itself."""
 
     prompt_config: Annotated[str | None, NAME_OR_PATH] = None
     """A packaged template such as `generic/math`, or the path of one."""
     system_prompt: str | None = None
     """The system message; the template's own by default."""
     examples_type: str | None = None
-    processor: str | None = None
-    """Dotted path of a function from a record to a tokenised row, in place of the core's; `docs/data.md` has its face."""
-    weight: float | None = Field(default=None, gt=0.0)
-    """In `data.mix`: its share of the training rows, relative to the other members; 1 by default."""
     """Few-shot examples by name: not there, so null alone is allowed. Write examples into a template of your own."""
 
     @model_validator(mode="after")
@@ -156,6 +156,10 @@ class DataConfig(Section):
 
     train: DatasetConfig | None = None
     """The training data."""
+    mix: dict[str, DatasetConfig] = Field(default_factory=dict)
+    """Training data of several datasets, by a name of your own, in place of `train`; each has a `weight`."""
+    split: SplitConfig | None = None
+    """Validation data held out of the training data, in place of `validation`."""
     validation: DatasetConfig | None = None
     """The validation data."""
     train_data_path: Annotated[str | None, INPUT_PATH] = None
@@ -163,13 +167,9 @@ class DataConfig(Section):
     val_data_path: Annotated[str | None, INPUT_PATH] = None
     """Short for `validation: {dataset_name: jsonl, path: ...}`."""
     prompt: PromptConfig | None = None
-    """How a record becomes a message, for every dataset that does not say so itself."""
+    """How a record becomes a message."""
     max_input_seq_length: int | None = Field(default=None, ge=1)
     """Most tokens of a prompt; the policy's `max_total_sequence_length` less one by default."""
-    mix: dict[str, DatasetConfig] = Field(default_factory=dict)
-    """Training data of several datasets, by a name of your own, in place of `train`; each has a `weight`."""
-    split: SplitConfig | None = None
-    """Validation data held out of the training data, in place of `validation`."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """What happens to a longer one; dropped ones are counted."""
     shuffle: bool = True
@@ -179,20 +179,10 @@ class DataConfig(Section):
     def _one_source_each(self) -> DataConfig:
         if self.train is not None and self.train_data_path is not None:
             raise ValueError("train and train_data_path both name the training data: keep one of them")
-        if self.validation is not None and self.val_data_path is not None:
-            raise ValueError("validation and val_data_path both name the validation data: keep one of them")
-        return self
-
-
-class DeadlineConfig(Section):
-    """How long the driver waits before it says who did not answer, in seconds."""
-
-    start_s: float = Field(default=600.0, gt=0.0)
-    """Starting workers and loading models."""
         if self.mix and (self.train is not None or self.train_data_path is not None):
             raise ValueError("mix and train both name the training data: keep one of them")
-    generate_s: float = Field(default=1800.0, gt=0.0)
-    """One generation call."""
+        if self.validation is not None and self.val_data_path is not None:
+            raise ValueError("validation and val_data_path both name the validation data: keep one of them")
         if self.split is not None and (self.validation is not None or self.val_data_path is not None):
             raise ValueError("split and validation both name the validation data: keep one of them")
         for key, section in (("train", self.train), ("validation", self.validation)):
@@ -211,8 +201,8 @@ class DeadlineConfig(Section):
                         f"prompt.{asked} is for every dataset, and {name} ({section.dataset_name}) fills no template: write "
                         f"`{key}` into the sections of those that do"
                     )
-    train_s: float = Field(default=1800.0, gt=0.0)
-    """One training or scoring call."""
+        return self
+
     @property
     def has_training_data(self) -> bool:
         """Whether anything names training data."""
@@ -229,6 +219,16 @@ class DeadlineConfig(Section):
         named = {key: section for key, section in own.items() if section is not None}
         return {**named, **{f"mix.{name}": section for name, section in self.mix.items()}}
 
+
+class DeadlineConfig(Section):
+    """How long the driver waits before it says who did not answer, in seconds."""
+
+    start_s: float = Field(default=600.0, gt=0.0)
+    """Starting workers and loading models."""
+    generate_s: float = Field(default=1800.0, gt=0.0)
+    """One generation call."""
+    train_s: float = Field(default=1800.0, gt=0.0)
+    """One training or scoring call."""
     refit_s: float = Field(default=600.0, gt=0.0)
     """One refit."""
     checkpoint_s: float = Field(default=1800.0, gt=0.0)
