@@ -12,6 +12,7 @@ _HOMES = {
     "GRPOTrainer": "rl_core.assembly.trainers",
     "MseValueLossFn": f"{__name__}.losses.value",
     "NLLLossFn": f"{__name__}.losses.nll",
+    "PPOTrainer": "rl_core.assembly.trainers",
     "PreferenceLossFn": f"{__name__}.losses.preference",
     "SFTTrainer": "rl_core.assembly.trainers",
 }
@@ -24,6 +25,7 @@ __all__ = [
     "GRPOTrainer",
     "MseValueLossFn",
     "NLLLossFn",
+    "PPOTrainer",
     "PreferenceLossFn",
     "SFTTrainer",
 ]

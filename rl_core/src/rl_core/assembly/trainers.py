@@ -17,6 +17,8 @@ from pydantic import BaseModel, ValidationError
 from rl_core.assembly.build import Loaders, connect, refuse_other_tokenizers
 from rl_core.assembly.data import Source
 from rl_core.assembly.parts import Builder, Workers
+from rl_core.config.checks import companion_conflicts
+from rl_core.config.parts import COMPANIONS
 from rl_core.config.schema import (
     AlgorithmConfig,
     CheckpointingConfig,
@@ -58,6 +60,7 @@ class Trainer:
         config: the algorithm's section, as its model or as a dict of its keys; its defaults by default.
         loss_fn: the loss, as an object or as a section `loss_fn`; the algorithm's own by default.
         generation: the engine that samples, for an algorithm that does.
+        value: the critic (a model made with `head="scalar"`), for an algorithm that has one.
         teacher: who is learnt from, for an algorithm that has a teacher; it scores at the policy's temperature.
         environments: what scores: one environment, or several by task name.
         tokenizer: the policy's; read from its `model_name` by default.
@@ -79,6 +82,7 @@ class Trainer:
         config: AlgorithmConfig | Mapping[str, Any] | None = None,
         loss_fn: LossFunction | LossConfig | Mapping[str, Any] | None = None,
         generation: GenerationInterface | None = None,
+        value: DistributedPolicy | None = None,
         teacher: DistributedPolicy | None = None,
         environments: EnvironmentInterface | Mapping[str, EnvironmentInterface] | None = None,
         tokenizer: Any = None,
@@ -87,7 +91,7 @@ class Trainer:
         loggers: Sequence[Logger] = (),
     ) -> None:
         self.policy, self.generation, self.cluster, self.folder, self.loggers = policy, generation, cluster, folder, loggers
-        self.teacher = teacher
+        self.value, self.teacher = value, teacher
         self._registry = Registry(discover())
         self._environments = (
             {TASK: environments} if isinstance(environments, EnvironmentInterface) else dict(environments or {})
@@ -102,13 +106,13 @@ class Trainer:
             chat_template=self.config.policy.tokenizer.chat_template,
         )
         refuse_other_tokenizers(self.config, self._tokenizer)
-        parts: tuple[Any, ...] = (policy, generation, teacher)
+        parts: tuple[Any, ...] = (policy, generation, value, teacher)
         for part in parts:
             if cluster is not None and isinstance(part, OverWorkers) and part.is_in_process:
-                if policy.weight_version > 0:
+                if isinstance(part, DistributedPolicy) and part.weight_version > 0:
                     raise ConfigError(
-                        "The policy was trained in this process, and spreading it over the cluster would lose that. Make it "
-                        "with `cluster=...`, or save a checkpoint and make one from it."
+                        f"{part.config.model_name} was trained in this process, and spreading it over the cluster would lose "
+                        "that. Make it with `cluster=...`, or save a checkpoint and make one from it."
                     )
                 part.spread_over(cluster)
 
@@ -144,7 +148,9 @@ class Trainer:
                     policy=self.policy,
                     generation=self.generation,
                     environments=self._environments,
-                    companions={"teacher": self.teacher} if self.teacher is not None else {},
+                    companions={
+                        name: model for name in COMPANIONS if (model := getattr(self, name)) is not None
+                    },
                 ),
                 loaders,
                 loss_fn=self._loss_fn,
@@ -184,6 +190,7 @@ class Trainer:
             algorithm=config if isinstance(config, AlgorithmConfig) else _section(model, config, self.algorithm),
             loss_fn=loss_section,
             policy=policy,
+            value=getattr(self.value, "config", None),
             teacher=getattr(self.teacher, "config", None),
             data=DataConfig(),
             env={task: EnvironmentConfig() for task in self._environments},
@@ -197,7 +204,13 @@ class Trainer:
                 f"{self.algorithm} samples and scores: give {type(self).__name__} `generation` and `environments`."
             )
         self._refuse_teacher()
-        conflicts = (*algorithm.conflicts(self.config), *self.config.policy.conflicts(self.config))
+        if "value" in algorithm.companions and self.value is None:
+            raise ConfigError(f"{self.algorithm} has a critic: give {type(self).__name__} `value`, made with head='scalar'.")
+        conflicts = (
+            *algorithm.conflicts(self.config),
+            *self.config.policy.conflicts(self.config),
+            *companion_conflicts(self.config),
+        )
         found = [f"{dotted(path)}: {message}" for path, message in conflicts]
         if found:
             raise ConfigError("\n".join(found))
@@ -265,6 +278,12 @@ class GRPOTrainer(Trainer):
     """Trains on rewards: records of `messages` and `extra_env_info`; needs `generation` and `environments`."""
 
     algorithm = "grpo"
+
+
+class PPOTrainer(Trainer):
+    """Trains on rewards with a critic: records as for GRPO; needs `value`, `generation` and `environments`."""
+
+    algorithm = "ppo"
 
 
 class DistillationTrainer(Trainer):

@@ -28,7 +28,7 @@ def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[
     yield from _what_the_algorithm_needs(run)
     yield from run.algorithm.conflicts(run)
     yield from run.policy.conflicts(run)
-    yield from _companions(run)
+    yield from companion_conflicts(run)
     yield from _sampling(run)
     yield from _lengths(run)
     yield from _capabilities(run, layout, registry)
@@ -67,7 +67,8 @@ def _sampling(run: RunConfig) -> Iterator[Finding]:
             )
 
 
-def _companions(run: RunConfig) -> Iterator[Finding]:
+def companion_conflicts(run: RunConfig) -> Iterator[Finding]:
+    """What the policy, its loss and the models beside it end in, and whether the algorithm has such models."""
     name, algorithm = run.algorithm_name, run.algorithm
     if run.loss_fn.head == "scalar" and algorithm.head == "tokens":
         yield (
