@@ -148,9 +148,7 @@ class Trainer:
                     policy=self.policy,
                     generation=self.generation,
                     environments=self._environments,
-                    companions={
-                        name: model for name in COMPANIONS if (model := getattr(self, name)) is not None
-                    },
+                    companions={name: model for name in COMPANIONS if (model := getattr(self, name)) is not None},
                 ),
                 loaders,
                 loss_fn=self._loss_fn,
