@@ -74,6 +74,17 @@ class NLL(LossFunction):
         return loss, {"nll": loss.detach(), "lowest": (next_token_logprobs * mask).min().detach()}
 
 
+class SquaredValues(LossFunction):
+    """Half the squared distance of the values from the row's weight, the mean over trained tokens."""
+
+    required_keys = frozenset({"weights"})
+
+    def __call__(self, values, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+        loss = ((values - data["weights"].unsqueeze(1)).square() * mask).sum() / 2 / global_valid_toks
+        return loss, {"mean_value": (values * mask).detach().sum() / global_valid_toks}
+
+
 def make_rows(num_rows: int = 8, width: int = 20, *, seed: int = 5) -> BatchedDataDict:
     """Rows of unequal lengths with prompts that are not trained, one of them masked out."""
     generator = torch.Generator().manual_seed(seed)
@@ -119,6 +130,13 @@ def make_config(model: str, *, hf=None, **fields) -> HFPolicyConfig:
     return HFPolicyConfig(model_name=model, hf_cfg=HFConfig(**{"logprob_chunk_tokens": 7, **(hf or {})}), **fields)
 
 
+VALUE_FIELDS = {
+    "head": "scalar",
+    "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05}},
+    "max_grad_norm": None,
+    "train_micro_batch_size": 3,
+}
+"""A value model in tests."""
 SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1e4}}
 """A step so large that the change of a weight is its gradient to seven digits."""
 

@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_backends_hf.probe import probe_scoring
-from rl_backends_hf.scoring import ScoringModel, packed_input
+from rl_backends_hf.scoring import packed_input
+from rl_backends_hf.token_scoring import TokenScoring
 from rl_core.errors import NotSupportedError
 
 MICROBATCHING = {
@@ -134,23 +135,23 @@ def test_no_tensor_of_all_logits_is_ever_made(parts, model_folder):
 
 
 def test_packed_rows_do_not_see_each_other(parts, model_folder):
-    scoring = ScoringModel(plain_model(model_folder("qwen3")), chunk_tokens=7)
+    scoring = TokenScoring(plain_model(model_folder("qwen3")), chunk_tokens=7)
     rows = parts.make_rows(num_rows=3)
     other = rows["input_ids"].clone()
     other[0] = (other[0] + 17) % parts.VOCAB_SIZE
     cpu = torch.device("cpu")
     with torch.no_grad():
         first, second = (
-            scoring.score(packed_input(ids, rows["input_lengths"], device=cpu)) for ids in (rows["input_ids"], other)
+            scoring.score(packed_input(ids, rows["input_lengths"], device=cpu, lag=1)) for ids in (rows["input_ids"], other)
         )
     assert not torch.equal(first[0], second[0])
     torch.testing.assert_close(first[1:], second[1:], rtol=0, atol=0)
 
 
 def test_a_model_whose_logits_are_not_its_head_is_refused(model_folder):
-    scoring = ScoringModel(plain_model(model_folder("granite")), chunk_tokens=7)
+    scoring = TokenScoring(plain_model(model_folder("granite")), chunk_tokens=7)
     scoring.transform = LogitTransform()
-    with pytest.raises(NotSupportedError, match="not its LM head applied to its backbone"):
+    with pytest.raises(NotSupportedError, match="not its head applied to its backbone"):
         probe_scoring(scoring, device=torch.device("cpu"), packing=False, variable_length_kernel=False)
 
 
@@ -158,7 +159,7 @@ def test_a_model_without_block_diagonal_packing_is_refused_for_packing_alone():
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4, initializer_range=0.5)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        scoring = ScoringModel(transformers.MambaForCausalLM(config).eval(), chunk_tokens=7)
+        scoring = TokenScoring(transformers.MambaForCausalLM(config).eval(), chunk_tokens=7)
     cpu = torch.device("cpu")
     probe_scoring(scoring, device=cpu, packing=False, variable_length_kernel=False)
     with pytest.raises(NotSupportedError, match="Packed rows see each other"):

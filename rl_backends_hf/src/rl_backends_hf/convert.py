@@ -30,8 +30,8 @@ def to_folder(conversion: Conversion) -> None:
     lora = policy.hf_cfg.lora
     if lora is None:
         raise CheckpointError(f"{source} holds an adapter, and the config that is kept beside it has no `policy.hf_cfg.lora`.")
-    model = load_model(policy.model_name, options=policy.hf_cfg, dtype=DTYPES[policy.precision])
-    adapters = LoraAdapters(model, lora, base=policy.model_name)
+    model = load_model(policy.model_name, options=policy.hf_cfg, dtype=DTYPES[policy.precision], head=policy.head)
+    adapters = LoraAdapters(model, lora, base=policy.model_name, head=policy.head)
     adapters.load(source)
     adapters.merge_for_good()
     save_weights(model, output, dtype=DTYPES[policy.precision], rank=0)

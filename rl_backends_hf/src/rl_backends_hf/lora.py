@@ -5,11 +5,14 @@ sqrt(rank) under rsLoRA). Hu et al. 2021, https://arxiv.org/abs/2106.09685. B be
 with the adapters off it *is* its base, which is therefore the reference policy at no cost. Adapters are float32 beside a base
 of any dtype: they are their own masters.
 
+A scalar head is trained in full beside the adapters, float32 as they are, and kept in their files.
+
 The model is never merged in place. What leaves the process is W + s B A, made for one weight at a time in a temporary tensor.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_backends_hf.config import ALL_LINEAR, NEEDS_PEFT, LoRAConfig
+from rl_backends_hf.scalar_head import HEAD_NAME, Head, scalar_head
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.plugins.component import did_you_mean
@@ -34,26 +38,30 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _NAME: Final = "default"
 """peft's name of the only adapter; its files do not mention it."""
+_HEAD_KEY: Final = f"base_model.model.{HEAD_NAME}.weight"
+"""What peft's files call a scalar head that they hold whole."""
 
 
 class LoraAdapters:
     """The adapters of one model, which is changed in place: its base is frozen, its adapters are trainable.
 
     Args:
-        model: a plain causal LM, whole.
+        model: a plain model, whole.
         config: `policy.hf_cfg.lora`.
         base: `policy.model_name`, which the adapter's files name as what they belong to.
+        head: what the model ends in; a scalar head is trained as well.
 
     Raises:
         UserError: peft is not installed, or the config names modules that the model lacks or that cannot be adapted.
     """
 
-    def __init__(self, model: PreTrainedModel, config: LoRAConfig, *, base: str) -> None:
+    def __init__(self, model: PreTrainedModel, config: LoRAConfig, *, base: str, head: Head = "tokens") -> None:
         peft = _peft()
-        targets = _targets(model, config)
+        self._head = scalar_head(model) if head == "scalar" else None
+        targets = _targets(model, config, head=self._head or model.get_output_embeddings())
         by_name = isinstance(config.target_modules, list)
         settings = peft.LoraConfig(
-            task_type=peft.TaskType.CAUSAL_LM,
+            task_type=peft.TaskType.CAUSAL_LM if head == "tokens" else None,
             r=config.rank,
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
@@ -78,6 +86,8 @@ class LoraAdapters:
         self._model = model
         self._live_names, self._layers = _names_of_base(model, peft.tuners.lora.LoraLayer)
         _refuse_more_than(targets, self._layers, model)
+        if self._head is not None:
+            self._head.float().requires_grad_(True)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -117,9 +127,12 @@ class LoraAdapters:
             return
         folder.mkdir(parents=True, exist_ok=True)
         # Files that say `inference_mode: false` would have peft hand out a model that trains.
-        self._settings.inference_mode = True
-        self._settings.save_pretrained(folder)
-        self._settings.inference_mode = False
+        written = copy.copy(self._settings)
+        written.inference_mode = True
+        if self._head is not None:
+            # Told so while the adapters are made, peft would put a wrapper and a copy in the place of the head.
+            written.task_type, written.modules_to_save = _peft().TaskType.SEQ_CLS, [HEAD_NAME]
+        written.save_pretrained(folder)
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()},
             folder / ADAPTER_WEIGHTS,
@@ -172,7 +185,7 @@ class LoraAdapters:
         """The live adapter tensors, under the names that peft's files have."""
         # Asked for `auto`, peft would look on the hub whether the vocabulary has grown; embeddings are never adapted here.
         found: dict[str, torch.Tensor] = _peft().get_peft_model_state_dict(self._peft_model, save_embedding_layers=False)
-        return found
+        return found if self._head is None else {**found, _HEAD_KEY: self._head.weight}
 
     @torch.no_grad()
     def _merged(self, layer: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -204,10 +217,9 @@ def _names_of_base(model: nn.Module, layer_class: type) -> tuple[dict[str, str],
     return names, layers
 
 
-def _targets(model: PreTrainedModel, config: LoRAConfig) -> set[str]:
+def _targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module | None) -> set[str]:
     """Names of the linear layers to adapt; refuses names that match nothing, and modules that adapters cannot stand beside."""
     modules = {name: module for name, module in model.named_modules() if name}
-    head = model.get_output_embeddings()
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
     excluded = _matches(config.exclude_modules or [], modules, linear, key="exclude_modules")
     if config.target_modules == ALL_LINEAR:
@@ -253,6 +265,11 @@ def _nothing(wanted: str, linear: set[str], *, key: str, how: str) -> UserError:
 
 
 def _refuse_module(name: str, module: nn.Module, *, is_head: bool) -> None:
+    if is_head and name == HEAD_NAME:
+        raise UserError(
+            f"`policy.hf_cfg.lora.target_modules`: {name} is the scalar head, one row, which is trained in full beside the "
+            f"adapters. Leave it out; {ALL_LINEAR!r} means all other linear layers."
+        )
     if is_head:
         raise UserError(
             f"`policy.hf_cfg.lora.target_modules`: {name} is the LM head, whose log-probabilities are computed in chunks from "

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.scalar_head import ValueScoring
 from rl_backends_hf.scoring import ScoringInput, packed_input, padded_input
+from rl_backends_hf.token_scoring import TokenScoring
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 
@@ -23,6 +25,7 @@ class Microbatcher:
 
     def __init__(self, config: HFPolicyConfig, *, device: torch.device) -> None:
         self._config, self._device = config, device
+        self._lag = (ValueScoring if config.head == "scalar" else TokenScoring).lag
         self.packing = config.sequence_packing.enabled
         self.variable_length_kernel = config.hf_cfg.attn_implementation == "flash_attention_2" and device.type == "cuda"
 
@@ -57,11 +60,12 @@ class Microbatcher:
                 ids,
                 lengths,
                 device=self._device,
+                lag=self._lag,
                 mask=mask,
                 pad_multiple=self._config.sequence_packing.sequence_length_pad_multiple,
                 variable_length_kernel=self.variable_length_kernel,
             )
-        return padded_input(ids, lengths, device=self._device, mask=mask)
+        return padded_input(ids, lengths, device=self._device, lag=self._lag, mask=mask)
 
     def _check(self, ids: torch.Tensor, lengths: torch.Tensor) -> None:
         longest, limit = int(lengths.max()), self._config.max_total_sequence_length

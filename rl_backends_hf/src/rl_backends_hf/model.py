@@ -1,4 +1,4 @@
-"""Loads a causal LM of Transformers from a name, a folder or a GGUF file; does not know what it will be used for."""
+"""Loads a model of Transformers from a name, a folder or a GGUF file; does not know what it will be used for."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from rl_backends_hf.config import HFModelConfig
+from rl_backends_hf.scalar_head import Head, fit_head, settle_head
 from rl_core.errors import NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
 
 _log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+AUTO_CLASSES: Mapping[Head, Any] = {"tokens": AutoModelForCausalLM, "scalar": AutoModelForSequenceClassification}
 
 _HUB_TIMEOUT_S = 10.0
 
@@ -27,7 +35,9 @@ _HUB_TIMEOUT_S = 10.0
 transformers.utils.logging.disable_progress_bar()
 
 
-def load_model(name: str, *, options: HFModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
+def load_model(
+    name: str, *, options: HFModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu", head: Head = "tokens"
+) -> PreTrainedModel:
     """A plain model in evaluation mode, its weights of `dtype`, on `device` (or where `device_map` puts it).
 
     A GGUF file is unpacked to dense weights, so that the model trains and saves like any other.
@@ -37,19 +47,22 @@ def load_model(name: str, *, options: HFModelConfig, dtype: torch.dtype, device:
         options: how to load it.
         dtype: float32 or bfloat16.
         device: where the weights go.
+        head: what the model ends in; a scalar head is taken from the model where it has one, and begins at zero otherwise.
 
     Raises:
-        UserError: there is no such model, or the options cannot be honoured; nothing was loaded.
+        UserError: there is no such model, its head is another, or the options cannot be honoured; nothing was loaded.
     """
     _check_options(options, name)
     where = _where(name)
     config = _load_config(name, where, options)
+    fit_head(config, head, name=name)
     arguments: dict[str, Any] = {
         **where,
         "config": config,
         "dtype": dtype,
         "attn_implementation": options.attn_implementation or "sdpa",
         "trust_remote_code": options.trust_remote_code,
+        "output_loading_info": True,
     }
     if options.device_map is not None:
         arguments["device_map"] = options.device_map
@@ -60,7 +73,9 @@ def load_model(name: str, *, options: HFModelConfig, dtype: torch.dtype, device:
         arguments.setdefault("device_map", {"": device})
     if "gguf_file" in where:
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = _explained(name, options, lambda: AutoModelForCausalLM.from_pretrained(**arguments))
+    model, report = _explained(name, options, lambda: AUTO_CLASSES[head].from_pretrained(**arguments), head=head)
+    if head == "scalar":
+        settle_head(model, report["missing_keys"], name=name)
     if "gguf_file" in where:
         model = _plain(model, dtype)
     if "device_map" not in arguments:
@@ -168,7 +183,7 @@ def _load_config(name: str, where: Mapping[str, Any], options: HFModelConfig) ->
     return config
 
 
-def _explained(name: str, options: HFModelConfig, load: Any) -> Any:
+def _explained(name: str, options: HFModelConfig, load: Any, *, head: Head = "tokens") -> Any:
     """What `load` gives, its failures as errors of the user's."""
     try:
         return load()
@@ -179,9 +194,9 @@ def _explained(name: str, options: HFModelConfig, load: Any) -> Any:
                 "set `policy.hf_cfg.trust_remote_code: true`; or choose a model that Transformers "
                 f"{transformers.__version__} knows by itself."
             ) from error
+        kind = "a causal language model" if head == "tokens" else "a model with a scalar head"
         raise UserError(
-            f"Transformers {transformers.__version__} cannot load {name} as a causal language model: "
-            f"{type(error).__name__}: {error}"
+            f"Transformers {transformers.__version__} cannot load {name} as {kind}: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -16,7 +16,15 @@ def rlcore_policies() -> list[Component]:
             target="rl_backends_hf.policy:HuggingFacePolicy",
             config="rl_backends_hf.config:HFPolicyConfig",
             summary="Any causal LM of Transformers: one process, replicas or FSDP2",
-            capabilities=("dynamic_batching", "sequence_packing", "in_process", "generate", "reference", *WEIGHT_TRANSPORTS),
+            capabilities=(
+                "dynamic_batching",
+                "sequence_packing",
+                "in_process",
+                "generate",
+                "reference",
+                "scalar_head",
+                *WEIGHT_TRANSPORTS,
+            ),
         )
     ]
 

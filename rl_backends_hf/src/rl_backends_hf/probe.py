@@ -1,61 +1,82 @@
 """Proves at start-up, on a few tokens, that scoring does what the model itself does; knows no training.
 
-Chunked scoring assumes logits = transform(head(backbone)), and packing assumes that rows do not see each other. Both hold for
-most models of Transformers and break in silence for some; a wrong gradient is dearer than two tiny forward passes.
+Scoring assumes that the model is its head applied to its backbone, and packing that rows do not see each other. Both hold for
+most models of Transformers and break in silence for some; a wrong gradient is dearer than a few tiny forward passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
+from rl_backends_hf.scalar_head import ValueScoring
 from rl_backends_hf.scoring import ScoringModel, packed_input, padded_input
+from rl_backends_hf.token_scoring import TokenScoring
 from rl_core.errors import NotSupportedError
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Nats. A family's scale or cap that is not applied, or a row that sees another, shows as tenths to whole nats."""
+"""Nats, or values of about 1. A family's scale or cap that is not applied, or a row that sees another, shows as tenths."""
 
 _UNPACKED = "Set `policy.sequence_packing.enabled: false` and use `policy.dynamic_batching`"
 
 
 def probe_scoring(scoring: ScoringModel, *, device: torch.device, packing: bool, variable_length_kernel: bool) -> None:
-    """Compare scoring with the model's own logits, and packed rows with the same rows alone.
+    """Compare scoring with the model's own answer, and packed rows with the same rows alone.
 
     Raises:
         NotSupportedError: they differ.
     """
-    ids, lengths = _tokens(scoring.vocab_size)
-    with torch.no_grad():
-        own = _own_logprobs(scoring, ids.to(device))
-        padded = scoring.score(padded_input(ids, lengths, device=device))
+    ids, lengths = _tokens(scoring)
+    is_token = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+    with torch.no_grad(), _telling_head(scoring):
+        padded = scoring.score(padded_input(ids, lengths, device=device, lag=scoring.lag))
+        own, is_told = _own_numbers(scoring, ids.to(device), lengths)
         _compare(
             scoring,
             own,
             padded,
-            lengths,
-            found="The model's own logits are not its LM head applied to its backbone",
-            advice="This backend cannot train it: use a causal LM whose head is a plain matrix",
+            is_token & is_told,
+            found="The model's own answer is not its head applied to its backbone",
+            advice="This backend cannot train it: use a model whose head is a plain matrix",
         )
         if packing:
-            packed = _packed_logprobs(scoring, ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
-            _compare(
-                scoring,
-                own,
-                packed,
-                lengths,
-                found="Packed rows see each other in this model",
-                advice=_UNPACKED,
-            )
+            packed = _packed_numbers(scoring, ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
+            _compare(scoring, padded, packed, is_token, found="Packed rows see each other in this model", advice=_UNPACKED)
 
 
-def _tokens(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, vocab_size, (2, 8), generator=generator), torch.tensor([6, 8])
+    ids = torch.randint(0, scoring.vocab_size, (2, 8), generator=generator)
+    # Transformers' classifiers read the last token that is not the one that pads.
+    padding = scoring.model.config.get_text_config().pad_token_id
+    if padding is not None:
+        ids = torch.where(ids == padding, (ids + 1) % scoring.vocab_size, ids)
+    return ids, torch.tensor([6, 8])
 
 
-def _packed_logprobs(
+@contextmanager
+def _telling_head(scoring: ScoringModel) -> Iterator[None]:
+    """A scalar head that may begin at zero, where nothing could be told apart, has values of about 1 in this block."""
+    if not isinstance(scoring, ValueScoring):
+        yield
+        return
+    head = scoring.head
+    kept = head.weight.detach().clone()
+    telling = torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)) / kept.shape[1] ** 0.5
+    # The model's own forward pass has no room for a float32 head behind a bfloat16 base, as under adapters.
+    head.to(scoring.model.dtype).weight.copy_(telling)
+    try:
+        yield
+    finally:
+        head.to(kept.dtype).weight.copy_(kept)
+
+
+def _packed_numbers(
     scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor, *, device: torch.device, variable_length_kernel: bool
 ) -> torch.Tensor:
-    packed = packed_input(ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
+    packed = packed_input(ids, lengths, device=device, lag=scoring.lag, variable_length_kernel=variable_length_kernel)
     try:
         return scoring.score(packed)
     except TypeError as error:
@@ -64,7 +85,18 @@ def _packed_logprobs(
         ) from error
 
 
-def _own_logprobs(scoring: ScoringModel, ids: torch.Tensor) -> torch.Tensor:
+def _own_numbers(scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the model says by itself [b, T], and of which tokens [b, T]."""
+    if isinstance(scoring, TokenScoring):
+        return _own_logprobs(scoring, ids), torch.ones(ids.shape, dtype=torch.bool)
+    own, is_told = torch.zeros(ids.shape, device=ids.device), torch.zeros(ids.shape, dtype=torch.bool)
+    for row, length in enumerate(lengths.tolist()):
+        own[row, length - 1] = scoring.model(input_ids=ids[row : row + 1, :length], use_cache=False).logits.float()[0, 0]
+        is_told[row, length - 1] = True
+    return own, is_told
+
+
+def _own_logprobs(scoring: TokenScoring, ids: torch.Tensor) -> torch.Tensor:
     logits = scoring.model(input_ids=ids, use_cache=False).logits.float() / scoring.transform.temperature
     scored = torch.log_softmax(logits[:, :-1], dim=-1).gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
     return torch.nn.functional.pad(scored, (1, 0))
@@ -74,16 +106,15 @@ def _compare(
     scoring: ScoringModel,
     own: torch.Tensor,
     ours: torch.Tensor,
-    lengths: torch.Tensor,
+    where: torch.Tensor,
     *,
     found: str,
     advice: str,
 ) -> None:
-    is_token = torch.arange(own.shape[1]) < lengths.unsqueeze(1)
-    difference = float((own - ours).abs()[is_token.to(own.device)].max())
+    difference = float((own - ours).abs()[where.to(own.device)].max())
     tolerance = _TOLERANCE.get(scoring.model.dtype, 0.25)
     if not difference <= tolerance:
         raise NotSupportedError(
-            f"{type(scoring.model).__name__}: {found} (log-probabilities of a test input differ by {difference:.3g} nats, "
-            f"{tolerance:g} are allowed), so training would be wrong in silence. {advice}."
+            f"{type(scoring.model).__name__}: {found} ({scoring.column} of a test input differ by {difference:.3g}, "
+            f"{tolerance:g} is allowed), so training would be wrong in silence. {advice}."
         )

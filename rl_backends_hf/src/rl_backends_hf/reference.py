@@ -16,6 +16,7 @@ from rl_backends_hf.lora import LoraAdapters
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.parallel import Parallel
 from rl_backends_hf.scoring import ScoringModel
+from rl_backends_hf.token_scoring import TokenScoring
 
 
 class Reference(Protocol):
@@ -56,7 +57,7 @@ class ReferencePolicy:
 
     def __init__(self, config: HFPolicyConfig, parallel: Parallel, *, temperature: float) -> None:
         model = load_model(config.model_name, options=config.hf_cfg, dtype=DTYPES[config.precision], device="cpu")
-        self._scoring = ScoringModel(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=temperature)
+        self._scoring = TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=temperature)
         self._parallel = parallel
         self._visits = not parallel.shards and config.hf_cfg.device_map is None and parallel.device.type != "cpu"
         parallel.distribute(self._scoring, trainable=False)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.model import AUTO_CLASSES
 from rl_backends_hf.parallel import fill, whole
+from rl_backends_hf.scalar_head import Head
 from rl_core.data.tokenizer import load_tokenizer_if_there
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.policy import RefitManifest
@@ -40,10 +42,11 @@ class WholeModel:
     Args:
         model: whole or sharded.
         dtype: what float32 masters of another type are rounded to.
+        head: what the model ends in.
     """
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, head: Head) -> None:
+        self._model, self._dtype, self._head = model, dtype, head
 
     def manifest(self) -> RefitManifest:
         master = torch.float32
@@ -62,7 +65,7 @@ class WholeModel:
         save_weights(self._model, folder, dtype=self._dtype, rank=rank)
 
     def load(self, folder: Path) -> None:
-        load_weights(self._model, folder)
+        load_weights(self._model, folder, head=self._head)
 
 
 def full_weights(
@@ -111,7 +114,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     return tied
 
 
-def load_weights(model: PreTrainedModel, folder: Path) -> None:
+def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
     """Set the model's weights, whole or sharded, to those in `folder`; every rank reads them.
 
     Raises:
@@ -122,7 +125,7 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
         there = adapter if (folder / "adapter_config.json").is_file() else ""
         raise CheckpointError(f"{folder} holds no config.json, so no weights of a whole model were saved there.{there}")
     try:
-        found, report = AutoModelForCausalLM.from_pretrained(
+        found, report = AUTO_CLASSES[head].from_pretrained(
             folder, dtype=model.dtype, output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:

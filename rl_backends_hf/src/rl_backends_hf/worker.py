@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.lora import LoraAdapters
@@ -19,8 +20,10 @@ from rl_backends_hf.optimizer import build_optimizer, build_scheduler
 from rl_backends_hf.parallel import Parallel, make_parallel
 from rl_backends_hf.probe import probe_scoring
 from rl_backends_hf.reference import FrozenBase, Reference, ReferencePolicy
+from rl_backends_hf.scalar_head import ValueScoring
 from rl_backends_hf.scoring import ScoringModel
 from rl_backends_hf.step import optimizer_step
+from rl_backends_hf.token_scoring import TokenScoring
 from rl_backends_hf.training_state import TrainingState
 from rl_backends_hf.weights_folder import HandedOn, WholeModel, find_tokenizer, save_tokenizer
 from rl_core.cluster.worker_context import WorkerContext
@@ -63,13 +66,14 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         device = self._parallel.device
         _warn_of_slow_type(self._dtype, device)
         self._microbatcher = Microbatcher(self._config, device=device)
-        model = load_model(self._config.model_name, options=hf, dtype=self._dtype, device=device)
+        head = self._config.head
+        model = load_model(self._config.model_name, options=hf, dtype=self._dtype, device=device, head=head)
         self._quantised = is_quantised(model)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if hf.lora is not None:
-            self._adapters = LoraAdapters(model, hf.lora, base=self._config.model_name)
-        self._handed_on: HandedOn = self._adapters or WholeModel(model, dtype=self._dtype)
-        self._scoring = ScoringModel(model, chunk_tokens=hf.logprob_chunk_tokens, temperature=self._temperature)
+            self._adapters = LoraAdapters(model, hf.lora, base=self._config.model_name, head=head)
+        self._handed_on: HandedOn = self._adapters or WholeModel(model, dtype=self._dtype, head=head)
+        self._scoring = self._make_scoring(model)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         probe_scoring(
             self._scoring,
@@ -96,6 +100,13 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
                 self._bring(weights=self._parallel.device)
             with reference_policy.on_device() as scoring:
                 return self._score(scoring, data)
+        return self._score_now(data)
+
+    def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        return self._score_now(data)
+
+    def _score_now(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """What the present weights say."""
         self._bring(weights=self._parallel.device)
         try:
             with torch.no_grad():
@@ -110,12 +121,12 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
             scoring.score(self._microbatcher.form(microbatch, training=False))
             for microbatch in self._microbatcher.split(columns, rows=self._config.logprob_batch_size)
         ]
-        logprobs = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
+        numbers = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
         start = 0
         for part in parts:
-            logprobs[start : start + len(part), : part.shape[1]] = part.to("cpu")
+            numbers[start : start + len(part), : part.shape[1]] = part.to("cpu")
             start += len(part)
-        return BatchedDataDict({"logprobs": logprobs})
+        return BatchedDataDict({scoring.column: numbers})
 
     def train(
         self,
@@ -147,6 +158,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         from rl_backends_hf.sampler import Sampler, SamplerSettings
 
+        self._refuse_scalar_head("samples nothing")
         if self._parallel.shards:
             raise NotSupportedError(
                 "A policy with `data_parallel: fsdp2` on several ranks has its weights in shards and does not sample. "
@@ -198,6 +210,10 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
     def get_weight_version(self) -> int:
         return self._state.weight_version if self._state is not None else 0
 
+    def prepare_refit_info(self) -> dict[str, Any]:
+        self._refuse_scalar_head("has no weights for an engine")
+        return super().prepare_refit_info()
+
     def weight_manifest(self) -> RefitManifest:
         return self._handed_on.manifest()
 
@@ -222,6 +238,24 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
                 "Quantised weights cannot be sharded by FSDP2: leave load_in_8bit and load_in_4bit out, or use "
                 "`data_parallel: replicate`."
             )
+
+        if self._config.head == "scalar" and (hf.load_in_8bit or hf.load_in_4bit):
+            raise UserError(
+                "A model with a scalar head is there to be trained, and quantised weights cannot be: leave load_in_8bit and "
+                "load_in_4bit out; `precision: bfloat16` halves the memory of float32."
+            )
+
+    def _refuse_scalar_head(self, why: str) -> None:
+        if self._config.head == "scalar":
+            raise NotSupportedError(
+                f"{self._config.model_name} ends in a scalar head (`head: scalar`), so it {why}: it gives values alone. Set "
+                "`head: tokens` in its section for a policy."
+            )
+
+    def _make_scoring(self, model: PreTrainedModel) -> ScoringModel:
+        if self._config.head == "scalar":
+            return ValueScoring(model)
+        return TokenScoring(model, chunk_tokens=self._config.hf_cfg.logprob_chunk_tokens, temperature=self._temperature)
 
     def _make_state(self) -> TrainingState:
         # Adapters are float32 beside a base of any type, and saved as they are: nothing of them is rounded.

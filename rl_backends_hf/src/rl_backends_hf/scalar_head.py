@@ -1,0 +1,132 @@
+"""A model that ends in one number a token, in the layout of Transformers' sequence classification; knows no loss.
+
+The head is a matrix [1, H] without bias, `score.weight`, on the backbone's last hidden states: what
+`AutoModelForSequenceClassification` makes of `num_labels=1`. Taken from a causal LM it begins at zero, so that all values are 0
+before the first step, on every rank and whatever the seed (Huang et al. 2024, https://arxiv.org/abs/2403.17031).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Literal
+
+import torch
+import transformers
+from torch import nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
+
+from rl_backends_hf.scoring import ScoringModel
+from rl_core.errors import NotSupportedError, UserError
+
+Head = Literal["tokens", "scalar"]
+"""`policy.head`."""
+
+HEAD_NAME: Final = "score"
+_WEIGHT: Final = f"{HEAD_NAME}.weight"
+_SUFFIX: Final = "ForSequenceClassification"
+
+
+class ValueScoring(ScoringModel):
+    """A model that answers with its scalar head's value after each token.
+
+    Args:
+        model: a sequence classifier of one label.
+
+    Raises:
+        NotSupportedError: its head is not one row without bias behind a backbone.
+    """
+
+    column = "values"
+    lag = 0
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        scalar_head(model)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The scalar head."""
+        return scalar_head(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, rows of the embedding."""
+        size: int = self.model.config.get_text_config().vocab_size
+        return size
+
+    def numbers(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Value [M] float32 of each hidden state; one product in float32, for bfloat16 has steps of a hundredth around 2."""
+        return nn.functional.linear(hidden.float(), self.head.weight.float()).squeeze(-1)
+
+
+def scalar_head(model: PreTrainedModel) -> nn.Linear:
+    """The head of a sequence classifier of one label.
+
+    Raises:
+        NotSupportedError: its head is not one row without bias behind a backbone.
+    """
+    head = getattr(model, HEAD_NAME, None)
+    shapes = {name: tuple(tensor.shape) for name, tensor in head.named_parameters()} if isinstance(head, nn.Linear) else {}
+    if not isinstance(head, nn.Linear) or shapes != {"weight": (1, head.in_features)} or model.base_model is model:
+        raise NotSupportedError(
+            f"{type(model).__name__} has no head `{HEAD_NAME}` of one row without bias behind a backbone, as decoders have "
+            "(LlamaForSequenceClassification, Qwen2ForSequenceClassification...). Use a model of such a family."
+        )
+    return head
+
+
+def fit_head(config: PretrainedConfig, head: Head, *, name: str) -> None:
+    """Check that a model can be loaded with such a head, and say so in its config, which is changed.
+
+    Args:
+        config: the model's, as it was read.
+        head: `policy.head`.
+        name: the model's, for errors.
+
+    Raises:
+        UserError: it cannot: it was saved with another head, or its family has no scalar one.
+    """
+    architectures: list[str] = getattr(config, "architectures", None) or []
+    classifier = next((each for each in architectures if each.endswith(_SUFFIX)), None)
+    if head == "tokens":
+        if classifier is not None:
+            raise UserError(
+                f"{name} is a {classifier}: it ends in scores of whole sequences and predicts no tokens. It serves as a value "
+                "or reward model (`head: scalar`); a policy needs a causal LM."
+            )
+        return
+    if classifier is not None and config.num_labels != 1:
+        raise UserError(
+            f"{name} is a {classifier} of {config.num_labels} labels, and a scalar head has one. Give a reward or value model "
+            "(`num_labels` 1), or a causal LM, on which a fresh head is put."
+        )
+    brings_own = _SUFFIX in " ".join(getattr(config, "auto_map", None) or ())
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not brings_own:
+        raise UserError(
+            f"{name} is of the family {config.model_type}, for which Transformers {transformers.__version__} has no "
+            f"*{_SUFFIX}, and a scalar head is kept in that layout. Use a model of a family that has one, such as llama, "
+            "mistral, qwen2, qwen3, gemma2 or gemma3."
+        )
+    config.num_labels = 1
+
+
+def settle_head(model: PreTrainedModel, missing: Iterable[str], *, name: str) -> None:
+    """Begin at zero where the folder had no head.
+
+    Args:
+        model: as it was loaded; its head is changed.
+        missing: names of the weights that the folder lacked, which Transformers has drawn at random.
+        name: the model's, for errors.
+
+    Raises:
+        UserError: the folder lacks other weights than the head.
+        NotSupportedError: see `scalar_head`.
+    """
+    lacking = set(missing)
+    if others := sorted(lacking - {_WEIGHT}):
+        raise UserError(
+            f"{name} lacks {len(others)} weights of a {type(model).__name__}, the first {others[0]}: it is another kind of "
+            "model, or its folder is torn."
+        )
+    if _WEIGHT in lacking:
+        nn.init.zeros_(scalar_head(model).weight)

@@ -1,0 +1,66 @@
+"""Token log-probabilities of a causal LM, from chunks of its head; knows no loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs
+from rl_backends_hf.scoring import ScoringModel
+from rl_core.errors import NotSupportedError
+
+
+class TokenScoring(ScoringModel):
+    """A causal LM that answers with log-probabilities of tokens, never with all logits.
+
+    Args:
+        model: the causal LM.
+        chunk_tokens: positions of which the LM head's logits exist at one time.
+        temperature: logits are divided by it.
+
+    Raises:
+        NotSupportedError: the model has no plain LM head behind a backbone.
+    """
+
+    column = "logprobs"
+    lag = 1
+
+    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, temperature: float = 1.0) -> None:
+        super().__init__(model)
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or model.base_model is model:
+            raise NotSupportedError(
+                f"{type(model).__name__} has no linear LM head behind a backbone "
+                f"({type(head).__name__} behind {type(model.base_model).__name__}), so its log-probabilities cannot be "
+                "computed in chunks. Use a causal LM of Transformers with `lm_head`."
+            )
+        self.transform = logit_transform(model.config, temperature=temperature)
+        self.chunk_tokens = chunk_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        """V, rows of the LM head."""
+        size: int = self.model.get_output_embeddings().out_features
+        return size
+
+    def numbers(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Log-probability [M] float32, in nats, of each target under the logits of its hidden state."""
+        head = self.model.get_output_embeddings()
+        return chunked_token_logprobs(
+            hidden, head.weight, head.bias, targets, transform=self.transform, chunk=self.chunk_tokens
+        )
+
+
+def logit_transform(config: PretrainedConfig, *, temperature: float) -> LogitTransform:
+    """What the model's family does to its logits, by the fields that families of Transformers have for it.
+
+    Soft capping: Gemma 2, 3 and relatives. `logits_scaling` divides (Granite), save in HyperCLOVA X, where it multiplies;
+    `logit_scale` (Cohere) and `lm_head_multiplier` (Falcon-H1) multiply. The start-up probe catches whatever is missing here.
+    """
+    text = config.get_text_config(decoder=True)
+    scale = float(getattr(text, "logit_scale", None) or 1.0) * float(getattr(text, "lm_head_multiplier", None) or 1.0)
+    scaling = float(getattr(text, "logits_scaling", None) or 1.0)
+    scale = scale * scaling if text.model_type.startswith("hyperclovax") else scale / scaling
+    softcap = getattr(text, "final_logit_softcapping", None)
+    return LogitTransform(scale=scale, softcap=None if softcap is None else float(softcap), temperature=temperature)
