@@ -10,6 +10,7 @@ from tiny_refit_workers import TinyModel
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights.manifest import (
+    as_sent,
     fill,
     lay_out,
     manifest_of,
@@ -46,8 +47,19 @@ def test_what_is_laid_out_in_a_bucket_comes_back_bit_for_bit(manifest, transpose
         tensors = {name: tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
     placements, size = lay_out(manifest, manifest)
     buffer = torch.empty(size, dtype=torch.uint8)
-    fill(buffer, placements, iter(tensors.items()))
+    fill(buffer, placements, iter(tensors.items()), manifest)
     assert all(torch.equal(placements[name].view(buffer), tensor) for name, tensor in tensors.items())
+
+
+def test_weights_travel_in_the_receivers_dtype_where_that_is_narrower_and_rounded_as_torch_rounds():
+    manifest = {"a": ((3, 2), "float32"), "b": ((2,), "bfloat16"), "c": ((2,), "int64"), "d": ((2,), "float32")}
+    sent = as_sent(manifest, {"a": "bfloat16", "b": "float32", "c": "int32"})
+    assert [dtype for _, dtype in sent.values()] == ["bfloat16", "bfloat16", "int64", "float32"]
+    placements, size = lay_out({"a": sent["a"]}, ["a"])
+    buffer = torch.empty(size, dtype=torch.uint8)
+    tensor = torch.randn(3, 2)
+    fill(buffer, placements, iter([("a", tensor)]), manifest)
+    assert torch.equal(placements["a"].view(buffer), tensor.bfloat16())
 
 
 def test_a_bucket_is_refused_where_the_policy_gives_other_tensors_than_its_manifest():
@@ -62,7 +74,7 @@ def test_a_bucket_is_refused_where_the_policy_gives_other_tensors_than_its_manif
         ([("a", torch.zeros(2, dtype=torch.bfloat16))], "'a' as bfloat16"),
     ]:
         with pytest.raises(WeightSyncError, match=culprit):
-            fill(buffer, placements, iter(given_tensors))
+            fill(buffer, placements, iter(given_tensors), manifest)
 
 
 def test_weights_of_a_module_leaves_out_tied_names_and_buffers_that_are_not_saved():

@@ -28,6 +28,7 @@ from rl_core.errors import DeadlineExceededError, MissingCapabilityError, Weight
 from rl_core.weights.by_reference import ByReferenceTransport
 from rl_core.weights.collective import CollectiveTransport
 from rl_core.weights.disk import DiskTransport
+from rl_core.weights.ledger import RefitLedger
 from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer, choose_transport
 
@@ -122,9 +123,19 @@ def test_a_tensor_that_the_engine_forgets_in_a_later_refit_stops_the_run(monkeyp
 
 def test_weights_are_cast_to_the_engines_precision_and_proven_in_it():
     policy, engine = make_policy(), make_engine(HalfPrecisionEngine)
-    synchronizer(policy, engine).sync()
+    metrics = synchronizer(policy, engine).sync()
     assert weights_equal(policy, engine)
     assert engine.group.worker.model.q.weight.dtype == torch.bfloat16
+    in_full = synchronizer(policy, make_engine()).sync()
+    assert metrics["refit/bytes"] < 0.6 * in_full["refit/bytes"]  # each tensor begins at a multiple of 64 bytes
+
+
+def test_a_tensor_of_neither_sides_dtype_is_refused():
+    ledger = RefitLedger({"a": ((2,), "float32")}, {"a": "bfloat16"})
+    ledger.admit("one", 1, {"a": ((2,), "bfloat16")})
+    ledger.admit("one", 1, {"a": ((2,), "float32")})
+    with pytest.raises(WeightSyncError, match=r"'a' arrived as float16 \[2\]; the manifest says float32 \[2\]"):
+        ledger.admit("one", 1, {"a": ((2,), "float16")})
 
 
 def test_nothing_of_the_shared_buffer_is_kept():

@@ -136,8 +136,8 @@ class ForgetfulSecondReplica(ForgetfulEngine):
 
 
 class PolicyThatLoses(TinyPolicy):
-    def prepare_weights_for_ipc(self, budget_bytes: int = 2**20):
-        for bucket in super().prepare_weights_for_ipc(budget_bytes):
+    def prepare_weights_for_ipc(self, budget_bytes: int = 2**20, **kwargs):
+        for bucket in super().prepare_weights_for_ipc(budget_bytes, **kwargs):
             if "q.weight" in bucket:
                 bucket.remove("q.weight")
         self._refit.buckets[:] = [bucket for bucket in self._refit.buckets if bucket]
@@ -145,8 +145,8 @@ class PolicyThatLoses(TinyPolicy):
 
 
 class PolicyThatRepeats(TinyPolicy):
-    def prepare_weights_for_ipc(self, budget_bytes: int = 2**20):
-        super().prepare_weights_for_ipc(budget_bytes).append(["q.weight"])
+    def prepare_weights_for_ipc(self, budget_bytes: int = 2**20, **kwargs):
+        super().prepare_weights_for_ipc(budget_bytes, **kwargs).append(["q.weight"])
         return self._refit.buckets
 
 

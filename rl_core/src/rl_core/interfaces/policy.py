@@ -115,7 +115,10 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
-        """Split the manifest into buckets of names, each within the byte budget; starts one refit."""
+        """Split the manifest into buckets of names, each within the byte budget; starts one refit.
+
+        With `kept`, name to the receiver's dtype, weights that are wider travel rounded to it.
+        """
 
     @abstractmethod
     def get_weights_ipc_handles(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -14,6 +14,10 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 
 
 def _nothing() -> None: ...
+
+
+def _unknown() -> Mapping[str, str]:
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,9 @@ class TransportContext:
     """An address and a free port on the node of the policy's rank 0, for a process group to meet at."""
     folder: Path = Path(gettempdir())
     """Where files of weights may be written; policy and generation backend both see it."""
+    kept: Callable[[], Mapping[str, str]] = _unknown
+    """Name to the dtype that the generation backend keeps, such as "bfloat16", in the refit under way; a name that it lacks
+    travels as it is."""
     num_receivers: int = 1
     """Generation workers that load weights."""
     when_sent: Callable[[], None] = _nothing

@@ -24,7 +24,7 @@ from rl_core.errors import RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface, RefitManifest
 from rl_core.interfaces.weights import TransportContext, WeightTransport
-from rl_core.weights.manifest import ALIGNMENT, Placement, fill, lay_out, total_bytes
+from rl_core.weights.manifest import ALIGNMENT, Placement, as_sent, fill, lay_out, total_bytes
 
 Gather = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
 """Yields the tensors of the named bucket."""
@@ -100,15 +100,17 @@ class WeightCollective:
         buckets: Sequence[Sequence[str]],
         gather: Gather,
         *,
+        sent: RefitManifest | None = None,
         refit: str,
         version: int,
     ) -> int:
         """Broadcast every bucket, from rank 0.
 
         Args:
-            manifest: forms of the tensors.
+            manifest: forms of the tensors, as `gather` yields them.
             buckets: their names.
             gather: yields the tensors of one bucket.
+            sent: the forms in which they travel; their own by default.
             refit: which refit this is.
             version: weight version of the tensors.
 
@@ -118,7 +120,7 @@ class WeightCollective:
         Raises:
             WeightSyncError: a rank is gone.
         """
-        laid_out = [lay_out(manifest, names) for names in buckets]
+        laid_out = [lay_out(sent or manifest, names) for names in buckets]
         plan = {
             "refit": refit,
             "weight_version": version,
@@ -133,7 +135,7 @@ class WeightCollective:
             buffer = self._buffer(turn, size)
             try:
                 buffer[:_PREFIX].zero_()
-                fill(buffer[_PREFIX:], places, gather(names))
+                fill(buffer[_PREFIX:], places, gather(names), manifest)
             except BaseException:
                 buffer[0] = _GAVE_UP
                 self._wait(on_the_wire[1 - turn])
@@ -250,10 +252,10 @@ class CollectiveTransport(WeightTransport):
         # Joined again after any error: a broadcast that some rank did not finish leaves the group unusable.
         self._joined = False
         # Two buckets are on their way at a time.
-        policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2)
+        policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, kept=self.context.kept())
         wait([*policy.broadcast_weights_for_collective(), *generation.update_weights_from_collective()], deadline_s)
         self._joined = True
-        return total_bytes(policy.prepare_refit_info() or {})
+        return total_bytes(as_sent(policy.prepare_refit_info() or {}, self.context.kept()))
 
     def _join(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:
         ip, port = self._new_meeting_point()

@@ -14,8 +14,15 @@ from rl_core.weights.manifest import dtype_name
 class RefitLedger:
     """Lets every tensor of a manifest in exactly once, all of them from one refit of one weight version."""
 
-    def __init__(self, manifest: RefitManifest) -> None:
+    def __init__(self, manifest: RefitManifest, kept: Mapping[str, str] | None = None) -> None:
+        """An account of a refit that has not begun.
+
+        Args:
+            manifest: what was announced.
+            kept: name to the receiver's own dtype, which a tensor may have instead of the announced one.
+        """
         self.manifest = manifest
+        self.kept = kept or {}
         self._refit: str | None = None
         self._version = -1
         self._arrived: set[str] = set()
@@ -56,13 +63,17 @@ class RefitLedger:
         found += [
             f"{name!r} arrived as {_described(form)}; the manifest says {_described(self.manifest[name])}"
             for name, form in forms.items()
-            if name in self.manifest and _plain(form) != _plain(self.manifest[name])
+            if name in self.manifest and not self._fits(name, form)
         ]
         if found:
             raise WeightSyncError(
                 f"Weights are refused in the refit to version {version}: {'; '.join(found[:5])}"
                 + (f"; and {len(found) - 5} more." if len(found) > 5 else ".")
             )
+
+    def _fits(self, name: str, form: tuple[tuple[int, ...], str]) -> bool:
+        shape, dtype = self.manifest[name]
+        return tuple(form[0]) == tuple(shape) and form[1] in (dtype, self.kept.get(name))
 
     def note(self, names: Iterable[str]) -> None:
         """These have been loaded."""
@@ -90,10 +101,6 @@ class RefitLedger:
             raise WeightSyncError(
                 f"Weights {', '.join(list(names)[:3])}, ... arrived as version {version} in a refit to version {self._version}."
             )
-
-
-def _plain(form: tuple[tuple[int, ...], str]) -> tuple[tuple[int, ...], str]:
-    return tuple(form[0]), form[1]
 
 
 def _described(form: tuple[tuple[int, ...], str]) -> str:

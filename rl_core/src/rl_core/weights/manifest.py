@@ -60,6 +60,21 @@ def total_bytes(manifest: RefitManifest) -> int:
     return sum(tensor_bytes(shape, dtype) for shape, dtype in manifest.values())
 
 
+def as_sent(manifest: RefitManifest, kept: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The forms in which weights travel: in the receiver's dtype where that is narrower, since it would round them so anyway.
+
+    Args:
+        manifest: the policy's.
+        kept: name to the receiver's dtype.
+    """
+    return {name: (tuple(shape), _narrower(dtype, kept.get(name, dtype))) for name, (shape, dtype) in manifest.items()}
+
+
+def _narrower(own: str, kept: str) -> str:
+    both_float = dtype_of(own).is_floating_point and dtype_of(kept).is_floating_point
+    return kept if both_float and dtype_of(kept).itemsize < dtype_of(own).itemsize else own
+
+
 def manifest_of(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name to (shape, dtype name) of each tensor, in the same order."""
     return {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in weights.items()}
@@ -123,21 +138,27 @@ def lay_out(manifest: RefitManifest, names: Iterable[str]) -> tuple[dict[str, Pl
     return placements, end
 
 
-def fill(buffer: torch.Tensor, placements: Mapping[str, Placement], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Copy every placed tensor into the bucket's bytes, one copy each.
+def fill(
+    buffer: torch.Tensor,
+    placements: Mapping[str, Placement],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    manifest: RefitManifest,
+) -> None:
+    """Copy every placed tensor into the bucket's bytes, one copy each; it is rounded where its place is of another dtype.
 
     Raises:
-        WeightSyncError: the tensors are not those that the placements name, each once and of the stated form.
+        WeightSyncError: the tensors are not those that the placements name, each once and as the manifest says.
     """
     waiting = dict(placements)
     for name, tensor in tensors:
         placement = waiting.pop(name, None)
         if placement is None:
             raise WeightSyncError(f"The policy gave {name!r}, which was not asked for or was already given.")
-        if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (placement.shape, placement.dtype):
+        shape, dtype = manifest[name]
+        if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (tuple(shape), dtype):
             raise WeightSyncError(
                 f"The policy gave {name!r} as {dtype_name(tensor.dtype)} {list(tensor.shape)}, and its manifest says "
-                f"{placement.dtype} {list(placement.shape)}: iter_weights and weight_manifest must agree."
+                f"{dtype} {list(shape)}: iter_weights and weight_manifest must agree."
             )
         _copy(placement.view(buffer), tensor.detach())
     if waiting:
@@ -156,7 +177,7 @@ def _neighbours(manifest: RefitManifest, budget_bytes: int) -> Iterator[list[str
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
     """On one thread where that is possible: the receiver computes on the other cores, and torch would wait for all of them."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0 or tensor.dtype != into.dtype:
         into.copy_(tensor)
         return
     np.copyto(into.view(-1).view(torch.uint8).numpy(), tensor.view(-1).view(torch.uint8).numpy())

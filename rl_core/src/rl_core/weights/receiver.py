@@ -37,7 +37,7 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def expected_weights(self) -> RefitManifest:
-        """Name to (shape, dtype that its digest is taken in) of every weight of the engine, under Hugging Face names."""
+        """Name to (shape, dtype that its digest is taken in) of every weight of the engine, under its checkpoint's names."""
 
     @abstractmethod
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -81,8 +81,9 @@ class WeightReceiver(ABC):
         """
         expected = self.expected_weights()
         refuse_differences(info, expected)
-        self._ledger = RefitLedger(dict(info))
-        return {name: dtype for name, (_, dtype) in expected.items()}
+        kept = {name: dtype for name, (_, dtype) in expected.items()}
+        self._ledger = RefitLedger(dict(info), kept)
+        return kept
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
         """Load one bucket; nothing of the sender's memory is kept, but by reference.
@@ -149,7 +150,7 @@ class WeightReceiver(ABC):
         if self._ledger is None:
             raise WeightSyncError("Weights arrived before their manifest: call prepare_refit_info first.")
         if self._ledger.complete_version is not None and not self._ledger.is_of(refit):
-            self._ledger = RefitLedger(self._ledger.manifest)
+            self._ledger = RefitLedger(self._ledger.manifest, self._ledger.kept)
         begins = not self._ledger.has_begun
         self._ledger.admit(refit, version, forms_of(tensors))
         self._weight_version = NO_VERSION

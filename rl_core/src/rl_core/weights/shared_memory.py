@@ -154,7 +154,7 @@ class SharedMemoryTransport(WeightTransport):
         sweep()
         deadline = time.monotonic() + self.context.deadline_s
         # Two buckets are on their way at a time: one is written while the one before is read.
-        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2)
+        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, kept=self.context.kept())
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlcore-refit")
         loading: Future[None] | None = None
         moved = 0

@@ -21,7 +21,7 @@ from rl_core.weights.collective import WeightCollective
 from rl_core.weights.disk import write_tensors
 from rl_core.weights.fingerprint import Kind, combine, tensor_digest
 from rl_core.weights.handles import cuda_handles
-from rl_core.weights.manifest import dtype_of, fill, lay_out, split_into_buckets
+from rl_core.weights.manifest import as_sent, dtype_of, fill, lay_out, split_into_buckets
 from rl_core.weights.shared_memory import SegmentPair
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class OpenRefit:
     id: str
     version: int
     manifest: RefitManifest
+    sent: RefitManifest
+    """The forms in which the weights travel."""
     buckets: list[list[str]]
 
 
@@ -61,7 +63,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def weight_manifest(self) -> RefitManifest:
-        """Name to (shape, dtype) of every tensor that `iter_weights` yields, under Hugging Face names, none twice."""
+        """Name to (shape, dtype) of every tensor that `iter_weights` yields, under its checkpoint's names, none twice."""
 
     @abstractmethod
     def get_weight_version(self) -> int:
@@ -71,8 +73,14 @@ class WeightSource(ABC):
         """The manifest."""
         return dict(self.weight_manifest())
 
-    def prepare_weights_for_ipc(self, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> list[list[str]]:
+    def prepare_weights_for_ipc(
+        self, budget_bytes: int = DEFAULT_BUDGET_BYTES, *, kept: Mapping[str, str] | None = None
+    ) -> list[list[str]]:
         """Start a refit of the present weights; ends one that is still open.
+
+        Args:
+            budget_bytes: most bytes of a bucket.
+            kept: name to the receiver's dtype: wider weights are rounded to it before they travel.
 
         Returns:
             Names in buckets of at most `budget_bytes`; a larger tensor is a bucket of its own.
@@ -80,8 +88,9 @@ class WeightSource(ABC):
         self.finish_refit()
         manifest = self.weight_manifest()
         budget = min(budget_bytes, _MOST_ON_CPU) if self.context.device == "cpu" else budget_bytes
-        buckets = split_into_buckets(manifest, budget_bytes=budget)
-        self._refit = OpenRefit(f"{os.getpid()}-{next(_numbers)}", self.get_weight_version(), manifest, buckets)
+        sent = as_sent(manifest, kept or {})
+        buckets = split_into_buckets(sent, budget_bytes=budget)
+        self._refit = OpenRefit(f"{os.getpid()}-{next(_numbers)}", self.get_weight_version(), manifest, sent, buckets)
         return buckets
 
     def get_weights_ipc_handles(
@@ -98,13 +107,13 @@ class WeightSource(ABC):
             WeightSyncError: no refit is open, the weights have changed since it began, or memory is short.
         """
         refit = self._open_refit()
-        placements, num_bytes = lay_out(refit.manifest, keys)
+        placements, num_bytes = lay_out(refit.sent, keys)
         header = {"refit": refit.id, "weight_version": refit.version, "num_bytes": num_bytes}
         if by_reference:
             tensors = dict(self.iter_weights(keys))
             return {**header, "num_bytes": 0, "kind": "by_reference", "tensors": tensors}
         if file is not None and self.context.rank == 0:
-            write_tensors(file, self.iter_weights(keys))
+            write_tensors(file, _rounded(self.iter_weights(keys), refit.sent))
             return {**header, "kind": "disk", "file": file}
         if self.context.device == "cuda" and file is None:
             devices, kept = cuda_handles(self.iter_weights(keys))
@@ -115,7 +124,7 @@ class WeightSource(ABC):
             return {}
         self._segments = self._segments or SegmentPair()
         segment = self._segments.next(num_bytes)
-        fill(segment.buffer, placements, self.iter_weights(keys))
+        fill(segment.buffer, placements, self.iter_weights(keys), refit.manifest)
         return {**header, "kind": "shared_memory", "segment": segment.name, "placements": placements}
 
     def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float = 600.0) -> None:
@@ -139,7 +148,9 @@ class WeightSource(ABC):
             return 0
         if self._collective is None:
             raise WeightSyncError("The policy has not joined a weight collective: call init_collective on both sides.")
-        return self._collective.send(refit.manifest, refit.buckets, self.iter_weights, refit=refit.id, version=refit.version)
+        return self._collective.send(
+            refit.manifest, refit.buckets, self.iter_weights, sent=refit.sent, refit=refit.id, version=refit.version
+        )
 
     def weight_digests(self, *, dtypes: Mapping[str, str] | None = None, kind: Kind | None = None) -> dict[str, str]:
         """Name to digest of each tensor as the receiver would hold it; empty on ranks other than 0.
@@ -191,6 +202,12 @@ class WeightSource(ABC):
                 "the tensors would be older than the rest. Do not train until finish_refit."
             )
         return self._refit
+
+
+def _rounded(tensors: Iterator[tuple[str, torch.Tensor]], sent: RefitManifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor in the dtype in which it travels."""
+    for name, tensor in tensors:
+        yield name, tensor.to(dtype_of(sent[name][1]))
 
 
 def _exhaust(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

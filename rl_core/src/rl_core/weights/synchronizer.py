@@ -87,6 +87,7 @@ class WeightSynchronizer:
                 rendezvous=rendezvous or free_loopback_port,
                 num_receivers=num_receivers,
                 when_sent=self._digest_beside_the_loading,
+                kept=lambda: self._dtypes,
             )
         )
 
