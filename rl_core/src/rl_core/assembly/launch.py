@@ -87,7 +87,7 @@ def train(
         _announce(run, manager, status)
         loop_started = time.perf_counter()
         with _attended(run, manager, status):
-            registry.find("algorithm", config.algorithm_name).load()(run.config.algorithm, run)
+            loaded.components[config.algorithm_name].load()(run.config.algorithm, run)
         ended = time.perf_counter()
     return Finished(
         folder=start.folder,

@@ -43,20 +43,23 @@ def json_schema(catalogue: Catalogue) -> dict[str, Any]:
     definitions["DataConfig"]["properties"] |= data
     loggers = {name: _or_null(reference) for name, reference in of_kind[Kind.LOGGER].items()}
     definitions["LoggingConfig"]["properties"]["loggers"] = {"type": "object", "properties": loggers}
+    properties = {
+        "defaults": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "_override_": {"type": "boolean"},
+        **{name: _or_null(reference) for name, reference in of_kind[Kind.ALGORITHM].items()},
+        "loss_fn": _or_null(sections[Kind.LOSS]),
+        **{name: _or_null(sections[Kind.POLICY]) for name in ("policy", *COMPANIONS)},
+        "env": _or_null(_environments(of_kind[Kind.ENVIRONMENT])),
+        **{name: _or_null(reference_of[model]) for name, model in SECTIONS.items() if model is not None},
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A run of rlcore",
         "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            "defaults": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-            "_override_": {"type": "boolean"},
-            **{name: _or_null(reference) for name, reference in of_kind[Kind.ALGORITHM].items()},
-            "loss_fn": _or_null(sections[Kind.LOSS]),
-            **{name: _or_null(sections[Kind.POLICY]) for name in ("policy", *COMPANIONS)},
-            "env": _or_null(_environments(of_kind[Kind.ENVIRONMENT])),
-            **{name: _or_null(reference_of[model]) for name, model in SECTIONS.items() if model is not None},
-        },
+        # The settings of an algorithm given by its path stand under a name that only its author knows.
+        "if": {"required": ["algorithm"]},
+        "else": {"propertyNames": {"enum": list(properties)}},
+        "properties": properties,
         "$defs": definitions,
     }
 

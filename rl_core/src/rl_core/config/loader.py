@@ -89,7 +89,7 @@ def load_config(
     for at, message in cross_check(run, layout, registry):
         problems.add(message, place=_blamed(written, at), path=at)
     problems.raise_if_any()
-    resolved = _resolved(run)
+    resolved = _resolved(run, sections)
     return LoadedConfig(
         run=run,
         resolved=resolved,
@@ -186,11 +186,13 @@ def _assembled(sections: Mapping[Path, BaseModel], layout: Layout) -> RunConfig:
     )
 
 
-def _resolved(run: RunConfig) -> dict[str, Any]:
+def _resolved(run: RunConfig, sections: Mapping[Path, BaseModel]) -> dict[str, Any]:
     # Fields are annotated with the bases of the plugins' models, whose own keys must be kept.
     dumped = run.model_dump(mode="json", serialize_as_any=True)
     name = dumped.pop("algorithm_name")
-    return {name: dumped.pop("algorithm"), **dumped}
+    paths = sections.get(("algorithm",))
+    by_path = {} if paths is None else {"algorithm": paths.model_dump(mode="json")}
+    return {**by_path, name: dumped.pop("algorithm"), **dumped}
 
 
 def _blamed(written: Written, path: Path) -> Place:

@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.config import schema
-from rl_core.config.diagnostics import Problems, nearest, show
+from rl_core.config.algorithm import AlgorithmPathConfig, choose_algorithm
+from rl_core.config.diagnostics import Problems, show
 from rl_core.config.fields import NOTHING, Field, Model, all_fields, find_field
 from rl_core.config.written import Path, Written
-from rl_core.errors import InvalidComponentError, PluginError, UnknownComponentError
+from rl_core.errors import InvalidComponentError, PluginError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 
 SECTIONS: dict[str, Model | None] = {
+    "algorithm": AlgorithmPathConfig,
     "loss_fn": None,
     "policy": None,
     "value": None,
@@ -30,6 +32,9 @@ SECTIONS: dict[str, Model | None] = {
     "logger": schema.LoggingConfig,
 }
 """The sections that every config may have, besides the one of its algorithm; None where a component has the model."""
+
+OPTIONAL = ("algorithm",)
+"""Sections of the core that have keys which must be set, and are not there unless they are written."""
 
 COMPANIONS = {"value": "scalar", "teacher": "tokens"}
 """Sections of models beside the policy, each like `policy`, and what they end in."""
@@ -158,62 +163,25 @@ class _Chooser:
         self._registry = registry
         self._problems = problems
         self._default_loss: str | None = None
+        self._has_algorithm = False
         self._head = "tokens"
 
     def algorithm(self) -> str | None:
-        """The one section that is an algorithm's; every other unknown section is reported."""
-        found = []
-        for name in self._values:
-            if name in SECTIONS:
-                continue
-            component = self._algorithm_named(name)
-            if component is not None:
-                found.append(component)
-        if len(found) == 1:
-            self._section((found[0].name,))
-            self._add((found[0].name,), Kind.ALGORITHM, found[0])
-            part = self.parts.get((found[0].name,))
-            if part is not None:
-                self._default_loss = getattr(part.model, "default_loss", None)
-                self._head = getattr(part.model, "head", "tokens")
-            return found[0].name
-        if found:
-            names = [component.name for component in found]
-            self._problems.add(
-                f"A config has the section of one algorithm, and this one has those of {' and '.join(names)}: remove all "
-                "but one.",
-                place=self._written.nearest((names[-1],)).key_place,
-                path=(names[-1],),
-            )
-        elif not any(name not in SECTIONS for name in self._values):
-            names = self._registry.names(Kind.ALGORITHM)
-            self._problems.add(
-                f"There is no section of an algorithm: add one of {', '.join(f'{name}:' for name in names)} (it may be empty).",
-                place=self._written.place,
-            )
-        return None
-
-    def _algorithm_named(self, name: str) -> Component | None:
-        place = self._written.nearest((name,)).key_place
-        algorithms = self._registry.names(Kind.ALGORITHM)
-        if is_path(name):
-            first = name.partition(".")[0]
-            hint = " A dotted key is for overrides: write its parts below each other." if first in SECTIONS else ""
-            self._problems.add(f"There is no section {name!r}.{hint}", place=place, path=(name,))
+        """The one section that is an algorithm's."""
+        self.own("algorithm")
+        component = choose_algorithm(
+            self._values, sections=SECTIONS, written=self._written, registry=self._registry, problems=self._problems
+        )
+        if component is None:
             return None
-        try:
-            return self._registry.find(Kind.ALGORITHM, name)
-        except UnknownComponentError:
-            meant = nearest(name, [*SECTIONS, *algorithms, *self._not_installed(Kind.ALGORITHM)])
-            hint = f" Did you mean {meant!r}?" if meant else ""
-            known = ", ".join([*algorithms, *SECTIONS])
-            self._problems.add(f"There is no section {name!r}.{hint or f' Sections: {known}.'}", place=place, path=(name,))
-        except PluginError as error:
-            self._problems.add(str(error), place=place, path=(name,))
-        return None
-
-    def _not_installed(self, kind: Kind) -> list[str]:
-        return [name for other, name, _ in self._registry.not_installed() if other is kind]
+        self._section((component.name,))
+        self._add((component.name,), Kind.ALGORITHM, component)
+        part = self.parts.get((component.name,))
+        if part is not None:
+            self._has_algorithm = True
+            self._default_loss = getattr(part.model, "default_loss", None)
+            self._head = getattr(part.model, "head", "tokens")
+        return component.name
 
     def loss(self) -> None:
         """`loss_fn`: the loss that it names, or the algorithm's own."""
@@ -228,6 +196,12 @@ class _Chooser:
             implied = {"name": name}
         if name is not None:
             self._named(("loss_fn",), Kind.LOSS, name, key="name", implied=implied)
+        elif self._has_algorithm:
+            self._problems.poison(
+                "must be set: the algorithm's model names no `default_loss`.",
+                place=self._written.nearest(("loss_fn",)).key_place,
+                path=("loss_fn", "name"),
+            )
 
     def policy(self) -> None:
         """`policy` and `policy.generation`, each by its backend."""
@@ -291,7 +265,8 @@ class _Chooser:
     def own(self, name: str) -> None:
         """A section of the core."""
         model = SECTIONS[name]
-        if model is not None and self._section((name,)) is not None:
+        is_there = name not in OPTIONAL or self._values.get(name) is not None
+        if model is not None and is_there and self._section((name,)) is not None:
             self.parts[name,] = Part(path=(name,), model=model)
 
     def _section(self, path: Path) -> Mapping[str, Any] | None:

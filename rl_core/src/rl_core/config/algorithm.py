@@ -1,0 +1,125 @@
+"""Which algorithm a config has: the one whose section it has, or one given by its paths (`algorithm`); imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rl_core.config.diagnostics import Problems, nearest
+from rl_core.config.section import Section
+from rl_core.config.written import Written
+from rl_core.errors import PluginError, UnknownComponentError
+from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.registry import Registry
+
+
+class AlgorithmPathConfig(Section):
+    """An algorithm given by its paths (`algorithm`); its settings are a section of their own, under a name of your choice."""
+
+    train: str
+    """Dotted path of the function that trains, `train(config, run)`; imported by a run."""
+    config: str
+    """Dotted path of the model of its settings, an `AlgorithmConfig`; imported by `rlcore validate` as well."""
+
+
+_PATHS = tuple(AlgorithmPathConfig.model_fields)
+
+
+def choose_algorithm(
+    values: Mapping[str, Any],
+    *,
+    sections: Collection[str],
+    written: Written,
+    registry: Registry,
+    problems: Problems,
+) -> Component | None:
+    """The algorithm of the one section that is no other section of a config; every further one is reported.
+
+    Args:
+        values: The plain values of the whole config.
+        sections: The keys of the sections that every config may have.
+        written: The same as it was written, for the places.
+        registry: Where algorithms are found.
+        problems: Receives sections that are none, several algorithms, and none at all.
+    """
+    names = [name for name in values if name not in sections]
+    if values.get("algorithm") is not None:
+        return _at_a_path(names, values["algorithm"], written=written, registry=registry, problems=problems)
+    named = [_named(name, sections=sections, written=written, registry=registry, problems=problems) for name in names]
+    found = [component for component in named if component is not None]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        last = found[-1].name
+        problems.add(
+            f"A config has the section of one algorithm, and this one has those of {' and '.join(one.name for one in found)}: "
+            "remove all but one.",
+            place=written.nearest((last,)).key_place,
+            path=(last,),
+        )
+    elif not names:
+        known = ", ".join(f"{name}:" for name in registry.names(Kind.ALGORITHM))
+        problems.add(f"There is no section of an algorithm: add one of {known} (it may be empty).", place=written.place)
+    return None
+
+
+def _named(
+    name: str, *, sections: Collection[str], written: Written, registry: Registry, problems: Problems
+) -> Component | None:
+    place = written.nearest((name,)).key_place
+    algorithms = registry.names(Kind.ALGORITHM)
+    if is_path(name):
+        first = name.partition(".")[0]
+        hint = " A dotted key is for overrides: write its parts below each other." if first in sections else ""
+        hint = hint or " An algorithm given by its path goes under `algorithm: {train: ..., config: ...}`."
+        problems.add(f"There is no section {name!r}.{hint}", place=place, path=(name,))
+        return None
+    try:
+        return registry.find(Kind.ALGORITHM, name)
+    except UnknownComponentError:
+        absent = [other for kind, other, _ in registry.not_installed() if kind is Kind.ALGORITHM]
+        meant = nearest(name, [*sections, *algorithms, *absent])
+        hint = f" Did you mean {meant!r}?" if meant else f" Sections: {', '.join([*algorithms, *sections])}."
+        problems.add(f"There is no section {name!r}.{hint}", place=place, path=(name,))
+    except PluginError as error:
+        problems.add(str(error), place=place, path=(name,))
+    return None
+
+
+def _at_a_path(names: list[str], paths: Any, *, written: Written, registry: Registry, problems: Problems) -> Component | None:
+    """The one section that nobody registers, with the function and the model that `algorithm` names."""
+    place = written.nearest(("algorithm",)).key_place
+    if len(names) != 1:
+        others = f"has {' and '.join(names)}: remove all but one" if names else "has none: add one (it may be empty)"
+        problems.add(
+            f"goes with a section of its settings, under a name of your choice, and this config {others}.",
+            place=place,
+            path=("algorithm",),
+        )
+        return None
+    [name] = names
+    if name in registry.names(Kind.ALGORITHM):
+        problems.add(
+            f"is the algorithm of a plugin, and {place} gives another by its path: give the section another name, or remove "
+            "`algorithm`.",
+            place=written.nearest((name,)).key_place,
+            path=(name,),
+        )
+        return None
+    if not isinstance(paths, Mapping) or not all(isinstance(paths.get(key), str) for key in _PATHS):
+        return None  # the section's own model says what it lacks
+    targets = []
+    for key in _PATHS:
+        try:
+            if not is_path(paths[key]):
+                raise UnknownComponentError(f"must be a dotted path, package.module.name; found {paths[key]!r}.")
+            targets.append(registry.find(Kind.ALGORITHM, paths[key]).target)
+        except PluginError as error:
+            problems.add(str(error), place=written.nearest(("algorithm", key)).place, path=("algorithm", key))
+    if len(targets) < len(_PATHS):
+        return None
+    try:
+        return Component(name, target=targets[0], config=targets[1], summary="given by its path")
+    except PluginError as error:
+        problems.add(str(error), place=written.nearest((name,)).key_place, path=(name,))
+        return None
