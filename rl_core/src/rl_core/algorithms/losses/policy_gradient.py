@@ -5,10 +5,10 @@
     dual clip       https://arxiv.org/abs/1912.09729, equation 5
     GSPO            one ratio a sequence: https://arxiv.org/abs/2507.18071, equations 5 and 7; with advantages that differ
                     between tokens its GSPO-token form, equations 13 and 14, which is the same where they do not
-    CISPO           -sg(clip(ratio)) · A · log p: https://arxiv.org/abs/2506.13585, equation 4
+    CISPO           -sg(clip(ratio)) · A · log p: https://arxiv.org/abs/2506.13585, equations 4 and 5
     REINFORCE       -A · log p
     means           over tokens (DAPO), of sequence means (GRPO, https://arxiv.org/abs/2402.03300, equation 3), or of sequence
-                    sums by a constant (Dr. GRPO, https://arxiv.org/abs/2503.20783)
+                    sums by a constant (Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2)
     KL              in the loss: GRPO, equation 3; in the reward: the algorithm's business
 
 Letters: B rows, T tokens. Everything is in nats.

@@ -7,7 +7,7 @@ in nats, L_ref that of the reference policy, n its tokens and m the margin:
     DPO     score b (L - L_ref)              -(1 - e) log s(m) - e log s(-m)    https://arxiv.org/abs/2305.18290, equation 7;
                                              e > 0: conservative DPO, https://ericmitchell.ai/cdpo.pdf
     IPO     score t (L - L_ref)              (m / t - 1 / (2 t))^2              https://arxiv.org/abs/2310.12036, equation 17
-    hinge   score b (L - L_ref)              max(0, 1 - m)                      https://arxiv.org/abs/2309.06657, table 1
+    hinge   score b (L - L_ref)              max(0, 1 - m)                      https://arxiv.org/abs/2309.06657, hinge-norm
     SimPO   score b L / n                    -log s(m - g)                      https://arxiv.org/abs/2405.14734, equation 6
     ORPO    score log(p / (1 - p)),          -log s(m)                          https://arxiv.org/abs/2403.07691, equations 6, 7
             p = exp(L / n)
