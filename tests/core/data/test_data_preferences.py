@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.dataloader import BatchedDataLoader
 from rl_core.data.dataset_config import OnTooLong, PreferenceDatasetConfig
-from rl_core.data.preferences import PreferenceDataset
+from rl_core.data.preferences import PreferenceDataset, pairs_from_row
 from rl_core.data.processors import collate_preferences, preference_datum
 from rl_core.errors import DataError
 from rl_core.rollouts.batches import PreferenceBatches
@@ -49,12 +49,53 @@ def test_every_form_of_a_pair_is_the_same_record(read, row):
     assert record == {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "task_name": "default"}
 
 
+def test_a_margin_stands_with_both_rows_of_its_pair_and_is_zero_elsewhere(read):
+    row = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    records = read({**row, "lead": 1.5}, {**row, "margin": 3.0}, row, margin_key="lead")
+    assert [record.get("margin") for record in records] == [1.5, None, None]
+    rows = batches(*(preference_datum(record, idx=0, tokenizer=Letters()) for record in records))
+    assert rows["margins"].tolist() == [1.5, 1.5, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("margin", ["large", True, -1.0, float("inf")])
+def test_a_margin_that_is_no_lead_is_refused_with_its_row(read, margin):
+    with pytest.raises(DataError, match=r"'margin' is .*a number from 0 on"):
+        read({"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": margin})
+
+
 def test_several_ranks_are_one_pair_or_all_of_them(read):
     row = {"context": "2+2=", "completions": [{"completion": str(n), "rank": abs(n - 4)} for n in (3, 4, 5, 9)]}
     [record] = read(row, prompt_key="context")
     assert (record["chosen"][0]["content"], record["rejected"][0]["content"]) == ("4", "9")
     pairs = [(r["chosen"][0]["content"], r["rejected"][0]["content"]) for r in read(row, prompt_key="context", pairing="all")]
     assert pairs == [("4", "3"), ("4", "5"), ("4", "9"), ("3", "9"), ("5", "9")]
+
+
+def test_of_scores_the_highest_is_the_best_and_of_equals_the_first_is_taken(read):
+    listed = [{"completion": name, "score": score} for name, score in (("a", 1), ("b", 2.5), ("c", 2.5), ("d", 1))]
+    [record] = read({"prompt": "?", "completions": listed})
+    assert (record["chosen"][0]["content"], record["rejected"][0]["content"]) == ("b", "d")
+    every = read({"prompt": "?", "completions": listed}, pairing="all")
+    pairs = [(pair["chosen"][0]["content"], pair["rejected"][0]["content"]) for pair in every]
+    assert pairs == [("b", "a"), ("b", "d"), ("c", "a"), ("c", "d")]
+
+
+@given(worths=st.lists(st.integers(0, 4), min_size=2, max_size=7))
+def test_ranked_answers_become_every_pair_that_differs_and_none_else(worths):
+    listed = [{"completion": str(number), "rank": worth} for number, worth in enumerate(worths)]
+    row = {"prompt": "?", "completions": listed}
+    config = PreferenceDatasetConfig(path="rows.jsonl", pairing="all")
+    expected = {(a, b) for a, x in enumerate(worths) for b, y in enumerate(worths) if x < y}
+    if not expected:
+        with pytest.raises(DataError, match="nothing to prefer"):
+            pairs_from_row(row, config)
+        return
+    made = [(int(r["chosen"][0]["content"]), int(r["rejected"][0]["content"])) for r in pairs_from_row(row, config)]
+    assert len(made) == len(expected)
+    assert set(made) == expected
+    [best] = pairs_from_row(row, PreferenceDatasetConfig(path="rows.jsonl"))
+    assert worths[int(best["chosen"][0]["content"])] == min(worths)
+    assert worths[int(best["rejected"][0]["content"])] == max(worths)
 
 
 def test_a_system_prompt_opens_conversations_that_have_none(read):
@@ -73,6 +114,21 @@ def test_a_system_prompt_opens_conversations_that_have_none(read):
         ({"prompt": "a", "chosen": [{"text": "b"}], "rejected": "b"}, "message 0 of the better answer"),
         ({"prompt": "a", "completions": ["b", "c"]}, "expected a list of {completion, rank}"),
         ({"prompt": "a", "completions": [{"completion": "b", "rank": 0}]}, "have one rank"),
+        ({"prompt": "a", "completions": [{"completion": x, "score": 1.0} for x in "bc"]}, "have one score"),
+        ({"prompt": "a", "completions": []}, "have one rank"),
+        ({"prompt": "a", "completions": "b"}, "expected a list of {completion, rank} or"),
+        (
+            {"prompt": "a", "completions": [{"completion": "b", "rank": "first"}]},
+            "answer 0 of the field 'completions' has the rank",
+        ),
+        ({"prompt": "a", "completions": [{"completion": "b", "rank": True}]}, "rank True: expected a number"),
+        ({"prompt": "a", "completions": [{"completion": "b", "score": float("nan")}]}, "score nan: expected a number"),
+        ({"prompt": "a", "completions": [{"completion": "b", "rank": 0}, {"completion": "c", "score": 1}]}, "others a score"),
+        (
+            {"prompt": "a", "completions": [{"completion": "b", "rank": 0, "score": 1}]},
+            "expected a list of {completion, rank} or",
+        ),
+        ({"prompt": [{"role": "system", "content": "a"}], "chosen": "b", "rejected": "c"}, "there is no prompt"),
         ("[1]", "expected a JSON object"),
         ("{", "no JSON"),
     ],

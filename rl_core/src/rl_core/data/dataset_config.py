@@ -109,6 +109,11 @@ class PreferenceForm(RowsConfig):
         description="What ranked answers become: one pair of the best and the worst, or a pair of every two that differ in "
         "rank or score.",
     )
+    margin_key: str = Field(
+        "margin",
+        description="The field that says by how much the better answer's score should lead, a number; 0 in rows that lack it. "
+        "Reward models read it.",
+    )
     system_prompt: str | None = Field(None, description="A system message before every conversation that has none.")
 
     @model_validator(mode="after")

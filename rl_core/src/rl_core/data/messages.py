@@ -43,7 +43,10 @@ class DatumSpec(TypedDict):
 
 
 class PreferenceDatumSpec(TypedDict):
-    """One prompt with a preferred and a rejected answer, both tokenised with the prompt; fields as in `DatumSpec`."""
+    """One prompt with a preferred and a rejected answer, both tokenised with the prompt; fields as in `DatumSpec`.
+
+    `margin` is by how much the preferred answer's score should lead, 0.0 where it is not there.
+    """
 
     message_log_chosen: MessageLog
     message_log_rejected: MessageLog
@@ -52,6 +55,7 @@ class PreferenceDatumSpec(TypedDict):
     loss_multiplier: float
     idx: int
     task_name: NotRequired[str]
+    margin: NotRequired[float]
 
 
 def get_formatted_message_log(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import combinations
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from rl_core.data.conversations import Messages, read_messages
 from rl_core.data.dataset_config import PreferenceForm
@@ -23,12 +23,14 @@ class PreferenceRecord(TypedDict):
         chosen: The messages of the better answer.
         rejected: The messages of the worse one.
         task_name: What it belongs to.
+        margin: By how much the better answer's score should lead, where the row says so.
     """
 
     prompt: Messages
     chosen: Messages
     rejected: Messages
     task_name: str
+    margin: NotRequired[float]
 
 
 class PreferenceDataset(Records[PreferenceRecord]):
@@ -141,7 +143,19 @@ def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) 
     if config.system_prompt is not None and (not prompt or prompt[0]["role"] not in ("system", "developer")):
         prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
     _check(prompt, chosen, rejected, row, config)
-    return PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, task_name=config.task_name or "default")
+    record = PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, task_name=config.task_name or "default")
+    if row.get(config.margin_key) is not None:
+        record["margin"] = _margin(row[config.margin_key], config.margin_key)
+    return record
+
+
+def _margin(margin: Any, key: str) -> float:
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not (math.isfinite(margin) and margin >= 0):
+        raise DataError(
+            f"the field {key!r} is {margin!r}: expected by how much the better answer leads, a number from 0 on. Where the "
+            "field is something else, name another `margin_key`"
+        )
+    return float(margin)
 
 
 def _check(prompt: Messages, chosen: Messages, rejected: Messages, row: dict[str, Any], config: PreferenceForm) -> None:

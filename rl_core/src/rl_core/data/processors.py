@@ -112,6 +112,7 @@ def preference_datum(
         loss_multiplier=min(datum["loss_multiplier"] for datum in datums),
         idx=idx,
         task_name=record.get("task_name") or "default",
+        margin=record.get("margin", 0.0),
     )
 
 
@@ -140,13 +141,14 @@ def check_made_by(made: Any, name: str, *, is_trained: bool) -> None:
 
 
 def collate_preferences(datums: Sequence[PreferenceDatumSpec]) -> BatchedDataDict[PreferenceDatumSpec]:
-    """The pairs as a batch: lengths [B] int64 and `loss_multiplier` [B] float32 as tensors, the rest as lists."""
+    """The pairs as a batch: lengths [B] int64, `loss_multiplier` and `margin` [B] float32 as tensors, the rest as lists."""
     columns: dict[str, Any] = {
         "message_log_chosen": [datum["message_log_chosen"] for datum in datums],
         "message_log_rejected": [datum["message_log_rejected"] for datum in datums],
         "length_chosen": torch.tensor([datum["length_chosen"] for datum in datums], dtype=torch.int64),
         "length_rejected": torch.tensor([datum["length_rejected"] for datum in datums], dtype=torch.int64),
         "loss_multiplier": torch.tensor([datum["loss_multiplier"] for datum in datums], dtype=torch.float32),
+        "margin": torch.tensor([datum.get("margin", 0.0) for datum in datums], dtype=torch.float32),
         "idx": [datum["idx"] for datum in datums],
         "task_name": [datum.get("task_name") for datum in datums],
     }

@@ -102,6 +102,7 @@ _TABLE = (
         "policy",
         "Log-probs of the tokens that a loss names (`candidates_key`), with their gradient; 0.0 where none is trained.",
     ),
+    _rows("margins", "float32", "reward", "data", "By how much the chosen row of a pair should lead; both rows say it."),
     _tokens("values", "float32", "reward", "value model", "What the scalar head says after each token."),
     _tokens("prev_values", "float32", "reward", "value model", "The same before this step."),
     _tokens("returns", "float32", "reward", "algorithms", "What the scalar head should say after each token."),

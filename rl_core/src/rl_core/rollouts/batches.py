@@ -79,5 +79,6 @@ class PreferenceBatches(TrainingBatches):
                 "token_mask": flat["token_loss_mask"].to(torch.float32),
                 # A pair of which one answer is too long leaves as a whole.
                 "sample_mask": kept.repeat_interleave(2),
+                "margins": torch.as_tensor(batch["margin"], dtype=torch.float32).repeat_interleave(2),
             }
         )
