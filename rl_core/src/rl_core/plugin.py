@@ -28,6 +28,12 @@ def rlcore_algorithms() -> list[Component]:
             summary="Direct preference optimisation on pairs of a better and a worse answer",
         ),
         Component(
+            "distillation",
+            target="rl_core.algorithms.distillation:train",
+            config="rl_core.algorithms.distillation_config:DistillationConfig",
+            summary="On-policy distillation: a teacher says at each token of the student's answers what it would have said",
+        ),
+        Component(
             "sft",
             target="rl_core.algorithms.sft:train",
             config="rl_core.algorithms.sft_config:SFTConfig",
@@ -51,6 +57,12 @@ def rlcore_losses() -> list[Component]:
         _preference("dpo_hinge", "Hinge", "Preferences by a hinge on the margin against a reference policy"),
         _preference("simpo", "SimPO", "Preferences by mean log-probabilities and a margin, without a reference policy"),
         _preference("orpo", "ORPO", "Preferences by odds beside the likelihood of chosen answers, without a reference policy"),
+        Component(
+            "distillation",
+            target="rl_core.algorithms.losses.distillation:DistillationLossFn",
+            config="rl_core.algorithms.losses.distillation_config:DistillationLossConfig",
+            summary="How far the policy is from a teacher: forward or reverse KL, both, or the Jensen-Shannon divergence",
+        ),
         Component(
             "nll",
             target="rl_core.algorithms.losses.nll:NLLLossFn",

@@ -8,6 +8,8 @@ _HOMES = {
     "DPOLossFn": f"{__name__}.losses.preference",
     # Under the names that users know; they put parts together, and so live where all parts are known.
     "DPOTrainer": "rl_core.assembly.trainers",
+    "DistillationLossFn": f"{__name__}.losses.distillation",
+    "DistillationTrainer": "rl_core.assembly.trainers",
     "GRPOLossFn": f"{__name__}.losses.policy_gradient",
     "GRPOTrainer": "rl_core.assembly.trainers",
     "MseValueLossFn": f"{__name__}.losses.value",
@@ -21,6 +23,8 @@ __all__ = [
     "ClippedPGLossFn",
     "DPOLossFn",
     "DPOTrainer",
+    "DistillationLossFn",
+    "DistillationTrainer",
     "GRPOLossFn",
     "GRPOTrainer",
     "MseValueLossFn",

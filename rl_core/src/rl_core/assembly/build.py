@@ -161,7 +161,7 @@ def read_sources(config: RunConfig, registry: Registry) -> tuple[Source, Source 
             "Add `data: {validation: {dataset_name: ...}}` or `data: {split: {validation: 0.05}}`, or switch validation off."
         )
     samples = algorithm.needs_generation or getattr(algorithm, "val_accuracy", False)
-    if samples and (config.policy.generation is None or not config.env):
+    if samples and (config.policy.generation is None or (algorithm.needs_rewards and not config.env)):
         raise ConfigError(
             f"{config.algorithm_name} samples and scores completions: it needs `policy.generation` and a section in `env`."
         )

@@ -93,11 +93,15 @@ class Builder:
         return policy
 
     def companions(self) -> dict[str, DistributedPolicy]:
-        """The models beside the policy, by their section; they load while the caller goes on."""
+        """The models beside the policy, by their section; they load while the caller goes on.
+
+        They sample nothing; what they know of the policy's sampling is the temperature, at which tokens are scored.
+        """
         made: dict[str, DistributedPolicy] = {}
         for name in COMPANIONS:
             section = getattr(self.run, name)
             if section is not None:
+                section = section.model_copy(update={"generation": self.run.policy.generation})
                 make = self.registry.find("policy", section.backend).load()
                 made[name] = make(config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines, name=name)
                 self.exits.callback(made[name].shutdown)

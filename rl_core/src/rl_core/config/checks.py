@@ -40,7 +40,7 @@ def _what_the_algorithm_needs(run: RunConfig) -> Iterator[Finding]:
     name, algorithm = run.algorithm_name, run.algorithm
     if algorithm.needs_generation and run.policy.generation is None:
         yield ("policy", "generation"), f"must be set: {name} samples from the policy. Say which `backend` generates."
-    if algorithm.needs_generation and not run.env:
+    if algorithm.needs_generation and algorithm.needs_rewards and not run.env:
         yield ("env",), f"must be set: {name} trains on the rewards of an environment. Name one, such as `math:`."
     if algorithm.needs_training_data and not run.data.has_training_data:
         yield ("data", "train"), f"must be set: {name} trains on it. Say `dataset_name`, or `data.train_data_path`."
@@ -136,6 +136,14 @@ def _capabilities(run: RunConfig, layout: Layout, registry: Registry) -> Iterato
             registry.find(kind, part.component.name, requires=(capability,))
         except PluginError as error:
             yield asked_at, f"{asked} asks {dotted(section)} for what it cannot do. {error}"
+
+
+def _asked_by_the_loss(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, str]]:
+    """Where a loss compares several tokens at each position, whoever scores tokens must tell them."""
+    asked = f"the loss {run.loss_fn.name or run.algorithm.default_loss!r}"
+    for name, model in _models(run).items():
+        if model.head == "tokens" and run.loss_fn.num_candidates:
+            yield (name, "backend"), asked, (name,), Kind.POLICY, "topk_logprobs"
 
 
 def _asked_capabilities(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, str]]:

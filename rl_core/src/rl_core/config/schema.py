@@ -44,7 +44,9 @@ class AlgorithmConfig(Section):
     default_loss: ClassVar[str]
     """The loss component that `loss_fn` means when it names none."""
     needs_generation: ClassVar[bool] = False
-    """Whether it samples: `policy.generation` and `env` must then be there."""
+    """Whether it samples: `policy.generation` must then be there."""
+    needs_rewards: ClassVar[bool] = True
+    """Whether what it samples must be scored: `env` must then be there as well."""
     needs_training_data: ClassVar[bool] = True
     """Whether `data.train` must be there."""
     needs_preferences: ClassVar[bool] = False
@@ -86,6 +88,14 @@ class LossConfig(Section):
 
     name: str | None = None
     """The loss component or a dotted path; the algorithm's own by default."""
+
+    @property
+    def num_candidates(self) -> int:
+        """K, how many tokens it compares at each position; 0 where it reads the row's own alone.
+
+        For others policy and teacher need the capability `topk_logprobs`.
+        """
+        return 0
 
 
 class EnvironmentConfig(Section):

@@ -23,7 +23,7 @@ class Collector:
 
     Attributes:
         generation: samples.
-        environments: by task name.
+        environments: by task name; without any, a rollout is one answer without a reward.
         tokenizer: decodes what the environments read.
         seed: of the run.
         max_turns: most turns of a rollout, by task name.
@@ -46,12 +46,12 @@ class Collector:
             greedy: take the most likely token at each position.
         """
         unknown = {row.task_name for row in trajectories} - set(self.environments)
-        if unknown:
+        if unknown and self.environments:
             raise ConfigError(
                 f"The data names the tasks {sorted(unknown)}, and `env` has {sorted(self.environments)}. "
                 "Add a section env.<task> for each, or set data.train.task_name."
             )
-        formatter = TurnFormatter(self.tokenizer) if max(self.max_turns.values()) > 1 else None
+        formatter = TurnFormatter(self.tokenizer) if max(self.max_turns.values(), default=1) > 1 else None
         self.generation.prepare_for_generation()
         active = list(trajectories)
         turn = 0
@@ -92,6 +92,10 @@ class Collector:
             row.weight_version = int(output["weight_version"][i])
 
     def _answer(self, rows: list[Trajectory], task_name: str, formatter: TurnFormatter | None) -> None:
+        if not self.environments:
+            for row in rows:
+                row.done = True
+            return
         answer = self.environments[task_name].step([row.conversation() for row in rows], [row.metadata for row in rows])
         for i, row in enumerate(rows):
             row.add_rewards(_rewards_of(answer, i, task_name))

@@ -61,20 +61,20 @@ class Evaluation:
     def evaluate(self) -> tuple[dict[str, float], list[Trajectory]]:
         """Metrics named `validation/...`, and the rollouts that they are of.
 
-        `validation/accuracy` is the mean of what the environments call accuracy, `validation/reward` the mean reward. With
+        `validation/accuracy` is the mean of what the environments call accuracy, `validation/reward` the mean reward; neither
+        is there without an environment. With
         several samples of each prompt, `validation/pass@k` and `validation/cons@k` where they can be told, see
         `rl_core.rollouts.scores.score`.
         """
         trajectories = self.play()
         found = summarize(trajectories) | ask_environments(trajectories, self.collector.environments)
         metrics = {
-            "validation/reward": found["reward/mean"],
             "validation/length": found["length/mean"],
             "validation/truncated_frac": found["length/truncated_frac"],
             "validation/rows": found["rollout/rows"],
         }
-        if "rollout/accuracy" in found:
-            metrics["validation/accuracy"] = found["rollout/accuracy"]
+        told = {"validation/reward": "reward/mean", "validation/accuracy": "rollout/accuracy"}
+        metrics |= {name: found[of] for name, of in told.items() if of in found}
         if self.samples_per_prompt > 1:
             metrics |= self._of_several_samples(trajectories)
         return metrics, trajectories

@@ -13,12 +13,9 @@ from rl_core.rollouts.trajectory import Trajectory
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards, lengths, turns and truncation of finished rollouts."""
-    rewards = torch.tensor([row.reward for row in trajectories], dtype=torch.float64)
+    """Lengths, turns and truncation of finished rollouts, and their rewards where somebody gave any."""
     lengths = torch.tensor([row.num_sampled_tokens() for row in trajectories], dtype=torch.float64)
     metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std(correction=0)),
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),
         "length/truncated_frac": sum(row.truncated for row in trajectories) / len(trajectories),
@@ -26,17 +23,23 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/rows": float(len(trajectories)),
     }
     names = sorted({name for row in trajectories for name in row.reward_parts})
+    if names:
+        rewards = torch.tensor([row.reward for row in trajectories], dtype=torch.float64)
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0))}
     if names != ["reward"]:
         metrics |= {f"reward/{name}": _mean([row.reward_parts.get(name, 0.0) for row in trajectories]) for name in names}
     return metrics
 
 
 def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> dict[str, float]:
-    """The environments' own metrics, as `env/<task>/<name>`; `rollout/accuracy` is over all that report an `accuracy`."""
+    """The environments' own metrics, as `env/<task>/<name>`; `rollout/accuracy` is over all that report an `accuracy`.
+
+    Without any environment there are none.
+    """
     metrics: dict[str, float] = {}
     correct = 0.0
     counted = 0
-    for task_name in dict.fromkeys(row.task_name for row in trajectories):
+    for task_name in dict.fromkeys(row.task_name for row in trajectories if environments):
         rows = [row for row in trajectories if row.task_name == task_name]
         _, found = environments[task_name].global_post_process_and_metrics(_for_environment(rows))
         metrics |= {f"env/{task_name}/{name}": float(value) for name, value in found.items()}

@@ -1,0 +1,53 @@
+"""The section `distillation`; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from pydantic import Field
+
+from rl_core.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
+from rl_core.algorithms.losses.distillation_config import DistillationLossConfig
+from rl_core.algorithms.losses.preference_config import PreferenceLossConfig
+from rl_core.config.schema import AlgorithmConfig, RunConfig
+from rl_core.config.written import Path
+
+
+class DistillationConfig(AlgorithmConfig):
+    """On-policy distillation: the student answers, a teacher says at each token what it would have said."""
+
+    default_loss: ClassVar[str] = "distillation"
+    needs_generation: ClassVar[bool] = True
+    needs_rewards: ClassVar[bool] = False
+    companions: ClassVar[tuple[str, ...]] = ("teacher",)
+
+    num_prompts_per_step: int = Field(default=64, ge=1)
+    """P, the prompts drawn each step."""
+    num_generations_per_prompt: int = Field(default=1, ge=1)
+    """G, the samples drawn for each prompt."""
+    max_rollout_turns: int = Field(default=1, ge=1)
+    """Most turns of one rollout; without an environment there is one."""
+
+    @property
+    def prompts_per_draw(self) -> int:
+        """Prompts that are drawn at once."""
+        return self.num_prompts_per_step
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        loss, generation = run.loss_fn, run.policy.generation
+        if isinstance(loss, ClippedPGLossConfig | NLLLossConfig | PreferenceLossConfig):
+            yield (
+                ("loss_fn", "name"),
+                f"{loss.name} asks no teacher, and {run.algorithm_name} has nothing else. Use distillation.",
+            )
+        if generation is None or not isinstance(loss, DistillationLossConfig):
+            return
+        validates = self.val_period > 0 or self.val_at_start or self.val_at_end
+        if validates and loss.topk is None and generation.val_temperature == 0.0:
+            yield (
+                ("policy", "generation", "val_temperature"),
+                "validation is greedy, and with loss_fn.topk null the KL to the teacher is told by tokens that the student "
+                f"drew from its own distribution. Set it to the temperature of training ({generation.temperature:g}), or give "
+                "loss_fn a topk.",
+            )
