@@ -1,7 +1,7 @@
 """Tiny random models of several families, a policy that takes steps, and log-probabilities by a plain forward pass."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rl_core.algorithms.losses import NLLLossFn
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -26,6 +26,9 @@ FAMILIES = {
     "llama-untied": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
+    # Transformers holds the experts of a layer in one tensor; they travel, and vLLM reads them, one by one.
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
 }
 
 

@@ -17,6 +17,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, NotSupportedError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GenerationWorker
+from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.manifest import weights_of
 from rl_core.weights.sink import WeightSink
 
@@ -42,6 +43,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         dtype = DTYPES[options.precision or "float32"]
         self._model = load_model(self._config.model_name, options=options, dtype=dtype, device=self.context.device)
         self._model.requires_grad_(False)
+        self._names = CheckpointNames(self._model, {name: t.shape for name, t in weights_of(self._model).items()})
         self._sampler = Sampler(
             self._model,
             settings=SamplerSettings.from_config(self._config),
@@ -75,7 +77,13 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         return True
 
     def named_weights(self) -> Mapping[str, torch.Tensor]:
+        return self._names.views(self.held_weights())
+
+    def held_weights(self) -> Mapping[str, torch.Tensor]:
         return weights_of(self._model)
+
+    def as_held(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self._names.together(tensors)
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
         if is_quantised(self._model):

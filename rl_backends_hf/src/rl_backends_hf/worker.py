@@ -33,6 +33,7 @@ from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.source import WeightSource
 
 _CPU = torch.device("cpu")
@@ -73,6 +74,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         if hf.lora is not None:
             self._adapters = LoraAdapters(model, hf.lora, base=self._config.model_name, head=head)
         self._handed_on: HandedOn = self._adapters or WholeModel(model, dtype=self._dtype, head=head)
+        self._names = CheckpointNames(model, {name: shape for name, (shape, _) in self._handed_on.manifest().items()})
         self._scoring = self._make_scoring(model)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         probe_scoring(
@@ -215,10 +217,11 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         return super().prepare_refit_info()
 
     def weight_manifest(self) -> RefitManifest:
-        return self._handed_on.manifest()
+        return self._names.manifest(self._handed_on.manifest())
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._handed_on.iter_weights(names)
+        holders = None if names is None else self._names.holders(names)
+        return self._names.apart(self._handed_on.iter_weights(holders), names)
 
     def shutdown(self) -> None:
         self.leave_refit()

@@ -6,7 +6,8 @@ layer has taken its tensors in this refit, and every packed handle is a new one.
 by `rl_core.weights.canary` afterwards, close the circle.
 
 vLLM keeps references to the tensors of layers that are not complete yet, so what is left of a bucket is cloned before its
-memory is reused; and its reload leaves the packed copy of a tied output layer as it was, so that one is packed again here.
+memory is reused; and its reload leaves the packed copy of a tied output layer as it was, so that one is packed again here. On a
+CPU it packs the experts of a mixture when it makes their kernel and at no other time, so the kernel is taken away first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
+from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.fingerprint import natural_kind, tensor_digest
 from rl_core.weights.manifest import manifest_of, weights_of
 from rl_core.weights.receiver import WeightReceiver
@@ -57,7 +59,8 @@ class VllmWeightReceiver(WeightReceiver):
                 model = AutoModelForCausalLM.from_config(
                     model_config.hf_config, trust_remote_code=model_config.trust_remote_code
                 )
-            self._expected = manifest_of(weights_of(model))
+            own = manifest_of(weights_of(model))
+            self._expected = CheckpointNames(model, {name: shape for name, (shape, _) in own.items()}).manifest(own)
         return self._expected
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
@@ -75,6 +78,9 @@ class VllmWeightReceiver(WeightReceiver):
         self._digests = {}
         self._tied = _shared_weights(self._model)
         self._packed_before = {module: module.cpu_linear for module in self._model.modules() if hasattr(module, "cpu_linear")}
+        if self._device().type == "cpu":
+            for method in _methods_of_experts(self._model).values():
+                method.moe_kernel = None
         with self._inside_vllm():
             initialize_layerwise_reload(self._model)
         # Looked through after every bucket; finding them anew would take as long as a small bucket.
@@ -105,6 +111,7 @@ class VllmWeightReceiver(WeightReceiver):
             finalize_layerwise_reload(self._model, self._worker.model_config)
             self._pack_tied_heads_again()
         old = [name for name, module in self._model.named_modules() if self._is_old(module)]
+        old += [name for name, method in _methods_of_experts(self._model).items() if method.moe_kernel is None]
         if old:
             raise WeightSyncError(f"vLLM still computes with packed weights of before the refit in {', '.join(old[:5])}.")
         self._packed_before = {}
@@ -176,6 +183,12 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+def _methods_of_experts(model: torch.nn.Module) -> dict[str, Any]:
+    """By the layer's name, what computes the experts of each mixture."""
+    found = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+    return {name: method for name, method in found.items() if hasattr(method, "moe_kernel")}
 
 
 def _shared_weights(model: torch.nn.Module) -> set[str]:

@@ -22,7 +22,15 @@ class WeightSink(WeightReceiver):
 
     @abstractmethod
     def named_weights(self) -> Mapping[str, torch.Tensor]:
-        """Name to the tensor that the engine computes with (never a copy), under Hugging Face names, tied ones once."""
+        """Name to the tensor that the engine computes with (never a copy), under its checkpoint's names, tied ones once."""
+
+    def held_weights(self) -> Mapping[str, torch.Tensor]:
+        """The tensors whose memory can be exchanged for the policy's; others than `named_weights` where those are parts."""
+        return self.named_weights()
+
+    def as_held(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The policy's tensors, brought together as `held_weights` are."""
+        return tensors
 
     def expected_weights(self) -> RefitManifest:
         return manifest_of(self.named_weights())
@@ -39,8 +47,8 @@ class WeightSink(WeightReceiver):
                 live[name].copy_(tensor)
 
     def load_by_reference(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        live = self.named_weights()
-        for name, tensor in tensors.items():
+        live = self.held_weights()
+        for name, tensor in self.as_held(tensors).items():
             if (live[name].dtype, live[name].device) != (tensor.dtype, tensor.device):
                 raise WeightSyncError(
                     f"Weight {name!r} is {dtype_name(tensor.dtype)} on {tensor.device} in the policy and "

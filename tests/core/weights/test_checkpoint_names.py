@@ -1,0 +1,116 @@
+"""A fused model's weights under the names of its checkpoint: what Transformers writes, as views of what it computes with."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from rl_core.errors import WeightSyncError
+from rl_core.weights.checkpoint_names import CheckpointNames
+from rl_core.weights.manifest import manifest_of, weights_of
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+FUSED = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, num_experts=3, moe_intermediate_size=8, num_experts_per_tok=2),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SIZES, num_experts=3, moe_intermediate_size=8, num_experts_per_tok=2),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=3),
+}
+PLAIN = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8),
+}
+
+
+def make(kind):
+    torch.manual_seed(3)
+    return transformers.AutoModelForCausalLM.from_config({**FUSED, **PLAIN}[kind]())
+
+
+def names_of(model):
+    return CheckpointNames(model, {name: tensor.shape for name, tensor in weights_of(model).items()})
+
+
+@pytest.mark.parametrize("kind", [*FUSED, *PLAIN])
+def test_names_and_values_are_those_that_transformers_writes(kind, tmp_path):
+    model = make(kind)
+    model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for each in (model, loaded):
+        names, live = names_of(each), weights_of(each)
+        found = names.views(live)
+        assert found.keys() == written.keys() == names.manifest(manifest_of(live)).keys()
+        assert list(found) == list(names.manifest(manifest_of(live))) == [name for name, _ in names.apart(live.items())]
+        assert len(found) == len(written)
+        for name, tensor in written.items():
+            assert torch.equal(found[name], tensor), name
+            assert names.manifest(manifest_of(live))[name] == (tuple(tensor.shape), "float32")
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_folder_that_was_written_fused_gives_the_same_names(kind, tmp_path):
+    model = make(kind)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert any("gate_up_proj" in name for name in load_file(tmp_path / "model.safetensors"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert list(names_of(loaded).views(weights_of(loaded))) == list(names_of(model).views(weights_of(model)))
+
+
+def test_what_is_copied_into_a_view_is_what_the_model_computes_with():
+    model, other = make("qwen3_moe"), make("qwen3_moe")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+        views = names_of(model).views(weights_of(model))
+        for name, tensor in names_of(other).apart(weights_of(other).items()):
+            views[name].copy_(tensor)
+        ids = torch.arange(10)[None]
+        assert torch.equal(model(ids).logits, other(ids).logits)
+
+
+def test_some_names_need_only_the_tensors_that_hold_them():
+    model = make("mixtral")
+    names, live = names_of(model), weights_of(model)
+    some = [
+        "model.layers.1.block_sparse_moe.experts.2.w3.weight",
+        "model.norm.weight",
+        "model.layers.1.block_sparse_moe.experts.0.w1.weight",
+    ]
+    holders = names.holders(some)
+    assert holders == ["model.layers.1.mlp.experts.gate_up_proj", "model.norm.weight"]
+    found = dict(names.apart(((name, live[name]) for name in holders), some))
+    assert found.keys() == set(some)
+    assert torch.equal(found[some[0]], live[holders[0]][2, 24:])
+
+
+def test_views_of_one_memory_come_together_as_the_tensor_that_they_were_cut_from():
+    model = make("qwen3_moe")
+    names, live = names_of(model), weights_of(model)
+    views = names.views(live)
+    some = {name: views[name] for name in list(views)[5:20]}
+    for holder, tensor in names.together(some).items():
+        assert tensor.data_ptr() == live[holder].data_ptr()
+        assert torch.equal(tensor, live[holder])
+
+
+def test_tensors_that_lie_apart_cannot_be_shared_by_reference():
+    model = make("qwen3_moe")
+    names = names_of(model)
+    apart = {name: view.clone() for name, view in names.views(weights_of(model)).items()}
+    with pytest.raises(WeightSyncError, match="tensor of its own in the policy and a part of .*refit_transport: shared_memory"):
+        names.together(apart)
+
+
+def test_a_dense_model_keeps_its_own_tensors():
+    model = make("qwen3")
+    live = weights_of(model)
+    views = names_of(model).views(live)
+    assert all(views[name] is tensor for name, tensor in live.items())
