@@ -1,4 +1,4 @@
-"""Mixtures, whose experts Transformers holds in one tensor, are handed on one by one: by memory of their own and by reference."""
+"""Experts that Transformers holds in one tensor are handed on one by one: through memory of their own, and by reference."""
 
 import pytest
 import torch

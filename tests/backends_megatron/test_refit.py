@@ -1,4 +1,4 @@
-"""Mixtures whose experts are divided over two ranks reach both engines: each computes what Transformers does with the weights."""
+"""Experts that are divided over two ranks reach both engines, which compute what Transformers does with the same weights."""
 
 import megatron_cases as cases
 import pytest

@@ -157,7 +157,7 @@ def _parts(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]
         if [name for name, _ in tensors] == [holder] or sum(t.numel() for _, t in tensors) != empty[holder].numel():
             continue
         for name, tensor in sorted(tensors, key=lambda each: each[1].storage_offset()):
-            found[name] = Part(holder, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+            found[name] = Part(holder, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
     return found
 
 
