@@ -25,7 +25,7 @@ PUBLIC = (
     "rl_backends_vllm/src/rl_backends_vllm",
     "rl_envs/src/rl_envs",
 )
-ELSEWHERE = {"VllmConfig", "hookimpl"}  # in the reference of the config, and on the page of hooks
+ELSEWHERE = {"hookimpl"}  # on the page of hooks
 ROOM = '''
 def known(row):
     """Known.
