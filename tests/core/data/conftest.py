@@ -39,3 +39,11 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = byte_level_bpe()
     tokenizer.chat_template = CHATML
     return tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def library_cache(tmp_path_factory):
+    """The library's copies of what it loads go with the tests."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")

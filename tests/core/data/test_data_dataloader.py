@@ -1,6 +1,7 @@
 """The loader's order: its own for each epoch, the same wherever it is resumed."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -72,6 +73,27 @@ def test_a_loader_of_nothing_but_a_dataset_gives_one_row_batches_of_a_model():
     assert whole["input_ids"].tolist() == [[0, 1, 0], [0, 1, 2]]
     assert whole["answer"] == ["x", "x"]
     assert whole["level"].tolist() == [2, 3]
+
+
+@given(rows=st.integers(8, 20), ranks=st.sampled_from([1, 2, 4]), seed=st.integers(0, 3))
+def test_the_ranks_together_see_the_rows_of_one_rank_in_every_batch(rows, ranks, seed):
+    numbered = [{"number": number, "input_ids": torch.arange(number % 3 + 1)} for number in range(rows)]
+
+    def numbers_by_step(over: int) -> list[list[int]]:
+        loader = BatchedDataLoader(numbered, batch_size=4, seed=seed, drop_last=True)
+        batches = itertools.islice(loader.forever(), 6)
+        shards = ([batch] if over == 1 else batch.shard_by_batch_size(over, batch_size=4) for batch in batches)
+        return [[number for shard in step for number in shard["number"].tolist()] for step in shards]
+
+    assert numbers_by_step(ranks) == numbers_by_step(1)
+
+
+def test_a_state_is_json_and_goes_on_in_a_loader_of_another_batch_size():
+    stopped = loader_of(12, batch_size=4)
+    seen = list(itertools.islice(stopped.forever(), 2))
+    resumed = loader_of(12, batch_size=2)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert [row for batch in [*seen, *resumed] for row in batch] == epoch_order(12, seed=0, epoch=0)
 
 
 def test_what_gives_no_batch_or_another_order_is_refused():

@@ -126,6 +126,15 @@ def test_a_dataset_fills_its_prompt_template(tmp_path):
     assert dataset[0]["messages"][0]["content"].endswith("6*7?")
 
 
+def test_the_one_field_of_a_template_is_the_question_whatever_a_row_calls_it(tmp_path):
+    for row in ({"question": "6*7?", "expected_answer": 42}, {"problem": "6*7?", "expected_answer": 42}):
+        dataset = dataset_of(tmp_path, row, prompt="generic/math")
+        assert dataset[0]["messages"][0]["content"].endswith("6*7?")
+        assert dataset.asked(0) in ("6*7?", {"problem": "6*7?"})
+    with pytest.raises(DataError, match=r"'question' \(`input_key`\) is absent"):
+        dataset_of(tmp_path, {"task": "6*7?"}, prompt="generic/math")
+
+
 def test_a_tokenizer_of_a_folder_pads_on_the_right_and_with_eos_where_it_has_no_padding_token(tmp_path, chat_tokenizer):
     chat_tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path, chat_template="{{ messages[0]['content'] }}")

@@ -78,7 +78,9 @@ class RecordForm(RowsConfig):
     env_keys: tuple[str, ...] = Field((), description="Further fields that the environment gets, under their names.")
     stop_strings_key: str | None = Field(None, description="The field with a list of texts that end a completion.")
     prompt: Annotated[str | None, NAME_OR_PATH] = Field(
-        None, description="A prompt template: a path, or a packaged name such as `generic/math`; for text inputs."
+        None,
+        description="A prompt template for text inputs: a path, or a packaged name such as `generic/math`. Its fields are the "
+        "row's; where it has a single one that the row lacks, that is `input_key`.",
     )
     system_prompt: str | None = Field(
         None, description="A system message before every conversation that has none; in place of the template's own."

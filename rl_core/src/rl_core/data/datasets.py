@@ -75,10 +75,13 @@ class ReadsRecords:
         return [self._from_keys(row)]
 
     def asked(self, row: dict[str, Any]) -> Any:
-        """The field that is asked; a conversation without its answer."""
+        """The field that is asked, or what the template asks for; a conversation without its answer."""
         if self._function is not None:
             return without_answer(self.records(row)[0]["messages"])
-        value = row[self._config.input_key]
+        key = self._config.input_key
+        if self._template is not None and key not in row:
+            return {name: row[name] for name in sorted(self._template.names)}
+        value = row[key]
         return value if isinstance(value, str) else without_answer(read_messages(value, "the row", role="user"))
 
     def _from_keys(self, row: dict[str, Any]) -> Record:
@@ -100,6 +103,8 @@ class ReadsRecords:
 
     def _asked_messages(self, row: dict[str, Any]) -> Messages:
         key = self._config.input_key
+        if self._template is not None and self._template.names and self._template.names <= row.keys():
+            return list(self._template.fill(row, input_key=key))
         asked = _field(row, key, (str, list), "input_key")
         if self._template is None:
             return read_messages(asked, repr(key), role="user")
@@ -107,7 +112,9 @@ class ReadsRecords:
             raise DataError(
                 f"the field {key!r} is a list of messages, and the prompt template is for texts: leave out the template"
             )
-        return list(self._template.fill(row, input_key=key))
+        # A template with one field means the question, whatever the row calls it.
+        renamed = dict.fromkeys(self._template.names, asked) if len(self._template.names) == 1 else {}
+        return list(self._template.fill({**renamed, **row}, input_key=key))
 
     def _with_system(self, messages: Messages) -> Messages:
         system = self._config.system_prompt

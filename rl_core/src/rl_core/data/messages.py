@@ -256,9 +256,10 @@ def _unstable(end: int, shorter: str, longer: str) -> DataError:
 
 def _merging(end: int, shorter: str, longer: str) -> DataError:
     return DataError(
-        f"message {end - 1} (from 0) begins with {longer[len(shorter) :][:20]!r}, which the tokenizer merges with the end of "
-        f"what stands before it, {shorter[-20:]!r}: a model that answers there samples other tokens than these. Strip the "
-        "white space at the message's beginning"
+        f"message {end - 1} (from 0), which begins with {longer[len(shorter) :][:20]!r}, and what stands before it, "
+        f"{shorter[-20:]!r}, are other tokens together than apart: a model that answers there would sample other tokens than "
+        "these. Strip the white space at the message's beginning; where there is none, take a template whose header of a turn "
+        "this tokenizer keeps whole"
     )
 
 

@@ -30,6 +30,11 @@ class PromptTemplate:
     system: str | None = None
     source: str = "prompt template"
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The fields that it asks for by name."""
+        return frozenset(name for text in (self.user, self.system or "") for name in _fields(text, self.source) if name)
+
     def fill(self, record: Mapping[str, Any], *, input_key: str | None = None) -> list[dict[str, str]]:
         """The messages of a record: the system message, if there is one, and the user's.
 

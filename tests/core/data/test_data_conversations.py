@@ -1,0 +1,138 @@
+"""Conversations in OpenAI's form: what is taken over, what is refused and why."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from rl_core.data.conversations import read_messages
+from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
+from rl_core.data.datasets import RecordDataset
+from rl_core.data.preferences import PreferenceDataset
+from rl_core.errors import ConfigError, DataError
+
+ASKED, ANSWERED = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
+
+
+@pytest.fixture
+def read(tmp_path):
+    def reading(row, *, of=RecordDataset, config=JsonlDatasetConfig, **keys):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        return list(of(config(path=path, **keys)))
+
+    return reading
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"messages": [ASKED, ANSWERED]}, {"input_key": "messages"}),
+        ({"messages": [ASKED, {"role": "assistant", "content": "42", "tool_calls": None}]}, {"input_key": "messages"}),
+        ({"messages": [{**ASKED, "content": [{"type": "text", "text": "6*"}, {"type": "text", "text": "7?"}]}, ANSWERED]}, {}),
+        ({"prompt": [ASKED], "completion": [ANSWERED]}, {"input_key": "prompt", "response_key": "completion"}),
+        ({"prompt": "6*7?", "completion": "42"}, {"input_key": "prompt", "response_key": "completion"}),
+    ],
+    ids=["messages", "null keys", "text parts", "conversational completion", "completion"],
+)
+def test_every_form_of_a_conversation_is_the_same_record(read, row, keys):
+    [record] = read(row, output_key=None, **{"input_key": "messages", **keys})
+    assert record["messages"] == [ASKED, ANSWERED]
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "tool", "content": "42", "tool_call_id": "1"}, "message 1 of x calls a tool or answers for one"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "calls a tool"),
+        ({"role": "human", "content": "a"}, "role 'human': expected one of system, developer, user, assistant"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}, "part of the type 'image_url': only text"),
+        ({"role": "user", "content": ["a"]}, "part of the type 'str'"),
+        ({"role": "user", "content": 3}, "has the content 3"),
+        ({"role": "user", "content": None}, "is no {role, content}"),
+        ({"role": "assistant", "content": "a", "weight": 0.5}, "weight 0.5: expected 1"),
+        ("a", "is no {role, content}: found 'a'"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_with_its_reason(message, says):
+    with pytest.raises(DataError) as caught:
+        read_messages([ASKED, message], "x", role="user")
+    assert says in str(caught.value)
+
+
+def test_a_completion_must_end_with_the_assistant_and_a_template_is_for_texts(read):
+    with pytest.raises(DataError, match="ends with what the user says: no answer"):
+        read({"prompt": "a", "completion": [ASKED]}, input_key="prompt", response_key="completion", output_key=None)
+    with pytest.raises(DataError, match="the prompt template is for texts"):
+        read({"question": [ASKED]}, output_key=None, prompt="generic/math")
+
+
+def test_a_system_prompt_takes_the_place_of_the_templates_and_not_of_the_rows(read, tmp_path):
+    (tmp_path / "p.yaml").write_text('system: from the template\nuser: "{}"\n')
+    template = str(tmp_path / "p.yaml")
+    row = {"question": "6*7?"}
+    [record] = read(row, output_key=None, prompt=template)
+    assert record["messages"][0]["content"] == "from the template"
+    [record] = read(row, output_key=None, prompt=template, system_prompt="from the config")
+    assert [message["content"] for message in record["messages"]] == ["from the config", "6*7?"]
+    [record] = read({"question": [{"role": "developer", "content": "x"}, ASKED]}, output_key=None, system_prompt="y")
+    assert [message["role"] for message in record["messages"]] == ["developer", "user"]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "answer"),
+    [
+        ("gsm8k", {"question": "6*7?", "answer": "It is\n#### 1,042"}, "It is\n#### 1,042"),
+        ("alpaca", {"instruction": "Add.", "input": "2 2", "output": "4"}, "4"),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "6*7?"}, {"from": "gpt", "value": "42"}]}, "42"),
+    ],
+)
+def test_a_packaged_function_reads_rows_of_a_well_known_form(read, name, row, answer):
+    [record] = read(row, record_fn=name)
+    assert record["messages"][-1] == {"role": "assistant", "content": answer}
+    assert record["extra_env_info"] == ({"expected_answer": "1042"} if name == "gsm8k" else {})
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: "):
+        read({"other": 1}, record_fn=name)
+
+
+def halves(row):
+    if "|" not in row["line"]:
+        raise DataError(f"{row['line']!r} has no bar")
+    asked, answered = row["line"].split("|")
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+
+
+def nothing(row):
+    return {"asked": row["line"]}
+
+
+def as_pair(row):
+    return {"prompt": row["q"], "chosen": row["good"], "rejected": row["bad"]}
+
+
+def test_a_function_of_ones_own_makes_records_and_is_held_to_their_form(read, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__.rpartition("/")[0]))
+    [record] = read({"line": "6*7?|42"}, record_fn="test_data_conversations.halves", task_name="math")
+    assert record == {"messages": [ASKED, ANSWERED], "extra_env_info": {}, "task_name": "math"}
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 'x' has no bar"):
+        read({"line": "x"}, record_fn="test_data_conversations:halves")
+    with pytest.raises(DataError, match=r"gave \['asked'\]: expected a record, which has `messages`"):
+        read({"line": "x"}, record_fn="test_data_conversations.nothing")
+    with pytest.raises(KeyError):
+        read({"text": "x"}, record_fn="test_data_conversations.halves", on_bad_row="skip")
+    row = {"q": "6*7?", "good": "42", "bad": "41"}
+    keys = {"of": PreferenceDataset, "config": PreferenceDatasetConfig, "record_fn": "test_data_conversations.as_pair"}
+    assert read(row, **keys)[0]["chosen"] == [ANSWERED]
+
+
+def test_a_function_that_is_not_there_and_keys_that_nobody_would_read_are_refused(read, tmp_path):
+    with pytest.raises(ConfigError, match="or one of alpaca, gsm8k, sharegpt"):
+        read({}, record_fn="alpacca")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        read({}, record_fn="no_such_module.function")
+    with pytest.raises(ConfigError, match="json has no function 'loadz'"):
+        read({}, record_fn="json.loadz")
+    with pytest.raises(ValidationError, match="nobody reads input_key"):
+        JsonlDatasetConfig(path=tmp_path, record_fn="gsm8k", input_key="q")
+    with pytest.raises(ValidationError, match="nobody reads chosen_key"):
+        PreferenceDatasetConfig(path=tmp_path, record_fn="gsm8k", chosen_key="q")

@@ -1,0 +1,227 @@
+"""One face for every source: the same rows give the same records, and what is wrong with one is told with its place."""
+
+import json
+import re
+import sys
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from rl_core.data.dataset_config import (
+    HuggingFaceDatasetConfig,
+    HuggingFacePreferenceDatasetConfig,
+    JsonlDatasetConfig,
+    ParquetDatasetConfig,
+    ParquetPreferenceDatasetConfig,
+    PreferenceDatasetConfig,
+)
+from rl_core.data.datasets import RecordDataset
+from rl_core.data.preferences import PreferenceDataset
+from rl_core.errors import DataError
+
+ROWS = [
+    {"question": "6*7?", "expected_answer": "42", "level": 1},
+    {"question": "2+2?", "expected_answer": "4", "level": 2},
+]
+
+
+class Writer:
+    """Writes rows in every form that there is, and names the place of row 1."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def jsonl(self, rows):
+        path = self.folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return {"path": path}, "rows.jsonl:2"
+
+    def parquet(self, rows):
+        path = self.folder / "rows.parquet"
+        Dataset.from_list(rows).to_parquet(path)
+        return {"path": path}, "rows.parquet, row 1"
+
+    def parquet_folder(self, rows):
+        (self.folder / "parts").mkdir(exist_ok=True)
+        for number, row in enumerate(rows):
+            Dataset.from_list([row]).to_parquet(self.folder / "parts" / f"{number}.parquet")
+        return {"path": self.folder / "parts"}, "1.parquet, row 0"
+
+    def saved(self, rows):
+        Dataset.from_list(rows).save_to_disk(self.folder / "saved")
+        return {"path": str(self.folder / "saved")}, "saved, row 1"
+
+    def saved_splits(self, rows):
+        DatasetDict(train=Dataset.from_list(rows), test=Dataset.from_list(rows[:1])).save_to_disk(self.folder / "splits")
+        return {"path": str(self.folder / "splits"), "split": "train"}, "splits[train], row 1"
+
+    def data_files(self, rows):
+        (self.folder / "files").mkdir(exist_ok=True)
+        Dataset.from_list(rows).to_parquet(self.folder / "files" / "train.parquet")
+        Dataset.from_list(rows[:1]).to_parquet(self.folder / "files" / "test.parquet")
+        return {"path": str(self.folder / "files"), "split": "train"}, "files[train], row 1"
+
+
+CONFIGS = {
+    "jsonl": (JsonlDatasetConfig, PreferenceDatasetConfig),
+    "parquet": (ParquetDatasetConfig, ParquetPreferenceDatasetConfig),
+    "parquet_folder": (ParquetDatasetConfig, ParquetPreferenceDatasetConfig),
+    "saved": (HuggingFaceDatasetConfig, HuggingFacePreferenceDatasetConfig),
+    "saved_splits": (HuggingFaceDatasetConfig, HuggingFacePreferenceDatasetConfig),
+    "data_files": (HuggingFaceDatasetConfig, HuggingFacePreferenceDatasetConfig),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def source(request, tmp_path):
+    """Writes rows to one source and gives the keys of its config, and the place of row 1."""
+
+    def write(rows):
+        return getattr(Writer(tmp_path), request.param)(rows)
+
+    write.record, write.preference = CONFIGS[request.param]
+    return write
+
+
+def test_every_source_gives_the_same_records(source):
+    keys, place = source(ROWS)
+    dataset = RecordDataset(source.record(**keys, env_keys=("level",), task_name="math"))
+    assert [dataset[index] for index in range(2)] == [
+        {
+            "messages": [{"role": "user", "content": row["question"]}],
+            "extra_env_info": {"expected_answer": row["expected_answer"], "level": row["level"]},
+            "task_name": "math",
+        }
+        for row in ROWS
+    ]
+    assert dataset[:2] == [dataset[0], dataset[1]]
+    assert dataset.place(1).endswith(place)
+
+
+def test_every_source_gives_the_same_conversations_though_tables_fill_messages_with_nulls(source):
+    said = [{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42", "weight": 1}]
+    keys, _ = source([{"messages": said}, {"messages": said[:1]}])
+    dataset = RecordDataset(source.record(**keys, input_key="messages", output_key=None))
+    assert [record["messages"] for record in dataset] == [said, said[:1]]
+
+
+def test_every_source_gives_the_same_pairs(source):
+    rows = [{"prompt": "2+2=", "chosen": str(n), "rejected": "5"} for n in (4, 3)]
+    keys, _ = source(rows)
+    pairs = list(PreferenceDataset(source.preference(**keys)))
+    assert [(pair["prompt"][0]["content"], pair["chosen"][0]["content"]) for pair in pairs] == [("2+2=", "4"), ("2+2=", "3")]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": None, "expected_answer": "4", "level": 1}, "the field 'question' (`input_key`) is None"),
+        ({"question": "2+2?", "expected_answer": None, "level": 1}, "the field 'expected_answer' (`output_key`) is None"),
+    ],
+)
+def test_a_bad_row_of_any_source_is_refused_with_its_place_or_skipped_and_counted(source, row, says):
+    keys, place = source([ROWS[0], row])
+    with pytest.raises(DataError, match=re.escape(f"{place}: {says}")):
+        RecordDataset(source.record(**keys))
+    skipping = RecordDataset(source.record(**keys, on_bad_row="skip"))
+    assert (len(skipping), skipping.skipped) == (1, 1)
+    assert f"{place}: {says}" in skipping.reasons[0]
+
+
+def test_a_column_that_is_not_there_names_those_that_are(source):
+    keys, _ = source(ROWS)
+    with pytest.raises(DataError, match=r"'problem' \(`input_key`\) is absent: the row has \['expected_answer', 'level', 'qu"):
+        RecordDataset(source.record(**keys, input_key="problem"))
+
+
+def test_a_column_of_another_type_is_refused(source):
+    keys, _ = source(ROWS)
+    with pytest.raises(DataError, match=r"'level' .* is 1: expected str or list"):
+        RecordDataset(source.record(**keys, input_key="level"))
+
+
+def test_only_bad_rows_are_no_dataset_and_the_first_reason_is_told(source):
+    keys, _ = source(ROWS)
+    with pytest.raises(DataError, match=r"no row to train on \(2 bad rows skipped; the first: .*is absent"):
+        RecordDataset(source.record(**keys, input_key="problem", on_bad_row="skip"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"split": "tset"}, "no split 'tset': it has train, test"),
+        ({}, "has the splits train, test: say which with `split`"),
+        ({"split": "train", "subset": "main"}, "has no subsets"),
+    ],
+)
+def test_a_saved_dataset_knows_its_splits(tmp_path, keys, says):
+    path = Writer(tmp_path).saved_splits(ROWS)[0]["path"]
+    with pytest.raises(DataError, match=re.escape(says)):
+        RecordDataset(HuggingFaceDatasetConfig(path=path, **keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"split": "tset"}, "Unknown split"),
+        ({}, "has the splits train, test: say which with `split`"),
+        ({"split": "train", "subset": "main"}, "'main' not found"),
+    ],
+)
+def test_a_folder_of_data_files_knows_its_splits(tmp_path, keys, says):
+    path = Writer(tmp_path).data_files(ROWS)[0]["path"]
+    with pytest.raises(DataError, match=says):
+        RecordDataset(HuggingFaceDatasetConfig(path=path, **keys))
+
+
+def test_a_single_table_has_no_split_to_name_and_slices_of_data_files_are_taken(tmp_path):
+    path = Writer(tmp_path).saved(ROWS)[0]["path"]
+    with pytest.raises(DataError, match="Leave out `split`"):
+        RecordDataset(HuggingFaceDatasetConfig(path=path, split="train"))
+    path = Writer(tmp_path).data_files(ROWS)[0]["path"]
+    assert len(RecordDataset(HuggingFaceDatasetConfig(path=path, split="train[:1]"))) == 1
+
+
+def test_what_was_saved_in_the_format_of_another_library_gives_plain_rows(tmp_path):
+    Dataset.from_list(ROWS).with_format("numpy").save_to_disk(tmp_path / "saved")
+    dataset = RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path / "saved"), env_keys=("level",)))
+    assert type(dataset[0]["extra_env_info"]["level"]) is int
+
+
+def test_what_is_no_dataset_is_refused_with_what_to_give(tmp_path):
+    (tmp_path / "empty.parquet").touch()
+    (tmp_path / "wrong.parquet").write_text("no parquet")
+    (tmp_path / "empty").mkdir()
+    for name, says in (("empty", "0 bytes"), ("wrong", "magic bytes")):
+        with pytest.raises(DataError, match=rf"{name}\.parquet cannot be loaded: .*{says}"):
+            RecordDataset(ParquetDatasetConfig(path=tmp_path / f"{name}.parquet"))
+    with pytest.raises(DataError, match="does not exist: give the path of a parquet file"):
+        RecordDataset(ParquetDatasetConfig(path=tmp_path / "absent.parquet"))
+    with pytest.raises(DataError, match=r"has no \*\.parquet"):
+        RecordDataset(ParquetDatasetConfig(path=tmp_path / "empty"))
+    with pytest.raises(DataError, match="doesn't contain any data files"):
+        RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path / "empty")))
+
+
+def test_a_dataset_of_the_hub_that_cannot_be_reached_is_the_users_to_mend(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match=r"nobody/nothing cannot be loaded: .*the name of a dataset of the hub"):
+        RecordDataset(HuggingFaceDatasetConfig(path="nobody/nothing"))
+
+
+def test_without_the_library_its_extra_is_named(monkeypatch, tmp_path):
+    path = Writer(tmp_path).parquet(ROWS)[0]["path"]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'rl-core\[data\]'"):
+        RecordDataset(ParquetDatasetConfig(path=path))
+
+
+def test_a_line_that_is_no_utf8_and_a_byte_order_mark_are_seen(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS[0]).encode() + b'\r\n\n{"question": "\xff"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: no UTF-8 \(invalid start byte at byte 15"):
+        RecordDataset(JsonlDatasetConfig(path=path))
+    assert len(RecordDataset(JsonlDatasetConfig(path=path, on_bad_row="skip"))) == 1
