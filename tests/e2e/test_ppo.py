@@ -1,0 +1,190 @@
+"""PPO on real parts: it learns, goes on after a kill as if nothing had been, spreads over ranks, and refuses what cannot be."""
+
+import json
+import random
+import shutil
+import time
+
+import pytest
+import torch
+from e2e_runs import MODEL, TINY, merged, metrics_of
+
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.algorithms import PPOTrainer
+from rl_core.assembly.launch import train as train_here
+from rl_core.errors import ConfigError
+from rl_envs import ArithmeticEnvironment
+from rl_envs.arithmetic.dataset import ArithmeticDataset
+
+pytestmark = pytest.mark.slow
+
+MODELS = {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16}
+CRITIC = {**MODELS, "train_global_batch_size": 8, "optimizer": {"kwargs": {"lr": 5.0e-4}}}
+ALONE = {"cluster": {"backend": "in_process"}}
+SMALL = {
+    "grpo": None,
+    "ppo": {"num_prompts_per_step": 16, "max_num_steps": 6, "seed": 3, "ppo_epochs": 2, "critic_warmup_steps": 1},
+    "value": CRITIC,
+    **ALONE,
+}
+"""Two optimizer steps a pass, two passes, and one step for the critic alone: over the tiny run of GRPO."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Sums in the same order everywhere, and no threads that wait for each other."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run_here(folder, changes, name="run"):
+    """The steps of a whole run in this process: step to numbers."""
+    path = folder / f"{name}.yaml"
+    log = {"logger": {"log_dir": str(folder / "runs")}, "checkpointing": {"enabled": False}}
+    path.write_text(json.dumps(merged(merged(merged(TINY, SMALL), log), changes)))
+    train_here(path, resume="never", console=False)
+    return metrics_of(folder, name)
+
+
+def test_rewards_and_a_critic_teach_sums_that_were_never_asked(tmp_path):
+    steps = run_here(
+        tmp_path,
+        {
+            "ppo": {
+                "num_prompts_per_step": 256,
+                "max_num_steps": 15,
+                "critic_warmup_steps": 2,
+                "val_at_start": True,
+                "val_at_end": True,
+            },
+            "policy": {
+                "train_global_batch_size": 128,
+                "train_micro_batch_size": 128,
+                "logprob_batch_size": 256,
+                "scheduler": None,
+                "optimizer": {"kwargs": {"lr": 2.0e-4}},
+            },
+            "value": {"train_global_batch_size": 128, "train_micro_batch_size": 128, "logprob_batch_size": 256},
+            "data": {
+                "train": {"dataset_name": "arithmetic", "num_samples": 4096, "min_digits": 2},
+                "validation": {"dataset_name": "arithmetic", "num_samples": 256, "min_digits": 2, "split": "validation"},
+            },
+        },
+    )
+    assert steps[15]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.08
+    # A head that begins at zero explains nothing; after the warm-up it knows more than a constant does.
+    assert steps[1]["value/explained_variance"] == 0.0
+    assert steps[15]["value/explained_variance"] > 0.0
+    assert steps[15]["loss/value"] < 0.5 * steps[1]["loss/value"]
+    # The critic alone is trained while it warms up: the policy's numbers begin after it.
+    assert [step for step in sorted(steps) if "loss/policy" in steps[step]] == list(range(3, 16))
+    assert steps[3]["num_optimizer_steps"] == steps[1]["value/num_optimizer_steps"] == 4
+    assert steps[3]["staleness/mean"] == 0
+
+
+def test_a_run_that_was_killed_goes_on_as_one_that_was_never_stopped(train, tmp_path):
+    kept = {**SMALL, "loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.05}}
+    code, output = train(kept, folder=tmp_path / "straight").wait()
+    assert code == 0, output
+    straight = metrics_of(tmp_path / "straight")
+    assert sorted(straight) == [1, 2, 3, 4, 5, 6]
+    assert straight[6]["kl/reference"] > 0
+    stopped, at, pause = tmp_path / "stopped", random.randint(2, 5), random.random()
+    killed = train(kept, folder=stopped)
+    lines = stopped / "runs" / "run" / "metrics.jsonl"
+    killed.wait_for(lambda: lines.exists() and len(lines.read_text().splitlines()) >= at)
+    time.sleep(pause)
+    killed.kill()
+    killed.process.wait()
+    code, output = train(kept, folder=stopped).wait()
+    assert code == 0, output
+    assert metrics_of(stopped) == straight, f"killed after step {at} and {pause:.3f} s"
+    checkpoint = stopped / "runs" / "run" / "checkpoints" / "step_000006"
+    assert {path.name for path in checkpoint.iterdir()} >= {"policy", "value"}
+
+
+def test_two_ranks_of_policy_and_critic_over_ray_take_the_steps_of_one(train, tmp_path):
+    here = run_here(tmp_path, {"ppo": {"max_num_steps": 2}})
+    two = {"cluster": {"backend": "ray", "workers_per_node": 2}, "checkpointing": {"enabled": False}}
+    run = train({**SMALL, **two, "ppo": {**SMALL["ppo"], "max_num_steps": 2}}, folder=tmp_path / "ray")
+    code, output = run.wait()
+    assert code == 0, output
+    run.assert_gone()
+    there = metrics_of(tmp_path / "ray")
+    for step in (1, 2):
+        assert there[step]["reward/mean"] == here[step]["reward/mean"]
+        for name in ("loss/value", "value/mean", "value/return_mean", "advantage/std"):
+            # Float32 sums in another order, through four steps of Adam.
+            assert there[step][name] == pytest.approx(here[step][name], rel=1e-3, abs=1e-5), name
+    assert there[2]["grad_norm"] == pytest.approx(here[2]["grad_norm"], rel=1e-2)
+
+
+def test_a_policy_of_adapters_is_trained_beside_a_whole_critic(tmp_path):
+    lora = {"policy": {"hf_cfg": {"lora": {"rank": 4}}}, "ppo": {"max_num_steps": 3}}
+    steps = run_here(tmp_path, lora)
+    assert steps[3]["grad_norm"] > 0
+    assert steps[3]["mismatch/kl"] < 1e-6
+    assert steps[3]["loss/value"] < steps[1]["loss/value"]
+
+
+def test_ppo_from_python_takes_the_steps_of_the_config(tmp_path):
+    fields = {key: value for key, value in MODELS.items() if key not in ("backend", "model_name")}
+    section = {**SMALL["ppo"], "max_num_steps": 2}
+    optimizer = {"kwargs": {"lr": 1.0e-4}}
+    policy = HuggingFacePolicy(str(MODEL), train_global_batch_size=8, optimizer=optimizer, **fields)
+    value = HuggingFacePolicy(str(MODEL), head="scalar", train_global_batch_size=8, optimizer=CRITIC["optimizer"], **fields)
+    generation, environment = HuggingFaceGeneration(str(MODEL), max_new_tokens=5), ArithmeticEnvironment()
+    parts = {"generation": generation, "environments": {"arithmetic": environment}}
+    try:
+        with pytest.raises(ConfigError, match="ppo has a critic: give PPOTrainer `value`"):
+            PPOTrainer(policy, config=section, **parts)
+        with pytest.raises(ConfigError, match=r"value\.head: must be 'scalar'"):
+            PPOTrainer(policy, value=policy, config=section, **parts)
+        found = PPOTrainer(policy, value=value, config=section, **parts).train(ArithmeticDataset({"num_samples": 40}))
+    finally:
+        for part in (policy, value, generation, environment):
+            part.shutdown()
+    expected = run_here(
+        tmp_path, {"ppo": {"max_num_steps": 2}, "policy": {"scheduler": None, "optimizer": {"kwargs": {"weight_decay": 0.0}}}}
+    )
+    for step in found:
+        for name, number in expected[int(step["step"])].items():
+            if not name.startswith(("refit/", "tokens_per_s")):
+                assert step[name] == pytest.approx(number, rel=1e-5, abs=1e-7), name
+
+
+def other_tokenizer(folder):
+    """The model with a tokenizer that gives two digits each other's ids."""
+    shutil.copytree(MODEL, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+WRONG = {
+    "no critic": ({"value": None}, "value: must be set: ppo has a value beside the policy"),
+    "a critic that scores tokens": ({"value": {**CRITIC, "head": "tokens"}}, "value.head: must be 'scalar'"),
+    "nothing but warm-up": ({"ppo": {**SMALL["ppo"], "critic_warmup_steps": 6}}, "ppo.critic_warmup_steps: 6 steps for the"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_ends_with_its_reason_and_without_a_traceback(name, train):
+    changes, says = WRONG[name]
+    code, output = train({**SMALL, **changes}).wait()
+    assert code == 2, output
+    assert says in output
+    assert "Traceback" not in output
+
+
+def test_a_critic_that_reads_other_words_is_refused_before_anything_runs(train, tmp_path):
+    model = other_tokenizer(tmp_path / "other")
+    code, output = train({**SMALL, "value": {**CRITIC, "model_name": str(model)}}).wait()
+    assert code == 2, output
+    assert "has another tokenizer than the policy's" in " ".join(output.split())
+    assert "Traceback" not in output
