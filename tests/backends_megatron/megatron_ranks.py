@@ -98,6 +98,9 @@ LAYOUTS = {
     "tp2-dp2-distributed": Layout("llama-tied", 4, {**SP, **OVERLAP}),
     "tp2-pp2-tied": Layout("llama-tied", 4, {**SP, **PP2}),
     "ep2-distributed": Layout("qwen3-moe", 2, {**EP2, **DISTRIBUTED}),
+    "moe-dp2": Layout("qwen3-moe", 2, {}),
+    "moe-dp2-distributed": Layout("qwen3-moe", 2, DISTRIBUTED),
+    "moe-one": Layout("qwen3-moe", 1, {}),
     "tp2-pp2": Layout("llama", 4, {**SP, **PP2}),
     "tp2-pp2-packed": Layout("llama-tied", 4, {**TP2, **PP2}, "packed"),
     "pp2-dp2": Layout("qwen3", 4, {**PP2, **OVERLAP}),
@@ -124,6 +127,10 @@ RESUMES = [
     ("tp2-dp2-distributed", "interleaved-distributed"),
     ("tp2-dp2-distributed", "tp2-dp2-distributed"),
     ("tp2-ep2", "ep2-distributed"),
+    ("tp2-ep2", "moe-dp2-distributed"),
+    ("moe-dp2-distributed", "ep2-distributed"),
+    ("ep2", "moe-one"),
+    ("moe-dp2", "ep2"),
 ]
 """Which layout saves, and which resumes."""
 

@@ -1,12 +1,14 @@
 """What Megatron-Core 0.16.1 needs so that its optimizers' state is saved and loaded whole; knows optimizers, no folders.
 
-Two things, both wrong in silence where they are not wrong aloud:
+Three things, wrong in silence where they are not wrong aloud:
 
 - It is written for fused optimizers, which have state from the start and count steps once for all parameters. Those of torch
   have none before the first step, and count for each parameter. Unmended, loading fails, or gives all parameters *one* counter,
   which a step then raises once for each of them (an error of 3.5e-4 in the next update).
 - The distributed optimizer lays state out for a checkpoint without the padding between gradient buckets, and then reads it at
   places that count the padding. With several buckets, every parameter behind the first is saved shifted.
+- Where experts are divided over ranks, they have an optimizer of their own. Tensors are saved under names of the whole model,
+  but what is kept once for an optimizer (groups, the count of steps) in another form for one than for two.
 """
 
 from __future__ import annotations
@@ -46,17 +48,44 @@ def own_steps(part: Any) -> None:
             state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
 
 
-def with_first_step(state: Any) -> Any:
-    """A loaded state, in place: a count of zero steps is left out of a checkpoint, and put back here."""
-    if not isinstance(state, dict):
-        return state
+def in_form_of(asked: Mapping[Any, Any], found: Mapping[Any, Any], *, steps: int) -> dict[Any, Any]:
+    """A loaded state as the present optimizers read it, whether as many wrote it or not.
+
+    Args:
+        asked: their own state, which was asked for; of several optimizers, by number.
+        found: what was loaded: tensors in the form of `asked`, and beside them what was saved once for an optimizer.
+        steps: that those who wrote it had taken.
+    """
+    several = all(isinstance(key, int) for key in asked)
+    if all(isinstance(key, int) == several for key in found):
+        return _counted(dict(found), 0)
+    # Groups hold settings, which the schedule sets before each step; so those of the present optimizers will do.
+    return _counted(_completed(found, asked), steps)
+
+
+def _completed(found: Any, asked: Any) -> Any:
+    """`found`, and of `asked` what is not there; a list comes without its plain values, and in its full length."""
+    if isinstance(asked, Mapping):
+        have = found or {}
+        return {key: _completed(have.get(key), value) for key, value in asked.items()}
+    if isinstance(asked, list) and isinstance(found, list) and len(found) == len(asked):
+        return [_completed(*pair) for pair in zip(found, asked, strict=True)]
+    return asked if found is None else found
+
+
+def _counted(state: dict[Any, Any], steps: int) -> dict[Any, Any]:
+    """A loaded state, in place, with its count of steps put where a checkpoint left it out: it does so with zero, too."""
     entries = state.get("state")
+    for group in state.get("param_groups", ()):
+        if "step" in group and steps:
+            group["step"] = float(steps)
     if isinstance(entries, dict) and "param_groups" in state:
         if any("exp_avg" in entry and "step" not in entry for entry in entries.values() if isinstance(entry, dict)):
-            entries.setdefault("common_step", torch.tensor(0.0))
+            entries.setdefault("common_step", torch.tensor(float(steps)))
     else:
         for each in state.values():
-            with_first_step(each)
+            if isinstance(each, dict):
+                _counted(each, steps)
     return state
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_backends_megatron.device_seam import device_seam
 from rl_backends_megatron.optimizer import Trainer
-from rl_backends_megatron.optimizer_state import give_state, mended, own_steps, with_first_step
+from rl_backends_megatron.optimizer_state import give_state, in_form_of, mended, own_steps
 from rl_backends_megatron.parallel import Ranks
 from rl_core.errors import CheckpointError
 
@@ -78,8 +78,9 @@ def load(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
         give_state(part)
     try:
         with device_seam(), mended(trainer.parts):
-            found = dist_checkpointing.load(_sharded(trainer, loading=True), str(folder / "tensors"))
-            trainer.optimizer.load_state_dict(with_first_step(found["optimizer"]))
+            asked = _sharded(trainer, loading=True)
+            found = dist_checkpointing.load(asked, str(folder / "tensors"))["optimizer"]
+            trainer.optimizer.load_state_dict(in_form_of(asked["optimizer"], found, steps=values["weight_version"]))
     except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError) as error:
         raise CheckpointError(f"{folder} is torn, or of another model: {type(error).__name__}: {error}") from error
     for part in trainer.parts:

@@ -235,7 +235,5 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
             "policy.optimizer.kwargs.decay_matrices_only": bool(
                 self._config.optimizer.kwargs.get("decay_matrices_only", False)
             ),
-            # Megatron has an optimizer of its own for experts that are divided.
-            "policy.megatron_cfg.expert_model_parallel_size > 1": self._ranks.expert.size() > 1,
             "policy.megatron_cfg.use_distributed_optimizer": self._config.megatron_cfg.use_distributed_optimizer,
         }
