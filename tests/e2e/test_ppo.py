@@ -122,9 +122,10 @@ def test_two_ranks_of_policy_and_critic_over_ray_take_the_steps_of_one(train, tm
     assert there[2]["grad_norm"] == pytest.approx(here[2]["grad_norm"], rel=1e-2)
 
 
-def test_a_policy_of_adapters_is_trained_beside_a_whole_critic(tmp_path):
-    lora = {"policy": {"hf_cfg": {"lora": {"rank": 4}}}, "ppo": {"max_num_steps": 3}}
-    steps = run_here(tmp_path, lora)
+@pytest.mark.parametrize("with_adapters", [("policy",), ("policy", "value")])
+def test_policy_and_critic_may_be_adapters(with_adapters, tmp_path):
+    lora = {name: {"hf_cfg": {"lora": {"rank": 4}}} for name in with_adapters}
+    steps = run_here(tmp_path, {**lora, "ppo": {"max_num_steps": 3}})
     assert steps[3]["grad_norm"] > 0
     assert steps[3]["mismatch/kl"] < 1e-6
     assert steps[3]["loss/value"] < steps[1]["loss/value"]
