@@ -74,7 +74,7 @@ def test_rewards_and_a_critic_teach_sums_that_were_never_asked(tmp_path):
             },
         },
     )
-    assert steps[15]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.08
+    assert steps[15]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.15
     # A head that begins at zero explains nothing; after the warm-up it knows more than a constant does.
     assert steps[1]["value/explained_variance"] == 0.0
     assert steps[15]["value/explained_variance"] > 0.0
@@ -170,7 +170,14 @@ def other_tokenizer(folder):
 WRONG = {
     "no critic": ({"value": None}, "value: must be set: ppo has a value beside the policy"),
     "a critic that scores tokens": ({"value": {**CRITIC, "head": "tokens"}}, "value.head: must be 'scalar'"),
-    "nothing but warm-up": ({"ppo": {**SMALL["ppo"], "critic_warmup_steps": 6}}, "ppo.critic_warmup_steps: 6 steps for the"),
+    "nothing but warm-up": (
+        {"ppo": {**SMALL["ppo"], "critic_warmup_steps": 6}},
+        "ppo.critic_warmup_steps: 6 steps for the critic alone leave the policy none of the 6",
+    ),
+    "epochs that end within the warm-up": (
+        {"ppo": {**SMALL["ppo"], "critic_warmup_steps": 2, "max_num_epochs": 1}},
+        "ppo.critic_warmup_steps: 2 steps for the critic alone leave the policy none of the 2",
+    ),
 }
 
 
@@ -179,7 +186,7 @@ def test_what_cannot_be_ends_with_its_reason_and_without_a_traceback(name, train
     changes, says = WRONG[name]
     code, output = train({**SMALL, **changes}).wait()
     assert code == 2, output
-    assert says in output
+    assert says in " ".join(output.split())
     assert "Traceback" not in output
 
 

@@ -32,6 +32,7 @@ def train(config: PPOConfig, run: Run) -> None:
     assert run.weights is not None
     assert run.rollouts is not None
     assert run.value is not None
+    config.refuse_a_warmup_of(config.max_num_steps)
     policy, critic, loss_fn, value_loss_fn = run.policy, run.value, run.loss_fn, MseValueLossFn(config.value_loss)
     shape, penalize = RewardShaping(config, run.config), kl_in_reward(run.config.loss_fn)
     loss_fn.on_policy = config.skip_logprobs_when_on_policy and config.takes_one_step(run.config)

@@ -12,6 +12,7 @@ from rl_core.algorithms.losses.value_config import MseValueLossConfig
 from rl_core.algorithms.rewarded_config import RewardedConfig
 from rl_core.config.schema import RunConfig, Section
 from rl_core.config.written import Path
+from rl_core.errors import ConfigError
 
 VALUE_LOSS = "mse_value"
 
@@ -70,14 +71,27 @@ class PPOConfig(RewardedConfig):
         rows = run.policy.train_global_batch_size
         return self.ppo_epochs == 1 and (rows is None or rows >= self.num_prompts_per_step * self.num_generations_per_prompt)
 
+    def refuse_a_warmup_of(self, steps: int) -> None:
+        """Refuse a run of so many steps that ends before the policy is trained: `max_num_epochs` may make it that short.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if problem := self._warmup_problem(steps):
+            raise ConfigError(f"ppo.critic_warmup_steps: {problem}")
+
+    def _warmup_problem(self, steps: int) -> str | None:
+        if self.critic_warmup_steps < steps:
+            return None
+        return (
+            f"{self.critic_warmup_steps} steps for the critic alone leave the policy none of the {steps} that the run has: "
+            "lower it, or train longer (max_num_steps, max_num_epochs)."
+        )
+
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         yield from super().conflicts(run)
-        if self.critic_warmup_steps >= self.max_num_steps:
-            yield (
-                (run.algorithm_name, "critic_warmup_steps"),
-                f"{self.critic_warmup_steps} steps for the critic alone leave the policy none of the {self.max_num_steps} of "
-                "max_num_steps: lower it, or train longer.",
-            )
+        if problem := self._warmup_problem(self.max_num_steps):
+            yield (run.algorithm_name, "critic_warmup_steps"), problem
         if isinstance(run.loss_fn, ClippedPGLossConfig) and run.loss_fn.disable_ppo_ratio and not self.takes_one_step(run):
             yield (
                 ("loss_fn", "disable_ppo_ratio"),
