@@ -1,0 +1,21 @@
+"""The settings of `best_of_n`; `rlcore validate` imports this file, so it imports no torch."""
+
+from pydantic import Field
+
+from rl_core.config.schema import AlgorithmConfig
+
+
+class BestOfNConfig(AlgorithmConfig):
+    default_loss = "nll"  # what `loss_fn` means where it names none
+    needs_generation = True  # the run has an engine, prompts and environments
+
+    num_prompts_per_step: int = Field(default=32, ge=1)
+    """P, the prompts drawn each step."""
+    num_generations_per_prompt: int = Field(default=8, ge=2)
+    """N, the samples of which the best is kept."""
+    min_reward: float = 0.0
+    """A group whose best earns no more is left out."""
+
+    @property
+    def prompts_per_draw(self) -> int:
+        return self.num_prompts_per_step
