@@ -1,7 +1,12 @@
 """What a PPO run cannot be is said with its file and line."""
 
-import pytest
+import re
+from pathlib import Path
 
+import pytest
+import yaml
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms" / "ppo.md").read_text()
 PPO = """\
 ppo:
   num_prompts_per_step: 8
@@ -75,3 +80,23 @@ def test_without_a_ratio_one_optimizer_step_is_fine(files):
 def test_a_loss_of_values_is_no_policy_s(files, good, algorithm):
     text = good.replace("grpo:\n  num_prompts_per_step: 8", f"{algorithm}: {{}}")
     assert any("mse_value is a loss of values" in error for error in files.errors("loss_fn: {name: mse_value}\n" + text))
+
+
+def test_the_config_and_the_penalty_on_the_page_are_valid(files):
+    [block] = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    config = yaml.safe_load(block)
+    for section in ("policy", "value"):
+        config[section]["model_name"] = "some/model"
+    [penalty] = re.findall(r"`(loss_fn: \{.*?\})`", PAGE)
+    run = files.load(yaml.safe_dump({**config, **yaml.safe_load(penalty)})).run
+    assert (run.algorithm.gae.lam, run.loss_fn.use_kl_in_reward, run.value.head) == (0.95, True, "scalar")
+
+
+def test_every_key_that_the_page_explains_is_there(files):
+    loaded = files.load(PPO)
+    keys = re.findall(r"^\| `([\w.]+)` \|", PAGE.split("## Settings")[1].split("##")[0], flags=re.MULTILINE)
+    assert len(keys) == 6
+    for key in keys:
+        section = loaded.run.algorithm
+        for part in key.split("."):
+            section = getattr(section, part)
