@@ -8,10 +8,13 @@ Under FSDP2 the sharded weights are float32 themselves and rounded as they are g
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
 from torch import nn
+
+_log = logging.getLogger(__name__)
 
 
 class MasterWeights:
@@ -40,6 +43,11 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(_AddInto(master))
             self.parameters[name] = master
 
+    @property
+    def are_copies(self) -> bool:
+        """Whether any of them lies beside the model's own weight."""
+        return bool(self._copies)
+
     def publish(self) -> None:
         """Round the masters into the model."""
         with torch.no_grad():
@@ -51,6 +59,26 @@ class MasterWeights:
         with torch.no_grad():
             for parameter, master in self._copies:
                 master.copy_(parameter)
+
+    def refine(self, exact: Mapping[str, torch.Tensor]) -> None:
+        """Set masters to the float32 weights that the model's were rounded from.
+
+        A master that begins on the grid of its rounded form has to go half a step of that grid before anything of it is seen;
+        masters that lie anywhere between move the published weights, on average, by as much as they move themselves.
+
+        Args:
+            exact: by name; those that do not round to the model's weight are left out, with a warning.
+        """
+        rounded = {id(master): parameter for parameter, master in self._copies}
+        with torch.no_grad():
+            for name, master in self.parameters.items():
+                if id(master) not in rounded or name not in exact:
+                    continue
+                found = exact[name].to(master.device)
+                if torch.equal(found.to(rounded[id(master)].dtype), rounded[id(master)]):
+                    master.copy_(found)
+                else:
+                    _log.warning("%s was loaded otherwise in float32, so its master begins at the rounded weight", name)
 
     def move(self, device: torch.device) -> None:
         """Bring the copies to `device`; the model's own parameters move with the model."""

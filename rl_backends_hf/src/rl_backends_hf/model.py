@@ -84,6 +84,22 @@ def load_model(
     return model.eval()
 
 
+def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head: Head = "tokens") -> dict[str, torch.Tensor]:
+    """The float32 parameters, on the CPU, that those of a model of `dtype` are rounded from; none where the files are of it.
+
+    Args:
+        name: as `load_model` takes it.
+        options: how to load it.
+        dtype: what the model was loaded as.
+        head: what it ends in.
+    """
+    where = _where(name)
+    if "gguf_file" not in where and _load_config(name, where, options).dtype == dtype:
+        return {}
+    on_cpu = options.model_copy(update={"device_map": None})
+    return dict(load_model(name, options=on_cpu, dtype=torch.float32, head=head).named_parameters())
+
+
 def is_quantised(model: PreTrainedModel) -> bool:
     """Whether weights are packed below their dtype, so that an optimizer cannot step on them."""
     return bool(getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False))
