@@ -7,7 +7,7 @@ from rl_core.plugins import Component, hookimpl
 
 @hookimpl
 def rlcore_algorithms() -> list[Component]:
-    """GRPO, PPO, DPO and SFT."""
+    """Algorithms that learn from rewards, from preferences, from a teacher and from given answers."""
     return [
         Component(
             "grpo",
@@ -32,6 +32,12 @@ def rlcore_algorithms() -> list[Component]:
             target="rl_core.algorithms.distillation:train",
             config="rl_core.algorithms.distillation_config:DistillationConfig",
             summary="On-policy distillation: a teacher says at each token of the student's answers what it would have said",
+        ),
+        Component(
+            "rm",
+            target="rl_core.algorithms.rm:train",
+            config="rl_core.algorithms.rm_config:RewardModelConfig",
+            summary="A reward model, learnt from pairs of a better and a worse answer",
         ),
         Component(
             "sft",
@@ -62,6 +68,12 @@ def rlcore_losses() -> list[Component]:
             target="rl_core.algorithms.losses.distillation:DistillationLossFn",
             config="rl_core.algorithms.losses.distillation_config:DistillationLossConfig",
             summary="How far the policy is from a teacher: forward or reverse KL, both, or the Jensen-Shannon divergence",
+        ),
+        Component(
+            "bradley_terry",
+            target="rl_core.algorithms.losses.reward:BradleyTerryLossFn",
+            config="rl_core.algorithms.losses.reward_config:BradleyTerryLossConfig",
+            summary="Preferences by the scores of a reward model, with margins",
         ),
         Component(
             "nll",

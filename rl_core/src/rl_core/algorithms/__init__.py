@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "BradleyTerryLossFn": f"{__name__}.losses.reward",
     "ClippedPGLossFn": f"{__name__}.losses.policy_gradient",
     "DPOLossFn": f"{__name__}.losses.preference",
     # Under the names that users know; they put parts together, and so live where all parts are known.
@@ -16,10 +17,12 @@ _HOMES = {
     "NLLLossFn": f"{__name__}.losses.nll",
     "PPOTrainer": "rl_core.assembly.trainers",
     "PreferenceLossFn": f"{__name__}.losses.preference",
+    "RewardModelTrainer": "rl_core.assembly.trainers",
     "SFTTrainer": "rl_core.assembly.trainers",
 }
 
 __all__ = [
+    "BradleyTerryLossFn",
     "ClippedPGLossFn",
     "DPOLossFn",
     "DPOTrainer",
@@ -31,6 +34,7 @@ __all__ = [
     "NLLLossFn",
     "PPOTrainer",
     "PreferenceLossFn",
+    "RewardModelTrainer",
     "SFTTrainer",
 ]
 

@@ -266,6 +266,12 @@ class DPOTrainer(Trainer):
     algorithm = "dpo"
 
 
+class RewardModelTrainer(Trainer):
+    """Learns to score from pairs, as for DPO, with `margin` where one is known; the policy is made with `head="scalar"`."""
+
+    algorithm = "rm"
+
+
 class SFTTrainer(Trainer):
     """Trains on conversations: records of `messages` that end with the assistant's."""
 

@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "BradleyTerryLossConfig": "reward_config",
+    "BradleyTerryLossFn": "reward",
     "ClippedPGLossConfig": "config",
     "GRPOLossConfig": "config",
     "NLLLossConfig": "config",
@@ -21,6 +23,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "BradleyTerryLossConfig",
+    "BradleyTerryLossFn",
     "ClippedPGLossConfig",
     "ClippedPGLossFn",
     "DPOLossConfig",

@@ -1,0 +1,37 @@
+"""The section `rm`; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from rl_core.config.schema import AlgorithmConfig, RunConfig
+from rl_core.config.written import Path
+
+
+class RewardModelConfig(AlgorithmConfig):
+    """A reward model, learnt from preferences."""
+
+    default_loss: ClassVar[str] = "bradley_terry"
+    needs_preferences: ClassVar[bool] = True
+    head: ClassVar[Literal["tokens", "scalar"]] = "scalar"
+
+    global_batch_size: int = Field(default=32, ge=1)
+    """Pairs of one step; `policy.train_global_batch_size` (in rows, two a pair) splits them into optimizer steps."""
+    val_batch_size: int = Field(default=128, ge=1)
+    """Pairs of one validation batch."""
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        if run.loss_fn.head != "scalar":
+            yield (
+                ("loss_fn", "name"),
+                f"{run.loss_fn.name} reads log-probabilities of tokens, and a reward model has none, only scores: "
+                "leave it out, or name bradley_terry.",
+            )
+        if run.policy.generation is not None:
+            yield ("policy", "generation"), "a reward model samples nothing: remove the section."
+        rows = run.policy.train_global_batch_size
+        if rows is not None and rows % 2:
+            yield ("policy", "train_global_batch_size"), f"{rows} rows would cut a pair in two: give an even number."
