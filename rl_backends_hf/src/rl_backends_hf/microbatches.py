@@ -1,8 +1,7 @@
-"""Cuts a batch into microbatches and gives each the form in which the model reads it; knows no loss and no optimizer."""
+"""Gives each microbatch the form in which the model reads it; knows no loss and no optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from rl_backends_hf.scalar_head import ValueScoring
 from rl_backends_hf.scoring import ScoringInput, packed_input, padded_input
 from rl_backends_hf.token_scoring import TokenScoring
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import DataError
+from rl_core.training.microbatches import MicrobatchCutter
 
 
-class Microbatcher:
-    """Microbatches as the config asks for them: by count, by token budget, or packed.
+class Microbatcher(MicrobatchCutter):
+    """Microbatches as the config asks for them, each in the form that the model reads.
 
     Args:
         config: the policy's section.
@@ -24,23 +23,10 @@ class Microbatcher:
     """
 
     def __init__(self, config: HFPolicyConfig, *, device: torch.device) -> None:
+        super().__init__(config)
         self._config, self._device = config, device
         self._lag = (ValueScoring if config.head == "scalar" else TokenScoring).lag
-        self.packing = config.sequence_packing.enabled
         self.variable_length_kernel = config.hf_cfg.attn_implementation == "flash_attention_2" and device.type == "cuda"
-
-    def split(self, batch: BatchedDataDict[Any], *, rows: int) -> Iterator[BatchedDataDict[Any]]:
-        """Microbatches of one global batch, in the order of its rows.
-
-        Args:
-            batch: carries a plan where token budget or packing is on (`shard_by_batch_size` makes it).
-            rows: rows of a microbatch where there is no plan.
-        """
-        if batch.micro_batch_indices is None:
-            return batch.make_microbatch_iterator(rows)
-        if self.packing:
-            return batch.make_microbatch_iterator_for_packable_sequences()
-        return batch.make_microbatch_iterator_with_dynamic_shapes()
 
     def form(self, microbatch: BatchedDataDict[Any], *, training: bool) -> ScoringInput:
         """The microbatch as the model reads it.
@@ -52,9 +38,8 @@ class Microbatcher:
         Raises:
             DataError: a row is longer than `max_total_sequence_length`, or than the batch is wide.
         """
-        ids, lengths = microbatch["input_ids"], microbatch["input_lengths"].to("cpu", torch.int64)
-        self._check(ids, lengths)
-        mask = microbatch["token_mask"] * microbatch["sample_mask"].unsqueeze(1) if training else None
+        read = self.read(microbatch, training=training)
+        ids, lengths, mask = read.input_ids, read.lengths, read.mask
         if self.packing:
             return packed_input(
                 ids,
@@ -66,12 +51,3 @@ class Microbatcher:
                 variable_length_kernel=self.variable_length_kernel,
             )
         return padded_input(ids, lengths, device=self._device, lag=self._lag, mask=mask)
-
-    def _check(self, ids: torch.Tensor, lengths: torch.Tensor) -> None:
-        longest, limit = int(lengths.max()), self._config.max_total_sequence_length
-        if longest > ids.shape[1]:
-            raise DataError(f"`input_lengths` says {longest} tokens where `input_ids` is {ids.shape[1]} wide.")
-        if longest > limit:
-            raise DataError(
-                f"A row has {longest} tokens; `policy.max_total_sequence_length` allows {limit}. Raise it, or shorten the row."
-            )

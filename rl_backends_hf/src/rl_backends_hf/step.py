@@ -6,7 +6,7 @@ only then is it decided whether to step. So a NaN anywhere leaves weights and op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,8 +17,9 @@ from rl_backends_hf.scoring import ScoringInput, ScoringModel
 from rl_backends_hf.training_state import TrainingState
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NonFiniteError
-from rl_core.interfaces.loss import LossFunction, Reduction
+from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.worker import GlobalCounts, StepResult
+from rl_core.training.steps import first_broken, reduce_metrics, step_not_taken
 
 
 def optimizer_step(
@@ -57,7 +58,7 @@ def optimizer_step(
         parallel.after_forward(scoring)
     loss = torch.stack(losses).sum()
     broken = parallel.any(~(torch.isfinite(loss) & torch.isfinite(norm)))
-    reduced = _reduce(metrics, loss_fn.metric_reductions)
+    reduced = reduce_metrics(metrics, loss_fn.metric_reductions)
     numbers = torch.stack([broken, loss, norm, *reduced.values()]).tolist()
     if numbers[0] > 0:
         raise _non_finite(losses, state, parallel, norm=numbers[2])
@@ -90,19 +91,6 @@ def _forward_backward(
     return losses, metrics
 
 
-def _reduce(metrics: list[Mapping[str, torch.Tensor]], how: Mapping[str, Reduction]) -> dict[str, torch.Tensor]:
-    """Each metric over the microbatches, still on the device."""
-    reducers: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
-        "sum": torch.sum,
-        "min": torch.amin,
-        "max": torch.amax,
-    }
-    return {
-        name: reducers[how.get(name, "sum")](torch.stack([found[name].detach().float() for found in metrics]))
-        for name in (metrics[0] if metrics else ())
-    }
-
-
 def _step(state: TrainingState) -> float:
     """Step, and say at which learning rate."""
     lr = float(state.optimizer.param_groups[0]["lr"])
@@ -117,10 +105,9 @@ def _step(state: TrainingState) -> float:
 def _non_finite(losses: list[torch.Tensor], state: TrainingState | None, parallel: Parallel, *, norm: float) -> NonFiniteError:
     """The error that names the first offender on this rank, and drops the gradients."""
     where = "Another rank's loss is the offender; its own error names it."
-    for number, loss in enumerate(losses, start=1):
-        if not bool(torch.isfinite(loss)):
-            where = f"The loss of microbatch {number} of {len(losses)} on rank {parallel.rank} is {float(loss)}."
-            break
+    broken = first_broken(losses)
+    if broken is not None:
+        where = f"The loss of microbatch {broken + 1} of {len(losses)} on rank {parallel.rank} is {float(losses[broken])}."
     else:
         for name, gradient in state.masters.gradients().items() if state is not None else ():
             if not bool(torch.isfinite(local(gradient)).all()):
@@ -130,8 +117,4 @@ def _non_finite(losses: list[torch.Tensor], state: TrainingState | None, paralle
     if state is not None:
         state.masters.drop_gradients()
         step = state.weight_version + 1
-    return NonFiniteError(
-        f"Optimizer step {step} was not taken: its gradient norm is {norm}. {where} Weights and optimizer are as they were. "
-        "Look at the batch's rewards, advantages and log-probabilities; a smaller learning rate or a clipped ratio helps "
-        "where they are extreme."
-    )
+    return step_not_taken(step, where, norm=norm)

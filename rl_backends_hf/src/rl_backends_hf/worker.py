@@ -16,7 +16,7 @@ from rl_backends_hf.lora import LoraAdapters
 from rl_backends_hf.master import MasterWeights
 from rl_backends_hf.microbatches import Microbatcher
 from rl_backends_hf.model import DTYPES, checkpoint_activations, is_quantised, load_model
-from rl_backends_hf.optimizer import build_optimizer, build_scheduler
+from rl_backends_hf.optimizer import build_optimizer
 from rl_backends_hf.parallel import Parallel, make_parallel
 from rl_backends_hf.probe import probe_scoring
 from rl_backends_hf.reference import FrozenBase, Reference, ReferencePolicy
@@ -33,6 +33,7 @@ from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.training.schedules import build_scheduler
 from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.source import WeightSource
 

@@ -1,8 +1,7 @@
-"""Cuts a batch into microbatches and gives each the form in which Megatron reads it; knows no loss and no optimizer."""
+"""Gives each microbatch the form in which Megatron reads it; knows no loss and no optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from rl_backends_megatron.context_parallel import share_of_row, share_of_rows
 from rl_backends_megatron.parallel import Ranks
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.packed import pack_rows
-from rl_core.errors import DataError
+from rl_core.training.microbatches import MicrobatchCutter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,8 @@ class ModelInput:
     shape: tuple[int, int]
 
 
-class Microbatcher:
-    """Microbatches as the config asks for them: by count, by token budget, or packed.
+class Microbatcher(MicrobatchCutter):
+    """Microbatches as the config asks for them, each in the form that this rank reads.
 
     Args:
         config: the policy's section.
@@ -49,26 +48,13 @@ class Microbatcher:
     """
 
     def __init__(self, config: MegatronPolicyConfig, ranks: Ranks) -> None:
+        super().__init__(config)
         self._config, self._ranks = config, ranks
-        self.packing = config.sequence_packing.enabled
         megatron = config.megatron_cfg
         # Sequence parallelism cuts what a rank holds of a row into equal parts, context parallelism a row into 2n chunks.
         self._multiple = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
         if megatron.context_parallel_size > 1:
             self._multiple *= 2 * megatron.context_parallel_size
-
-    def split(self, batch: BatchedDataDict[Any], *, rows: int) -> Iterator[BatchedDataDict[Any]]:
-        """Microbatches of one global batch, in the order of its rows.
-
-        Args:
-            batch: carries a plan where token budget or packing is on (`shard_by_batch_size` makes it).
-            rows: rows of a microbatch where there is no plan.
-        """
-        if batch.micro_batch_indices is None:
-            return batch.make_microbatch_iterator(rows)
-        if self.packing:
-            return batch.make_microbatch_iterator_for_packable_sequences()
-        return batch.make_microbatch_iterator_with_dynamic_shapes()
 
     def form(self, microbatch: BatchedDataDict[Any], *, training: bool) -> ModelInput:
         """The microbatch as this rank's model reads it.
@@ -80,10 +66,9 @@ class Microbatcher:
         Raises:
             DataError: a row is longer than `max_total_sequence_length`, or than the batch is wide.
         """
-        ids, lengths = microbatch["input_ids"], microbatch["input_lengths"].to("cpu", torch.int64)
-        self._check(ids, lengths)
-        mask = microbatch["token_mask"] * microbatch["sample_mask"].unsqueeze(1) if training else None
-        rows, columns = _wanted(ids, lengths, mask)
+        read = self.read(microbatch, training=training)
+        ids, lengths = read.input_ids, read.lengths
+        rows, columns = _wanted(ids, lengths, read.mask)
         return self._packed(ids, lengths, rows, columns) if self.packing else self._padded(ids, lengths, rows, columns)
 
     def _padded(self, ids: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> ModelInput:
@@ -147,15 +132,6 @@ class Microbatcher:
             places=(rows * ids.shape[1] + columns).to(device),
             shape=(ids.shape[0], ids.shape[1]),
         )
-
-    def _check(self, ids: torch.Tensor, lengths: torch.Tensor) -> None:
-        longest, limit = int(lengths.max()), self._config.max_total_sequence_length
-        if longest > ids.shape[1]:
-            raise DataError(f"`input_lengths` says {longest} tokens where `input_ids` is {ids.shape[1]} wide.")
-        if longest > limit:
-            raise DataError(
-                f"A row has {longest} tokens; `policy.max_total_sequence_length` allows {limit}. Raise it, or shorten the row."
-            )
 
 
 def filler_of(microbatch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:

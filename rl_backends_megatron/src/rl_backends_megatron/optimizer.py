@@ -18,9 +18,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.model import DTYPES, Chunks
-from rl_backends_megatron.schedules import build_scheduler
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
+from rl_core.training.schedules import build_scheduler
 
 _FOLLOWED = ("betas", "momentum")
 """What a schedule may change beside the learning rate."""

@@ -17,8 +17,9 @@ from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scoring import LogprobHead, forward, forward_backward
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NonFiniteError
-from rl_core.interfaces.loss import LossFunction, Reduction
+from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.worker import GlobalCounts, StepResult
+from rl_core.training.steps import first_broken, reduce_metrics, step_not_taken
 
 Found = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 """Loss and metrics of a microbatch."""
@@ -62,11 +63,12 @@ def optimizer_step(
         norm = trainer.gradient_norm()
     found: list[Found] = [answer for answer in answers if answer is not None]
     losses = torch.stack([loss for loss, _ in found]).tolist() if found else []
-    reduced = _reduced([metrics for _, metrics in found], loss_fn.metric_reductions)
-    if ranks.any(not _finite([norm, *losses])):
+    reduced = reduce_metrics([metrics for _, metrics in found], loss_fn.metric_reductions)
+    if ranks.any(first_broken([norm, *losses]) is not None):
         raise _non_finite(losses, trainer, ranks, norm=norm)
     lr = trainer.step(norm, max_grad_norm) if trainer is not None else 0.0
-    loss, metrics = ranks.from_last_stage((sum(losses), reduced))
+    numbers = {name: float(value) for name, value in reduced.items()}
+    loss, metrics = ranks.from_last_stage((sum(losses), numbers))
     return StepResult(loss=loss, grad_norm=norm, lr=lr, metrics=metrics)
 
 
@@ -91,36 +93,14 @@ def _loss_of(
     return loss_of
 
 
-def _reduced(metrics: Sequence[Mapping[str, torch.Tensor]], how: Mapping[str, Reduction]) -> dict[str, float]:
-    """Each metric over the microbatches."""
-    reducers: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
-        "sum": torch.sum,
-        "min": torch.amin,
-        "max": torch.amax,
-    }
-    return {
-        name: float(reducers[how.get(name, "sum")](torch.stack([found[name].detach().float() for found in metrics])))
-        for name in (metrics[0] if metrics else ())
-    }
-
-
-def _finite(numbers: Sequence[float]) -> bool:
-    return bool(torch.isfinite(torch.tensor(numbers)).all())
-
-
 def _non_finite(losses: Sequence[float], trainer: Trainer | None, ranks: Ranks, *, norm: float) -> NonFiniteError:
     """The error that names the first offender on this rank, and drops the gradients."""
     where = "The losses of this rank are finite; the error of another rank names an offender, or a gradient overflowed."
-    for number, loss in enumerate(losses, start=1):
-        if not _finite([loss]):
-            where = f"The loss of microbatch {number} of {len(losses)} on rank {ranks.rank} is {loss}."
-            break
+    broken = first_broken(losses)
+    if broken is not None:
+        where = f"The loss of microbatch {broken + 1} of {len(losses)} on rank {ranks.rank} is {losses[broken]}."
     step = 1
     if trainer is not None:
         trainer.drop_gradients()
         step = trainer.weight_version + 1
-    return NonFiniteError(
-        f"Optimizer step {step} was not taken: its gradient norm is {norm}. {where} Weights and optimizer are as they were. "
-        "Look at the batch's rewards, advantages and log-probabilities; a smaller learning rate or a clipped ratio helps "
-        "where they are extreme."
-    )
+    return step_not_taken(step, where, norm=norm)

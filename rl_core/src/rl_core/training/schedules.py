@@ -1,0 +1,43 @@
+"""Builds the learning-rate schedule that the config names, for any optimizer of torch; knows no backend."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from rl_core.config.schedules import SCHEDULES, constant
+from rl_core.config.schema import SchedulerConfig
+from rl_core.errors import UserError
+from rl_core.plugins.component import did_you_mean
+from rl_core.training.named import call, check_arguments, resolve
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | None) -> Any:
+    """The learning-rate schedule; it steps once an optimizer step. Constant without a config.
+
+    Args:
+        optimizer: what it acts on.
+        config: `linear`, `cosine` or `constant`, or the dotted name of a schedule of torch, and its arguments.
+
+    Raises:
+        UserError: the name leads nowhere, or an argument is missing or unknown.
+    """
+    if config is None:
+        return LambdaLR(optimizer, constant)
+    if config.name in SCHEDULES:
+        shape = SCHEDULES[config.name]
+        check_arguments(shape, config.kwargs, key="policy.scheduler", given=1)
+        return LambdaLR(optimizer, partial(shape, **config.kwargs))
+    if "." not in config.name:
+        raise UserError(
+            f"`policy.scheduler.name`: no schedule {config.name!r}.{did_you_mean(config.name, sorted(SCHEDULES))} There are "
+            f"{', '.join(sorted(SCHEDULES))}, and any dotted name such as torch.optim.lr_scheduler.CosineAnnealingLR."
+        )
+    factory = resolve(config.name, key="policy.scheduler.name")
+    scheduler = call(factory, optimizer, dict(config.kwargs), key="policy.scheduler")
+    if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
+        raise UserError(f"`policy.scheduler.name`: {config.name} gave a {type(scheduler).__name__}, no schedule.")
+    return scheduler

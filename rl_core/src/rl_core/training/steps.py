@@ -1,0 +1,52 @@
+"""What is told of an optimizer step: metrics over its microbatches, and why it was not taken; knows no optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from rl_core.errors import NonFiniteError
+from rl_core.interfaces.loss import Reduction
+
+_REDUCERS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": torch.sum,
+    "min": torch.amin,
+    "max": torch.amax,
+}
+
+
+def reduce_metrics(metrics: Sequence[Mapping[str, torch.Tensor]], how: Mapping[str, Reduction]) -> dict[str, torch.Tensor]:
+    """Each metric over the microbatches, float32, still on the device; none where there is no microbatch.
+
+    Args:
+        metrics: of each microbatch, all by the same names.
+        how: a loss's `metric_reductions`; those that are not named are summed.
+    """
+    return {
+        name: _REDUCERS[how.get(name, "sum")](torch.stack([found[name].detach().float() for found in metrics]))
+        for name in (metrics[0] if metrics else ())
+    }
+
+
+def first_broken(losses: Sequence[float | torch.Tensor]) -> int | None:
+    """Which of the microbatches' losses is the first that is NaN or infinite, counted from 0; None where there is none."""
+    for number, loss in enumerate(losses):
+        if not bool(torch.isfinite(torch.as_tensor(loss))):
+            return number
+    return None
+
+
+def step_not_taken(step: int, where: str, *, norm: float) -> NonFiniteError:
+    """The error that ends a call whose optimizer step would have been no number.
+
+    Args:
+        step: its number, the first is 1.
+        where: a sentence that names the offender, or says where to look for it.
+        norm: of the whole gradient.
+    """
+    return NonFiniteError(
+        f"Optimizer step {step} was not taken: its gradient norm is {norm}. {where} Weights and optimizer are as they were. "
+        "Look at the batch's rewards, advantages and log-probabilities; a smaller learning rate or a clipped ratio helps "
+        "where they are extreme."
+    )

@@ -1,0 +1,124 @@
+"""What policy workers share: rows in the order of their plan, metrics reduced as a loss says, errors that name the key."""
+
+import pytest
+import torch
+
+from rl_core.config.schema import PolicyConfig, SchedulerConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError, UserError
+from rl_core.training.microbatches import MicrobatchCutter
+from rl_core.training.named import call, resolve
+from rl_core.training.schedules import build_scheduler
+from rl_core.training.steps import first_broken, reduce_metrics, step_not_taken
+
+LENGTHS = [3, 9, 5, 2, 7, 4]
+BUDGET = {"max_tokens_per_microbatch": 18, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
+FORMS = {
+    "by count": ({}, {}),
+    "by token budget": (
+        {"dynamic_batching": {"enabled": True}},
+        {"dynamic_batching_args": {**BUDGET, "sequence_length_round": 2}},
+    ),
+    "packed": (
+        {"sequence_packing": {"enabled": True}},
+        {"sequence_packing_args": {**BUDGET, "algorithm": "first_fit_decreasing"}},
+    ),
+}
+
+
+def rows():
+    lengths = torch.tensor(LENGTHS)
+    column = torch.arange(10)
+    return BatchedDataDict(
+        input_ids=torch.where(column < lengths[:, None], torch.arange(60).view(6, 10) + 1, 0),
+        input_lengths=lengths,
+        token_mask=(column < lengths[:, None]).float(),
+        sample_mask=torch.tensor([1.0, 1, 0, 1, 1, 1]),
+        number=torch.arange(6),
+    )
+
+
+def cutter(**fields):
+    return MicrobatchCutter(PolicyConfig(backend="any", model_name="m", max_total_sequence_length=9, **fields))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_row_is_in_one_microbatch_in_the_order_of_its_plan(form):
+    fields, plan = FORMS[form]
+    batch = rows()
+    if plan:
+        (batch,), order = batch.shard_by_batch_size(1, **plan)
+        assert sorted(order) == list(range(6))
+    parts = list(cutter(**fields).split(batch, rows=4))
+    assert torch.cat([part["number"] for part in parts]).tolist() == batch["number"].tolist()
+    if form == "by count":
+        assert [part.size for part in parts] == [4, 2]
+    for part in parts:
+        lengths = part["input_lengths"]
+        tokens = int(lengths.sum()) if form == "packed" else part["input_ids"].shape[1] * part.size
+        assert form == "by count" or tokens <= 18
+
+
+def test_training_counts_the_tokens_of_rows_that_count_and_scoring_all():
+    read = cutter().read(rows(), training=True)
+    assert read.mask.sum(1).tolist() == [3, 9, 0, 2, 7, 4]
+    assert read.lengths.tolist() == LENGTHS
+    assert cutter().read(rows(), training=False).mask is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        ([3, 11, 5, 2, 7, 4], "says 11 tokens where `input_ids` is 10 wide"),
+        ([3, 10, 5, 2, 7, 4], "A row has 10 tokens; .*allows 9"),
+    ],
+)
+def test_rows_that_are_too_long_are_refused(lengths, says):
+    batch = rows()
+    batch["input_lengths"] = torch.tensor(lengths)
+    with pytest.raises(DataError, match=says):
+        cutter().read(batch, training=False)
+
+
+def test_metrics_are_reduced_as_the_loss_says_and_summed_otherwise():
+    found = [{"a": torch.tensor(1.0), "b": torch.tensor(2), "c": torch.tensor(5.0)} for _ in range(2)]
+    found[1] = {name: value - 3 for name, value in found[1].items()}
+    reduced = reduce_metrics(found, {"b": "min", "c": "max"})
+    assert {name: float(value) for name, value in reduced.items()} == {"a": -1.0, "b": -1.0, "c": 5.0}
+    assert reduce_metrics([], {}) == {}
+
+
+def test_the_first_loss_that_is_no_number_is_found_and_told():
+    assert first_broken([1.0, torch.tensor(2.0)]) is None
+    assert first_broken([torch.tensor(1.0), float("inf"), torch.tensor(float("nan"))]) == 1
+    assert "Optimizer step 4 was not taken: its gradient norm is nan. Here." in str(
+        step_not_taken(4, "Here.", norm=float("nan"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"name": "cosin"}, r"`policy.scheduler.name`: no schedule 'cosin'. Did you mean 'cosine'"),
+        ({"name": "linear"}, r"`policy.scheduler.kwargs` lacks num_training_steps"),
+        (
+            {"name": "cosine", "kwargs": {"num_training_steps": 3, "warmup": 1}},
+            r"`policy.scheduler.kwargs.warmup`: cosine takes",
+        ),
+        ({"name": "torch.optim.Adam", "kwargs": {"lr": -1.0}}, "Adam refuses"),
+        ({"name": "collections.UserString"}, "gave a UserString, no schedule"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_by_its_key(section, says):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    with pytest.raises(UserError, match=says):
+        build_scheduler(optimizer, SchedulerConfig(**section))
+
+
+def test_a_dotted_name_leads_to_its_object_or_says_where_it_ends():
+    assert call(resolve("collections.Counter", key="k"), "aab", {}, key="k")["a"] == 2
+    for dotted, says in (("Counter", "no dotted name"), ("no.such", "cannot import 'no'"), ("collections.Countr", "'Counter'")):
+        with pytest.raises(UserError, match=says):
+            resolve(dotted, key="k")
+    with pytest.raises(UserError, match="cannot be called"):
+        call(3, None, {}, key="k")
