@@ -83,9 +83,10 @@ def _summary(loaded: LoadedConfig) -> list[str]:
         "policy": f"{policy.backend}, {policy.model_name}, {policy.precision}",
         "generation": sampler,
         "data": ", ".join(
-            f"{split} {dataset.dataset_name}"
-            for split, dataset in (("train", run.data.train), ("validation", run.data.validation))
-            if dataset is not None
+            [
+                *(f"{key} {dataset.dataset_name}" for key, dataset in run.data.sections().items()),
+                *([] if run.data.split is None else [f"{run.data.split.validation} of it held out for validation"]),
+            ]
         ),
         "env": ", ".join(_environment(task, section) for task, section in run.env.items()) or "none",
         "cluster": f"{cluster.backend}, {cluster.num_nodes} x {cluster.workers_per_node} policy ranks",

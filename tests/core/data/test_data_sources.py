@@ -195,6 +195,9 @@ def test_what_is_no_dataset_is_refused_with_what_to_give(tmp_path):
     for name, says in (("empty", "0 bytes"), ("wrong", "magic bytes")):
         with pytest.raises(DataError, match=rf"{name}\.parquet cannot be loaded: .*{says}"):
             RecordDataset(ParquetDatasetConfig(path=tmp_path / f"{name}.parquet"))
+    Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "no_rows.parquet")
+    with pytest.raises(DataError, match=r"no_rows\.parquet has no row to train on \(it is empty\)"):
+        RecordDataset(ParquetDatasetConfig(path=tmp_path / "no_rows.parquet"))
     with pytest.raises(DataError, match="does not exist: give the path of a parquet file"):
         RecordDataset(ParquetDatasetConfig(path=tmp_path / "absent.parquet"))
     with pytest.raises(DataError, match=r"has no \*\.parquet"):

@@ -43,7 +43,9 @@ class BadRows:
         self.count += count
         if count:
             first = "".join(f"\n  {reason}" for reason in reasons[:5])
-            _log.warning("%s bad rows of %s are left out (on_bad_row: skip); the first of them:%s", count, dataset, first)
+            rows = "1 bad row" if count == 1 else f"{count} bad rows"
+            is_are = "is" if count == 1 else "are"
+            _log.warning("%s of %s %s left out (on_bad_row: skip); the first of them:%s", rows, dataset, is_are, first)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,10 +53,7 @@ def parquet_rows(path: Path) -> ArrowRows:
     if not files or not files[0].is_file():
         what = "has no *.parquet" if path.is_dir() else "does not exist"
         raise DataError(f"dataset {path} {what}: give the path of a parquet file, or of a folder of them")
-    datasets = _library()
-    read = datasets.Dataset.from_parquet
-    tables = [(str(file), _loaded(partial(read, str(file)), str(file))) for file in files]
-    return ArrowRows(tables, name=str(path))
+    return ArrowRows([(str(file), _loaded(partial(_parquet, file), str(file))) for file in files], name=str(path))
 
 
 def hugging_face_rows(
@@ -88,6 +85,16 @@ def hugging_face_rows(
     elif saved and split is not None:
         split = _the_split(found, split, name)
     return ArrowRows([(f"{name}[{split}]" if split else name, found)], name=name)
+
+
+def _parquet(file: Path) -> Any:
+    datasets = _library()
+    import pyarrow.parquet
+
+    described = pyarrow.parquet.read_metadata(file)
+    if described.num_rows == 0:  # the library has no word for a file without rows
+        return datasets.Dataset(described.schema.to_arrow_schema().empty_table())
+    return datasets.Dataset.from_parquet(str(file))
 
 
 def _one_split(found: Mapping[str, Any], split: str | None, name: str) -> tuple[str, Any]:

@@ -10,6 +10,7 @@ from rl_core.errors import DataError
 Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant")
+_LONGEST_SHOWN = 120
 _CALLS = ("tool_calls", "function_call", "tool_call_id")
 
 
@@ -44,9 +45,15 @@ def without_answer(messages: Messages) -> Messages:
     return asked
 
 
+def shown(value: Any) -> str:
+    """A value in an error: whole, unless it is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
 def _message(message: Any, what: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise DataError(f"{what} is no {{role, content}}: found {message!r}")
+        raise DataError(f"{what} is no {{role, content}}: found {shown(message)}")
     given = {key: value for key, value in message.items() if value is not None}
     if given.get("role") in ("tool", "function") or any(given.get(key) for key in _CALLS):
         raise DataError(
@@ -54,7 +61,7 @@ def _message(message: Any, what: str) -> dict[str, Any]:
             "chat templates leave such messages out without a word. Drop the row, or write the call as text"
         )
     if not {"role", "content"} <= given.keys():
-        raise DataError(f"{what} is no {{role, content}}: found {message!r}")
+        raise DataError(f"{what} is no {{role, content}}: found {shown(message)}")
     if given["role"] not in ROLES:
         raise DataError(f"{what} has the role {given['role']!r}: expected one of {', '.join(ROLES)}")
     if given.get("weight") not in (None, 0, 1):
@@ -66,7 +73,7 @@ def _text(content: Any, what: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise DataError(f"{what} has the content {content!r}: expected a text or a list of text parts")
+        raise DataError(f"{what} has the content {shown(content)}: expected a text or a list of text parts")
     parts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):

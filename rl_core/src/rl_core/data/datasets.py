@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
-from rl_core.data.conversations import Messages, read_messages, without_answer
+from rl_core.data.conversations import Messages, read_messages, shown, without_answer
 from rl_core.data.dataset_config import RecordForm
 from rl_core.data.prompts import PromptTemplate, load_prompt
 from rl_core.data.record_functions import load_record_function
@@ -126,7 +126,7 @@ class ReadsRecords:
         """What the function gave, held to what a record is."""
         name = self._config.record_fn
         if not isinstance(made, Mapping) or "messages" not in made:
-            found = sorted(made) if isinstance(made, Mapping) else repr(made)
+            found = sorted(made) if isinstance(made, Mapping) else shown(made)
             raise DataError(f"{name} gave {found}: expected a record, which has `messages`")
         if unknown := sorted(made.keys() - Record.__annotations__.keys()):
             raise DataError(f"{name} gave a record with {unknown}: a record has {', '.join(Record.__annotations__)}")
@@ -148,7 +148,7 @@ def _template(config: RecordForm) -> PromptTemplate:
 
 def _texts(values: Any) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-        raise DataError(f"the stop strings are {values!r}: expected a list of texts")
+        raise DataError(f"the stop strings are {shown(values)}: expected a list of texts")
     return values
 
 
@@ -158,5 +158,5 @@ def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_
     if not isinstance(row[key], kind) or row[key] is None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         names = " or ".join("a value" if each is object else each.__name__ for each in kinds)
-        raise DataError(f"the field {key!r} (`{config_key}`) is {row[key]!r}: expected {names}")
+        raise DataError(f"the field {key!r} (`{config_key}`) is {shown(row[key])}: expected {names}")
     return row[key]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, NotRequired, TypedDict
 
-from rl_core.data.conversations import Messages, read_messages
+from rl_core.data.conversations import Messages, read_messages, shown
 from rl_core.data.dataset_config import PreferenceForm
 from rl_core.data.record_functions import load_record_function
 from rl_core.data.records import Records
@@ -73,7 +73,7 @@ class ReadsPairs:
             return pairs_from_row(row, self._config)
         made = self._function(row)
         if not isinstance(made, Mapping):
-            raise DataError(f"{self._config.record_fn} gave {made!r}: expected the fields of a pair")
+            raise DataError(f"{self._config.record_fn} gave {shown(made)}: expected the fields of a pair")
         return pairs_from_row(dict(made), self._config)
 
     def asked(self, row: dict[str, Any]) -> Any:
@@ -110,7 +110,9 @@ def _ranked(row: dict[str, Any], config: PreferenceForm) -> list[tuple[Any, Any]
 
 def _list(listed: Any, key: str) -> list[Any]:
     if not isinstance(listed, list):
-        raise DataError(f"the field {key!r} is {listed!r}: expected a list of {{completion, rank}} or {{completion, score}}")
+        raise DataError(
+            f"the field {key!r} is {shown(listed)}: expected a list of {{completion, rank}} or {{completion, score}}"
+        )
     return listed
 
 
@@ -120,8 +122,8 @@ def _worth(answer: Any, number: int, key: str) -> tuple[str, float]:
     named = [name for name in ("rank", "score") if name in given]
     if "completion" not in given or len(named) != 1:
         raise DataError(
-            f"answer {number} of the field {key!r} is {answer!r}: expected a list of {{completion, rank}} or {{completion, "
-            "score}"
+            f"answer {number} of the field {key!r} is {shown(answer)}: expected a list of {{completion, rank}} or "
+            "{completion, score}"
         )
     value = given[named[0]]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -130,11 +132,11 @@ def _worth(answer: Any, number: int, key: str) -> tuple[str, float]:
 
 
 def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) -> PreferenceRecord:
-    chosen = read_messages(better, f"the better answer {better!r}", role="assistant")
-    rejected = read_messages(worse, f"the worse answer {worse!r}", role="assistant")
+    chosen = read_messages(better, f"the better answer {shown(better)}", role="assistant")
+    rejected = read_messages(worse, f"the worse answer {shown(worse)}", role="assistant")
     if row.get(config.prompt_key) is not None:
         asked = row[config.prompt_key]
-        prompt = read_messages(asked, f"the field {config.prompt_key!r}, {asked!r},", role="user")
+        prompt = read_messages(asked, f"the field {config.prompt_key!r}, {shown(asked)},", role="user")
         # Whole conversations are common as well: the prompt is then written three times.
         chosen, rejected = _without(prompt, chosen), _without(prompt, rejected)
     else:

@@ -190,7 +190,10 @@ def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int
     too_long = max_length is not None and length > max_length
     if max_length is not None and too_long:
         if on_too_long is OnTooLong.ERROR:
-            raise DataError(f"record {idx} has {length} tokens and {max_length} are allowed: raise the limit or drop it")
+            raise DataError(
+                f"record {idx} has {length} tokens and {max_length} are allowed: raise the limit, or drop such rows "
+                "(data.on_long_prompt: drop)"
+            )
         _cut(log, max_length)
         length = max_length
     return DatumSpec(

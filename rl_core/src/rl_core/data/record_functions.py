@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rl_core.data.conversations import shown
 from rl_core.errors import ConfigError, DataError
 
 RecordFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -20,7 +21,7 @@ def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
     instruction, answer = _text(row, "instruction"), _text(row, "output")
     given = row.get("input") or ""
     if not isinstance(given, str):
-        raise DataError(f"the field 'input' is {given!r}: expected a text")
+        raise DataError(f"the field 'input' is {shown(given)}: expected a text")
     question = f"{instruction}\n\n{given}" if given else instruction
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
@@ -42,11 +43,13 @@ def sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
     """{conversations: [{from, value}]}, `from` one of system, human, user, gpt, assistant."""
     turns = row.get("conversations")
     if not isinstance(turns, list):
-        raise DataError(f"the field 'conversations' is {turns!r}: expected a list of {{from, value}}")
+        raise DataError(f"the field 'conversations' is {shown(turns)}: expected a list of {{from, value}}")
     messages = []
     for number, turn in enumerate(turns):
         if not isinstance(turn, Mapping) or turn.get("from") not in _SHAREGPT_ROLES:
-            raise DataError(f"turn {number} of 'conversations' is {turn!r}: expected `from` in {', '.join(_SHAREGPT_ROLES)}")
+            raise DataError(
+                f"turn {number} of 'conversations' is {shown(turn)}: expected `from` in {', '.join(_SHAREGPT_ROLES)}"
+            )
         messages.append({"role": _SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")})
     return {"messages": messages}
 
@@ -94,5 +97,5 @@ def load_function(path: str, key: str, *, known: list[str] | None = None) -> Cal
 def _text(row: Mapping[str, Any], key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
-        raise DataError(f"the field {key!r} is {value!r}: expected a text, and the row has {sorted(row)}")
+        raise DataError(f"the field {key!r} is {shown(value)}: expected a text, and the row has {sorted(row)}")
     return value

@@ -91,8 +91,8 @@ class Records(Sequence[RecordT]):
             else:
                 self._index.extend((number, part) for part in range(len(made)))
         if not self._index:
-            first = f"; the first: {self.reasons[0]}" if self.reasons else ""
-            raise DataError(f"{rows.name} has no {form.called} to train on ({self.skipped} bad rows skipped{first})")
+            why = f"{self.skipped} bad rows skipped; the first: {self.reasons[0]}" if self.reasons else "it is empty"
+            raise DataError(f"{rows.name} has no {form.called} to train on ({why})")
 
     def __len__(self) -> int:
         return len(self._index)

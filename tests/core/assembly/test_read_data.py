@@ -1,0 +1,233 @@
+"""From sections of data to loaders: prompts for all, mixtures, held-out rows, processors of one's own, bad rows."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rl_core.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
+from rl_core.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    DatasetConfig,
+    EnvironmentConfig,
+    LossConfig,
+    PolicyConfig,
+    PromptConfig,
+    RunConfig,
+    SplitConfig,
+)
+from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
+from rl_core.data.processors import conversation_datum
+from rl_core.data.tokenizer import load_tokenizer
+from rl_core.errors import ConfigError, DataError
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+
+MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry(discover())
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(MODEL)
+
+
+@pytest.fixture
+def lines(tmp_path):
+    def write(name: str, *rows) -> Path:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+def sums(first: int, count: int) -> list[dict]:
+    return [{"question": f"{first}+{n}=", "expected_answer": str(first + n)} for n in range(count)]
+
+
+def answered(rows: list[dict]) -> list[dict]:
+    return [{"question": row["question"], "answer": row["expected_answer"]} for row in rows]
+
+
+def run_of(data: DataConfig, *, tasks: tuple[str, ...] = (), **algorithm) -> RunConfig:
+    return RunConfig(
+        algorithm_name="sft",
+        algorithm=AlgorithmConfig(**algorithm),
+        loss_fn=LossConfig(),
+        policy=PolicyConfig(backend="hf", model_name=str(MODEL), max_total_sequence_length=16),
+        data=data,
+        env={task: EnvironmentConfig() for task in tasks},
+    )
+
+
+def section(path: Path, **keys) -> JsonlDatasetConfig:
+    return JsonlDatasetConfig(path=path, **keys)
+
+
+def texts(batch, tokenizer) -> list[str]:
+    return [tokenizer.decode(torch.cat([m["token_ids"] for m in log])) for log in batch["message_log"]]
+
+
+def test_the_members_of_a_mixture_keep_their_tasks_and_their_share_of_every_batch(lines, registry, tokenizer):
+    few, many = lines("few", *sums(1, 6)), lines("many", *sums(2, 60))
+    mix = {"few": section(few, task_name="a", weight=3.0), "many": section(many, task_name="b", weight=1.0)}
+    data = DataConfig(mix=mix)
+    train, validation = read_data(data, registry)
+    assert validation is None
+    loader = prompt_loader(train, run_of(data, tasks=("a", "b")), tokenizer, batch_size=8, shuffle=True)
+    for batch in loader:
+        assert sorted(batch["task_name"]) == ["a"] * 6 + ["b"] * 2
+        assert all(
+            text.startswith("12"[task == "b"]) for text, task in zip(texts(batch, tokenizer), batch["task_name"], strict=True)
+        )
+
+
+def test_a_split_holds_the_same_rows_out_of_one_dataset_and_of_a_mixture_and_training_never_sees_them(
+    lines, registry, tokenizer
+):
+    one, other = answered(sums(1, 40)), answered(sums(2, 40))
+    keys = {"output_key": None, "response_key": "answer"}
+    mix = {"one": section(lines("one", *one), **keys), "other": section(lines("other", *other), weight=5.0, **keys)}
+    split = SplitConfig(validation=0.25, seed=3)
+    data = DataConfig(mix=mix, split=split)
+    train, held_out = read_data(data, registry)
+    run = run_of(data)
+    seen = [
+        text
+        for epoch in range(4)
+        for batch in conversation_loader(train, run, tokenizer, batch_size=4, shuffle=True)
+        for text in texts(batch, tokenizer)
+    ]
+    checked = [
+        text
+        for batch in conversation_loader(held_out, run, tokenizer, batch_size=4, shuffle=False)
+        for text in texts(batch, tokenizer)
+    ]
+    everything = {f"{row['question']}{row['answer']}{tokenizer.eos_token}" for row in [*one, *other]}
+    assert len(checked) == len(set(checked))
+    assert set(seen).isdisjoint(checked)
+    assert set(seen) | set(checked) <= everything
+    assert {text[:1] for text in checked[:6]} == {"1", "2"}, "validation on the first few rows sees every member"
+    _, alone = read_data(DataConfig(train=mix["one"], split=split), registry)
+    wanted = [f"{record['messages'][0]['content']}" for record in alone.records]
+    assert [text for text in (t.split("=")[0] + "=" for t in checked) if text.startswith("1")] == wanted
+
+
+def test_the_prompt_of_data_is_for_every_dataset_that_says_nothing_itself(lines, registry, tmp_path):
+    (tmp_path / "p.yaml").write_text('system: "0"\nuser: "{question}="\n')
+    path = lines("rows", {"question": "1+2", "expected_answer": "3"})
+    prompt = PromptConfig(prompt_config=str(tmp_path / "p.yaml"))
+    train, _ = read_data(DataConfig(train=section(path), prompt=prompt), registry)
+    assert [message["content"] for message in train.records[0]["messages"]] == ["0", "1+2="]
+    own = DataConfig(train=section(path, system_prompt="9"), prompt=prompt)
+    assert read_data(own, registry)[0].records[0]["messages"][0]["content"] == "9"
+    for other in (DatasetConfig(dataset_name="arithmetic"), section(path, record_fn="gsm8k")):
+        with pytest.raises(ValidationError, match=r"prompt\.prompt_config is for every dataset, and train"):
+            DataConfig(train=other, prompt=prompt)
+    with pytest.raises(ValidationError, match="templates have no lists of examples"):
+        PromptConfig(examples_type="gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (("train", "mix"), "mix and train both"),
+        (("train", "validation", "split"), "split and validation both"),
+        (("weighed",), "weight weighs nothing"),
+    ],
+)
+def test_sections_that_say_the_same_twice_or_nothing_are_refused(tmp_path, keys, says):
+    one = section(tmp_path)
+    given = {
+        "train": {"train": one},
+        "validation": {"validation": one},
+        "mix": {"mix": {"a": one}},
+        "split": {"split": SplitConfig(validation=0.1)},
+        "weighed": {"train": section(tmp_path, weight=2.0)},
+    }
+    with pytest.raises(ValidationError, match=says):
+        DataConfig(**{key: value for name in keys for key, value in given[name].items()})
+
+
+def test_rows_that_cannot_be_tokenised_are_told_by_place_or_left_out_counted_and_logged(lines, registry, tokenizer, caplog):
+    rows = [*answered(sums(1, 3)), {"question": "1+2+3+4+5+6+7+8+9=", "answer": "45"}, "{", *answered(sums(2, 3))]
+    keys = {"output_key": None, "response_key": "answer"}
+    path = lines("rows", *rows)
+    data = DataConfig(train=section(path, on_bad_row="skip", **keys))
+    with caplog.at_level(logging.WARNING, logger="rlcore"):
+        train, _ = read_data(data, registry)
+        loader = conversation_loader(train, run_of(data), tokenizer, batch_size=2, shuffle=True)
+    assert (len(loader.dataset), train.bad_rows.count) == (6, 2)
+    assert "1 bad row of jsonl is left out" in caplog.text
+    assert "rows.jsonl:5: no JSON" in caplog.text
+    assert "rows.jsonl:4: record 3 has 21 tokens and 16 are allowed" in caplog.text
+    strict = DataConfig(train=section(lines("rows", *(row for row in rows if row != "{")), **keys))
+    train, _ = read_data(strict, registry)
+    loader = conversation_loader(train, run_of(strict), tokenizer, batch_size=7, shuffle=False)
+    with pytest.raises(DataError, match=r"jsonl: .*rows\.jsonl:4: record 3 has 21 tokens"):
+        next(iter(loader))
+
+
+def test_data_of_another_form_than_the_algorithm_wants_is_refused_before_anything_starts(lines, registry, tokenizer):
+    pairs = DataConfig(train=PreferenceDatasetConfig(path=lines("pairs", {"prompt": "1", "chosen": "2", "rejected": "3"})))
+    records = DataConfig(train=section(lines("rows", *sums(1, 2))))
+    for data, load, says in (
+        (pairs, conversation_loader, "a dataset of conversations is wanted, not one of pairs"),
+        (pairs, prompt_loader, "a dataset of prompts is wanted, not one of pairs"),
+        (records, preference_loader, "pairs of answers are wanted"),
+        (records, conversation_loader, r"rows\.jsonl:1: record 0 has messages of \['user'\], none of \['assistant'\]"),
+    ):
+        with pytest.raises(DataError, match=says):
+            load(read_data(data, registry)[0], run_of(data), tokenizer, batch_size=1, shuffle=False)
+
+
+def last_token_only(record, **given):
+    datum = conversation_datum(record, **given)
+    for message in datum["message_log"]:
+        message["token_loss_mask"][:-1] = 0.0
+    return datum
+
+
+def maskless(record, **given):
+    datum = conversation_datum(record, **given)
+    for message in datum["message_log"]:
+        del message["token_loss_mask"]
+    return datum
+
+
+def test_a_processor_of_ones_own_tokenises_and_is_held_to_the_form_of_its_result(lines, registry, tokenizer, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    path = lines("rows", *answered(sums(1, 2)))
+
+    def loader(name: str):
+        data = DataConfig(train=section(path, output_key=None, response_key="answer", processor=f"test_read_data.{name}"))
+        return conversation_loader(read_data(data, registry)[0], run_of(data), tokenizer, batch_size=2, shuffle=False)
+
+    batch = next(iter(loader("last_token_only")))
+    assert [float(torch.cat([m["token_loss_mask"] for m in log]).sum()) for log in batch["message_log"]] == [1.0, 1.0]
+    with pytest.raises(DataError, match="gave a message of 'user' without token_loss_mask"):
+        loader("maskless")
+    with pytest.raises(DataError, match=r"gave \{.*expected a DatumSpec|which lacks"):
+        loader("answered_rows")
+    with pytest.raises(ConfigError, match="has no function 'absent'"):
+        loader("absent")
+
+
+def answered_rows(record, **given):
+    return dict(record)
+
+
+def test_a_source_from_python_needs_no_config(tokenizer):
+    records = [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}]
+    source = Source(records=records, name="mine")
+    loader = conversation_loader(source, run_of(DataConfig()), tokenizer, batch_size=1, shuffle=False)
+    assert texts(next(iter(loader)), tokenizer) == [f"1+1=2{tokenizer.eos_token}"]

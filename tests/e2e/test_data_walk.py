@@ -1,0 +1,158 @@
+"""Data as a user gives it: parquet, a saved dataset in a mixture with a split, ranked completions; and each of them wrong."""
+
+import json
+import random
+import sys
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from e2e_runs import MODEL, merged
+
+from rl_core.assembly.launch import train
+from rlcore_cli.main import main
+
+BASE = {
+    "policy": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
+    "cluster": {"backend": "in_process"},
+    "checkpointing": {"enabled": False},
+}
+ANSWERED = {"response_key": "answer", "output_key": None}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The order of sums, and with it the last bits, depends on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    import datasets
+
+    folder = tmp_path_factory.mktemp("data")
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    draw = random.Random(0)
+    pairs = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(120)]
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+    Dataset.from_list(rows).to_parquet(folder / "sums.parquet")
+    Dataset.from_list([]).to_parquet(folder / "empty.parquet")
+    DatasetDict(train=Dataset.from_list(rows[:80]), test=Dataset.from_list(rows[80:])).save_to_disk(folder / "sums")
+    said = [
+        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}] for row in rows[80:]
+    ]
+    lines = [*(json.dumps({"messages": messages}) for messages in said), '{"messages": "no list"', '{"messages": []}']
+    (folder / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    ranked = [
+        {
+            "prompt": row["question"],
+            "completions": [{"completion": str(int(row["answer"]) + d), "score": -d} for d in (1, 0, 9)],
+        }
+        for row in rows
+    ]
+    Dataset.from_list(ranked).to_parquet(folder / "ranked.parquet")
+    return folder
+
+
+def mixture(data) -> dict:
+    saved = {"dataset_name": "huggingface", "path": str(data / "sums"), "split": "train", "weight": 0.7, **ANSWERED}
+    chats = {"dataset_name": "jsonl", "path": str(data / "chats.jsonl"), "input_key": "messages", "output_key": None}
+    return {
+        "sft": {"max_num_steps": 4, "global_batch_size": 10, "val_at_end": True},
+        "data": {
+            "mix": {"saved": saved, "chats": {**chats, "on_bad_row": "skip", "weight": 0.3}},
+            "split": {"validation": 0.2, "seed": 1},
+        },
+    }
+
+
+def configs(data) -> dict:
+    return {
+        "parquet": {
+            "sft": {"max_num_steps": 2, "global_batch_size": 16},
+            "data": {"train": {"dataset_name": "parquet", "path": str(data / "sums.parquet"), **ANSWERED}},
+        },
+        "mixture": mixture(data),
+        "ranked": {
+            "dpo": {"max_num_steps": 2, "global_batch_size": 8},
+            "data": {"train": {"dataset_name": "preference_parquet", "path": str(data / "ranked.parquet"), "pairing": "all"}},
+        },
+    }
+
+
+def written(folder, config, changes=None):
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(merged(merged({**BASE, "logger": {"log_dir": str(folder / "runs")}}, config), changes or {})))
+    return path
+
+
+def trained(folder, config, **options) -> list[dict]:
+    finished = train(written(folder, config), console=False, **options)
+    steps = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in step.items() if not k.startswith(("time/", "tokens_per_s"))} for step in steps]
+
+
+@pytest.mark.parametrize("name", ["parquet", "mixture", "ranked"])
+def test_a_small_config_trains(name, data, tmp_path):
+    steps = trained(tmp_path, configs(data)[name], resume="never")
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert all(step["loss"] > 0 for step in steps)
+    if name == "mixture":
+        assert [step.get("data/bad_rows") for step in steps] == [2, None, None, None]
+        assert steps[-1]["validation/loss"] > 0
+        log = next((tmp_path / "runs").rglob("driver.log")).read_text()
+        assert "chats.jsonl:41: no JSON" in log
+        assert "2 bad rows of mix.chats are left out" in log
+
+
+def test_a_mixture_goes_on_after_a_resume_as_if_it_had_never_stopped(data, tmp_path):
+    config = merged(mixture(data), {"checkpointing": {"enabled": True, "save_period": 2}})
+    (tmp_path / "whole").mkdir()
+    whole = trained(tmp_path / "whole", config, resume="never")
+    trained(tmp_path, merged(config, {"sft": {"max_num_steps": 2}}), resume="never")
+    resumed = trained(tmp_path, config)
+    assert [{k: v for k, v in s.items() if not k.startswith("validation/")} for s in resumed[:2]] == [
+        {k: v for k, v in s.items() if not k.startswith("validation/")} for s in whole[:2]
+    ]
+    assert [step["loss"] for step in resumed] == [step["loss"] for step in whole]
+    assert resumed[-1]["validation/loss"] == whole[-1]["validation/loss"]
+
+
+def test_rows_that_are_too_long_are_counted_where_they_are_dropped(data, tmp_path):
+    config = merged(configs(data)["parquet"], {"policy": {"max_total_sequence_length": 9}, "data": {"on_long_prompt": "drop"}})
+    steps = trained(tmp_path, config, resume="never")
+    assert steps[0]["data/dropped_rows"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "command", "says"),
+    [
+        ("parquet", {"data": {"train": {"response_key": "reply"}}}, "train", "sums.parquet, row 0: the field 'reply'"),
+        ("parquet", {"data": {"train": {"path": "{data}/empty.parquet"}}}, "train", "has no row to train on (it is empty)"),
+        ("parquet", {"data": {"train": {"path": "absent.parquet"}}}, "validate", "there is no 'absent.parquet'"),
+        ("parquet", {"data": {"train": {"weight": 2}}}, "validate", "weights are for the members of mix"),
+        ("parquet", {"data": {"train": {"record_fn": "gsm8k"}}}, "validate", "nobody reads output_key, response_key"),
+        ("parquet", {"dpo": {}, "sft": None}, "train", "pairs of answers are wanted"),
+        ("mixture", {"data": {"mix": {"saved": {"split": "tset"}}}}, "train", "has no split 'tset': it has train, test"),
+        ("mixture", {"data": {"mix": {"chats": {"on_bad_row": "error"}}}}, "train", "chats.jsonl:41: no JSON"),
+        ("mixture", {"data": {"mix": {"saved": {"wieght": 1}}}}, "validate", "Did you mean 'weight'?"),
+        ("mixture", {"data": {"mix": {"saved": {"dataset_name": "parket"}}}}, "validate", "Did you mean 'parquet'?"),
+        ("mixture", {"data": {"mix": {"saved": {"weight": 1e-6}}}}, "train", "none would be its"),
+        ("mixture", {"data": {"split": {"validation": 2}}}, "validate", "less than 1.0; found 2"),
+        ("ranked", {"data": {"train": {"completions_key": "answers"}}}, "train", "the field 'chosen' is absent"),
+        ("ranked", {"sft": {}, "dpo": None}, "train", "a dataset of conversations is wanted, not one of pairs"),
+        ("ranked", {"data": {"prompt": {"prompt_config": "generic/math"}}}, "validate", "fills no template"),
+    ],
+)
+def test_a_mistake_in_the_data_is_told_with_exit_code_2(name, changes, command, says, data, tmp_path, monkeypatch, capsys):
+    changes = json.loads(json.dumps(changes).replace("{data}", str(data)))
+    path = written(tmp_path, configs(data)[name], changes)
+    monkeypatch.setattr(sys, "argv", ["rlcore", command, str(path)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err
