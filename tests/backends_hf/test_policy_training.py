@@ -5,7 +5,8 @@ import torch
 import transformers
 
 from rl_backends_hf import HuggingFacePolicy
-from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.config import HFModelConfig, HFPolicyConfig
+from rl_backends_hf.model import exact_weights
 from rl_backends_hf.optimizer import build_optimizer
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
@@ -115,6 +116,37 @@ def test_bfloat16_steps_too_small_for_bfloat16_add_up_in_the_masters(parts, star
     assert moved > 10 * changed
     for state in worker._state.optimizer.state.values():
         assert all(value.dtype == torch.float32 for value in state.values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3"])
+def test_masters_begin_at_the_checkpoints_own_float32_and_not_at_its_rounded_form(start, model_folder, kind, tmp_path):
+    worker = start(kind, precision="bfloat16")
+    exact = transformers.AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32)
+    assert_same(
+        {name: master.detach() for name, master in worker._state.masters.parameters.items()},
+        {name: parameter.detach() for name, parameter in exact.named_parameters()},
+    )
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.bfloat16)
+    rounded.save_pretrained(tmp_path / "rounded")
+    assert exact_weights(str(tmp_path / "rounded"), options=HFModelConfig(), dtype=torch.bfloat16) == {}
+
+
+def test_what_is_published_moves_by_as_much_as_the_masters_on_average(parts, start):
+    """A step far below the grid of bfloat16: of weights that lie anywhere between its points, some cross to the next."""
+    worker = start(precision="bfloat16", optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}})
+    masters = worker._state.masters
+    before = {name: tensor.float() for name, tensor in snapshot(worker).items()}
+    step = 1e-5
+    with torch.no_grad():
+        for master in masters.parameters.values():
+            master.add_(step)
+    masters.publish()
+    moved = torch.cat(
+        [(tensor.float() - before[name]).flatten() for name, tensor in worker.iter_weights() if "norm" not in name]
+    )
+    # Weights of about 0.02 lie on a grid of about 1e-4, on which few move, by ten times the step; 10 % is four standard errors.
+    assert 0.01 < float((moved != 0).float().mean()) < 0.5
+    assert float(moved.mean()) == pytest.approx(step, rel=0.1)
 
 
 def test_training_goes_on_after_a_checkpoint_as_if_it_had_never_stopped(parts, start, tmp_path):
