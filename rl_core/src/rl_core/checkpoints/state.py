@@ -20,6 +20,8 @@ FREE_TO_CHANGE = (
     "data.val_data_path",
     "policy.train_micro_batch_size",
     "policy.logprob_batch_size",
+    "value.train_micro_batch_size",
+    "value.logprob_batch_size",
     "policy.generation.max_restarts",
 )
 """Config keys (by prefix) that say how or how long a run goes on, not what it is."""
