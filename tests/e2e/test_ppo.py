@@ -126,6 +126,23 @@ def test_two_ranks_of_policy_and_critic_over_ray_take_the_steps_of_one(train, tm
     assert there[2]["grad_norm"] == pytest.approx(here[2]["grad_norm"], rel=1e-2)
 
 
+def test_rollouts_of_several_turns_train_on_the_model_s_words_alone(tmp_path):
+    asked = {"dataset_name": "guess", "num_samples": 64, "lowest": 10, "highest": 99, "question": "{lowest}-{highest}="}
+    steps = run_here(
+        tmp_path,
+        {
+            "ppo": {"max_num_steps": 2, "max_rollout_turns": 3, "gae": {"gamma": 0.9, "bootstrap_truncated": True}},
+            "policy": {"max_total_sequence_length": 64},
+            "value": {"max_total_sequence_length": 64},
+            "data": {"train": asked},
+            "env": {"arithmetic": None, "guess": {"max_guesses": 3, "higher": "+", "lower": "-", "unreadable": "*"}},
+        },
+    )
+    assert steps[2]["rollout/turns"] > 1
+    # Each pass trains the sampled tokens and no other.
+    assert steps[2]["tokens/trained"] == pytest.approx(2 * 16 * steps[2]["length/mean"])
+
+
 @pytest.mark.parametrize("with_adapters", [("policy",), ("policy", "value")])
 def test_policy_and_critic_may_be_adapters(with_adapters, tmp_path):
     lora = {name: {"hf_cfg": {"lora": {"rank": 4}}} for name in with_adapters}
