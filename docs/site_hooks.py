@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(\))")
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".md": "markdown", ".sh": "bash"}
+LANGUAGES = {".py": "python", ".yaml": "yaml"}
 
 
 def on_config(config: Any) -> Any:
@@ -62,12 +62,15 @@ def _source(target: str, page: File) -> Path | None:
 
 
 def _page_of(source: Path) -> str:
-    return f"source/{source.as_posix().replace('.', '_')}.md"
+    named = source.as_posix() if source.suffix == ".md" else f"{source.as_posix().replace('.', '_')}.md"
+    return f"source/{named}"
 
 
 def _page_with_source(source: Path) -> str:
-    language = LANGUAGES.get(source.suffix, "text")
     text = (ROOT / source).read_text(encoding="utf-8")
+    if source.suffix == ".md":
+        return text
+    language = LANGUAGES.get(source.suffix, "text")
     return f"---\nhide: [toc]\n---\n# {source.name}\n\n`{source.as_posix()}`\n\n````{language}\n{text}````\n"
 
 
