@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rl_envs.guess.dataset import GuessNumberDataset
     from rl_envs.guess.environment import GuessNumberEnvironment
     from rl_envs.math.environment import MathEnvironment
+    from rl_envs.reward_model.environment import RewardModelEnvironment
 
 __all__ = [
     "ArithmeticDataset",
@@ -18,6 +19,7 @@ __all__ = [
     "GuessNumberDataset",
     "GuessNumberEnvironment",
     "MathEnvironment",
+    "RewardModelEnvironment",
 ]
 
 _ROOMS = {
@@ -26,6 +28,7 @@ _ROOMS = {
     "GuessNumberDataset": "rl_envs.guess.dataset",
     "GuessNumberEnvironment": "rl_envs.guess.environment",
     "MathEnvironment": "rl_envs.math.environment",
+    "RewardModelEnvironment": "rl_envs.reward_model.environment",
 }
 
 

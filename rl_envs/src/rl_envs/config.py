@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
+from rl_core.config.paths import NAME_OR_PATH
 from rl_core.config.schema import DatasetConfig, EnvironmentConfig, Section
 from rl_core.errors import ConfigError
 
@@ -93,6 +94,35 @@ class GuessNumberEnvironmentConfig(EnvironmentConfig):
     """What it says where the secret number is lower."""
     unreadable: str = Field(default="Say one whole number.", min_length=1)
     """What it says where the message is no whole number, which costs a guess."""
+
+
+class RewardModelEnvironmentConfig(EnvironmentConfig):
+    """`env.reward_model`: a trained model scores the conversation."""
+
+    model_name: Annotated[str, NAME_OR_PATH]
+    """Folder or name of the reward model, a classifier of one label: of a checkpoint of `rm`, `step_<n>/policy/weights`."""
+    tokenizer_name: Annotated[str | None, NAME_OR_PATH] = None
+    """Name or folder of its tokenizer; the model's own by default."""
+    chat_template: Annotated[str | None, NAME_OR_PATH] = None
+    """A Jinja template, or the path of one; the tokenizer's own by default."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations; scores are float32 in any case."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it computes; by default a GPU, if the environment's process sees one."""
+    batch_size: int = Field(default=32, ge=1)
+    """Conversations of one forward pass."""
+    max_length: int = Field(default=4096, ge=1)
+    """Most tokens that are read; of a longer conversation the last so many, for the answer is there."""
+    shift: float = 0.0
+    """Taken from every score: the scores' mean, for rewards about 0."""
+    scale: float = 1.0
+    """The reward is scale * (score - shift)."""
+
+    @model_validator(mode="after")
+    def _rewards_differ(self) -> RewardModelEnvironmentConfig:
+        if self.scale == 0:
+            raise ValueError("scale is 0, so that every reward would be 0: leave it out, or give the factor that is meant")
+        return self
 
 
 class GuessNumberDatasetConfig(DatasetConfig):

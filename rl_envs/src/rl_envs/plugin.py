@@ -7,7 +7,7 @@ from rl_core.plugins import Component, hookimpl
 
 @hookimpl
 def rlcore_environments() -> list[Component]:
-    """Mathematics, arithmetic and a game of several turns."""
+    """Mathematics, arithmetic, a game of several turns, and a trained judge."""
     return [
         Component(
             "math",
@@ -26,6 +26,14 @@ def rlcore_environments() -> list[Component]:
             target="rl_envs.guess.environment:GuessNumberEnvironment",
             config="rl_envs.config:GuessNumberEnvironmentConfig",
             summary="A number game of several turns: higher, lower, until the secret number is hit",
+        ),
+        Component(
+            "reward_model",
+            target="rl_envs.reward_model.environment:RewardModelEnvironment",
+            config="rl_envs.config:RewardModelEnvironmentConfig",
+            summary="Scores of a model that was trained on preferences",
+            needs=("transformers>=5.16.1,<5.20",),
+            install="pip install 'rl-envs[reward-model]'",
         ),
     ]
 

@@ -1,0 +1,98 @@
+"""The environment `reward_model`: a conversation's reward is its score by a trained model; knows no right answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.tokenizer import load_tokenizer
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.config import RewardModelEnvironmentConfig, read_section
+from rl_envs.reward_model.scorer import RewardModelScorer, conversation_tokens
+
+JUDGED = "reward_model"
+"""Where a row's metadata says what was found."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class RewardModelEnvironment(EnvironmentInterface):
+    """Scores whole conversations, under the reward model's own tokenizer and chat template; every row ends.
+
+    The reward is `scale * (score - shift)`. A row's metadata comes back with `reward_model`: its `score`, and whether it
+    `is_cut`, being longer than `max_length`. Equal rows in equal batches have equal rewards.
+
+    Args:
+        config: `RewardModelEnvironmentConfig`, or a dict of its keys. `num_workers` is the core's: how many of these
+            environments it runs; each has a copy of the model.
+
+    Raises:
+        UserError: `model_name` is no reward model, or the device is not there.
+    """
+
+    def __init__(self, config: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
+        self.config = read_section(RewardModelEnvironmentConfig, config)
+        self._scorer = RewardModelScorer(
+            self.config.model_name,
+            dtype=_DTYPES[self.config.precision],
+            device=_device(self.config.device),
+            batch_size=self.config.batch_size,
+        )
+        self._tokenizer = load_tokenizer(
+            self.config.tokenizer_name or self.config.model_name, chat_template=self.config.chat_template
+        )
+
+    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+        """Score B conversations as they are, prompt and answers together.
+
+        Returns:
+            Rewards [B] float32.
+
+        Raises:
+            DataError: a conversation has no token.
+        """
+        rows = [conversation_tokens(log, self._tokenizer) for log in message_log_batch]
+        for log, row in zip(message_log_batch, rows, strict=True):
+            if not row:
+                raise DataError(f"A conversation has no token, so that there is nothing to score: {log}")
+        longest = self.config.max_length
+        scores = self._scorer.scores([row[-longest:] for row in rows])
+        found = [
+            {**(info or {}), JUDGED: {"score": score, "is_cut": len(row) > longest}}
+            for info, score, row in zip(metadata, scores.tolist(), rows, strict=True)
+        ]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": f"{score:.3f}"} for score in scores.tolist()],
+            metadata=found,
+            next_stop_strings=[None] * len(rows),
+            rewards=self.config.scale * (scores - self.config.shift),
+            terminateds=torch.ones(len(rows)),
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """`score_mean`, `score_std`, `score_min`, `score_max`, before shift and scale, and `cut_frac`."""
+        found = [info[JUDGED] for info in batch["extra_env_info"]]
+        scores = torch.tensor([each["score"] for each in found])
+        return batch, {
+            "score_mean": float(scores.mean()),
+            "score_std": float(scores.std(correction=0)),
+            "score_min": float(scores.min()),
+            "score_max": float(scores.max()),
+            "cut_frac": sum(each["is_cut"] for each in found) / len(found),
+        }
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device: cuda, and torch {torch.__version__} sees no GPU in the environment's process. Leave it at auto, or give "
+            "the process one."
+        )
+    return torch.device(wanted)
