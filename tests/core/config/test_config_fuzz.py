@@ -15,7 +15,9 @@ from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.errors import UserError
 
-EXAMPLES = [path.read_text() for path in sorted((Path(__file__).parents[3] / "examples").glob("*_addition.yaml"))]
+FOLDER = Path(__file__).parents[3] / "examples"
+EXAMPLES = [path.read_text().replace("addition/", f"{FOLDER}/addition/") for path in sorted(FOLDER.glob("*_addition.yaml"))]
+"""Each a run as it stands, from any folder."""
 VALUES = [
     None, True, False, 0, -1, 1.5, 10**30, float("nan"), float("inf"), "", " ", "x", "no", "1e-5", "${policy.model_name}",
     "${", "${a", "${..}", "${.x}", "${policy}", "${grpo.seed}", "${oc.env:NO_SUCH}", "${oc.env:HOME}", "\\${x}", "???", "a.b.C",
@@ -72,7 +74,7 @@ def mutate_tree(rng, tree):
 
 
 def mutate_text(rng, text):
-    for _ in range(rng.randint(1, 5)):
+    for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(text) + 1)
         lines = text.splitlines(keepends=True)
         line = rng.randrange(len(lines)) if lines else 0
