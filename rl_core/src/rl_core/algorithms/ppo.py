@@ -4,8 +4,8 @@ Follows https://arxiv.org/abs/1707.06347 with the advantages of https://arxiv.or
 models are trained in (https://arxiv.org/abs/1909.08593): a token is an action, the reward comes with the last one, and each
 token may cost its KL to the reference policy. Departures:
   1. policy and critic are two models with optimizers of their own, not one with a weighted sum of losses;
-  2. no KL penalty unless `loss_fn.use_kl_in_reward` asks for it, with a constant weight; no bonus for entropy;
-  3. tokens between turns are no actions: a token leads to the next *sampled* one, undiscounted;
+  2. no KL penalty unless `loss_fn` asks for it, in the reward or in the loss, with a constant weight; no bonus for entropy;
+  3. tokens between turns are no actions and cost no discount: a token leads to the next *sampled* one;
   4. the limit of length is part of the task: nothing comes after a cut (`gae.bootstrap_truncated` says otherwise);
   5. advantages are normalised over all of a step's tokens, not within each minibatch;
   6. where a step makes one optimizer step, the importance ratio is 1, so the scoring pass before it is skipped.
