@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from rl_core.algorithms import NLLLossFn
 from rl_core.assembly.convert import convert
 from rl_core.checkpoints.state import Checkpoints
 from rl_core.checkpoints.store import CheckpointStore
-from rl_core.errors import CheckpointError, NotSupportedError
+from rl_core.errors import CheckpointError, NotSupportedError, UserError
 
 pytestmark = pytest.mark.megatron
 
@@ -184,6 +185,56 @@ def test_the_command_ends_with_code_2_for_a_model_without_a_table(tmp_path):
     assert result.returncode == 2
     assert "is a 'gpt2', and the Megatron backend has tables for" in result.stderr
     assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--merge",), "`--merge` is about adapters, and .*holds whole weights"),
+        (("--model", "elsewhere"), "`--model` is about adapters, and .*holds whole weights"),
+    ],
+)
+def test_the_command_refuses_what_means_nothing_for_whole_weights(models, tmp_path, options, says):
+    result = rlcore("convert", models / "llama", tmp_path / "out", "--to", "megatron", *options)
+    assert result.returncode == 2
+    assert re.search(says, " ".join(result.stderr.split()))
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_format_that_does_not_exist_is_told_from_those_that_do(models, tmp_path):
+    says = r"no format 'megatrn'\. Did you mean 'megatron'\? A folder of Transformers converts to: hf, megatron\."
+    with pytest.raises(NotSupportedError, match=says):
+        convert(models / "llama", tmp_path / "out", to="megatrn")
+    with pytest.raises(NotSupportedError, match="no format 'vllm'"):
+        convert(models / "llama", tmp_path / "out", to="vllm")
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_a_place_in_the_source_or_where_none_can_be_is_refused(models, tmp_path, to):
+    with pytest.raises(UserError, match="would then hold a copy of itself"):
+        convert(models / "llama", models / "llama" / "out", to=to)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        convert(models / "llama", tmp_path / "file" / "out", to=to)
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ("{", "index.json is torn: JSONDecodeError"),
+        ("[]", "has no `weight_map`"),
+        ('{"weight_map": 3}', "has no `weight_map`"),
+        ('{"weight_map": {"model.norm.weight": 7}}', "has no `weight_map`"),
+        ('{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}', "lacks 1 of the 2 files"),
+    ],
+)
+def test_an_index_that_is_none_is_a_torn_folder(models, tmp_path, index, says):
+    source = rewritten(models / "llama", tmp_path / "source", lambda kept: None)
+    (source / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=says):
+        convert(source, tmp_path / "out", to="megatron")
     assert not (tmp_path / "out").exists()
 
 

@@ -16,7 +16,7 @@ from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.assembly.convert import convert
 from rl_core.assembly.launch import train
 from rl_core.cluster.worker_context import WorkerContext
-from rl_core.errors import CheckpointError, NotSupportedError, PluginError, UserError
+from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.conversion import Conversion
 from rl_core.plugins import Component
 from rl_core.plugins.component import Kind
@@ -169,7 +169,7 @@ def test_wrong_input_is_explained_and_leaves_nothing_behind(whole, tmp_path):
         convert(whole, tmp_path / "out", to="hff")
     with pytest.raises(CheckpointError, match="there is no such folder"):
         convert(tmp_path / "absent", tmp_path / "out", to="hf")
-    with pytest.raises(PluginError, match="nobody"):
+    with pytest.raises(NotSupportedError, match="no format 'nobody'.*converts to: hf, megatron"):
         convert(MODEL, tmp_path / "out", to="nobody")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
     assert files(taken) == {"mine.txt": b"mine"}

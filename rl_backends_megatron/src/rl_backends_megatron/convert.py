@@ -19,7 +19,7 @@ from rl_backends_megatron.loading import LoadedModel, load_model
 from rl_backends_megatron.model import DTYPES
 from rl_backends_megatron.parallel import join, leave
 from rl_core.cluster.worker_context import WorkerContext
-from rl_core.errors import NotSupportedError
+from rl_core.errors import NotSupportedError, UserError
 from rl_core.interfaces.conversion import Conversion
 
 _ALONE = WorkerContext(
@@ -38,9 +38,11 @@ def to_megatron(conversion: Conversion) -> None:
     that are all bfloat16 stay so, any other mixture of float types becomes float32.
 
     Raises:
+        UserError: adapters are to be merged, or a base is named for them.
         NotSupportedError: there is no table for the model, or its folder has tensors that the table does not name.
         CheckpointError: the folder is torn.
     """
+    _refuse_adapters(conversion)
     with SafetensorsFolder(conversion.source) as source:
         precision = _precision(source, conversion.source)
     config = MegatronPolicyConfig(
@@ -61,6 +63,16 @@ def to_megatron(conversion: Conversion) -> None:
         own = file.name == "config.json" or file.name.endswith(".index.json")
         if file.is_file() and file.suffix in _BESIDE_WEIGHTS and not own:
             shutil.copy(file, conversion.output / file.name)
+
+
+def _refuse_adapters(conversion: Conversion) -> None:
+    option = "--merge" if conversion.merge else "--model" if conversion.model is not None else None
+    if option is not None:
+        raise UserError(
+            f"`{option}` is about adapters, and {conversion.source} holds whole weights, which are converted as they are: "
+            "leave it out. A checkpoint of adapters becomes whole weights by `rlcore convert --to hf --merge`, and then `--to "
+            "megatron` takes those."
+        )
 
 
 def _precision(source: SafetensorsFolder, folder: Path) -> str:

@@ -175,8 +175,7 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
 def _tensor_files(folder: Path) -> dict[str, str]:
     """Name of each tensor to the file that it is in."""
     if (folder / _INDEX).is_file():
-        files: dict[str, str] = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return files
+        return _indexed_files(folder)
     single = folder / "model.safetensors"
     if not single.is_file():
         raise CheckpointError(
@@ -185,6 +184,26 @@ def _tensor_files(folder: Path) -> dict[str, str]:
         )
     with _opened(single) as tensors:
         return dict.fromkeys(tensors.keys(), single.name)
+
+
+def _indexed_files(folder: Path) -> dict[str, str]:
+    try:
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / _INDEX} is torn: {type(error).__name__}: {error}") from error
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise CheckpointError(
+            f"{folder / _INDEX} has no `weight_map` of tensors to the names of their files, so it is torn, or no index. Fetch "
+            "the folder again, or write it anew with `save_pretrained`."
+        )
+    absent = sorted({file for file in files.values() if not (folder / file).is_file()})
+    if absent:
+        raise CheckpointError(
+            f"{folder} lacks {len(absent)} of the {len(set(files.values()))} files that its {_INDEX} names, the first "
+            f"{absent[0]}. Fetch it again."
+        )
+    return files
 
 
 def _opened(path: Path) -> Any:

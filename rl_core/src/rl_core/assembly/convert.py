@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.checkpoints.state import read_state
-from rl_core.errors import CheckpointError, NotSupportedError, UserError
+from rl_core.errors import CheckpointError, NotSupportedError, UnknownComponentError, UserError, WrongKindError
 from rl_core.interfaces.conversion import Conversion
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.manager import discover
@@ -63,17 +63,14 @@ def convert(
 
     Raises:
         CheckpointError: `checkpoint` is none, or torn.
-        UserError: `output` is taken, or the backend does not write this format.
+        UserError: `output` is taken, lies in `checkpoint` or cannot be written, or the backend does not write this format.
     """
     registry = registry if registry is not None else Registry(discover())
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists already. Name a new folder, or remove it first.")
     source, policy = _source(checkpoint)
+    _refuse_place(output, checkpoint)
     backend = str(policy["backend"]) if policy else to
-    conversions = {} if backend == HF and not policy else _conversions(registry, backend)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    conversions = _conversions(registry, backend) if policy else _conversions_of_a_folder(registry, to)
+    partial = _partial(output)
     try:
         function = conversions.get(to)
         if function is not None:
@@ -105,6 +102,37 @@ def _source(checkpoint: Path) -> tuple[Path, Mapping[str, Any]]:
     if not weights.is_dir():
         raise CheckpointError(f"{checkpoint} is torn: it has no folder {weights.relative_to(checkpoint)}.")
     return weights, state["config"]["policy"]
+
+
+def _refuse_place(output: Path, checkpoint: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists already. Name a new folder, or remove it first.")
+    if output.resolve().is_relative_to(checkpoint.resolve()):
+        raise UserError(f"{output} lies in {checkpoint}, which would then hold a copy of itself. Name a folder elsewhere.")
+
+
+def _partial(output: Path) -> Path:
+    """An empty folder beside the output, which gets its name at the end."""
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error}. Name a folder where there can be one.") from error
+    return partial
+
+
+def _conversions_of_a_folder(registry: Registry, to: str) -> Mapping[str, str]:
+    """What the backend that has the format's name makes of a folder of Transformers; nothing where that is a copy."""
+    if to == HF:
+        return {}
+    try:
+        return _conversions(registry, to)
+    except (UnknownComponentError, WrongKindError) as error:
+        formats = [HF, *(name for name in registry.names("policy") if name != HF and name in _conversions(registry, name))]
+        raise NotSupportedError(
+            f"There is no format {to!r}.{did_you_mean(to, formats)} A folder of Transformers converts to: {', '.join(formats)}."
+        ) from error
 
 
 def _conversions(registry: Registry, backend: str) -> Mapping[str, str]:

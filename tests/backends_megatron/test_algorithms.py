@@ -1,0 +1,148 @@
+"""Every algorithm runs on it unchanged: two tensor-parallel ranks have the numbers of the backend on Transformers, and learn.
+
+One policy serves all runs, and goes back to the checkpoint of before its first step in between.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.algorithms import DPOTrainer, GRPOTrainer, SFTTrainer
+from rl_envs import ArithmeticEnvironment
+from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(300)]
+
+MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
+FIELDS = {
+    "max_total_sequence_length": 16,
+    "train_global_batch_size": 64,
+    "train_micro_batch_size": 64,
+    "logprob_batch_size": 64,
+    "optimizer": {"kwargs": {"lr": 2.0e-4}},
+}
+WATCHED = {"val_at_start": True, "val_at_end": True, "val_batch_size": 128}
+CLOCKS = ("time/", "refit/", "tokens_per_s", "mismatch/", "staleness", "step")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """A policy on two ranks, and what brings it back to its beginning."""
+    from rl_backends_megatron import MegatronPolicy
+
+    policy = MegatronPolicy(str(MODEL), tensor_model_parallel_size=2, sequence_parallel=True, **FIELDS)
+    folder = tmp_path_factory.mktemp("before")
+    policy.save_checkpoint(folder / "weights", folder / "optimizer")
+
+    def again():
+        policy.load_checkpoint(folder / "weights", folder / "optimizer")
+        return policy
+
+    yield again
+    policy.shutdown()
+
+
+@pytest.fixture
+def one_rank():
+    policy = HuggingFacePolicy(str(MODEL), **FIELDS)
+    yield policy
+    policy.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other spin, and a model this small has nothing for a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sums(split, number):
+    return ArithmeticDataset({"num_samples": number, "min_digits": 2, "split": split})
+
+
+def answered(split, number):
+    return ArithmeticDataset({"num_samples": number, "min_digits": 2, "split": split, "with_response": True})
+
+
+def pairs(split, number):
+    """Sums that carry, with the right answer and that of a pupil who forgets to."""
+    found, data = [], sums(split, 4 * number)
+    for problem in map(data.problem, range(len(data))):
+        wrong = add_without_carrying(problem.left, problem.right)
+        if wrong != problem.answer:
+            prompt = f"{problem.left}+{problem.right}="
+            found.append({"prompt": prompt, "chosen": str(problem.answer), "rejected": str(wrong)})
+    return found[:number]
+
+
+def grpo(policy, loss=None, **section):
+    generation, environment = HuggingFaceGeneration(str(MODEL), max_new_tokens=5), ArithmeticEnvironment()
+    shape = {"num_prompts_per_step": 16, "num_generations_per_prompt": 8, "max_num_steps": 2, "seed": 3, **section}
+    try:
+        trainer = GRPOTrainer(
+            policy, config=shape, loss_fn=loss, generation=generation, environments={"arithmetic": environment}
+        )
+        return trainer.train(sums("train", 2048), sums("validation", 128) if "val_at_end" in section else None)
+    finally:
+        generation.shutdown()
+        environment.shutdown()
+
+
+def sft(policy, **section):
+    shape = {"global_batch_size": 64, "max_num_steps": 2, "seed": 3, **section}
+    return SFTTrainer(policy, config=shape).train(answered("train", 1024), answered("validation", 128))
+
+
+def dpo(policy, loss=None, **section):
+    shape = {"global_batch_size": 32, "max_num_steps": 2, "seed": 3, **section}
+    return DPOTrainer(policy, config=shape, loss_fn=loss).train(pairs("train", 512), pairs("validation", 128))
+
+
+RUNS = {
+    "grpo": lambda policy: grpo(policy, {"name": "grpo", "reference_policy_kl_penalty": 0.05}),
+    "dapo with dynamic sampling": lambda policy: grpo(policy, {"name": "dapo"}, use_dynamic_sampling=True),
+    "dr_grpo": lambda policy: grpo(
+        policy, {"name": "dr_grpo", "constant_length_normalizer": 5}, adv_estimator={"normalize_rewards": False}
+    ),
+    "gspo": lambda policy: grpo(policy, {"name": "gspo"}),
+    "cispo": lambda policy: grpo(policy, {"name": "cispo"}),
+    "sft": sft,
+    "dpo": lambda policy: dpo(policy, {"name": "dpo", "reference_policy_kl_penalty": 0.1}),
+    "simpo": lambda policy: dpo(policy, {"name": "simpo"}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_its_steps_have_the_numbers_of_the_backend_on_transformers(name, two_ranks, one_rank):
+    found, expected = RUNS[name](two_ranks()), RUNS[name](one_rank)
+    assert len(found) == len(expected) == 2
+    assert expected[0]["grad_norm"] > 1e-3
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            # Float32 sums in another order, over several optimizer steps.
+            if not key.startswith(CLOCKS):
+                assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-4), (ours["step"], key)
+
+
+def test_rewards_teach_sums_that_were_never_asked(two_ranks):
+    steps = grpo(two_ranks(), num_prompts_per_step=32, max_num_steps=8, **WATCHED)
+    # 0.60 of the held-out sums are right at first; the standard error of 128 answers is 0.04.
+    assert steps[-1]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.1
+
+
+def test_answers_teach_to_lose_less_on_unseen_ones(two_ranks):
+    steps = sft(two_ranks(), max_num_steps=12, **WATCHED)
+    assert steps[-1]["validation/loss"] < 0.9 * steps[0]["validation/loss"]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "simpo"])
+def test_pairs_teach_which_of_two_unseen_answers_is_better(loss, two_ranks):
+    steps = dpo(two_ranks(), {"name": loss}, max_num_steps=10, **WATCHED)
+    # Ties of a policy with its own copy count half; without a reference, the pupil prefers what it says itself.
+    assert steps[0]["validation/accuracy"] <= 0.5
+    assert steps[-1]["validation/accuracy"] > 0.9
