@@ -148,6 +148,25 @@ data:
   validation: {dataset_name: PreferenceDataset, data_path: QUESTIONS}
 """
 
+RM = """\
+defaults: base.yaml
+rm: {max_num_epochs: 1, max_num_steps: -1, val_period: 16, val_batches: -1, val_global_batch_size: 32}
+policy: {reward_model_cfg: {enabled: true, reward_model_type: bradley_terry}}
+data:
+  train: {dataset_name: BinaryPreferenceDataset, data_path: QUESTIONS}
+  validation: {dataset_name: PreferenceDataset, data_path: acme/preferences, split: test}
+"""
+
+HUB = """\
+defaults: grpo.yaml
+data:
+  _override_: true
+  train: {dataset_name: OpenMathInstruct-2, split_validation_size: 0.05, seed: "${grpo.seed}"}
+  validation: null
+  default: {prompt_file: null, env_name: math}
+grpo: {seed: 7}
+"""
+
 MEGATRON = """\
 defaults: grpo.yaml
 cluster: {gpus_per_node: 8, num_nodes: 2}
@@ -184,7 +203,9 @@ policy:
   generation: {vllm_cfg: {tensor_parallel_size: 4}}
 """
 
-FILES = {"base.yaml": BASE, "grpo.yaml": GRPO, "sft.yaml": SFT, "dpo.yaml": DPO, "megatron.yaml": MEGATRON}
+FILES = {"base.yaml": BASE, "grpo.yaml": GRPO, "sft.yaml": SFT, "dpo.yaml": DPO, "rm.yaml": RM, "hub.yaml": HUB}
+FILES |= {"megatron.yaml": MEGATRON}
+NAMES = ["grpo.yaml", "sft.yaml", "dpo.yaml", "rm.yaml", "megatron.yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +237,7 @@ def leaves(value, path=()):
     return [".".join(map(str, path))]
 
 
-@pytest.mark.parametrize("name", ["grpo.yaml", "sft.yaml", "dpo.yaml", "megatron.yaml"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_leaf_of_theirs_is_listed_exactly_once(folder, name):
     merged = OmegaConf.create()
     chain = [name]
@@ -230,7 +251,7 @@ def test_every_leaf_of_theirs_is_listed_exactly_once(folder, name):
     assert sorted(listed) == sorted(expected)
 
 
-@pytest.mark.parametrize("name", ["grpo.yaml", "sft.yaml", "dpo.yaml", "megatron.yaml"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_line_has_the_place_at_which_its_key_is_written(folder, name):
     for line in import_config(folder / name, NEMO_RL).lines:
         if line.place is None:
@@ -302,6 +323,39 @@ def test_pairs_of_a_preference_config_are_counted_as_rows_where_ours_counts_rows
     assert lines["policy.train_micro_batch_size"].reason == "rows are counted, two a pair"
 
 
+def test_a_config_of_a_reward_model_means_the_same_here(folder, tmp_path):
+    ours, lines = ours_of(folder, tmp_path, "rm.yaml")
+    assert (ours.algorithm_name, ours.loss_fn.name) == ("rm", "bradley_terry")
+    assert (ours.algorithm.max_num_epochs, ours.algorithm.max_num_steps) == (1, 1_000_000)
+    assert (ours.algorithm.global_batch_size, ours.policy.train_micro_batch_size) == (64, 8)
+    validation = ours.data.validation
+    assert (validation.dataset_name, validation.path, validation.split) == (
+        "preference_huggingface",
+        "acme/preferences",
+        "test",
+    )
+    assert {key for key, line in lines.items() if line.outcome == "not honoured"} == set()
+
+
+def test_a_dataset_by_name_and_a_share_that_is_held_out_are_taken_over(folder, tmp_path):
+    ours, lines = ours_of(folder, tmp_path, "hub.yaml")
+    train = ours.data.train
+    assert (train.dataset_name, train.path, train.split) == ("huggingface", "nvidia/OpenMathInstruct-2", "train_1M")
+    assert (train.input_key, train.output_key, train.task_name) == ("problem", "expected_answer", "math")
+    assert (ours.data.split.validation, ours.data.split.seed) == (0.05, 7)
+    assert ours.algorithm.val_period == 10
+    assert lines["data.train.split_validation_size"].targets == ("data.split.validation",)
+
+
+def test_several_datasets_are_not_taken_over_and_each_of_their_keys_says_so(tmp_path):
+    several = [{"dataset_name": "ResponseDataset", "data_path": "a.jsonl"}, {"dataset_name": "gsm8k"}]
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"grpo": {}, "data": {"train": several}}))
+    lines = import_config(tmp_path / "theirs.yaml", NEMO_RL).lines
+    told = {line.key: line.reason for line in lines if line.key.startswith("data.train")}
+    assert sorted(told) == ["data.train.0.data_path", "data.train.0.dataset_name", "data.train.1.dataset_name"]
+    assert all("data.mix" in reason for reason in told.values())
+
+
 def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(folder, tmp_path):
     ours, lines = ours_of(folder, tmp_path, "megatron.yaml")
     megatron = ours.policy.megatron_cfg
@@ -336,8 +390,10 @@ def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(folder, tmp_p
         ("loss_fn.positive_example_nll_weight", "0.1", "likelihood"),
         ("policy.megatron_cfg.enabled", "maybe", "another backend"),
         ("checkpointing.metric_name", "val:pass_k", "docs/metrics.md"),
-        ("data.train.dataset_name", "OpenMathInstruct-2", "JSON lines"),
+        ("data.train.dataset_name", "squad", "JSON lines"),
+        ("data.train.data_path", "rows.csv", "not here"),
         ("data.train.split_validation_size", "0.05", "data.validation"),
+        ("ppo.ppo_epochs", "4", "by hand"),
         ("logger.monitor_gpus", "true", "GPUs"),
     ],
 )
@@ -412,8 +468,7 @@ ODD = st.sampled_from([None, True, False, 0, -1, 3, 0.5, "", "text", "???", [], 
 
 @pytest.fixture(scope="module")
 def known(folder):
-    names = ("megatron.yaml", "sft.yaml", "dpo.yaml")
-    return [line.key for name in names for line in import_config(folder / name, NEMO_RL).lines]
+    return [line.key for name in (*NAMES, "hub.yaml") for line in import_config(folder / name, NEMO_RL).lines]
 
 
 @given(data=st.data())

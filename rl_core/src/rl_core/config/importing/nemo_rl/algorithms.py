@@ -27,7 +27,7 @@ def needs_validation(key: str) -> Callable[[Any, Theirs], Decision]:
     def decide(value: Any, theirs: Theirs) -> Decision:
         if validates(theirs) or value in (False, 0):
             return Becomes({key: value})
-        return Refused("there is no data.validation: held-out data is a section of its own here, never a share of data.train")
+        return Refused("there is no validation data: data.validation, or a share of the training data under data.split")
 
     return decide
 
@@ -86,6 +86,14 @@ def batch_multiplier(value: Any, theirs: Theirs) -> Decision:
     if theirs.get("grpo.use_dynamic_sampling") is not True:
         return Unneeded("dynamic sampling is off")
     return Becomes({"grpo.batch_multiplier": value})
+
+
+def steps(value: Any, theirs: Theirs) -> Decision:
+    """Steps of the run; a negative number leaves its end to the epochs."""
+    key = f"{algorithm_of(theirs)}.max_num_steps"
+    if isinstance(value, int) and value < 0:
+        return Becomes({key: 1_000_000}, "so many that max_num_epochs ends the run")
+    return Becomes({key: value})
 
 
 def epochs(value: Any, theirs: Theirs) -> Decision:
@@ -150,7 +158,7 @@ def metric(value: Any, theirs: Theirs) -> Decision:
     if found not in _METRICS:
         return Refused("no metric here is known to be the same: docs/metrics.md")
     if found.startswith("val:") and not validates(theirs):
-        return Refused("there is no data.validation, so nothing to rank checkpoints by")
+        return Refused("there is no validation data to rank checkpoints by")
     return Becomes({"checkpointing.metric_name": _METRICS[found]})
 
 

@@ -5,27 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rl_core.config.importing.nemo_rl.facts import algorithm_of, samples
+from rl_core.config.importing.nemo_rl.facts import algorithm_of, has_pairs, held_out_share, samples
+from rl_core.config.importing.nemo_rl.sources import FILES, SPLITS, dataset, source_of
 from rl_core.config.importing.rows import LEFT_OPEN, Added, Becomes, Decision, Refused, Row, Theirs, Unneeded, by
 
-SPLITS = ("train", "validation")
-FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
-"""Their datasets that are files of JSON lines."""
-
 _PROCESSORS = ("math_hf_data_processor", "sft_processor", "preference_processor")
-_OF_A_FILE = "a file of JSON lines is read whole"
 _Value = Callable[[Any, str, Theirs], Decision]
-
-
-def dataset(theirs: Theirs, split: str) -> Mapping[str, Any] | None:
-    """The keys of a split, those of `data.default` among them; None where theirs has no such dataset, or several."""
-    found = theirs.get(f"data.{split}")
-    if isinstance(found, list) and len(found) == 1:
-        found = found[0]
-    if not isinstance(found, Mapping):
-        return None
-    defaults = theirs.get("data.default", {})
-    return {**(defaults if isinstance(defaults, Mapping) else {}), **found}
 
 
 def rows() -> list[Row]:
@@ -45,7 +30,7 @@ def _own(split: str, value: _Value) -> Callable[[Any, Theirs], Decision]:
 def _listed(split: str, value: _Value) -> Callable[[Any, Theirs], Decision]:
     def decide(given: Any, theirs: Theirs) -> Decision:
         if len(theirs.get(f"data.{split}", ())) > 1:
-            return Refused(f"data.{split} is one dataset here: join the files, with a field for the task")
+            return Refused("several datasets are drawn by weight here, not joined: write each under data.mix")
         return value(given, split, theirs)
 
     return decide
@@ -75,22 +60,22 @@ def _single(theirs: Theirs, split: str) -> Mapping[str, Any]:
 
 
 def _name(given: Any, split: str, theirs: Theirs) -> Decision:
-    if given in FILES:
-        name = "preference" if algorithm_of(theirs) == "dpo" else "jsonl"
-        return Becomes({f"data.{split}.dataset_name": name})
+    source = source_of(theirs, split)
+    if source is not None:
+        note = "" if given in FILES else "of the hub, or of its cache"
+        return Becomes({f"data.{split}.dataset_name": source.component}, note)
     return Refused(
-        f"{given} is fetched by its name there, and no dataset of that name is here: write it as JSON lines, and set "
-        f"data.{split}.path"
+        f"no dataset of ours is known to read it: write JSON lines and set data.{split}.path, or take parquet, huggingface or "
+        "a dataset of your own"
     )
 
 
-def _of_files(ours: str, *, only: Sequence[str] = (), note: str = "") -> _Value:
-    """A key of a dataset of JSON lines, under another name; `only` names algorithms that have it."""
+def _of_source(ours: str, *, only: Sequence[str] = (), note: str = "") -> _Value:
+    """A key of a dataset, under another name; `only` names algorithms that have it."""
 
     def value(given: Any, split: str, theirs: Theirs) -> Decision:
-        name = (dataset(theirs, split) or {}).get("dataset_name")
-        if name not in FILES:
-            return Refused(f"it belongs to {name}, which is not here")
+        if source_of(theirs, split) is None:
+            return Refused("it belongs to a dataset that is not here")
         if only and algorithm_of(theirs) not in only:
             return Unneeded(f"{algorithm_of(theirs)} does not read it")
         return Becomes({f"data.{split}.{ours}": given}, note)
@@ -98,16 +83,50 @@ def _of_files(ours: str, *, only: Sequence[str] = (), note: str = "") -> _Value:
     return value
 
 
+def _path(given: Any, split: str, theirs: Theirs) -> Decision:
+    if (dataset(theirs, split) or {}).get("dataset_name") in FILES:
+        return _of_source("path")(given, split, theirs)
+    return Unneeded("a dataset with a name has a place of its own")
+
+
 def _answer(given: Any, split: str, theirs: Theirs) -> Decision:
     """The field of the answer: what is trained on for sft, what is expected otherwise."""
     key = "response_key" if algorithm_of(theirs) == "sft" else "output_key"
-    return _of_files(key, only=("sft", "grpo"))(given, split, theirs)
+    return _of_source(key, only=("sft", "grpo"))(given, split, theirs)
+
+
+def _part(ours: str) -> _Value:
+    """A split or a subset, which datasets of Hugging Face have."""
+
+    def value(given: Any, split: str, theirs: Theirs) -> Decision:
+        source = source_of(theirs, split)
+        if source is not None and source.is_of_hugging_face:
+            return Becomes({f"data.{split}.{ours}": given})
+        return Unneeded("a file is read whole")
+
+    return value
+
+
+def _held_out(given: Any, split: str, theirs: Theirs) -> Decision:
+    if split == "validation" or not given:
+        return Unneeded("nothing is held out of it")
+    if theirs.get("data.validation") is not None:
+        return Refused("data.validation is there, and validates alone")
+    if not held_out_share(theirs):
+        return Refused("a share of the rows is held out here, never a number of them: data.split.validation")
+    return Becomes({"data.split.validation": given}, "each row by what it asks, so not the same rows")
+
+
+def _seed(given: Any, split: str, theirs: Theirs) -> Decision:
+    if split == "train" and held_out_share(theirs):
+        return Becomes({"data.split.seed": given})
+    return Unneeded("it draws what is held out, and nothing is")
 
 
 def _prompt(given: Any, split: str, theirs: Theirs) -> Decision:
     if given is None:
         return Unneeded("the field is asked as it is")
-    if algorithm_of(theirs) == "dpo":
+    if has_pairs(theirs):
         return Refused("a template is not applied to pairs: write the prompts as they are to be asked")
     return Becomes({f"data.{split}.prompt": given}, "a text file with one {} serves as it is; it must be there")
 
@@ -128,28 +147,24 @@ def _unless_null(since: str, reason: str) -> _Value:
     return lambda given, split, theirs: Unneeded(since) if given in (None, 0) else Refused(reason)
 
 
-def _always(decision: Decision) -> _Value:
-    return lambda given, split, theirs: decision
-
-
 _KEYS: dict[str, _Value] = {
     "dataset_name": _name,
-    "data_path": _of_files("path"),
-    "input_key": _of_files("input_key", only=("sft", "grpo")),
+    "data_path": _path,
+    "input_key": _of_source("input_key", only=("sft", "grpo")),
     "output_key": _answer,
-    "chat_key": _of_files("input_key", only=("sft", "grpo"), note="a list of messages is a conversation"),
-    "prompt_key": _of_files("prompt_key", only=("dpo",)),
-    "chosen_key": _of_files("chosen_key", only=("dpo",)),
-    "rejected_key": _of_files("rejected_key", only=("dpo",)),
-    "system_prompt": _of_files("system_prompt"),
+    "chat_key": _of_source("input_key", only=("sft", "grpo"), note="a list of messages is a conversation"),
+    "prompt_key": _of_source("prompt_key", only=("dpo", "rm")),
+    "chosen_key": _of_source("chosen_key", only=("dpo", "rm")),
+    "rejected_key": _of_source("rejected_key", only=("dpo", "rm")),
+    "system_prompt": _of_source("system_prompt"),
     "prompt_file": _prompt,
     "system_prompt_file": _unless_null("no system prompt is added", "write its text under `system_prompt`"),
     "env_name": _task,
     "processor": _processor,
-    "subset": _unless_null(_OF_A_FILE, _OF_A_FILE),
-    "split": _always(Unneeded("the file is the split")),
-    "split_validation_size": _unless_null("nothing is held out", "held-out data is a file of its own: data.validation"),
-    "seed": _always(Unneeded("it splits the data there, which is not done here")),
+    "subset": _part("subset"),
+    "split": _part("split"),
+    "split_validation_size": _held_out,
+    "seed": _seed,
     "repeat": _unless_null("once by default", "ask several samples of each prompt: val_num_generations_per_prompt"),
 }
 
@@ -176,32 +191,19 @@ def environment_class(value: Any, theirs: Theirs) -> Decision:
 def additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
     """What a dataset or a task needs and no key of theirs says."""
     for split in SPLITS:
-        found = dataset(theirs, split)
-        if found is None:
+        if dataset(theirs, split) is None:
             continue
-        at, is_file = f"data.{split}", found.get("dataset_name") in FILES
-        if f"{at}.dataset_name" not in ours:
-            name = "preference" if algorithm_of(theirs) == "dpo" else "jsonl"
-            yield Added(key=f"{at}.dataset_name", value=name, reason="a file of JSON lines in place of a dataset by name")
-        if f"{at}.path" not in ours:
+        at, source = f"data.{split}", source_of(theirs, split)
+        if source is None:
+            name = "preference" if has_pairs(theirs) else "jsonl"
+            yield Added(key=f"{at}.dataset_name", value=name, reason="a file of JSON lines in its place")
+        implied = {} if source is None else source.keys
+        for key, value in implied.items():
+            if f"{at}.{key}" not in ours:
+                yield Added(key=f"{at}.{key}", value=value, reason="what theirs reads unless told otherwise")
+        if "path" not in implied and f"{at}.path" not in ours:
             yield Added(key=f"{at}.path", value=LEFT_OPEN, reason="left open: the file to read")
-        yield from _their_fields(found, at, algorithm_of(theirs), ours) if is_file else ()
     tasks = theirs.get("env")
     for task in tasks if samples(theirs) and isinstance(tasks, Mapping) else ():
         if not any(key.startswith(f"env.{task}.") for key in ours):
             yield Added(key=f"env.{task}", value={}, reason="the task, with its defaults")
-
-
-def _their_fields(found: Mapping[str, Any], at: str, algorithm: str | None, ours: Mapping[str, Any]) -> Iterator[Added]:
-    """The fields of a record that theirs reads unless told otherwise, where ours would read others."""
-    if algorithm == "dpo":
-        fields = {"prompt_key": "context"} if found["dataset_name"] == "PreferenceDataset" else {}
-    elif found["dataset_name"] == "openai_format":
-        fields = {"input_key": "messages"}
-    else:
-        fields = {"input_key": "input", "response_key" if algorithm == "sft" else "output_key": "output"}
-    if algorithm == "sft":
-        yield Added(key=f"{at}.output_key", value=None, reason="no environment expects an answer")
-    for key, value in fields.items():
-        if f"{at}.{key}" not in ours:
-            yield Added(key=f"{at}.{key}", value=value, reason="what theirs reads unless told otherwise")

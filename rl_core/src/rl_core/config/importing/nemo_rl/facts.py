@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config.importing.rows import Added, Becomes, Decision, Theirs, Unneeded
 
-ALGORITHMS = ("grpo", "sft", "dpo")
+ALGORITHMS = ("grpo", "sft", "dpo", "rm")
 """Their algorithms that are taken over; the first section found counts."""
 
 COLOCATED = "policy and engine share the places of the cluster here"
@@ -38,14 +38,23 @@ def has_lora(theirs: Theirs) -> bool:
     return not is_megatron(theirs) and theirs.get("policy.dtensor_cfg.lora_cfg.enabled") is True
 
 
+def has_pairs(theirs: Theirs) -> bool:
+    """Whether the algorithm learns from pairs of answers, which theirs counts and ours counts as two rows."""
+    return algorithm_of(theirs) in ("dpo", "rm")
+
+
+def held_out_share(theirs: Theirs) -> float:
+    """The share of the training data that theirs holds out where it has no other validation data; 0.0 for none."""
+    written = theirs.get("data.train.split_validation_size", theirs.get("data.default.split_validation_size", 0.0))
+    is_share = isinstance(written, float) and 0.0 < written < 1.0
+    return written if is_share and theirs.get("data.validation") is None else 0.0
+
+
 def validates(theirs: Theirs) -> bool:
-    """Whether there is a section of validation data that ours can have."""
+    """Whether there is validation data that ours can have."""
     held_out = theirs.get("data.validation")
-    return isinstance(held_out, Mapping) or _is_one(held_out) or theirs.get("data.val_data_path") is not None
-
-
-def _is_one(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 1
+    is_one = isinstance(held_out, Mapping) or (isinstance(held_out, list) and len(held_out) == 1)
+    return is_one or theirs.get("data.val_data_path") is not None or held_out_share(theirs) > 0.0
 
 
 def is_on(key: str) -> Callable[[Theirs], bool]:

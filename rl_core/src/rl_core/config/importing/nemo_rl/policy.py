@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_core.config.importing.nemo_rl.facts import algorithm_of, is_megatron
+from rl_core.config.importing.nemo_rl.facts import algorithm_of, has_pairs, is_megatron
 from rl_core.config.importing.rows import Becomes, Decision, Refused, Theirs, Unneeded
 
 _SCHEDULERS = "torch.optim.lr_scheduler"
 
 
 def pairs_as_rows(key: str) -> Callable[[Any, Theirs], Decision]:
-    """A number of pairs for dpo, where ours counts rows; the same number otherwise."""
+    """A number of pairs, where ours counts rows; the same number for algorithms without pairs."""
 
     def decide(value: Any, theirs: Theirs) -> Decision:
-        if algorithm_of(theirs) != "dpo":
+        if not has_pairs(theirs):
             return Becomes({key: value})
         if not isinstance(value, int):
             return Refused("must be a whole number of pairs")
@@ -25,9 +25,9 @@ def pairs_as_rows(key: str) -> Callable[[Any, Theirs], Decision]:
 
 
 def global_batch(value: Any, theirs: Theirs) -> Decision:
-    """Rows (or pairs) of an optimizer step; sft and dpo have one such step in each of their steps."""
+    """Rows (or pairs) of an optimizer step; those that do not sample have one such step in each of their steps."""
     algorithm = algorithm_of(theirs)
-    if algorithm in ("sft", "dpo"):
+    if algorithm in ("sft", "dpo", "rm"):
         return Becomes({f"{algorithm}.global_batch_size": value})
     return Becomes({"policy.train_global_batch_size": value})
 

@@ -34,6 +34,9 @@ _POLICY: list[Row] = [
     *nothing("policy", "optimizer", "no optimizer of its own there"),
     by("policy.scheduler", policy.schedulers, whole=True),
     *never("policy", "draft.**", "no draft model is trained"),
+    *only("policy", "reward_model_cfg.enabled", [True], since="the algorithm has a scalar head", reason="sft trains tokens"),
+    *only("policy", "reward_model_cfg.reward_model_type", ["bradley_terry"], since="so it is", reason="rm is Bradley-Terry"),
+    *only("policy", "activation_checkpointing_enabled", [False], since=_OFF, reason="it is dtensor_cfg that has it"),
     *only("policy", "router_replay.**", [False], since=_OFF, reason="experts are chosen anew in training"),
 ]
 

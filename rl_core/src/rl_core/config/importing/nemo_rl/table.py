@@ -16,7 +16,7 @@ _PENALTIES = "advantages and rewards are the estimator's and the environment's: 
 _LOGGED = "rollouts of every step are in the run folder"
 _OFF = "off there"
 
-_SECTIONS = ("grpo", "sft", "dpo", "loss_fn", "policy", "data", "env", "logger", "cluster", "checkpointing")
+_SECTIONS = ("grpo", "sft", "dpo", "rm", "loss_fn", "policy", "data", "env", "logger", "cluster", "checkpointing")
 
 _ALWAYS: list[Row] = [
     by("policy.megatron_cfg.enabled", facts.megatron),
@@ -61,12 +61,13 @@ _SWITCHES: list[Switch] = [
 ]
 
 _GRPO: list[Row] = [
-    *same("grpo", "num_prompts_per_step num_generations_per_prompt max_rollout_turns max_num_steps seed overlong_filtering"),
+    *same("grpo", "num_prompts_per_step num_generations_per_prompt max_rollout_turns seed overlong_filtering"),
     *same("grpo", "advantage_clip_low advantage_clip_high use_dynamic_sampling dynamic_sampling_max_gen_batches"),
     *same("grpo", "max_val_samples val_num_generations_per_prompt"),
     *same("grpo.reward_scaling", "enabled source_min source_max target_min target_max"),
     *same("grpo.reward_shaping", "enabled overlong_buffer_length overlong_buffer_penalty max_response_length"),
     *only("grpo.reward_shaping", "stop_properly_penalty_coef", [], since=_OFF, reason=_PENALTIES),
+    by("grpo.max_num_steps", algorithms.steps),
     by("grpo.max_num_epochs", algorithms.epochs),
     by("grpo.normalize_rewards", algorithms.older_place("normalize_rewards")),
     by("grpo.use_leave_one_out_baseline", algorithms.older_place("use_leave_one_out_baseline")),
@@ -119,9 +120,10 @@ _LOSS: list[Row] = [
 
 _SUPERVISED: list[Row] = [
     row
-    for name in ("sft", "dpo")
+    for name in ("sft", "dpo", "rm")
     for row in (
-        *same(name, "max_num_steps seed"),
+        *same(name, "seed"),
+        by(f"{name}.max_num_steps", algorithms.steps),
         by(f"{name}.max_num_epochs", algorithms.epochs),
         *(
             by(f"{name}.{key}", algorithms.needs_validation(f"{name}.{key}"))
@@ -152,8 +154,8 @@ _REST: list[Row] = [
     *same("data.prompt", "prompt_config system_prompt examples_type"),
     by("data.max_input_seq_length", data.length_of_prompts),
     *nothing("data", "num_workers", "the driver reads the records"),
-    *only("data", "use_multiple_dataloader", [False], since=_OFF, reason="data.train is one dataset here"),
-    *never("data", "num_prompts_per_dataloader custom_dataloader", "data.train is one dataset here"),
+    *only("data", "use_multiple_dataloader", [False], since=_OFF, reason="datasets are drawn by weight here: data.mix"),
+    *never("data", "num_prompts_per_dataloader custom_dataloader", "datasets are drawn by weight here: data.mix"),
     *never("data", "add_bos add_eos add_generation_prompt", "the chat template says which special tokens there are"),
     *data.rows(),
     *only("data", "train validation default", [], since="none", reason="must be a section"),
@@ -189,8 +191,8 @@ _REST: list[Row] = [
     *only("", " ".join(_SECTIONS), [], since="the section's defaults", reason="must be a section with keys below it"),
     *(
         row
-        for section in ("ppo", "rm", "distillation", "value", "value_loss_fn", "teacher")
-        for row in never("", f"{section}.**", "grpo, sft and dpo are taken over, no other algorithm: docs/config_reference.md")
+        for section in ("ppo", "distillation", "value", "value_loss_fn", "teacher")
+        for row in never("", f"{section}.**", "grpo, sft, dpo and rm are taken over: write this one by hand")
     ),
 ]
 
@@ -213,6 +215,7 @@ NEMO_RL = Table(
         },
         "dpo": {"dpo.sft_average_log_probs": False},
         "sft": {},
+        "rm": {},
     },
     additions=_additions,
     sections=_SECTIONS,

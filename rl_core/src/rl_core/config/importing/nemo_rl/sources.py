@@ -1,0 +1,109 @@
+"""Which dataset of ours a dataset of NeMo RL is, and what theirs reads of it unless told otherwise; knows no table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from rl_core.config.importing.nemo_rl.facts import algorithm_of, has_pairs
+from rl_core.config.importing.rows import LEFT_OPEN, Theirs
+
+SPLITS = ("train", "validation")
+FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
+"""Their datasets that are given by a path: of a file, or on the hub."""
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A dataset that theirs knows by a name of its own: where it is on the hub, and how it is read."""
+
+    path: str
+    split: str = "train"
+    subset: str | None = None
+    question: str = "problem"
+    answer: str = "answer"
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+_GSM8K = _Named("openai/gsm8k", subset="main", question="question", more={"record_fn": "gsm8k"})
+_NAMED = {
+    "OpenMathInstruct-2": _Named("nvidia/OpenMathInstruct-2", split="train_1M", answer="expected_answer"),
+    "DeepScaler": _Named("agentica-org/DeepScaleR-Preview-Dataset"),
+    "OpenR1-Math-220k": _Named("open-r1/OpenR1-Math-220k", subset="default"),
+    "AIME2024": _Named("HuggingFaceH4/aime_2024"),
+    "gsm8k": _GSM8K,
+    "GSM8K": _GSM8K,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A dataset of ours.
+
+    Attributes:
+        component: Its name.
+        keys: What it is to hold where theirs is silent.
+    """
+
+    component: str
+    keys: Mapping[str, Any]
+
+    @property
+    def is_of_hugging_face(self) -> bool:
+        """Whether it has splits and subsets."""
+        return self.component.endswith("huggingface")
+
+
+def dataset(theirs: Theirs, split: str) -> Mapping[str, Any] | None:
+    """The keys of a split, those of `data.default` among them; None where theirs has no such dataset, or several."""
+    found = theirs.get(f"data.{split}")
+    if isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    if not isinstance(found, Mapping):
+        return None
+    defaults = theirs.get("data.default", {})
+    return {**(defaults if isinstance(defaults, Mapping) else {}), **found}
+
+
+def source_of(theirs: Theirs, split: str) -> Source | None:
+    """The dataset of ours that reads a split; None where there is none for it."""
+    found = dataset(theirs, split) or {}
+    name = str(found.get("dataset_name"))
+    if name in _NAMED and not has_pairs(theirs):
+        return _on_the_hub(_NAMED[name], algorithm_of(theirs))
+    component = _component(str(found.get("data_path", LEFT_OPEN)), pairs=has_pairs(theirs))
+    if name not in FILES or component is None:
+        return None
+    return Source(component=component, keys=_read(name, algorithm_of(theirs)))
+
+
+def _on_the_hub(named: _Named, algorithm: str | None) -> Source:
+    where = {"path": named.path, "split": named.split, "subset": named.subset}
+    fields: dict[str, Any] = {} if named.more else {"input_key": named.question, **_answer(algorithm, named.answer)}
+    return Source(component="huggingface", keys={**where, **fields, **named.more})
+
+
+def _component(path: str, *, pairs: bool) -> str | None:
+    """The dataset that reads a path: by its ending, or of Hugging Face where it has none."""
+    endings = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", "": "huggingface"}
+    form = "jsonl" if path == LEFT_OPEN else endings.get(PurePath(path).suffix)
+    if pairs and form is not None:
+        return "preference" if form == "jsonl" else f"preference_{form}"
+    return form
+
+
+def _read(name: str, algorithm: str | None) -> dict[str, Any]:
+    if name == "PreferenceDataset":
+        return {"prompt_key": "context"}
+    if name == "BinaryPreferenceDataset":
+        return {}
+    if name == "openai_format":
+        return {"input_key": "messages", "output_key": None}
+    return {"input_key": "input", **_answer(algorithm, "output")}
+
+
+def _answer(algorithm: str | None, key: str) -> dict[str, Any]:
+    """The field of the answer: what is trained on for sft, what an environment expects otherwise."""
+    return {"response_key": key, "output_key": None} if algorithm == "sft" else {"output_key": key}
