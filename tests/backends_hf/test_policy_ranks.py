@@ -30,6 +30,7 @@ def one_rank(parts, folder, precision, out):
         "norms": (first.grad_norm, second.grad_norm),
         "reference": worker.get_logprobs(rows, reference=True)["logprobs"],
         "logprobs": worker.get_logprobs(rows)["logprobs"],
+        "likeliest": worker.get_topk_logprobs(rows, k=3)["topk_logprobs"],
         "weights": {name: tensor.clone() for name, tensor in worker.iter_weights()},
     }
 
@@ -92,7 +93,8 @@ def test_two_ranks_go_on_from_one_rank_s_checkpoint_as_it_does_itself(ranks, mod
         assert found[0]["norms"][step] == pytest.approx(alone["norms"][step], rel=1e-3)
     scored = torch.cat([each["reference"] for each in found])
     torch.testing.assert_close(scored, alone["reference"], rtol=0, atol=1e-5)
-    torch.testing.assert_close(torch.cat([each["logprobs"] for each in found]), alone["logprobs"], rtol=0, atol=1e-3)
+    for name in ("logprobs", "likeliest"):
+        torch.testing.assert_close(torch.cat([each[name] for each in found]), alone[name], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -63,8 +63,9 @@ def chunked_token_logprobs(
     Returns:
         [N] or [N, C] float32, differentiable in `hidden`, `weight` and `bias`.
     """
+    several = targets if targets.ndim == 2 else targets.unsqueeze(1)
     logprobs: torch.Tensor = _ChunkedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets.view(len(targets), -1), transform, chunk
+        hidden, weight, bias, several, transform, chunk
     )
     return logprobs.view(targets.shape)
 

@@ -28,12 +28,13 @@ class Microbatcher(MicrobatchCutter):
         self._lag = (ValueScoring if config.head == "scalar" else TokenScoring).lag
         self.variable_length_kernel = config.hf_cfg.attn_implementation == "flash_attention_2" and device.type == "cuda"
 
-    def form(self, microbatch: BatchedDataDict[Any], *, training: bool) -> ScoringInput:
+    def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ScoringInput:
         """The microbatch as the model reads it.
 
         Args:
             microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
             training: score only tokens with `token_mask * sample_mask`; otherwise all.
+            candidates_key: score the tokens of this column [b, T, K] as well, at the same positions.
 
         Raises:
             DataError: a row is longer than `max_total_sequence_length`, or than the batch is wide.
@@ -41,7 +42,7 @@ class Microbatcher(MicrobatchCutter):
         read = self.read(microbatch, training=training)
         ids, lengths, mask = read.input_ids, read.lengths, read.mask
         if self.packing:
-            return packed_input(
+            formed = packed_input(
                 ids,
                 lengths,
                 device=self._device,
@@ -50,4 +51,6 @@ class Microbatcher(MicrobatchCutter):
                 pad_multiple=self._config.sequence_packing.sequence_length_pad_multiple,
                 variable_length_kernel=self.variable_length_kernel,
             )
-        return padded_input(ids, lengths, device=self._device, lag=self._lag, mask=mask)
+        else:
+            formed = padded_input(ids, lengths, device=self._device, lag=self._lag, mask=mask)
+        return formed if candidates_key is None else formed.with_candidates(microbatch[candidates_key])

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_backends_hf.scoring import ScoringModel
@@ -136,6 +143,8 @@ class FullyShard(Parallel):
             unit = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        for method in scoring.further_passes:
+            register_fsdp_forward_method(scoring, method)
 
     def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         squared = _norm([local(gradient) for gradient in gradients], self.device).square()

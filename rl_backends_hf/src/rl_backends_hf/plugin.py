@@ -23,6 +23,7 @@ def rlcore_policies() -> list[Component]:
                 "generate",
                 "reference",
                 "scalar_head",
+                "topk_logprobs",
                 *WEIGHT_TRANSPORTS,
             ),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ class ScoringInput:
         input_ids: [b, T'] or [1, N] int64.
         attention: further arguments of the backbone: positions, and row borders for variable-length kernels.
         readers: [M] int64; which of the b * T' (or N) hidden states the token's number is read from.
-        targets: [M] int64; the token.
+        targets: [M] int64; the token. Or [M, 1 + K]: the token, and K candidates in its place.
         places: [M] int64; where its number belongs in the flattened [b, T].
         shape: (b, T) of the microbatch as it came.
     """
@@ -39,9 +39,14 @@ class ScoringInput:
     attention: Mapping[str, Any] = field(default_factory=dict)
 
     def spread(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[b, T] float32 with each of the M numbers in its place and 0.0 elsewhere; gradients flow through."""
-        flat = numbers.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_put((self.places,), numbers).view(self.shape)
+        """[b, T, ...] with each of the M entries of [M, ...] in its place and 0 elsewhere; gradients flow through."""
+        flat = numbers.new_zeros(self.shape[0] * self.shape[1], *numbers.shape[1:])
+        return flat.index_put((self.places,), numbers).view(*self.shape, *numbers.shape[1:])
+
+    def with_candidates(self, candidates: torch.Tensor) -> ScoringInput:
+        """The same microbatch, to be scored for the tokens `candidates` [b, T, K] int64 as well."""
+        beside = candidates.to(self.places.device).flatten(0, 1).index_select(0, self.places)
+        return replace(self, targets=torch.cat([self.targets.unsqueeze(1), beside], dim=1))
 
 
 def padded_input(
@@ -143,6 +148,8 @@ class ScoringModel(nn.Module, ABC):
     """What its numbers are called."""
     lag: ClassVar[int]
     """How many tokens before its own a token's number is read: 1 where it is a prediction, 0 where it is a judgement."""
+    further_passes: ClassVar[tuple[str, ...]] = ()
+    """Methods that compute with the weights as `forward` does; FSDP2 has to know of them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -155,7 +162,10 @@ class ScoringModel(nn.Module, ABC):
 
     @abstractmethod
     def numbers(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The head alone: [M] float32, of hidden states [M, H] and the tokens [M] whose numbers are read from them."""
+        """The head alone: [M] float32, of hidden states [M, H] and the tokens [M] whose numbers are read from them.
+
+        A head that predicts tokens also takes several of each, [M, 1 + K], and answers with as many numbers.
+        """
 
     def forward(
         self,
@@ -165,11 +175,15 @@ class ScoringModel(nn.Module, ABC):
         attention: Mapping[str, Any],
     ) -> torch.Tensor:
         """The number [M] float32 of each scored token; see `ScoringInput`."""
+        return self.numbers(self.hidden_states(input_ids, readers, attention), targets)
+
+    def hidden_states(self, input_ids: torch.Tensor, readers: torch.Tensor, attention: Mapping[str, Any]) -> torch.Tensor:
+        """The backbone alone: last hidden states [M, H]."""
         output = self.model.base_model(input_ids=input_ids, use_cache=False, return_dict=True, **attention)
-        hidden = output.last_hidden_state
-        return self.numbers(hidden.reshape(-1, hidden.shape[-1]).index_select(0, readers), targets)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, readers)
 
     def score(self, microbatch: ScoringInput) -> torch.Tensor:
-        """Numbers [b, T] float32 of a microbatch; 0.0 where none was wanted."""
+        """Numbers [b, T] (with candidates [b, T, 1 + K]) float32 of a microbatch; 0.0 where none was wanted."""
         scored = self(microbatch.input_ids, microbatch.readers, microbatch.targets, microbatch.attention)
         return microbatch.spread(scored)

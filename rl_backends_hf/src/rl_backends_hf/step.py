@@ -83,12 +83,20 @@ def _forward_backward(
     metrics: list[Mapping[str, torch.Tensor]] = []
     with nullcontext() if learn else torch.no_grad():
         for inputs, batch in microbatches:
-            loss, found = loss_fn(scoring.score(inputs), batch, seqs, toks)
+            loss, found = loss_fn(_as_the_loss_reads(scoring.score(inputs), batch, loss_fn), batch, seqs, toks)
             if learn:
                 loss.backward()
             losses.append(loss.detach().float())
             metrics.append(found)
     return losses, metrics
+
+
+def _as_the_loss_reads(scored: torch.Tensor, batch: BatchedDataDict[Any], loss_fn: LossFunction) -> torch.Tensor:
+    """The numbers [b, T] of the rows' own tokens; those of candidates go into the batch."""
+    if loss_fn.candidates_key is None:
+        return scored
+    batch["candidate_logprobs"] = scored[..., 1:]
+    return scored[..., 0]
 
 
 def _step(state: TrainingState) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs
-from rl_backends_hf.scoring import ScoringModel
+from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
+from rl_backends_hf.scoring import ScoringInput, ScoringModel
 from rl_core.errors import NotSupportedError
 
 
@@ -25,6 +28,7 @@ class TokenScoring(ScoringModel):
 
     column = "logprobs"
     lag = 1
+    further_passes = ("topk",)
 
     def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, temperature: float = 1.0) -> None:
         super().__init__(model)
@@ -45,11 +49,29 @@ class TokenScoring(ScoringModel):
         return size
 
     def numbers(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Log-probability [M] float32, in nats, of each target under the logits of its hidden state."""
+        """Log-probability [M] or [M, 1 + K] float32, in nats, of each target under the logits of its hidden state."""
         head = self.model.get_output_embeddings()
         return chunked_token_logprobs(
             hidden, head.weight, head.bias, targets, transform=self.transform, chunk=self.chunk_tokens
         )
+
+    def topk(
+        self, input_ids: torch.Tensor, readers: torch.Tensor, attention: Mapping[str, Any], k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [M, k] int64 and log-probabilities [M, k] float32, in nats, of the likeliest tokens; see `ScoringInput`."""
+        hidden, head = self.hidden_states(input_ids, readers, attention), self.model.get_output_embeddings()
+        return chunked_topk_logprobs(hidden, head.weight, head.bias, k=k, transform=self.transform, chunk=self.chunk_tokens)
+
+    def likeliest(self, microbatch: ScoringInput, k: int) -> dict[str, torch.Tensor]:
+        """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch, on the CPU.
+
+        They leave the device at once, for they are k times as large as what a pass usually answers with.
+        """
+        ids, logprobs = self.topk(microbatch.input_ids, microbatch.readers, microbatch.attention, k)
+        return {
+            "topk_token_ids": microbatch.spread(ids).to("cpu"),
+            "topk_logprobs": microbatch.spread(logprobs).to("cpu"),
+        }
 
 
 def logit_transform(config: PretrainedConfig, *, temperature: float) -> LogitTransform:

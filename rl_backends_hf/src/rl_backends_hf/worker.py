@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.lora import LoraAdapters
 from rl_backends_hf.master import MasterWeights
 from rl_backends_hf.microbatches import Microbatcher
-from rl_backends_hf.model import DTYPES, checkpoint_activations, is_quantised, load_model
+from rl_backends_hf.model import DTYPES, checkpoint_activations, exact_weights, is_quantised, load_model
 from rl_backends_hf.optimizer import build_optimizer
 from rl_backends_hf.parallel import Parallel, make_parallel
 from rl_backends_hf.probe import probe_scoring
 from rl_backends_hf.reference import FrozenBase, Reference, ReferencePolicy
 from rl_backends_hf.scalar_head import ValueScoring
-from rl_backends_hf.scoring import ScoringModel
+from rl_backends_hf.scoring import ScoringInput, ScoringModel
 from rl_backends_hf.step import optimizer_step
 from rl_backends_hf.token_scoring import TokenScoring
 from rl_backends_hf.training_state import TrainingState
@@ -29,7 +29,7 @@ from rl_backends_hf.weights_folder import HandedOn, WholeModel, find_tokenizer, 
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import CheckpointError, NotSupportedError, UserError
+from rl_core.errors import CheckpointError, DataError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
@@ -38,6 +38,7 @@ from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.source import WeightSource
 
 _CPU = torch.device("cpu")
+_Told = Callable[[ScoringInput], Mapping[str, torch.Tensor]]
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +70,9 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         _warn_of_slow_type(self._dtype, device)
         self._microbatcher = Microbatcher(self._config, device=device)
         head = self._config.head
-        model = load_model(self._config.model_name, options=hf, dtype=self._dtype, device=device, head=head)
+        # Shards are float32 masters themselves, and rounded as they are gathered.
+        loaded_as = torch.float32 if self._parallel.shards and hf.lora is None else self._dtype
+        model = load_model(self._config.model_name, options=hf, dtype=loaded_as, device=device, head=head)
         self._quantised = is_quantised(model)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if hf.lora is not None:
@@ -105,31 +108,34 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
                 return self._score(scoring, data)
         return self._score_now(data)
 
+    def get_topk_logprobs(self, data: BatchedDataDict[Any], *, k: int) -> BatchedDataDict[Any]:
+        scoring = self._scoring
+        assert isinstance(scoring, TokenScoring)
+        return self._score_now(data, lambda microbatch: scoring.likeliest(microbatch, k))
+
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         return self._score_now(data)
 
-    def _score_now(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    def _score_now(self, data: BatchedDataDict[Any], told: _Told | None = None) -> BatchedDataDict[Any]:
         """What the present weights say."""
         self._bring(weights=self._parallel.device)
         try:
             with torch.no_grad():
-                return self._score(self._scoring.eval(), data)
+                return self._score(self._scoring.eval(), data, told)
         finally:
             self._parallel.after_forward(self._scoring)
 
-    def _score(self, scoring: ScoringModel, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    def _score(self, scoring: ScoringModel, data: BatchedDataDict[Any], told: _Told | None = None) -> BatchedDataDict[Any]:
+        """What is told of each microbatch, put together; the model's own numbers by default."""
+        told = told or (lambda microbatch: {scoring.column: scoring.score(microbatch)})
         columns: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
         columns.micro_batch_indices, columns.micro_batch_lengths = data.micro_batch_indices, data.micro_batch_lengths
         parts = [
-            scoring.score(self._microbatcher.form(microbatch, training=False))
+            told(self._microbatcher.form(microbatch, training=False))
             for microbatch in self._microbatcher.split(columns, rows=self._config.logprob_batch_size)
         ]
-        numbers = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
-        start = 0
-        for part in parts:
-            numbers[start : start + len(part), : part.shape[1]] = part.to("cpu")
-            start += len(part)
-        return BatchedDataDict({scoring.column: numbers})
+        width = data["input_ids"].shape[1]
+        return BatchedDataDict({name: _rows_on_cpu([part[name] for part in parts], width=width) for name in parts[0]})
 
     def train(
         self,
@@ -148,7 +154,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
             microbatches = self._microbatcher.split(batch, rows=mbs or self._config.train_micro_batch_size)
             result = optimizer_step(
                 self._scoring,
-                ((self._microbatcher.form(each, training=True), each.to(self._parallel.device)) for each in microbatches),
+                (self._to_train(microbatch, loss_fn) for microbatch in microbatches),
                 loss_fn,
                 count,
                 state=None if eval_mode else self._trainable(),
@@ -157,6 +163,17 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
             )
             results.append(result)
         return results
+
+    def _to_train(self, microbatch: BatchedDataDict[Any], loss_fn: LossFunction) -> tuple[ScoringInput, BatchedDataDict[Any]]:
+        """A microbatch as the model reads it and as the loss sees it."""
+        key, vocab_size = loss_fn.candidates_key, self._scoring.vocab_size
+        if key is not None and (largest := int(microbatch[key].max())) >= vocab_size:
+            raise DataError(
+                f"`{key}` holds token id {largest}, outside the {vocab_size} tokens of {self._config.model_name}: whoever "
+                "named the candidates has a larger vocabulary. Take a teacher whose LM head has no more rows than the policy's."
+            )
+        formed = self._microbatcher.form(microbatch, training=True, candidates_key=key)
+        return formed, microbatch.to(self._parallel.device)
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         from rl_backends_hf.sampler import Sampler, SamplerSettings
@@ -265,6 +282,10 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         # Adapters are float32 beside a base of any type, and saved as they are: nothing of them is rounded.
         published = self._dtype if self._adapters is None else torch.float32
         masters = MasterWeights(self._scoring.model, published=published)
+        if self._adapters is None and masters.are_copies:
+            masters.refine(
+                exact_weights(self._config.model_name, options=self._config.hf_cfg, dtype=self._dtype, head=self._config.head)
+            )
         optimizer = build_optimizer(masters.parameters, self._config.optimizer)
         return TrainingState(masters=masters, optimizer=optimizer, scheduler=build_scheduler(optimizer, self._config.scheduler))
 
@@ -311,6 +332,17 @@ def _warn_of_slow_type(dtype: torch.dtype, device: torch.device) -> None:
             "Set `policy.precision: float32`, unless memory forbids it.",
             torch.backends.cpu.get_cpu_capability(),
         )
+
+
+def _rows_on_cpu(parts: Sequence[torch.Tensor], *, width: int) -> torch.Tensor:
+    """The rows of all microbatches [b, T', ...], right-padded with 0 to `width`."""
+    shape = (sum(len(part) for part in parts), width, *parts[0].shape[2:])
+    rows = torch.zeros(shape, dtype=parts[0].dtype)
+    start = 0
+    for part in parts:
+        rows[start : start + len(part), : part.shape[1]] = part.to("cpu")
+        start += len(part)
+    return rows
 
 
 def _as_hf(section: GenerationConfig | None) -> HFGenerationConfig:

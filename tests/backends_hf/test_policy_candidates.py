@@ -1,0 +1,241 @@
+"""The likeliest tokens and the log-probabilities of candidates, against all logits of Transformers and autograd."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
+from rl_backends_hf.policy import HuggingFacePolicy
+from rl_core.algorithms import DistillationLossFn
+from rl_core.algorithms.losses.distillation_config import DistillationLossConfig
+from rl_core.errors import DataError, NotSupportedError, WorkerError
+from rl_core.interfaces.loss import LossFunction
+
+K = 5
+MICROBATCHING = {
+    "by_count": {"logprob_batch_size": 3, "train_micro_batch_size": 3},
+    "token_budget": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}},
+    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}},
+}
+
+
+class WeightedCandidates(LossFunction):
+    """A weighted sum over candidates and the row's own tokens; every weight is a number of its own."""
+
+    required_keys = frozenset({"weights"})
+    candidates_key = "wanted"
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+        of_candidates = (data["candidate_logprobs"] * data["weights"]).sum(-1)
+        loss = ((of_candidates + 0.5 * next_token_logprobs) * mask).sum() / global_valid_toks
+        untrained = (data["candidate_logprobs"] * (1 - mask).unsqueeze(-1)).abs().sum()
+        return loss, {"untrained": untrained.detach()}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any result has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def plain_model(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def plain_distributions(model, rows, *, temperature=1.0):
+    """[B, T, V]: at t the whole log-distribution over token t given the tokens before it; zeros elsewhere."""
+    columns = []
+    for ids, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True):
+        logits = model(ids[None, :length], use_cache=False).logits[0, :-1].float() / temperature
+        columns.append(torch.nn.functional.pad(torch.log_softmax(logits, -1), (0, 0, 1, len(ids) - length)))
+    return torch.stack(columns)
+
+
+def is_predicted(rows):
+    column = torch.arange(rows["input_ids"].shape[1])
+    return (column > 0) & (column < rows["input_lengths"].unsqueeze(1))
+
+
+def with_candidates(rows, vocab_size, *, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*rows["input_ids"].shape, K)
+    rows["wanted"] = torch.randint(0, vocab_size, shape, generator=generator)
+    rows["wanted"][..., 1] = rows["wanted"][..., 0]  # one token twice
+    rows["wanted"][..., 2] = rows["input_ids"]  # the row's own among them
+    rows["weights"] = torch.randn(shape, generator=generator)
+    return rows
+
+
+@pytest.mark.parametrize("microbatching", MICROBATCHING)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "granite", "cohere"])
+def test_the_likeliest_tokens_are_those_of_plain_logits(parts, model_folder, kind, microbatching):
+    rows = parts.make_rows()
+    section = {"backend": "hf", "temperature": 0.7}
+    config = parts.make_config(model_folder(kind), **MICROBATCHING[microbatching], generation=section)
+    found = HuggingFacePolicy(config=config).get_topk_logprobs(rows, K)
+    with torch.no_grad():
+        whole = plain_distributions(plain_model(model_folder(kind)), rows, temperature=0.7)
+    expected = whole.topk(K, dim=-1)
+    there = is_predicted(rows).unsqueeze(-1)
+    # Float32, other order of summation: 1e-5 nats is what the design asks for.
+    torch.testing.assert_close(found["topk_logprobs"], expected.values * there, rtol=0, atol=1e-5)
+    # Two tokens of a random model may be level to the last bit; then either may come first.
+    at_the_ids = whole.gather(2, found["topk_token_ids"]) * there
+    torch.testing.assert_close(at_the_ids, expected.values * there, rtol=0, atol=1e-5)
+    assert (found["topk_token_ids"] * ~there == 0).all()
+    assert found["topk_token_ids"].dtype == torch.int64
+    assert found["topk_logprobs"].dtype == torch.float32
+    assert all(len(set(ids)) == K for ids in found["topk_token_ids"][is_predicted(rows)].tolist())
+
+
+@pytest.mark.parametrize("microbatching", MICROBATCHING)
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma2", "granite"])
+def test_gradients_through_candidates_equal_autograd_through_all_logits(parts, model_folder, kind, microbatching):
+    rows = with_candidates(parts.make_rows(), parts.VOCAB_SIZE)
+    section = {"backend": "hf", "temperature": 0.8}
+    config = parts.make_config(
+        model_folder(kind), **MICROBATCHING[microbatching], generation=section, optimizer=parts.SGD, max_grad_norm=None
+    )
+    policy = HuggingFacePolicy(config=config)
+    before = {name: tensor.clone() for name, tensor in policy.group.worker.iter_weights()}
+    result = policy.train(rows, WeightedCandidates())
+
+    model = plain_model(model_folder(kind))
+    whole = plain_distributions(model, rows, temperature=0.8)
+    mask = rows["token_mask"] * rows["sample_mask"].unsqueeze(1)
+    own = whole.gather(2, rows["input_ids"].unsqueeze(-1)).squeeze(-1)
+    loss = (((whole.gather(2, rows["wanted"]) * rows["weights"]).sum(-1) + 0.5 * own) * mask).sum() / mask.sum()
+    loss.backward()
+    # Weights of both signs: what is left of a sum of terms of the order of 10 is known to 1e-6 of those.
+    assert result["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-5)
+    assert result["metrics"]["untrained"] == 0.0
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = parts.gradients_from(before, dict(policy.group.worker.iter_weights()))
+    assert parts.largest_relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "mixed_kl", "jsd"])
+@pytest.mark.parametrize("microbatching", MICROBATCHING)
+def test_with_the_whole_vocabulary_a_student_has_the_gradient_of_the_exact_divergence(
+    parts, model_folder, divergence, microbatching
+):
+    rows = parts.make_rows()
+    teacher = HuggingFacePolicy(config=parts.make_config(model_folder("llama-tied")))
+    likeliest = teacher.get_topk_logprobs(rows, parts.VOCAB_SIZE)
+    rows["teacher_topk_token_ids"], rows["teacher_topk_logprobs"] = likeliest["topk_token_ids"], likeliest["topk_logprobs"]
+    policy = HuggingFacePolicy(
+        config=parts.make_config(model_folder("llama"), **MICROBATCHING[microbatching], optimizer=parts.SGD, max_grad_norm=None)
+    )
+    before = {name: tensor.clone() for name, tensor in policy.group.worker.iter_weights()}
+    loss_fn = DistillationLossFn(
+        DistillationLossConfig(divergence=divergence, topk=parts.VOCAB_SIZE, beyond_topk="renormalize")
+    )
+    result = policy.train(rows, loss_fn)
+
+    model = plain_model(model_folder("llama"))
+    q = plain_distributions(model, rows)
+    with torch.no_grad():
+        p = plain_distributions(plain_model(model_folder("llama-tied")), rows)
+    forward, reverse = (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1)
+    m = torch.log(0.5 * p.exp() + 0.5 * q.exp())
+    exact = {
+        "forward_kl": forward,
+        "reverse_kl": reverse,
+        "mixed_kl": 0.5 * (forward + reverse),
+        "jsd": 0.5 * (p.exp() * (p - m)).sum(-1) + 0.5 * (q.exp() * (q - m)).sum(-1),
+    }[divergence]
+    mask = rows["token_mask"] * rows["sample_mask"].unsqueeze(1)
+    loss = (exact * mask).sum() / mask.sum()
+    loss.backward()
+    assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert result["metrics"]["distillation/kl_forward"] == pytest.approx(((forward * mask).sum() / mask.sum()).item(), rel=1e-5)
+    assert result["metrics"]["distillation/kl_reverse"] == pytest.approx(((reverse * mask).sum() / mask.sum()).item(), rel=1e-5)
+    found = parts.gradients_from(before, dict(policy.group.worker.iter_weights()))
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # Terms of both signs over the whole vocabulary cancel; each is rounded to float32 first.
+    assert parts.largest_relative_error(found, expected) < 5e-5
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_the_chunked_head_has_the_derivatives_of_its_formula_for_several_targets(chunk, softcap):
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(*s, generator=generator, requires_grad=True) for s in ((8, 6), (11, 6)))
+    bias = torch.randn(11, generator=generator, requires_grad=True)
+    targets, upstream = torch.randint(0, 11, (8, 4), generator=generator), torch.randn(8, 4, generator=generator)
+    targets[:, 1] = targets[:, 0]
+    transform = LogitTransform(scale=0.5, softcap=softcap, temperature=0.8)
+    found = chunked_token_logprobs(hidden, weight, bias, targets, transform=transform, chunk=chunk)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = (exact[0] @ exact[1].t() + exact[2]) * 0.5
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.8
+    expected = torch.log_softmax(logits, dim=-1).gather(1, targets)
+    # Float32 against float64.
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    ours = torch.autograd.grad(found, (hidden, weight, bias), upstream)
+    for one, other in zip(ours, torch.autograd.grad(expected, exact, upstream.double()), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+    ids, logprobs = chunked_topk_logprobs(hidden, weight, bias, k=4, transform=transform, chunk=chunk)
+    best = torch.log_softmax(logits, dim=-1).topk(4, dim=-1)
+    assert torch.equal(ids, best.indices)
+    torch.testing.assert_close(logprobs.double(), best.values, rtol=1e-5, atol=1e-6)
+    assert not logprobs.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_a_microbatch_without_a_trained_token_goes_through_the_head(shape):
+    hidden, weight = torch.randn(0, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
+    found = chunked_token_logprobs(
+        hidden, weight, None, torch.zeros(shape, dtype=torch.int64), transform=LogitTransform(), chunk=4
+    )
+    assert found.shape == shape
+    found.sum().backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_no_tensor_holds_the_vocabulary_at_every_position(parts, model_folder):
+    rows = parts.make_rows()
+    policy = HuggingFacePolicy(config=parts.make_config(model_folder("llama"), logprob_batch_size=8))
+    policy.get_topk_logprobs(rows, K)
+    with LargestTensor() as largest:
+        policy.get_topk_logprobs(rows, K)
+    positions = int(is_predicted(rows).sum())
+    assert largest.elements < positions * parts.VOCAB_SIZE
+
+
+def test_more_likeliest_tokens_than_there_are_and_candidates_from_elsewhere_are_refused(parts, model_folder):
+    rows = with_candidates(parts.make_rows(), parts.VOCAB_SIZE)
+    policy = HuggingFacePolicy(config=parts.make_config(model_folder("llama")))
+    for k in (0, parts.VOCAB_SIZE + 1):
+        with pytest.raises(DataError, match=rf"The {k} likeliest tokens.*vocabulary has {parts.VOCAB_SIZE}"):
+            policy.get_topk_logprobs(rows, k)
+    rows["wanted"][0, 0, 0] = parts.VOCAB_SIZE
+    with pytest.raises(WorkerError, match=f"token id {parts.VOCAB_SIZE}, outside the {parts.VOCAB_SIZE} tokens"):
+        policy.train(rows, WeightedCandidates())
+
+
+def test_a_scalar_head_tells_no_likeliest_tokens(parts, model_folder):
+    policy = HuggingFacePolicy(config=parts.make_config(model_folder("llama"), head="scalar"))
+    with pytest.raises(NotSupportedError, match="scalar head"):
+        policy.get_topk_logprobs(parts.make_rows(), K)
+
+
+def test_log_probabilities_of_the_likeliest_are_those_of_the_whole_distribution(parts, model_folder):
+    policy = HuggingFacePolicy(config=parts.make_config(model_folder("llama")))
+    rows = parts.make_rows()
+    whole = policy.get_topk_logprobs(rows, parts.VOCAB_SIZE)["topk_logprobs"][is_predicted(rows)]
+    few = policy.get_topk_logprobs(rows, K)["topk_logprobs"][is_predicted(rows)]
+    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(len(whole)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(few, whole[:, :K], rtol=0, atol=1e-6)
+    assert float(few.exp().sum(-1).max()) < 1.0 - math.exp(-20)
