@@ -167,6 +167,33 @@ data:
 grpo: {seed: 7}
 """
 
+PPO = """\
+defaults: shared.yaml
+ppo:
+  num_prompts_per_step: 8
+  num_generations_per_prompt: 2
+  max_num_steps: 30
+  ppo_epochs: 3
+  policy_training_start_step: 5
+  val_period: 10
+  skip_reference_policy_logprobs_calculation: true
+  adv_estimator: {name: gae, gae_lambda: 0.9, gae_gamma: 1, gae_lambda_value: 1.0, length_adaptive_alpha: 0.0}
+  async_ppo: {enabled: false, max_trajectory_age_steps: 1}
+value_loss_fn: {scale: 1.0, cliprange: 0.3}
+value:
+  model_name: ${policy.model_name}
+  train_global_batch_size: ${policy.train_global_batch_size}
+  precision: bfloat16
+  reward_model_cfg: {enabled: true, reward_model_type: regression}
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 1, lora_cfg: {enabled: false, dim: 8}}
+  megatron_cfg: {enabled: false, tensor_model_parallel_size: 4}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 1.0e-5}}
+  scheduler:
+    - name: torch.optim.lr_scheduler.ConstantLR
+      kwargs: {factor: 1.0, total_iters: 1000}
+    - milestones: []
+"""
+
 MEGATRON = """\
 defaults: grpo.yaml
 cluster: {gpus_per_node: 8, num_nodes: 2}
@@ -204,8 +231,9 @@ policy:
 """
 
 FILES = {"base.yaml": BASE, "grpo.yaml": GRPO, "sft.yaml": SFT, "dpo.yaml": DPO, "rm.yaml": RM, "hub.yaml": HUB}
-FILES |= {"megatron.yaml": MEGATRON}
-NAMES = ["grpo.yaml", "sft.yaml", "dpo.yaml", "rm.yaml", "megatron.yaml"]
+FILES["shared.yaml"] = GRPO.partition("grpo:\n")[0] + "loss_fn:\n" + GRPO.partition("loss_fn:\n")[2]
+FILES |= {"megatron.yaml": MEGATRON, "ppo.yaml": PPO}
+NAMES = ["grpo.yaml", "ppo.yaml", "sft.yaml", "dpo.yaml", "rm.yaml", "megatron.yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +351,20 @@ def test_pairs_of_a_preference_config_are_counted_as_rows_where_ours_counts_rows
     assert lines["policy.train_micro_batch_size"].reason == "rows are counted, two a pair"
 
 
+def test_a_config_with_a_critic_means_the_same_here(folder, tmp_path):
+    ours, lines = ours_of(folder, tmp_path, "ppo.yaml")
+    assert (ours.algorithm_name, ours.loss_fn.name) == ("ppo", "clipped_pg")
+    assert (ours.algorithm.ppo_epochs, ours.algorithm.critic_warmup_steps) == (3, 5)
+    gae = ours.algorithm.gae
+    assert (gae.lam, gae.gamma, gae.value_lam, gae.length_adaptive_alpha) == (0.9, 1.0, 1.0, None)
+    assert ours.algorithm.value_loss.cliprange_value == 0.3
+    assert (ours.value.backend, ours.value.model_name, ours.value.hf_cfg.data_parallel) == ("hf", "acme/small", "fsdp2")
+    assert (ours.value.train_global_batch_size, ours.value.scheduler) == (64, None)
+    assert ours.value.optimizer.kwargs == {"lr": 1.0e-5, "weight_decay": 0.0}
+    assert lines["value.megatron_cfg.tensor_model_parallel_size"].reason == "value.megatron_cfg.enabled is off there"
+    assert {key for key, line in lines.items() if line.outcome == "not honoured"} == set()
+
+
 def test_a_config_of_a_reward_model_means_the_same_here(folder, tmp_path):
     ours, lines = ours_of(folder, tmp_path, "rm.yaml")
     assert (ours.algorithm_name, ours.loss_fn.name) == ("rm", "bradley_terry")
@@ -393,7 +435,7 @@ def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(folder, tmp_p
         ("data.train.dataset_name", "squad", "JSON lines"),
         ("data.train.data_path", "rows.csv", "not here"),
         ("data.train.split_validation_size", "0.05", "data.validation"),
-        ("ppo.ppo_epochs", "4", "by hand"),
+        ("distillation.topk_logits_k", "64", "by hand"),
         ("logger.monitor_gpus", "true", "GPUs"),
     ],
 )

@@ -138,7 +138,7 @@ def on_policy(value: Any, theirs: Theirs) -> Decision:
     """A ratio of 1 where a step makes one update."""
     if value is not True:
         return Unneeded("the ratio is 1 here exactly where a step makes one optimizer step")
-    return Becomes({"grpo.skip_logprobs_when_on_policy": True}, "where a step makes one optimizer step")
+    return Becomes({f"{algorithm_of(theirs)}.skip_logprobs_when_on_policy": True}, "where a step makes one optimizer step")
 
 
 def pair_loss(value: Any, theirs: Theirs) -> Decision:
@@ -172,3 +172,8 @@ def best_checkpoints(value: Any, theirs: Theirs) -> Decision:
 def unless_null(key: str) -> Callable[[Any, Theirs], Decision]:
     """A key that may be null there and not here."""
     return lambda value, theirs: Unneeded("the default is taken") if value is None else Becomes({key: value})
+
+
+def unless_zero(key: str) -> Callable[[Any, Theirs], Decision]:
+    """A number that is 0 there where it is off, and null here."""
+    return lambda value, theirs: Becomes({key: value}) if value else Unneeded("off there")

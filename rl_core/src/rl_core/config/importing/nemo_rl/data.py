@@ -92,7 +92,7 @@ def _path(given: Any, split: str, theirs: Theirs) -> Decision:
 def _answer(given: Any, split: str, theirs: Theirs) -> Decision:
     """The field of the answer: what is trained on for sft, what is expected otherwise."""
     key = "response_key" if algorithm_of(theirs) == "sft" else "output_key"
-    return _of_source(key, only=("sft", "grpo"))(given, split, theirs)
+    return _of_source(key, only=("sft", "grpo", "ppo"))(given, split, theirs)
 
 
 def _part(ours: str) -> _Value:
@@ -150,9 +150,9 @@ def _unless_null(since: str, reason: str) -> _Value:
 _KEYS: dict[str, _Value] = {
     "dataset_name": _name,
     "data_path": _path,
-    "input_key": _of_source("input_key", only=("sft", "grpo")),
+    "input_key": _of_source("input_key", only=("sft", "grpo", "ppo")),
     "output_key": _answer,
-    "chat_key": _of_source("input_key", only=("sft", "grpo"), note="a list of messages is a conversation"),
+    "chat_key": _of_source("input_key", only=("sft", "grpo", "ppo"), note="a list of messages is a conversation"),
     "prompt_key": _of_source("prompt_key", only=("dpo", "rm")),
     "chosen_key": _of_source("chosen_key", only=("dpo", "rm")),
     "rejected_key": _of_source("rejected_key", only=("dpo", "rm")),

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config.importing.rows import Added, Becomes, Decision, Theirs, Unneeded
 
-ALGORITHMS = ("grpo", "sft", "dpo", "rm")
+ALGORITHMS = ("grpo", "ppo", "sft", "dpo", "rm")
 """Their algorithms that are taken over; the first section found counts."""
 
 COLOCATED = "policy and engine share the places of the cluster here"
@@ -25,17 +25,12 @@ def is_megatron(theirs: Theirs) -> bool:
 
 def samples(theirs: Theirs) -> bool:
     """Whether the algorithm samples."""
-    return algorithm_of(theirs) == "grpo"
+    return algorithm_of(theirs) in ("grpo", "ppo")
 
 
 def ranks(theirs: Theirs) -> int:
     """Ranks that train."""
     return theirs.number("cluster.gpus_per_node", 1) * theirs.number("cluster.num_nodes", 1)
-
-
-def has_lora(theirs: Theirs) -> bool:
-    """Whether adapters are trained in place of all weights."""
-    return not is_megatron(theirs) and theirs.get("policy.dtensor_cfg.lora_cfg.enabled") is True
 
 
 def has_pairs(theirs: Theirs) -> bool:
@@ -93,10 +88,15 @@ def additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
     algorithm = algorithm_of(theirs)
     if algorithm is not None and not any(key.startswith(f"{algorithm}.") for key in ours):
         yield Added(key=algorithm, value={}, reason="the algorithm, with its defaults")
-    if "policy.backend" not in ours and any(key.startswith("policy.") for key in ours):
-        yield Added(key="policy.backend", value="hf", reason="theirs trains with PyTorch's own parallelism")
-    if not is_megatron(theirs) and not has_lora(theirs) and ranks(theirs) > 1:
-        yield Added(key="policy.hf_cfg.data_parallel", value="fsdp2", reason="theirs shards weights over the ranks")
+    for section in ("policy", "value"):
+        if not any(key.startswith(f"{section}.") for key in ours):
+            continue
+        backend = ours.get(f"{section}.backend")
+        if backend is None:
+            yield Added(key=f"{section}.backend", value="hf", reason="theirs trains with PyTorch's own parallelism")
+        if backend != "megatron" and f"{section}.hf_cfg.lora" not in ours and ranks(theirs) > 1:
+            reason = "theirs shards weights over the ranks"
+            yield Added(key=f"{section}.hf_cfg.data_parallel", value="fsdp2", reason=reason)
     if samples(theirs):
         yield from _engine_additions(theirs, ours)
     if ours.get("logger.loggers.wandb.enabled") is True:

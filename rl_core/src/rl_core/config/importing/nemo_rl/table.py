@@ -10,13 +10,17 @@ from typing import Any
 
 from rl_core.config.importing.nemo_rl import algorithms, data, facts
 from rl_core.config.importing.nemo_rl.policy_rows import POLICY
+from rl_core.config.importing.nemo_rl.ppo import PPO, as_critic, switches_of_critic
 from rl_core.config.importing.rows import Added, Row, Switch, Table, Theirs, by, never, nothing, only, same, to
 
 _PENALTIES = "advantages and rewards are the estimator's and the environment's: write it there"
 _LOGGED = "rollouts of every step are in the run folder"
 _OFF = "off there"
 
-_SECTIONS = ("grpo", "sft", "dpo", "rm", "loss_fn", "policy", "data", "env", "logger", "cluster", "checkpointing")
+_SECTIONS = (
+    *facts.ALGORITHMS,
+    *("loss_fn", "value_loss_fn", "policy", "value", "data", "env", "logger", "cluster", "checkpointing"),
+)
 
 _ALWAYS: list[Row] = [
     by("policy.megatron_cfg.enabled", facts.megatron),
@@ -27,6 +31,7 @@ _SWITCHES: list[Switch] = [
     Switch(pattern=f"{section}.**", is_on=facts.is_on(switch), off=f"{switch} is off there")
     for section, switch in {
         "grpo.async_grpo": "grpo.async_grpo.enabled",
+        "ppo.async_ppo": "ppo.async_ppo.enabled",
         "data_plane": "data_plane.enabled",
         "policy.draft": "policy.draft.enabled",
         "policy.megatron_cfg.fp8_cfg": "policy.megatron_cfg.fp8_cfg.enabled",
@@ -191,8 +196,8 @@ _REST: list[Row] = [
     *only("", " ".join(_SECTIONS), [], since="the section's defaults", reason="must be a section with keys below it"),
     *(
         row
-        for section in ("ppo", "distillation", "value", "value_loss_fn", "teacher")
-        for row in never("", f"{section}.**", "grpo, sft, dpo and rm are taken over: write this one by hand")
+        for section in ("distillation", "teacher")
+        for row in never("", f"{section}.**", "grpo, ppo, sft, dpo and rm are taken over: write this one by hand")
     ),
 ]
 
@@ -204,15 +209,16 @@ def _additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
 
 NEMO_RL = Table(
     framework="NeMo RL",
-    always=_ALWAYS,
-    switches=_SWITCHES,
-    rows=[*_GRPO, *_LOSS, *_SUPERVISED, *POLICY, *_REST],
+    always=[*_ALWAYS, *as_critic(_ALWAYS)],
+    switches=[*_SWITCHES, *switches_of_critic(_SWITCHES)],
+    rows=[*_GRPO, *PPO, *as_critic(POLICY), *_LOSS, *_SUPERVISED, *POLICY, *_REST],
     defaults={
         "grpo": {
             "grpo.use_leave_one_out_baseline": True,
             "grpo.num_generations_per_prompt": 16,
             "loss_fn.reference_policy_kl_penalty": 0.01,
         },
+        "ppo": {"loss_fn.reference_policy_kl_penalty": 0.01},
         "dpo": {"dpo.sft_average_log_probs": False},
         "sft": {},
         "rm": {},
