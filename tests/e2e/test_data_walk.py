@@ -10,6 +10,7 @@ from datasets import Dataset, DatasetDict
 from e2e_runs import MODEL, merged
 
 from rl_core.assembly.launch import train
+from rl_core.errors import DataError
 from rlcore_cli.main import main
 
 BASE = {
@@ -156,3 +157,23 @@ def test_a_mistake_in_the_data_is_told_with_exit_code_2(name, changes, command, 
         main()
     assert left.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("template.jinja", "the file was read"),
+        ("{{ raise_exception('the text was read') }}", "the text was read"),
+        ("absent.jinja", "'absent.jinja' is neither a Jinja text nor a file that exists"),
+        (
+            "{% for m in messages %}",
+            "row 0: the chat template cannot render messages of the roles ['user']: Unexpected end of template",
+        ),
+    ],
+)
+def test_a_chat_template_is_a_file_beside_the_config_or_a_text(template, says, data, tmp_path):
+    (tmp_path / "template.jinja").write_text("{{ raise_exception('the file was read') }}")
+    changes = {"policy": {"tokenizer": {"chat_template": template}}}
+    with pytest.raises(DataError) as caught:
+        train(written(tmp_path, configs(data)["parquet"], changes), resume="never", console=False)
+    assert says in str(caught.value)
