@@ -9,6 +9,9 @@ import torch
 from pydantic import ValidationError
 
 from rl_core.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
+from rl_core.assembly.evaluate import plan_evaluation
+from rl_core.assembly.pair import plan_pair
+from rl_core.config.loader import load_config
 from rl_core.config.schema import (
     AlgorithmConfig,
     DataConfig,
@@ -231,3 +234,30 @@ def test_a_source_from_python_needs_no_config(tokenizer):
     source = Source(records=records, name="mine")
     loader = conversation_loader(source, run_of(DataConfig()), tokenizer, batch_size=1, shuffle=False)
     assert texts(next(iter(loader)), tokenizer) == [f"1+1=2{tokenizer.eos_token}"]
+
+
+def test_an_evaluation_asks_what_a_split_holds_out_and_an_examination_what_it_leaves(lines, tmp_path, registry):
+    mix = {
+        name: {"dataset_name": "jsonl", "path": str(lines(name, *sums(first, 30))), "task_name": "arithmetic"}
+        for first, name in ((1, "one"), (2, "two"))
+    }
+    config = {
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
+        "policy": {
+            "backend": "hf",
+            "model_name": str(MODEL),
+            "max_total_sequence_length": 16,
+            "generation": {"backend": "hf", "max_new_tokens": 4},
+        },
+        "data": {"mix": mix, "split": {"validation": 0.3}},
+        "env": {"arithmetic": {}},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(config))
+    train, held_out = read_data(load_config(path, registry=registry).run.data, registry)
+    plan = plan_evaluation(path)
+    assert plan.dataset_name == "mix of one, two"
+    assert len(plan.prompts.dataset) == len(held_out.records)
+    asked = {question[0]["content"] for question in plan_pair(path, num_prompts=20).prompts.questions}
+    assert asked <= {record["messages"][0]["content"] for record in train.records}
+    assert len(asked) == 20

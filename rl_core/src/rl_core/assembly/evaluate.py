@@ -94,6 +94,7 @@ class EvaluationPlan:
         given: the checkpoint or model in place of the config's own model.
         tokenizer: the policy's.
         prompts: the validation data.
+        dataset_name: its dataset component, or the members of the mixture that it was held out of.
         askings: how it is asked, one after the other.
         reward_above: what is right, where the environment is not to say; see `rl_core.rollouts.correctness.judge`.
     """
@@ -103,15 +104,9 @@ class EvaluationPlan:
     given: GivenWeights | None
     tokenizer: Any
     prompts: BatchedDataLoader
+    dataset_name: str
     askings: Sequence[Asking]
     reward_above: float | None
-
-    @property
-    def dataset_name(self) -> str:
-        """The dataset component of `data.validation`."""
-        section = self.loaded.run.data.validation
-        assert section is not None
-        return section.dataset_name
 
     def evaluate(self, told: Told = lambda *_: None) -> Evaluated:
         """Start policy, engine and environments, refit once, ask everything; whatever happens, their processes end.
@@ -231,6 +226,7 @@ def plan_evaluation(
         given=given,
         tokenizer=tokenizer,
         prompts=prompts,
+        dataset_name=source.name,
         askings=askings,
         reward_above=reward_above,
     )

@@ -12,8 +12,8 @@ __all__ = ["Dataset", "Record"]
 class Dataset(ABC):
     """A finite, indexable collection of records; index i is always the same record.
 
-    One that reads rows may say more: `place(index)`, where the row of a record is, for errors; `asked(index)`, what the row asks
-    as it is written there, by which rows are held out; `skipped` and `reasons`, how many bad rows were left out and why.
+    One that reads rows may say more: `place(index)`, where the row of a record is, for errors; `asked(index)`, what the row
+    asks as it is written there, by which rows are held out; `skipped` and `reasons`, how many bad rows were left out and why.
     """
 
     @abstractmethod
