@@ -152,6 +152,7 @@ def test_only_bad_rows_are_no_dataset_and_the_first_reason_is_told(source):
         ({"split": "tset"}, "no split 'tset': it has train, test"),
         ({}, "has the splits train, test: say which with `split`"),
         ({"split": "train", "subset": "main"}, "has no subsets"),
+        ({"split": "train", "revision": "main"}, "is a folder and has no revisions"),
     ],
 )
 def test_a_saved_dataset_knows_its_splits(tmp_path, keys, says):

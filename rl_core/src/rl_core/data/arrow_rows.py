@@ -69,12 +69,14 @@ def hugging_face_rows(
         revision: Of a dataset of the hub: branch, tag or commit.
 
     Raises:
-        DataError: There is no such dataset, subset or split, or several splits and none is named.
+        DataError: There is no such dataset, subset, split or revision, or several splits and none is named.
     """
     datasets = _library()
     saved = any((Path(path) / name).is_file() for name in _SAVED)
     if saved and subset is not None:
         raise DataError(f"dataset {path} was written by save_to_disk and has no subsets: leave out `subset: {subset}`")
+    if revision is not None and Path(path).is_dir():
+        raise DataError(f"dataset {path} is a folder and has no revisions: leave out `revision: {revision}`")
     name = f"{path} ({subset})" if subset else path
     if saved:
         found = _loaded(lambda: datasets.load_from_disk(path), name)
