@@ -421,6 +421,37 @@ def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(folder, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "ours"),
+    [
+        ("grpo.val_period", -1, {"grpo.val_period": 0}),
+        ("grpo.max_num_epochs", -1, {}),
+        ("policy.max_grad_norm", 0.0, {"policy.max_grad_norm": None}),
+        ("policy.generation.vllm_kwargs.max_num_seqs", 64, {"policy.generation.vllm_cfg.max_num_seqs": 64}),
+        (
+            "policy.generation.vllm_kwargs.kv_cache_memory_bytes",
+            3 << 29,
+            {"policy.generation.vllm_cfg.kv_cache_gib": 1.5},
+        ),
+        ("policy.generation.vllm_kwargs.enable_chunked_prefill", True, {}),
+        ("loss_fn.force_on_policy_ratio", True, {"grpo.skip_logprobs_when_on_policy": True}),
+        ("loss_fn.reference_policy_kl_type", "k2", {"loss_fn.reference_policy_kl_type": "k2"}),
+        ("checkpointing.metric_name", "val:validation-easy_loss", {"checkpointing.metric_name": "validation/loss"}),
+        ("logger.wandb_enabled", True, {"logger.loggers.wandb.enabled": True}),
+    ],
+)
+def test_a_value_that_takes_more_than_another_name_becomes_ours(folder, tmp_path, key, value, ours):
+    holder = value
+    for part in reversed(key.split(".")):
+        holder = {part: holder}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"defaults": str(folder / "grpo.yaml"), **holder}))
+    imported = import_config(tmp_path / "theirs.yaml", NEMO_RL)
+    [line] = [line for line in imported.lines if line.key == key]
+    assert getattr(line.decision, "values", {}) == ours
+    (tmp_path / "ours.yaml").write_text(imported.to_yaml())
+    load_config(tmp_path / "ours.yaml")
+
+
+@pytest.mark.parametrize(
     ("key", "value", "says"),
     [
         ("grpo.async_grpo.enabled", "true", "newest weights"),

@@ -25,6 +25,8 @@ def needs_validation(key: str) -> Callable[[Any, Theirs], Decision]:
     """A key that asks for validation, which ours does on a section of data alone."""
 
     def decide(value: Any, theirs: Theirs) -> Decision:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
+            return Becomes({key: 0}, "off")
         if validates(theirs) or value in (False, 0):
             return Becomes({key: value})
         return Refused("there is no validation data: data.validation, or a share of the training data under data.split")
@@ -101,6 +103,8 @@ def epochs(value: Any, theirs: Theirs) -> Decision:
     algorithm = algorithm_of(theirs)
     if algorithm == "grpo" and theirs.get("grpo.use_dynamic_sampling") is True:
         return Refused("dynamic sampling draws as many prompts as it needs, so an epoch is no number of steps: max_num_steps")
+    if isinstance(value, int) and value < 0:
+        return Unneeded("no limit by default")
     return Becomes({f"{algorithm}.max_num_epochs": value})
 
 

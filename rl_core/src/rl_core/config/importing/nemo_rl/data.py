@@ -128,6 +128,9 @@ def _prompt(given: Any, split: str, theirs: Theirs) -> Decision:
         return Unneeded("the field is asked as it is")
     if has_pairs(theirs):
         return Refused("a template is not applied to pairs: write the prompts as they are to be asked")
+    source = source_of(theirs, split)
+    if source is not None and "record_fn" in source.keys:
+        return Refused("a function makes the records of this dataset, and fills no template")
     return Becomes({f"data.{split}.prompt": given}, "a text file with one {} serves as it is; it must be there")
 
 

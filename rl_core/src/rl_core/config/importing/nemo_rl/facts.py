@@ -97,6 +97,7 @@ def additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
         if backend != "megatron" and f"{section}.hf_cfg.lora" not in ours and ranks(theirs) > 1:
             reason = "theirs shards weights over the ranks"
             yield Added(key=f"{section}.hf_cfg.data_parallel", value="fsdp2", reason=reason)
+        yield from _scored_tokens(section, ours)
     if samples(theirs):
         yield from _engine_additions(theirs, ours)
     if ours.get("logger.loggers.wandb.enabled") is True:
@@ -116,3 +117,12 @@ def _engine_additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added
         yield Added(key="policy.generation.val_temperature", value=value, reason="theirs validates as it trains")
     if any(key.startswith("data.") for key in ours):
         yield Added(key="data.on_long_prompt", value="drop", reason="theirs leaves longer prompts out of training")
+
+
+def _scored_tokens(section: str, ours: Mapping[str, Any]) -> Iterator[Added]:
+    """A budget for scoring, where theirs never scores and a row is longer than ours by default."""
+    longest = ours.get(f"{section}.max_total_sequence_length")
+    for batching in ("dynamic_batching", "sequence_packing"):
+        at = f"{section}.{batching}"
+        if ours.get(f"{at}.enabled") is True and f"{at}.logprob_mb_tokens" not in ours and isinstance(longest, int):
+            yield Added(key=f"{at}.logprob_mb_tokens", value=longest, reason="a budget holds one row at least")

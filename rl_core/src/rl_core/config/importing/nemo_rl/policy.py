@@ -85,11 +85,22 @@ def engine_precision(value: Any, theirs: Theirs) -> Decision:
     return Refused("the engine takes the policy's precision; a quantised one goes under vllm_kwargs.quantization")
 
 
+ELSEWHERE = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "enable_chunked_prefill")
+"""Arguments of vLLM that have a key of their own here, or none."""
+
+
 def engine_arguments(value: Any, theirs: Theirs) -> Decision:
     """Arguments of vLLM, by their names there."""
-    if not value:
+    if not isinstance(value, Mapping) or not value:
         return Unneeded("none")
-    return Becomes({"policy.generation.vllm_kwargs": value})
+    return Becomes({"policy.generation.vllm_kwargs": {key: it for key, it in value.items() if key not in ELSEWHERE}})
+
+
+def cache_size(value: Any, theirs: Theirs) -> Decision:
+    """The size of the KV cache."""
+    if not isinstance(value, int):
+        return Refused("must be a whole number of bytes")
+    return Becomes({"policy.generation.vllm_cfg.kv_cache_gib": value / 2**30}, "in GiB")
 
 
 def rows_decoded(value: Any, theirs: Theirs) -> Decision:
@@ -246,7 +257,7 @@ def sgd_momentum(value: Any, theirs: Theirs) -> Decision:
 
 
 def clipping(value: Any, theirs: Theirs) -> Decision:
-    """The gradient norm, which Megatron's optimizer has a key of its own for."""
+    """The gradient norm, which Megatron's optimizer has a key of its own for; 0 leaves gradients as they are."""
     own = theirs.get("policy.megatron_cfg.optimizer.clip_grad") if is_megatron(theirs) else None
     if own is not None and own != value:
         return Unneeded("megatron_cfg.optimizer.clip_grad decides")

@@ -26,7 +26,7 @@ _POLICY: list[Row] = [
     *same("policy.sequence_packing", "enabled train_mb_tokens logprob_mb_tokens"),
     by("policy.sequence_packing.algorithm", policy.packer),
     *only("policy.sequence_packing", "microbatch_order", ["packer"], since="so it is", reason="the packer's order is kept"),
-    *nothing("policy.sequence_packing", "sequence_length_round", "packed rows are not rounded"),
+    *nothing("policy.sequence_packing", "sequence_length_round fuse_loss", "rows are packed and scored as they are"),
     *nothing("policy", "make_sequence_length_divisible_by", "each backend pads as its own parallelism asks"),
     by("policy.max_grad_norm", policy.clipping),
     *same("policy.optimizer", "name"),
@@ -66,7 +66,7 @@ _DTENSOR: list[Row] = [
 
 _MEGATRON: list[Row] = [
     *same("policy.megatron_cfg", "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"),
-    *same("policy.megatron_cfg", "expert_model_parallel_size virtual_pipeline_model_parallel_size"),
+    *same("policy.megatron_cfg", "expert_model_parallel_size virtual_pipeline_model_parallel_size moe_grouped_gemm"),
     *same("policy.megatron_cfg", "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"),
     by("policy.megatron_cfg.expert_tensor_parallel_size", policy.expert_tensor_ranks),
     by("policy.megatron_cfg.sequence_parallel", policy.sequence_ranks),
@@ -82,7 +82,7 @@ _MEGATRON: list[Row] = [
     by("policy.megatron_cfg.optimizer.adam_beta2", policy.adam_argument("betas")),
     by("policy.megatron_cfg.optimizer.adam_eps", policy.adam_argument("eps")),
     by("policy.megatron_cfg.optimizer.sgd_momentum", policy.sgd_momentum),
-    to("policy.megatron_cfg.optimizer.clip_grad", "policy.max_grad_norm"),
+    by("policy.megatron_cfg.optimizer.clip_grad", policy.clipping),
     by("policy.megatron_cfg.optimizer.min_lr", policy.part_of_schedule),
     by("policy.megatron_cfg.optimizer.bf16", policy.optimizer_type("bfloat16")),
     *only("policy.megatron_cfg.optimizer", "fp16", [False], since=_OFF, reason="precisions: float32, bfloat16"),
@@ -154,6 +154,7 @@ _GENERATION: list[Row] = [
     *never("policy.generation", "colocated.resources.**", facts.COLOCATED),
     *never("policy.generation", "mcore_generation_config.**", "Megatron does not serve as an engine here"),
     *same("policy.generation.vllm_cfg", "async_engine kv_cache_dtype tensor_parallel_size pipeline_parallel_size"),
+    *same("policy.generation.vllm_cfg", "enable_prefix_caching max_num_seqs max_num_batched_tokens"),
     *same("policy.generation.vllm_cfg", "gpu_memory_utilization max_model_len enforce_eager load_format"),
     by("policy.generation.vllm_cfg.precision", policy.engine_precision),
     *only("policy.generation.vllm_cfg", "expert_parallel_size", [1], since="so it is", reason="experts stay whole in vLLM"),
@@ -181,6 +182,12 @@ _GENERATION: list[Row] = [
         since=_OFF,
         reason="weights travel by memory, a collective or disk",
     ),
+    *(
+        to(f"policy.generation.vllm_kwargs.{key}", f"policy.generation.vllm_cfg.{key}")
+        for key in ("max_num_seqs", "max_num_batched_tokens")
+    ),
+    by("policy.generation.vllm_kwargs.kv_cache_memory_bytes", policy.cache_size),
+    *nothing("policy.generation.vllm_kwargs", "enable_chunked_prefill", "the device decides"),
     by("policy.generation.vllm_kwargs", policy.engine_arguments, whole=True),
 ]
 
