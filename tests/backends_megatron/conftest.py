@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from megatron_cases import KINDS, make_model
+from megatron_cases import KINDS, VALUE_KINDS, make_model, make_value_model
 from megatron_launch import run_ranks
 from megatron_ranks import jobs
 
@@ -20,6 +20,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     for kind in KINDS:
         make_model(kind, root / kind)
+    for kind in VALUE_KINDS:
+        make_value_model(kind, root / f"{kind}-value")
     return root
 
 

@@ -72,6 +72,23 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 KINDS = tuple(_CONFIGS)
 
 
+VALUE_KINDS = ("llama-tied", "qwen3", "qwen3-moe")
+"""Of these there is also a model with a scalar head, under `KIND-value`."""
+
+
+def make_value_model(kind: str, folder: Path) -> None:
+    """Write a tiny float32 model of the kind that ends in one number a token."""
+    with torch.random.fork_rng():
+        torch.manual_seed(47 + KINDS.index(kind))
+        config = _CONFIGS[kind]()
+        config.num_labels = 1
+        model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+
+
 def make_model(kind: str, folder: Path) -> None:
     """Write a tiny float32 model of the kind, with norms that are not all ones and biases that are not all zeros."""
     with torch.random.fork_rng():
@@ -93,6 +110,36 @@ class NLL(LossFunction):
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(1)
         loss = -(next_token_logprobs * mask * data["weights"].unsqueeze(1)).sum() / global_valid_toks
         return loss, {"nll": loss.detach(), "lowest": (next_token_logprobs * mask).min().detach()}
+
+
+class SquaredError(LossFunction):
+    """Half the squared distance of each value to a target that the row brings, weighted by the token's place."""
+
+    required_keys = frozenset({"weights"})
+
+    def __call__(self, values, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+        loss = squared_error(values, mask, data["weights"]) / global_valid_toks
+        return loss, {"mse": loss.detach()}
+
+
+def squared_error(values, mask, targets):
+    """Its sum over the rows."""
+    # Of the place in the row alone: a microbatch may be cut to the width of its rows.
+    place = torch.arange(values.shape[1]) / 32
+    return (0.5 * (values - targets.unsqueeze(1)) ** 2 * mask * (1 + place)).sum()
+
+
+def plain_values(folder, rows):
+    """The reference: backbone and head of Transformers over every row alone, [B, T]; and the model, for its gradients."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    columns = []
+    for ids, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True):
+        hidden = model.base_model(ids[None, :length], use_cache=False).last_hidden_state[0]
+        columns.append(torch.nn.functional.pad(model.score(hidden)[:, 0], (0, len(ids) - length)))
+    return torch.stack(columns), model
 
 
 def make_rows(num_rows: int = 8, width: int = 21, *, seed: int = 5) -> BatchedDataDict:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from megatron_cases import FLAT_ADAM, NLL, SGD, counts_of, make_context, make_prompts, make_rows
+from megatron_cases import FLAT_ADAM, NLL, SGD, SquaredError, counts_of, make_context, make_prompts, make_rows
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs
@@ -66,6 +66,7 @@ EP2 = {"expert_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 4000}
 RECOMPUTE = {"activation_checkpointing": True}
+SCALAR = {"head": "scalar"}
 LAYOUTS = {
     "tp2": Layout("llama", 2, TP2),
     "tp2-qwen2": Layout("qwen2", 2, {**TP2, "recompute_granularity": "selective"}),
@@ -106,6 +107,13 @@ LAYOUTS = {
     "pp2-dp2": Layout("qwen3", 4, {**PP2, **OVERLAP}),
     "tp2-cp2-packed": Layout("qwen3", 4, {**SP, **CP2}, "packed"),
     "tp2-ep2": Layout("qwen3-moe", 4, {**SP, **EP2, **DISTRIBUTED}),
+    "value-tp2": Layout("qwen3-value", 2, TP2, "packed", SCALAR),
+    "value-tp2-sp": Layout("llama-tied-value", 2, SP, fields=SCALAR),
+    "value-pp2": Layout("llama-tied-value", 2, PP2, "token_budget", SCALAR),
+    "value-interleaved": Layout("qwen3-value", 2, INTERLEAVED, fields=SCALAR),
+    "value-dp2-distributed": Layout("qwen3-value", 2, DISTRIBUTED, fields=SCALAR),
+    "value-cp2-packed": Layout("llama-tied-value", 2, CP2, "packed", SCALAR),
+    "value-ep2": Layout("qwen3-moe-value", 2, EP2, fields=SCALAR),
 }
 
 
@@ -116,6 +124,9 @@ PARITY = [
     "tp2-cp2-packed", "tp2-ep2",
 ]  # fmt: skip
 """Layouts whose numbers are compared with those of Transformers."""
+
+VALUES = [name for name in LAYOUTS if name.startswith("value-")]
+"""Layouts of models with a scalar head."""
 
 RESUMES = [
     ("tp2-pp2-tied", "one"),
@@ -141,7 +152,7 @@ def jobs(world: int) -> list[str]:
     saved = dict.fromkeys(saved for saved, _ in RESUMES)
     saves = [f"save:{name}" for name in saved if LAYOUTS[name].world == world]
     resumes = [f"resume:{saved}:{name}" for saved, name in RESUMES if LAYOUTS[name].world == world]
-    vocabulary = ["vocabulary"] if world == 2 else []
+    vocabulary = ["vocabulary", *(f"values:{name}" for name in VALUES)] if world == 2 else []
     return [*vocabulary, *checks, *saves, *resumes]
 
 
@@ -215,6 +226,30 @@ class Rank:
         found["steps"] = [self.step(worker, layout, number) for number in range(STEPS)]
         found["trained"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
         found["fingerprint"] = worker.weight_fingerprint()
+        worker.shutdown()
+        torch.save(found, self.out / f"{name}-{self.rank}.pt")
+
+    def values(self, name: str) -> None:
+        """Values, one gradient, and a checkpoint of a model with a scalar head; and a step of a fresh head."""
+        layout = LAYOUTS[name]
+        one = FLAT_ADAM if layout.megatron.get("use_distributed_optimizer") else SGD
+        worker = self.worker(layout, optimizer=one, max_grad_norm=None, train_micro_batch_size=3, logprob_batch_size=3)
+        rows = make_rows()
+        found: dict[str, Any] = {"manifest": worker.weight_manifest()}
+        shard, found["order"] = self.shard(layout, rows)
+        found["values"] = worker.get_values(shard)["values"]
+        found["before"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+        worker.save_checkpoint(self.out / name / "w", self.out / name / "o")
+        found["step"] = worker.train(shard, SquaredError(), counts=counts_of(rows))[0]
+        found["after"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+        worker.load_checkpoint(self.out / name / "w", self.out / name / "o")
+        found["again"] = worker.get_values(shard)["values"]
+        worker.shutdown()
+        fresh = Layout(layout.kind.removesuffix("-value"), layout.world, layout.megatron, layout.form, layout.fields)
+        worker = self.worker(fresh, **TRAINING)
+        found["zeros"] = worker.get_values(shard)["values"]
+        found["fresh"] = [worker.train(shard, SquaredError(), counts=counts_of(rows))[0] for _ in range(STEPS)]
+        found["learnt"] = worker.get_values(shard)["values"]
         worker.shutdown()
         torch.save(found, self.out / f"{name}-{self.rank}.pt")
 

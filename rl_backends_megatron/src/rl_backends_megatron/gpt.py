@@ -11,30 +11,38 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from rl_backends_megatron.scalar_head import ScalarHead
+
 
 class HeadlessGPT(GPTModel):
-    """A `GPTModel` whose forward pass ends before its output layer; built with the same arguments, and one more.
+    """A `GPTModel` whose forward pass ends before its output layer; built with the same arguments, and some more.
 
     Args:
+        scalar: end in one number a token, and not in logits.
         embedding_scale: token embeddings are multiplied by it; the output layer is not, where it shares their matrix.
     """
 
-    def __init__(self, *args: Any, embedding_scale: float = 1.0, **kwargs: Any) -> None:
+    scalar: bool
+
+    def __init__(self, *args: Any, scalar: bool = False, embedding_scale: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.scalar = scalar
         if self.pre_process and embedding_scale != 1.0:
             # Rounded to the type of the weights first, as in Transformers.
             scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
             self.embedding.register_forward_hook(lambda module, given, embedded: embedded * scale)
         self._cuts_sequence = bool(self.config.sequence_parallel)
-        if self.post_process:
+        if scalar and self.post_process:
+            self.output_layer: Any = ScalarHead(self.config)
+        elif self.post_process:
             # The sequence is brought together here, before positions are picked, and not in the layer.
             self.output_layer.sequence_parallel = False
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 
-    def logits_at(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [M, V' / R] of the model's dtype, this rank's columns.
+    def read_at(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [M, V' / R] of the model's dtype, this rank's columns; of a scalar head, values [M] float32.
 
         Args:
             hidden: [L, b, H] of the last stage, or this rank's part along L under sequence parallelism.
@@ -48,6 +56,9 @@ class HeadlessGPT(GPTModel):
         length, rows, _ = hidden.shape
         place = positions % length * rows + positions // length
         picked = hidden.reshape(length * rows, -1).index_select(0, place)
+        if self.scalar:
+            values: torch.Tensor = self.output_layer(picked)
+            return values
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits: torch.Tensor = self.output_layer(picked.unsqueeze(1), weight=weight)[0]
         return logits.squeeze(1)

@@ -11,8 +11,9 @@ from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.device_seam import device_seam
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config
-from rl_backends_megatron.model import Chunks, build_chunks, sizes_of
+from rl_backends_megatron.model import Chunks, build_chunks, is_tied, sizes_of
 from rl_backends_megatron.parallel import Ranks
+from rl_backends_megatron.scalar_head import check_head, source_with_head, with_scalar_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +32,18 @@ class LoadedModel:
     chunks: Chunks
     bridge: Bridge
 
-    def take_weights(self, folder: Path) -> None:
+    def take_weights(self, folder: Path, *, fresh_head: bool = False) -> None:
         """Set the weights to those in a folder.
+
+        Args:
+            folder: holds safetensors.
+            fresh_head: a scalar head that the folder does not have is zero.
 
         Raises:
             CheckpointError: the folder is torn, or of another model.
         """
         with SafetensorsFolder(folder) as source:
-            self.bridge.load(source)
+            self.bridge.load(source_with_head(source, self.hf) if fresh_head else source)
 
     @property
     def vocab_size(self) -> int:
@@ -51,12 +56,16 @@ def load_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
     """The model that the config names, on the rank's device; collective.
 
     Raises:
-        UserError: there is no such model, or no table for its family.
+        UserError: there is no such model, no table for its family, or its head is another.
         CheckpointError: its weights are torn.
     """
     folder = find_folder(config.model_name)
     hf = read_config(folder)
     family = family_of(hf, model_name=config.model_name)
+    check_head(hf, config.head, model_name=config.model_name)
+    scalar = config.head == "scalar"
+    if scalar:
+        family = with_scalar_head(family)
     with device_seam():
         chunks = build_chunks(hf, family, config, device=ranks.device.type)
         bridge = Bridge(
@@ -64,11 +73,11 @@ def load_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
             family,
             sizes_of(hf),
             ranks,
-            tied=bool(hf.tie_word_embeddings),
+            tied=is_tied(hf, config),
             num_experts=chunks.config.num_moe_experts,
         )
     for module in chunks.modules:
         module.to(ranks.device)
     model = LoadedModel(folder=folder, hf=hf, chunks=chunks, bridge=bridge)
-    model.take_weights(folder)
+    model.take_weights(folder, fresh_head=scalar)
     return model

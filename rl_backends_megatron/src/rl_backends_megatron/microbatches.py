@@ -18,7 +18,7 @@ from rl_core.training.microbatches import MicrobatchCutter
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInput:
-    """One microbatch on one rank, with M predicted tokens.
+    """One microbatch on one rank, with M predicted (by a scalar head: judged) tokens.
 
     Attributes:
         input_ids: [b, L] or, packed, [1, N] int64; the tokens that this context-parallel rank holds.
@@ -50,6 +50,8 @@ class Microbatcher(MicrobatchCutter):
     def __init__(self, config: MegatronPolicyConfig, ranks: Ranks) -> None:
         super().__init__(config)
         self._config, self._ranks = config, ranks
+        # A token is predicted from the one before it, and judged once it is read.
+        self._lag = 1 if config.head == "tokens" else 0
         megatron = config.megatron_cfg
         # Sequence parallelism cuts what a rank holds of a row into equal parts, context parallelism a row into 2n chunks.
         self._multiple = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
@@ -68,7 +70,7 @@ class Microbatcher(MicrobatchCutter):
         """
         read = self.read(microbatch, training=training)
         ids, lengths = read.input_ids, read.lengths
-        rows, columns = _wanted(ids, lengths, read.mask)
+        rows, columns = _wanted(ids, lengths, read.mask, lag=self._lag)
         return self._packed(ids, lengths, rows, columns) if self.packing else self._padded(ids, lengths, rows, columns)
 
     def _padded(self, ids: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> ModelInput:
@@ -79,7 +81,7 @@ class Microbatcher(MicrobatchCutter):
         held = torch.arange(width) if group.size() == 1 else share_of_row(width, group.size(), group.rank())
         where = torch.full((width,), -1, dtype=torch.int64)
         where[held] = torch.arange(len(held))
-        local = where[columns - 1]
+        local = where[columns - self._lag]
         predictors = torch.where(local >= 0, rows * len(held) + local, -1)
         positions = held.expand(len(ids), -1)
         return self._on_device(wide[:, held], positions, None, predictors, ids, rows, columns)
@@ -96,7 +98,7 @@ class Microbatcher(MicrobatchCutter):
             held = share_of_rows(packed.cu_seqlens.diff().tolist(), group.size(), group.rank())
         where = torch.full((total,), -1, dtype=torch.int64)
         where[held] = torch.arange(len(held))
-        predictors = where[packed.cu_seqlens.to(torch.int64)[rows] + columns - 1]
+        predictors = where[packed.cu_seqlens.to(torch.int64)[rows] + columns - self._lag]
         borders = packed.cu_seqlens.to(self._ranks.device)
         packing = PackedSeqParams(
             qkv_format="thd",
@@ -141,10 +143,12 @@ def filler_of(microbatch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     return filler
 
 
-def _wanted(ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _wanted(
+    ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, *, lag: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and column of each token to be scored; the first of a row has no predictor."""
     column = torch.arange(ids.shape[1])
-    wanted = (column < lengths.unsqueeze(1)) & (column > 0)
+    wanted = (column < lengths.unsqueeze(1)) & (column >= lag)
     if mask is not None:
         wanted &= mask > 0
     rows, columns = wanted.nonzero(as_tuple=True)

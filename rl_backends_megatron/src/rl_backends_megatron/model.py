@@ -57,6 +57,11 @@ def sizes_of(hf: Any) -> Sizes:
     )
 
 
+def is_tied(hf: Any, config: MegatronPolicyConfig) -> bool:
+    """Whether the model ends in the matrix that it begins with."""
+    return bool(hf.tie_word_embeddings) and config.head == "tokens"
+
+
 def padded_vocab_size(vocab_size: int, config: MegatronPolicyConfig) -> int:
     """V, rounded up so that every tensor-parallel rank has as many rows."""
     multiple = config.megatron_cfg.make_vocab_size_divisible_by * config.megatron_cfg.tensor_model_parallel_size
@@ -199,10 +204,11 @@ def _build(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
+        share_embeddings_and_output_weights=is_tied(hf, config),
         position_embedding_type="rope",
         rotary_base=rope["rope_theta"],
         vp_stage=stage,
+        scalar=config.head == "scalar",
         embedding_scale=family.embedding_scale(hf),
     )
     model.rotary_pos_emb.inv_freq = _inverse_frequencies(hf, model.rotary_pos_emb.inv_freq)

@@ -20,6 +20,7 @@ def rlcore_policies() -> list[Component]:
                 "in_process",
                 "generate",
                 "reference",
+                "scalar_head",
                 "by_reference",
                 "shared_memory",
                 "collective",

@@ -1,4 +1,4 @@
-"""Runs microbatches through the pipeline, and turns the last stage's logits into log-probabilities; knows no loss."""
+"""Runs microbatches through the pipeline, and turns what its last stage ends in into a number a token; knows no loss."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rl_backends_megatron.logprobs import vocab_parallel_logprobs
 from rl_backends_megatron.microbatches import ModelInput
 from rl_backends_megatron.parallel import Ranks
 
-LogitsOf = Callable[[torch.Tensor], torch.Tensor]
-"""From the last stage's hidden states to the logits of the predicted tokens."""
+NumbersOf = Callable[[torch.Tensor], torch.Tensor]
+"""From the last stage's hidden states to the logits of the predicted tokens, or the values of the judged ones."""
 
 
 class LogprobHead:
@@ -48,10 +48,38 @@ class LogprobHead:
             temperature=self._temperature,
             chunk=self._chunk,
         )
-        flat = picked.new_zeros(inputs.shape[0] * inputs.shape[1]).index_put((inputs.places,), picked)
-        if self._ranks.context.size() > 1:
-            flat = sum_over_ranks(flat, self._ranks.context)
-        return flat.view(inputs.shape)
+        return _spread(picked, inputs, self._ranks)
+
+
+class ValueHead:
+    """From the last stage's values to those of tokens.
+
+    Args:
+        ranks: rows are divided over `context`.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def __call__(self, values: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        """Values [b, T] float32 of a microbatch, on every rank of the stage; 0.0 where none was wanted.
+
+        Args:
+            values: [M] of the M judged tokens.
+            inputs: what they were computed from.
+        """
+        return _spread(values, inputs, self._ranks)
+
+
+Head = LogprobHead | ValueHead
+"""From what the model ends in to a number for each token."""
+
+
+def _spread(numbers: torch.Tensor, inputs: ModelInput, ranks: Ranks) -> torch.Tensor:
+    flat = numbers.new_zeros(inputs.shape[0] * inputs.shape[1]).index_put((inputs.places,), numbers)
+    if ranks.context.size() > 1:
+        flat = sum_over_ranks(flat, ranks.context)
+    return flat.view(inputs.shape)
 
 
 def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[[torch.Tensor, int], Any]) -> list[Any]:
@@ -65,8 +93,8 @@ def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[
     for model in models:
         model.eval()
 
-    def consume(logits_of: LogitsOf, number: int, hidden: torch.Tensor, non_loss_data: bool = True) -> Any:
-        return read(logits_of(hidden), number)
+    def consume(numbers_of: NumbersOf, number: int, hidden: torch.Tensor, non_loss_data: bool = True) -> Any:
+        return read(numbers_of(hidden), number)
 
     with torch.no_grad():
         return _run(models, inputs, consume, learn=False)
@@ -88,8 +116,8 @@ def forward_backward(
     for model in models:
         model.train()
 
-    def consume(logits_of: LogitsOf, number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        loss, answer = loss_of(logits_of(hidden), number)
+    def consume(numbers_of: NumbersOf, number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, answer = loss_of(numbers_of(hidden), number)
         # A count of no tokens: the gradient is not divided by anything more.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), answer
 
@@ -100,7 +128,7 @@ def _run(models: Sequence[Any], inputs: Sequence[ModelInput], consume: Callable[
     def forward_step(iterator: Iterator[tuple[int, ModelInput]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         number, each = next(iterator)
         output = model(each.input_ids, each.position_ids, None, packed_seq_params=each.packing)
-        return output, partial(consume, partial(bare(model).logits_at, positions=each.predictors), number)
+        return output, partial(consume, partial(bare(model).read_at, positions=each.predictors), number)
 
     iterators = [enumerate(inputs) for _ in models]
     return get_forward_backward_func()(  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ import torch
 from rl_backends_megatron.microbatches import ModelInput
 from rl_backends_megatron.optimizer import Trainer
 from rl_backends_megatron.parallel import Ranks
-from rl_backends_megatron.scoring import LogprobHead, forward, forward_backward
+from rl_backends_megatron.scoring import Head, forward, forward_backward
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NonFiniteError
 from rl_core.interfaces.loss import LossFunction
@@ -33,7 +33,7 @@ def optimizer_step(
     counts: GlobalCounts,
     *,
     trainer: Trainer | None,
-    head: LogprobHead,
+    head: Head,
     ranks: Ranks,
     max_grad_norm: float | None,
 ) -> StepResult:
@@ -46,7 +46,7 @@ def optimizer_step(
         loss_fn: the loss.
         counts: what the global batch is normalised by.
         trainer: what steps; None to compute loss and metrics only.
-        head: from logits to log-probabilities.
+        head: from what the model ends in to a number for each token.
         ranks: the ranks.
         max_grad_norm: clip to it; None leaves the gradient.
 
@@ -77,7 +77,7 @@ def _loss_of(
     batches: Sequence[BatchedDataDict[Any]],
     loss_fn: LossFunction,
     counts: GlobalCounts,
-    head: LogprobHead,
+    head: Head,
     ranks: Ranks,
 ) -> Callable[[torch.Tensor, int], tuple[torch.Tensor, Found | None]]:
     seqs = torch.tensor(counts.valid_seqs, dtype=torch.float32, device=ranks.device)

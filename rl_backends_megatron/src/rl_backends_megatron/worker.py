@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from rl_backends_megatron.model import DTYPES
 from rl_backends_megatron.optimizer import Trainer
 from rl_backends_megatron.parallel import Ranks, join, leave
 from rl_backends_megatron.reference import ReferencePolicy
-from rl_backends_megatron.scoring import LogprobHead, forward
+from rl_backends_megatron.scalar_head import check_head, describe_classifier
+from rl_backends_megatron.scoring import Head, LogprobHead, ValueHead, forward
 from rl_backends_megatron.step import optimizer_step
 from rl_backends_megatron.tokenizer_files import find_tokenizer
 from rl_core.cluster.worker_context import WorkerContext
@@ -58,12 +59,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         with device_seam():
             self._trainer = Trainer(self._model.chunks, self._config)
         self._microbatcher = Microbatcher(self._config, self._ranks)
-        self._head = LogprobHead(
-            self._ranks,
-            vocab_size=self._model.vocab_size,
-            temperature=self._temperature,
-            chunk_tokens=self._config.megatron_cfg.logprob_chunk_tokens,
-        )
+        self._head = self._make_head()
         numbers = [torch.Size(shape).numel() for shape in self._model.bridge.manifest.values()]
         return {
             "num_parameters": sum(numbers),
@@ -73,18 +69,25 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
 
     def get_logprobs(self, data: BatchedDataDict[Any], *, reference: bool = False) -> BatchedDataDict[Any]:
         scene = self._reference_policy().on_device() if reference else nullcontext(self._trainer.models)
+        return BatchedDataDict({"logprobs": self._score(data, scene)})
+
+    def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        return BatchedDataDict({"values": self._score(data, nullcontext(self._trainer.models))})
+
+    def _score(self, data: BatchedDataDict[Any], scene: AbstractContextManager[Sequence[Any]]) -> torch.Tensor:
+        """[B, T] float32 on the CPU: what the head says of each token."""
         columns: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
         columns.micro_batch_indices, columns.micro_batch_lengths = data.micro_batch_indices, data.micro_batch_lengths
         batches = list(self._microbatcher.split(columns, rows=self._config.logprob_batch_size))
         with scene as models, device_seam():
             inputs = self._inputs(batches, training=False)
-            parts = forward(models, inputs, lambda logits, number: self._head(logits, inputs[number]))
-        logprobs = torch.zeros(data["input_ids"].shape, dtype=torch.float32, device=self._ranks.device)
+            parts = forward(models, inputs, lambda found, number: self._head(found, inputs[number]))
+        numbers = torch.zeros(data["input_ids"].shape, dtype=torch.float32, device=self._ranks.device)
         start = 0
         for part in parts[: len(batches)]:
-            logprobs[start : start + len(part), : part.shape[1]] = part
+            numbers[start : start + len(part), : part.shape[1]] = part
             start += len(part)
-        return BatchedDataDict({"logprobs": self._ranks.tensor_from_last_stage(logprobs).cpu()})
+        return self._ranks.tensor_from_last_stage(numbers).cpu()
 
     def train(
         self,
@@ -117,6 +120,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         return results
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
+        self._refuse_scalar_head("samples nothing")
         if self._sampler is None:
             self._sampler = self._make_sampler()
         with device_seam():
@@ -161,9 +165,10 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
             raise CheckpointError(f"{weights_path} holds no config.json, so no weights were saved there.")
         if optimizer_path is not None and not Path(optimizer_path).is_dir():
             raise CheckpointError(f"{optimizer_path} does not exist, so there is no training state to go on from.")
-        found = read_config(weights_path).model_type
-        if found != self._model.hf.model_type:
-            raise CheckpointError(f"{weights_path} is of another model: a {found}, not a {self._model.hf.model_type}.")
+        hf = read_config(weights_path)
+        if hf.model_type != self._model.hf.model_type:
+            raise CheckpointError(f"{weights_path} is of another model: a {hf.model_type}, not a {self._model.hf.model_type}.")
+        check_head(hf, self._config.head, model_name=str(weights_path))
         self._trainer.complete_weights()
         self._model.take_weights(weights_path)
         with device_seam():
@@ -174,6 +179,10 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
 
     def get_weight_version(self) -> int:
         return self._trainer.weight_version
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        self._refuse_scalar_head("has no weights for an engine")
+        return super().prepare_refit_info()
 
     def weight_manifest(self) -> RefitManifest:
         dtype = dtype_name(DTYPES[self._config.precision])
@@ -193,6 +202,20 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         inputs = [self._microbatcher.form(each, training=training) for each in batches]
         missing = -len(batches) % self._ranks.pipeline.size() if len(self._trainer.models) > 1 else 0
         return inputs + [self._microbatcher.form(filler_of(batches[0]), training=training) for _ in range(missing)]
+
+    def _make_head(self) -> Head:
+        if self._config.head == "scalar":
+            return ValueHead(self._ranks)
+        return LogprobHead(
+            self._ranks,
+            vocab_size=self._model.vocab_size,
+            temperature=self._temperature,
+            chunk_tokens=self._config.megatron_cfg.logprob_chunk_tokens,
+        )
+
+    def _refuse_scalar_head(self, why: str) -> None:
+        if self._config.head == "scalar":
+            raise NotSupportedError(f"{self._config.model_name} ends in a scalar head (`head: scalar`), and so {why}.")
 
     def _reference_policy(self) -> ReferencePolicy:
         if not self._config.megatron_cfg.reference:
@@ -225,6 +248,8 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
     def _config_to_save(self) -> Any:
         config = copy.deepcopy(self._model.hf)
         config.dtype = DTYPES[self._config.precision]
+        if self._config.head == "scalar":
+            describe_classifier(config)
         return config
 
     def _facts(self) -> dict[str, Any]:
@@ -232,6 +257,8 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         return {
             "policy.precision": self._config.precision,
             "policy.optimizer.name": self._config.optimizer.name,
+            # Absent from checkpoints of before there were heads, which had tokens.
+            **({"policy.head": "scalar"} if self._config.head == "scalar" else {}),
             "policy.optimizer.kwargs.decay_matrices_only": bool(
                 self._config.optimizer.kwargs.get("decay_matrices_only", False)
             ),

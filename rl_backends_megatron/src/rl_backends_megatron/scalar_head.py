@@ -1,0 +1,110 @@
+"""What `head: scalar` changes: the model ends in one number a token, in the layout of Transformers' sequence classification.
+
+The head is a matrix [1, H] without bias, `score.weight`, which every tensor-parallel rank of the last stage has whole. Where
+the folder is of a causal LM it begins at zero, so that all values are 0 before the first step. Knows no loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from rl_backends_megatron.families import Family, Weight
+from rl_backends_megatron.weight_layouts import Replicated, Source
+from rl_core.errors import UserError
+
+_HEAD: Final = "score.weight"
+_OUTPUT: Final = "output_layer.weight"
+_SUFFIX: Final = "ForSequenceClassification"
+
+
+class ScalarHead(torch.nn.Module):
+    """In the place of the output layer: a number for each hidden state.
+
+    Args:
+        config: Megatron's.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        zeros = torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(zeros)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[M] float32 of [M, H]; in float32, for bfloat16 has steps of a hundredth around 2."""
+        return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
+
+
+class WithFreshHead:
+    """A source of tensors that has a head of zeros where the folder has none.
+
+    Args:
+        source: the folder.
+        hidden_size: H.
+    """
+
+    def __init__(self, source: Any, hidden_size: int) -> None:
+        self._source, self._hidden_size = source, hidden_size
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The tensor."""
+        if name == _HEAD and name not in self._source:
+            return torch.zeros(1, self._hidden_size)
+        tensor: torch.Tensor = self._source.whole(name)
+        return tensor
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Its entries from `start` to `stop` along `dim`."""
+        tensor: torch.Tensor = self._source.part(name, dim, start, stop)
+        return tensor
+
+    def size(self, name: str, dim: int) -> int:
+        """Its length along `dim`."""
+        length: int = self._source.size(name, dim)
+        return length
+
+
+def source_with_head(source: Any, hf: Any) -> Source:
+    """The folder's tensors, and a head."""
+    return WithFreshHead(source, hf.hidden_size)
+
+
+def with_scalar_head(family: Family) -> Family:
+    """The family's tables, with the scalar head in the place of the output layer."""
+    others = tuple(weight for weight in family.weights if _OUTPUT not in weight.megatron)
+    return replace(family, weights=(*others, Weight((_OUTPUT,), (_HEAD,), Replicated())))
+
+
+def check_head(hf: Any, head: str, *, model_name: str) -> None:
+    """Make sure that a model can end in such a head.
+
+    Args:
+        hf: its Hugging Face config.
+        head: `policy.head`.
+        model_name: for errors.
+
+    Raises:
+        UserError: it was saved with another one.
+    """
+    classifier = next((each for each in hf.architectures or () if each.endswith(_SUFFIX)), None)
+    if classifier is None:
+        return
+    if head == "tokens":
+        raise UserError(
+            f"{model_name} is a {classifier}: it ends in scores of whole sequences and predicts no tokens. It serves as a "
+            "value or reward model (`head: scalar`); a policy needs a causal LM."
+        )
+    if hf.num_labels != 1:
+        raise UserError(
+            f"{model_name} is a {classifier} of {hf.num_labels} labels, and a scalar head has one. Give a reward or value "
+            "model (`num_labels` 1), or a causal LM, on which a fresh head is put."
+        )
+
+
+def describe_classifier(hf: Any) -> None:
+    """Say in a config that is to be saved that the model is a classifier of one label."""
+    hf.num_labels = 1
+    hf.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf.model_type]]
