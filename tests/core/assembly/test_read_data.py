@@ -173,6 +173,8 @@ def test_rows_that_cannot_be_tokenised_are_told_by_place_or_left_out_counted_and
     assert "1 bad row of jsonl is left out" in caplog.text
     assert "rows.jsonl:5: no JSON" in caplog.text
     assert "rows.jsonl:4: record 3 has 21 tokens and 16 are allowed" in caplog.text
+    conversation_loader(train, run_of(data), tokenizer, batch_size=2, shuffle=False)
+    assert train.bad_rows.count == 2, "a second use of the same rows finds no new ones"
     strict = DataConfig(train=section(lines("rows", *(row for row in rows if row != "{")), **keys))
     train, _ = read_data(strict, registry)
     loader = conversation_loader(train, run_of(strict), tokenizer, batch_size=7, shuffle=False)

@@ -13,8 +13,8 @@ WRONG_IN_GOOD = {
         "config.yaml:9:1: data.train: must be set: grpo trains on it. Say `dataset_name`, or `data.train_data_path`."
     ],
     ("step: 8", "step: 8\n  val_period: 5"): [
-        "config.yaml:3:15: grpo.val_period: asks for validation, and there is no data.validation: set it or data.split, or leave "
-        "validation off."
+        "config.yaml:3:15: grpo.val_period: asks for validation, and there is no data.validation: set it or data.split, or "
+        "leave validation off."
     ],
     ("tokens: 64", "tokens: 64\n    top_p: 0.95"): [
         "config.yaml:9:12: policy.generation.top_p: grpo cannot train on it: tokens would be drawn from a filtered "

@@ -32,20 +32,31 @@ from rl_core.plugins.registry import Registry
 _log = logging.getLogger("rlcore")
 
 
-@dataclass
 class BadRows:
-    """How many rows were left out of a run's data, where `on_bad_row` says skip; each time it is told why."""
+    """The rows that were left out of a run's data, where `on_bad_row` says skip; each is counted once and told with its reason.
 
-    count: int = 0
+    Attributes:
+        count: How many.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._places: set[tuple[str, str]] = set()
 
     def add(self, count: int, dataset: str, reasons: Sequence[str]) -> None:
-        """Count them, and log the first of the reasons."""
+        """Count rows that could not be read, and log the first of the reasons."""
         self.count += count
         if count:
             first = "".join(f"\n  {reason}" for reason in reasons[:5])
             rows = "1 bad row" if count == 1 else f"{count} bad rows"
             is_are = "is" if count == 1 else "are"
             _log.warning("%s of %s %s left out (on_bad_row: skip); the first of them:%s", rows, dataset, is_are, first)
+
+    def add_places(self, dataset: str, reasons: Mapping[str, str]) -> None:
+        """Count rows that could not be tokenised, by their places: one set of rows may be tokenised for several uses."""
+        new = {place: reason for place, reason in reasons.items() if (dataset, place) not in self._places}
+        self._places.update((dataset, place) for place in new)
+        self.add(len(new), dataset, list(new.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,19 +278,21 @@ def _tokenised(source: Source, process: Callable[..., Any], tasks: Collection[st
         if len(rows):
             rows[0]  # a dataset of another form, or a template that cannot render it, is told before a worker starts
         return rows
-    good, reasons = [], []
+    good, reasons = [], {}
     for index in range(len(rows)):
         try:
             rows[index]
         except DataError as error:
-            reasons.append(str(error))
+            reasons[place_of(source.records, index)] = str(error)
         else:
             good.append(index)
     if not reasons:
         return rows
     if not good:
-        raise DataError(f"of the {len(rows)} records of {source.name} none can be tokenised; the first: {reasons[0]}")
-    source.bad_rows.add(len(reasons), source.name, reasons)
+        raise DataError(
+            f"of the {len(rows)} records of {source.name} none can be tokenised; the first: {next(iter(reasons.values()))}"
+        )
+    source.bad_rows.add_places(source.name, reasons)
     return TokenisedRows(Chosen(source.records, good), process, task_name=task_name, name=source.name)
 
 
