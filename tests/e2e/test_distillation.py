@@ -1,0 +1,207 @@
+"""A pupil learns from a teacher that was made a minute ago: whole runs, on the model of the quickstart."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from e2e_runs import MODEL, metrics_of
+
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.algorithms import DistillationTrainer
+from rl_core.assembly.launch import train
+from rl_core.errors import ConfigError, DataError, UserError
+from rl_envs import ArithmeticEnvironment
+from rl_envs.arithmetic.dataset import ArithmeticDataset
+
+pytestmark = pytest.mark.slow
+
+LIMITS = {"max_total_sequence_length": 16, "train_micro_batch_size": 256, "logprob_batch_size": 256}
+OPTIMIZER = {"kwargs": {"lr": 5.0e-4, "weight_decay": 0.0}}
+SUMS = {"dataset_name": "arithmetic", "min_digits": 2}
+COMMON = {
+    "policy": {"backend": "hf", "model_name": str(MODEL), **LIMITS, "optimizer": OPTIMIZER},
+    "data": {
+        "train": {**SUMS, "num_samples": 8000},
+        "validation": {**SUMS, "num_samples": 256, "split": "validation"},
+    },
+    "cluster": {"backend": "in_process"},
+    "checkpointing": {"enabled": False},
+}
+DISTIL = {
+    "distillation": {
+        "num_prompts_per_step": 64,
+        "max_num_steps": 25,
+        "seed": 3,
+        "val_at_start": True,
+        "val_at_end": True,
+    },
+    "loss_fn": {"topk": 8},
+    "policy": {"generation": {"backend": "hf", "max_new_tokens": 5}},
+    "teacher": {"backend": "hf", **LIMITS},
+    "env": {"arithmetic": {}},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def start(folder, *sections, name="run"):
+    """The steps of a whole run in this process: step to numbers. Later sections win, key by key."""
+    config = {}
+    for section in (COMMON, *sections, {"logger": {"log_dir": str(folder / "runs")}}):
+        config = laid_over(config, section)
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(config))
+    train(path, resume="never", console=False)
+    return metrics_of(folder, name)
+
+
+def laid_over(base, changes):
+    """`changes` over `base`, key by key; None is a value here."""
+    both = {key: laid_over(base[key], changes[key]) for key in base.keys() & changes.keys() if isinstance(base[key], dict)}
+    return {**base, **changes, **both}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """The pupil after 80 batches of right sums: it forgets to carry less often."""
+    folder = tmp_path_factory.mktemp("teacher")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    start(
+        folder,
+        {
+            "sft": {"max_num_steps": 80, "global_batch_size": 64, "seed": 0},
+            "policy": {"optimizer": {"kwargs": {"lr": 1.0e-3}}},
+            "data": {"train": {"with_response": True}},
+            "checkpointing": {"enabled": True, "save_period": 80},
+        },
+    )
+    torch.set_num_threads(before)
+    return str(folder / "runs" / "run" / "checkpoints" / "step_000080" / "policy" / "weights")
+
+
+def distil(folder, teacher, changes=None):
+    return start(folder, DISTIL, {"teacher": {"model_name": teacher}}, changes or {})
+
+
+FORMS = {
+    "forward": {},
+    "reverse": {"loss_fn": {"divergence": "reverse_kl"}},
+    # One token tells less than eight: a noisier gradient wants more rows.
+    "sampled": {
+        "distillation": {"num_prompts_per_step": 256},
+        "loss_fn": {"divergence": "reverse_kl", "topk": None},
+        "policy": {"generation": {"val_temperature": 1.0}, "optimizer": {"kwargs": {"lr": 3.0e-4}}},
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pupil_comes_to_say_what_its_teacher_says(form, teacher, tmp_path):
+    steps = distil(tmp_path, teacher, FORMS[form])
+    first, last, kl = steps[0], steps[25], f"validation/kl_{form}"
+    # Seen: 0.20 to 0.07, 0.22 to 0.05, 0.21 to 0.07 nats; accuracy 0.61 to 0.85, 0.61 to 0.89, 0.70 to 0.79 (sampled answers).
+    assert last[kl] < first[kl] * (0.75 if form == "sampled" else 0.5)
+    assert last["validation/accuracy"] > first["validation/accuracy"] + (0.04 if form == "sampled" else 0.15)
+    assert first["validation/loss"] == pytest.approx(first[kl], rel=1e-5)
+
+
+def test_without_an_environment_answers_are_distilled_and_nobody_scores_them(teacher, tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    sums = ArithmeticDataset({"num_samples": 64, "min_digits": 2})
+    asked = [sums[i]["messages"][0]["content"] for i in range(64)]
+    rows = [json.dumps({"question": question, "expected_answer": "nobody reads it"}) for question in asked]
+    questions.write_text("\n".join(rows))
+    source = {"dataset_name": "jsonl", "path": str(questions)}
+    short = {"max_num_steps": 4, "num_prompts_per_step": 16, "num_generations_per_prompt": 2}
+    section = {**DISTIL, "distillation": {**DISTIL["distillation"], **short}}
+    del section["env"]
+    common = {key: value for key, value in COMMON.items() if key != "data"}
+    config = {**common, "data": {"train": source, "validation": source}, "logger": {"log_dir": str(tmp_path / "runs")}}
+    config = laid_over(laid_over(config, section), {"teacher": {"model_name": teacher}})
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    train(tmp_path / "run.yaml", resume="never", console=False)
+    steps = metrics_of(tmp_path)
+    assert steps[4]["validation/kl_forward"] < steps[0]["validation/kl_forward"]
+    assert steps[4]["rollout/rows"] == 32
+    told = {name for numbers in steps.values() for name in numbers}
+    assert not {name for name in told if "reward" in name or "accuracy" in name}
+    written = (tmp_path / "runs" / "run" / "rollouts" / "step_000004.jsonl").read_text().splitlines()
+    assert [json.loads(line)["turns"] for line in written] == [1] * 32
+
+
+def test_a_model_that_is_its_own_teacher_has_nothing_to_learn_at_any_temperature(tmp_path):
+    steps = distil(
+        tmp_path,
+        str(MODEL),
+        {
+            "distillation": {"max_num_steps": 1, "val_at_end": False},
+            "policy": {"generation": {"temperature": 0.6}, "optimizer": {"kwargs": {"lr": 1.0e-9}}},
+        },
+    )
+    # A teacher that scored at another temperature than the pupil would be tenths of a nat away.
+    assert abs(steps[0]["validation/kl_forward"]) < 1e-5
+    assert abs(steps[1]["distillation/kl_reverse"]) < 1e-5
+    assert steps[0]["validation/argmax_agreement"] == 1.0
+
+
+def test_from_python_the_trainer_takes_the_steps_of_the_config(teacher, tmp_path):
+    short = {"max_num_steps": 2, "num_prompts_per_step": 16, "seed": 3, "val_at_start": False, "val_at_end": False}
+    steps = distil(tmp_path, teacher, {"distillation": short})
+    section = {"backend": "hf", "max_new_tokens": 5}
+    policy = HuggingFacePolicy(str(MODEL), optimizer=OPTIMIZER, generation=section, **LIMITS)
+    trainer = DistillationTrainer(
+        policy,
+        config=short,
+        loss_fn=DISTIL["loss_fn"],
+        generation=HuggingFaceGeneration(config=policy.config.generation.for_policy(policy.config)),
+        teacher=HuggingFacePolicy(teacher, **LIMITS),
+        environments={"arithmetic": ArithmeticEnvironment()},
+    )
+    history = trainer.train(ArithmeticDataset({"num_samples": 8000, "min_digits": 2}))
+    for numbers in history:
+        there = steps[numbers["step"]]
+        assert numbers["loss"] == pytest.approx(there["loss"], rel=1e-6)
+        assert numbers["distillation/kl_reverse"] == pytest.approx(there["distillation/kl_reverse"], rel=1e-6)
+
+
+def test_a_trainer_without_a_teacher_or_at_another_temperature_is_refused():
+    policy = HuggingFacePolicy(str(MODEL), generation={"backend": "hf", "max_new_tokens": 5, "temperature": 0.5}, **LIMITS)
+    parts = {"generation": HuggingFaceGeneration(config=policy.config.generation.for_policy(policy.config))}
+    with pytest.raises(ConfigError, match="learns from a teacher"):
+        DistillationTrainer(policy, **parts)
+    with pytest.raises(ConfigError, match=r"at temperature 0.5, and the teacher scores at 1"):
+        DistillationTrainer(policy, teacher=HuggingFacePolicy(str(MODEL), **LIMITS), **parts)
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused_before_anything_starts(tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(MODEL, other)
+    text = (other / "tokenizer.json").read_text()
+    vocabulary = json.loads(text)
+    tokens = vocabulary["model"]["vocab"]
+    tokens["3"], tokens["4"] = tokens["4"], tokens["3"]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(UserError, match=r"teacher.model_name: .* has another tokenizer than the policy's") as refused:
+        distil(tmp_path, str(other))
+    assert refused.value.exit_code == 2
+
+
+def test_more_candidates_than_tokens_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"The 500 likeliest tokens were asked of .*loss_fn.topk") as refused:
+        distil(tmp_path, str(MODEL), {"loss_fn": {"topk": 500}})
+    assert refused.value.exit_code == 2
+
+
+def test_over_ray_pupil_and_teacher_are_workers_of_their_own(teacher, tmp_path):
+    small = {"max_num_steps": 2, "num_prompts_per_step": 16}
+    steps = distil(tmp_path, teacher, {"distillation": small, "cluster": {"backend": "ray"}})
+    assert steps[2]["validation/kl_forward"] < steps[0]["validation/kl_forward"]
+    assert steps[2]["refit/weight_version"] == 2
