@@ -332,3 +332,13 @@ def test_the_promised_constructor_takes_fields_of_policy_and_of_hf_cfg(model_fol
 def test_a_constructor_call_that_cannot_be_is_explained(arguments, says):
     with pytest.raises(ConfigError, match=says):
         HuggingFacePolicy(**arguments)
+
+
+def test_a_frozen_model_scores_spends_nothing_on_training_and_says_so(parts, start):
+    rows = parts.make_rows()
+    frozen, trained = start(precision="bfloat16", frozen=True), start(precision="bfloat16")
+    assert torch.equal(frozen.get_logprobs(rows)["logprobs"], trained.get_logprobs(rows)["logprobs"])
+    assert frozen._state is None
+    with pytest.raises(NotSupportedError, match="is frozen"):
+        frozen.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+    assert frozen.train(rows, parts.NLL(), counts=parts.counts_of(rows), eval_mode=True)[0].loss > 0

@@ -71,7 +71,8 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         self._microbatcher = Microbatcher(self._config, device=device)
         head = self._config.head
         # Shards are float32 masters themselves, and rounded as they are gathered.
-        loaded_as = torch.float32 if self._parallel.shards and hf.lora is None else self._dtype
+        keeps_masters = self._parallel.shards and hf.lora is None and not self._config.frozen
+        loaded_as = torch.float32 if keeps_masters else self._dtype
         model = load_model(self._config.model_name, options=hf, dtype=loaded_as, device=device, head=head)
         self._quantised = is_quantised(model)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -90,11 +91,12 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         if self._config.activation_checkpointing:
             checkpoint_activations(model)
         self._parallel.distribute(self._scoring)
-        if not self._quantised:
+        self._is_trained = not (self._quantised or self._config.frozen)
+        if self._is_trained:
             self._state = self._make_state()
         return {
             "num_parameters": num_parameters,
-            "num_trained_parameters": 0 if self._quantised else num_trained,
+            "num_trained_parameters": num_trained if self._is_trained else 0,
             "device": str(device),
             "vocab_size": self._scoring.vocab_size,
         }
@@ -290,6 +292,11 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         return TrainingState(masters=masters, optimizer=optimizer, scheduler=build_scheduler(optimizer, self._config.scheduler))
 
     def _trainable(self) -> TrainingState:
+        if self._config.frozen:
+            raise NotSupportedError(
+                f"{self._config.model_name} is frozen (`frozen: true` in its section): it scores, and takes no step. Leave "
+                "`frozen` out to train it."
+            )
         if self._state is None:
             raise NotSupportedError(
                 f"{self._config.model_name} was loaded with quantised weights (load_in_8bit or load_in_4bit), and this "

@@ -13,6 +13,7 @@ teacher: {backend: hf, model_name: some/teacher}
 def test_a_value_model_ends_in_a_number_and_a_teacher_in_tokens_without_a_word(files):
     loaded = files.load(COMPANIONS)
     assert (loaded.run.policy.head, loaded.run.value.head, loaded.run.teacher.head) == ("tokens", "scalar", "tokens")
+    assert (loaded.run.policy.frozen, loaded.run.value.frozen, loaded.run.teacher.frozen) == (False, False, True)
     assert loaded.components["value"].name == "valuer"
     assert files.load(loaded.to_yaml()).run == loaded.run
 
@@ -35,6 +36,9 @@ def test_a_run_without_companions_has_none(files, good):
             "value: must be set: critical has a value",
         ),
         ("some/critic}", "some/critic, head: tokens}", "value.head: must be 'scalar'"),
+        ("some/critic}", "some/critic, frozen: true}", "value.frozen: must be false"),
+        ("some/teacher}", "some/teacher, frozen: false}", "teacher.frozen: must be true"),
+        ("some/model}", "some/model, frozen: true}", "policy.frozen: critical trains the policy"),
         ("backend: valuer", "backend: plain", "value.head: scalar asks value for what it cannot do"),
         ("value: {backend: valuer, model_name: some/critic}", "value: {}", "value.backend: must be set: which policy"),
         ("some/critic}", "some/critic, lr: 1}", "value has no key 'lr'"),

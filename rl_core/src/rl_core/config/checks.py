@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from rl_core.config.diagnostics import show
 from rl_core.config.parts import COMPANIONS, Layout
 from rl_core.config.schema import PolicyConfig, RunConfig
 from rl_core.config.written import Path, dotted
@@ -77,19 +78,27 @@ def companion_conflicts(run: RunConfig) -> Iterator[Finding]:
         )
     if run.policy.head != algorithm.head:
         yield ("policy", "head"), f"{run.policy.head!r} is not what {name} trains, which is {algorithm.head!r}: leave it out."
-    for companion, head in COMPANIONS.items():
+    if run.policy.frozen:
+        yield ("policy", "frozen"), f"{name} trains the policy: leave it out."
+    for companion in COMPANIONS:
         model, wanted = getattr(run, companion), companion in algorithm.companions
-        if model is None and wanted:
+        if model is not None and wanted:
+            yield from _as_its_place_says(companion, model)
+        elif model is not None:
+            yield (companion,), f"{name} has no use for a {companion}: remove the section."
+        elif wanted:
             yield (
                 (companion,),
                 f"must be set: {name} has a {companion} beside the policy. Give it a `backend` and a `model_name`.",
             )
-        elif model is not None and not wanted:
-            yield (companion,), f"{name} has no use for a {companion}: remove the section."
-        elif model is not None and model.head != head:
-            yield (companion, "head"), f"must be {head!r}, as that of every {companion}: leave it out."
-        elif model is not None and model.generation is not None:
-            yield (companion, "generation"), f"a {companion} samples nothing: the samples are the policy's. Remove the section."
+
+
+def _as_its_place_says(companion: str, model: PolicyConfig) -> Iterator[Finding]:
+    for key, value in COMPANIONS[companion].items():
+        if getattr(model, key) != value:
+            yield (companion, key), f"must be {show(value)}, as that of every {companion}: leave it out."
+    if model.generation is not None:
+        yield (companion, "generation"), f"a {companion} samples nothing: the samples are the policy's. Remove the section."
 
 
 def _models(run: RunConfig) -> dict[str, PolicyConfig]:

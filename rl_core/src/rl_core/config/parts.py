@@ -36,8 +36,11 @@ SECTIONS: dict[str, Model | None] = {
 OPTIONAL = ("algorithm",)
 """Sections of the core that have keys which must be set, and are not there unless they are written."""
 
-COMPANIONS = {"value": "scalar", "teacher": "tokens"}
-"""Sections of models beside the policy, each like `policy`, and what they end in."""
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "value": {"head": "scalar", "frozen": False},
+    "teacher": {"head": "tokens", "frozen": True},
+}
+"""Sections of models beside the policy, each like `policy`, and what its place says of each."""
 
 BASES: dict[Kind, tuple[Model, Model]] = {
     Kind.ALGORITHM: (schema.AlgorithmConfig, schema.AlgorithmConfig),
@@ -216,10 +219,10 @@ class _Chooser:
 
     def companions(self) -> None:
         """The models beside the policy, each by its backend."""
-        for name, head in COMPANIONS.items():
+        for name, implied in COMPANIONS.items():
             section = self._section((name,))
             if section is not None and self._values.get(name) is not None:
-                self._by_key((name,), section, Kind.POLICY, key="backend", implied={"head": head})
+                self._by_key((name,), section, Kind.POLICY, key="backend", implied=implied)
 
     def data(self) -> None:
         """`data` and its datasets, each by its name."""

@@ -148,6 +148,8 @@ class PolicyConfig(Section):
     """Name, folder or GGUF file of the model."""
     head: Literal["tokens", "scalar"] = "tokens"
     """What the model ends in: scores of the next token, or one number after each (a value model, a reward model)."""
+    frozen: bool = False
+    """Scores and is never trained, such as a teacher: no memory is spent on an optimizer and what it steps on."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """The tokenizer; the model's by default."""
     precision: Literal["float32", "bfloat16"] = "float32"
