@@ -162,7 +162,7 @@ def test_from_python_the_trainer_takes_the_steps_of_the_config(teacher, tmp_path
         config=short,
         loss_fn=DISTIL["loss_fn"],
         generation=HuggingFaceGeneration(config=policy.config.generation.for_policy(policy.config)),
-        teacher=HuggingFacePolicy(teacher, **LIMITS),
+        teacher=HuggingFacePolicy(teacher, frozen=True, **LIMITS),
         environments={"arithmetic": ArithmeticEnvironment()},
     )
     history = trainer.train(ArithmeticDataset({"num_samples": 8000, "min_digits": 2}))
@@ -178,7 +178,7 @@ def test_a_trainer_without_a_teacher_or_at_another_temperature_is_refused():
     with pytest.raises(ConfigError, match="learns from a teacher"):
         DistillationTrainer(policy, **parts)
     with pytest.raises(ConfigError, match=r"at temperature 0.5, and the teacher scores at 1"):
-        DistillationTrainer(policy, teacher=HuggingFacePolicy(str(MODEL), **LIMITS), **parts)
+        DistillationTrainer(policy, teacher=HuggingFacePolicy(str(MODEL), frozen=True, **LIMITS), **parts)
 
 
 def test_a_teacher_that_reads_other_tokens_is_refused_before_anything_starts(tmp_path):
