@@ -61,7 +61,6 @@ def check_logprobs(
 def prepare_process() -> None:
     """What has to be so before torch is loaded, as in `rlcore train`."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    sys.path.insert(0, os.getcwd())
 
 
 def _backends(pair: Pair, precision: str) -> dict[str, str]:

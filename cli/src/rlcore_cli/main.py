@@ -6,6 +6,7 @@ ends with an `Example:`, and add one line to `COMMANDS`.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from typing import Annotated
@@ -71,6 +72,8 @@ def rlcore(
         rlcore list-backends
         rlcore train config.yaml
     """
+    # What a config names by a dotted path may lie in the working directory, as with `python -m`.
+    sys.path.insert(0, os.getcwd())
 
 
 def main() -> None:

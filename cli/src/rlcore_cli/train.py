@@ -32,12 +32,9 @@ def train(
         rlcore train config.yaml --resume runs/config/checkpoints/step_000010
     """
     import os
-    import sys
 
     # Before torch is loaded: threads that spin while they wait slow every other process of a laptop down.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Environments and losses given as dotted paths may lie in the working directory, as with `python -m`.
-    sys.path.insert(0, os.getcwd())
     from rl_core.assembly.launch import train as launch
 
     finished = launch(config, overrides or [], resume=resume, allow_config_change=allow_config_change)

@@ -33,10 +33,6 @@ def validate(
         rlcore validate config.yaml policy.precision=bfloat16 ++policy.optimizer.kwargs.betas='[0.9, 0.95]'
         rlcore validate config.yaml --resolved
     """
-    import os
-
-    # As in `rlcore train`: what a dotted path names may lie in the working directory.
-    sys.path.insert(0, os.getcwd())
     from rl_core.config.diagnostics import InvalidConfigError
     from rl_core.config.loader import load_config
 
