@@ -1,0 +1,96 @@
+"""What a distillation run is without a word, and what it cannot be, said with its file and line."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_core.config.loader import load_config
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "algorithms" / "distillation.md").read_text()
+DISTILLATION = """\
+distillation:
+  num_prompts_per_step: 8
+loss_fn:
+  divergence: forward_kl
+policy:
+  backend: hf
+  model_name: some/model
+  generation:
+    backend: hf
+    max_new_tokens: 64
+teacher:
+  backend: hf
+  model_name: some/teacher
+data:
+  train: {dataset_name: arithmetic}
+"""
+FORM = "divergence: forward_kl"
+TEACHER = "teacher:\n  backend: hf\n  model_name: some/teacher\n"
+VALIDATES = "num_prompts_per_step: 8\n  val_at_end: true"
+HELD_OUT = "  validation: {dataset_name: arithmetic, split: validation}\n"
+
+
+def test_a_teacher_and_no_environment_are_enough(files):
+    run = files.load(DISTILLATION).run
+    assert (run.algorithm_name, run.loss_fn.name, run.env) == ("distillation", "distillation", {})
+    assert (run.teacher.head, run.teacher.frozen) == ("tokens", True)
+    assert (run.loss_fn.topk, run.loss_fn.num_candidates, run.loss_fn.beyond_topk) == (64, 64, "bucket")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (TEACHER, "", "teacher: must be set: distillation has a teacher beside the policy"),
+        ("model_name: some/teacher", "model_name: some/teacher\n  frozen: false", "teacher.frozen: must be true"),
+        ("  generation:\n    backend: hf\n    max_new_tokens: 64\n", "", "policy.generation: must be set"),
+        (
+            TEACHER,
+            TEACHER.replace("hf", "plain"),
+            "config.yaml:12:12: teacher.backend: the loss 'distillation' asks teacher for what it cannot do",
+        ),
+        (FORM, "topk: null", "topk null compares the sampled tokens alone, which tells the reverse KL and no other"),
+        (FORM, "topk: 0", "config.yaml:4:9: loss_fn.topk"),
+        (FORM, "divergence: jsd\n  mixed_kl_weight: 0.2", "divergence jsd with topk 64 has no use for mixed_kl_weight"),
+        (FORM, "divergence: kl", "config.yaml:4:15: loss_fn.divergence"),
+        (FORM, "name: clipped_pg", "config.yaml:4:9: loss_fn.name: clipped_pg asks no teacher"),
+        (FORM, "name: dpo", "config.yaml:4:9: loss_fn.name: dpo asks no teacher"),
+        (FORM, "name: nll", "config.yaml:4:9: loss_fn.name: nll asks no teacher"),
+    ],
+)
+def test_a_run_that_cannot_be_is_told_at_its_line(files, old, new, says):
+    assert old in DISTILLATION
+    assert any(says in error for error in files.errors(DISTILLATION.replace(old, new, 1)))
+
+
+def test_a_backend_without_likeliest_tokens_serves_the_sampled_form(files):
+    other = DISTILLATION.replace(TEACHER, TEACHER.replace("hf", "plain"))
+    assert files.load(other.replace(FORM, "divergence: reverse_kl\n  topk: null")).run.loss_fn.num_candidates == 0
+
+
+def test_greedy_validation_and_the_sampled_form_exclude_each_other(files):
+    text = DISTILLATION.replace("num_prompts_per_step: 8", VALIDATES) + HELD_OUT
+    assert files.load(text).run.algorithm.val_at_end
+    sampled = text.replace(FORM, "divergence: reverse_kl\n  topk: null")
+    [error] = files.errors(sampled)
+    assert "policy.generation.val_temperature: validation is greedy" in error
+    assert files.load(sampled.replace("max_new_tokens: 64", "max_new_tokens: 64\n    val_temperature: 1.0"))
+
+
+def test_other_algorithms_still_need_their_environment(files, good):
+    assert any(
+        "env: must be set: grpo trains on the rewards" in error
+        for error in files.errors(good.replace("env:", "# env:").replace("  arithmetic: {}", ""))
+    )
+
+
+def test_the_config_on_the_page_and_the_example_are_valid(files, registry):
+    block = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)[0]
+    config = yaml.safe_load(block)
+    for section in ("policy", "teacher"):
+        config[section]["model_name"] = "some/model"
+    assert files.load(yaml.safe_dump(config)).run.loss_fn.topk == 8
+    example = load_config(ROOT / "examples" / "distillation_addition.yaml", (), registry=registry).run
+    assert example.teacher.model_name.endswith("step_000300/policy/weights")
