@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.algorithms import DPOTrainer, GRPOTrainer, SFTTrainer
+from rl_core.algorithms import DPOTrainer, GRPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying
 
@@ -28,11 +28,22 @@ CLOCKS = ("time/", "refit/", "tokens_per_s", "mismatch/", "staleness", "step")
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def cluster():
+    """Two places, on each of which a rank of the policy and one of the critic may run."""
+    from rl_core.cluster import RayVirtualCluster
+
+    made = RayVirtualCluster([2], max_colocated_worker_groups=2)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(cluster, tmp_path_factory):
     """A policy on two ranks, and what brings it back to its beginning."""
     from rl_backends_megatron import MegatronPolicy
 
-    policy = MegatronPolicy(str(MODEL), tensor_model_parallel_size=2, sequence_parallel=True, **FIELDS)
+    divided = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    policy = MegatronPolicy(str(MODEL), cluster=cluster, **divided, **FIELDS)
     folder = tmp_path_factory.mktemp("before")
     policy.save_checkpoint(folder / "weights", folder / "optimizer")
 
@@ -42,6 +53,24 @@ def two_ranks(tmp_path_factory):
 
     yield again
     policy.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_ranks_of_a_critic(cluster, tmp_path_factory):
+    """A model with a scalar head on two stages of a pipeline, and what brings it back to its beginning."""
+    from rl_backends_megatron import MegatronPolicy
+
+    divided = {"pipeline_model_parallel_size": 2}
+    critic = MegatronPolicy(str(MODEL), cluster=cluster, name="value", head="scalar", **divided, **FIELDS)
+    folder = tmp_path_factory.mktemp("critic")
+    critic.save_checkpoint(folder / "weights", folder / "optimizer")
+
+    def again():
+        critic.load_checkpoint(folder / "weights", folder / "optimizer")
+        return critic
+
+    yield again
+    critic.shutdown()
 
 
 @pytest.fixture
@@ -92,6 +121,22 @@ def grpo(policy, loss=None, **section):
         environment.shutdown()
 
 
+def ppo(policy, critic):
+    generation, environment = HuggingFaceGeneration(str(MODEL), max_new_tokens=5), ArithmeticEnvironment()
+    shape = {"num_prompts_per_step": 64, "max_num_steps": 2, "seed": 3}
+    parts = {"generation": generation, "environments": {"arithmetic": environment}}
+    try:
+        return PPOTrainer(policy, value=critic, config=shape, **parts).train(sums("train", 2048))
+    finally:
+        generation.shutdown()
+        environment.shutdown()
+
+
+def reward_model(policy, **section):
+    shape = {"global_batch_size": 32, "max_num_steps": 2, "seed": 3, **section}
+    return RewardModelTrainer(policy, config=shape).train(pairs("train", 512), pairs("validation", 128))
+
+
 def sft(policy, **section):
     shape = {"global_batch_size": 64, "max_num_steps": 2, "seed": 3, **section}
     return SFTTrainer(policy, config=shape).train(answered("train", 1024), answered("validation", 128))
@@ -118,7 +163,26 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_its_steps_have_the_numbers_of_the_backend_on_transformers(name, two_ranks, one_rank):
-    found, expected = RUNS[name](two_ranks()), RUNS[name](one_rank)
+    assert_same_numbers(RUNS[name](two_ranks()), RUNS[name](one_rank))
+
+
+def test_an_actor_and_its_critic_have_the_numbers_of_the_backend_on_transformers(two_ranks, two_ranks_of_a_critic, one_rank):
+    critic = HuggingFacePolicy(str(MODEL), head="scalar", **FIELDS)
+    assert_same_numbers(ppo(two_ranks(), two_ranks_of_a_critic()), ppo(one_rank, critic))
+    critic.shutdown()
+
+
+def test_a_reward_model_learns_from_pairs_as_it_does_on_transformers(two_ranks_of_a_critic):
+    judge = HuggingFacePolicy(str(MODEL), head="scalar", **FIELDS)
+    assert_same_numbers(reward_model(two_ranks_of_a_critic()), reward_model(judge))
+    judge.shutdown()
+    steps = reward_model(two_ranks_of_a_critic(), max_num_steps=30, **WATCHED)
+    # A head of zeros cannot tell them apart; the standard error of 128 pairs is 0.04.
+    assert steps[0]["validation/accuracy"] == 0.5
+    assert steps[-1]["validation/accuracy"] > 0.65
+
+
+def assert_same_numbers(found, expected):
     assert len(found) == len(expected) == 2
     assert expected[0]["grad_norm"] > 1e-3
     for ours, theirs in zip(found, expected, strict=True):

@@ -227,3 +227,16 @@ def test_weights_in_several_files_are_read_and_written(models, tmp_path, monkeyp
     again = hf_folder.SafetensorsFolder(tmp_path)
     assert all(torch.equal(again.whole(name), source.whole(name)) for name in names)
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
+
+
+def test_a_loss_that_reads_several_tokens_a_position_is_refused(policy):
+    class Several(cases.NLL):
+        candidates_key = "others"
+
+    rows = cases.make_rows()
+    rows["others"] = rows["input_ids"].unsqueeze(-1)
+    with pytest.raises(Exception, match="reads log-probabilities of several tokens a position") as error:
+        policy().train(rows, Several())
+    assert isinstance(error.value.__cause__, NotSupportedError)
+    with pytest.raises(Exception, match="The 3 likeliest tokens were asked for"):
+        policy_after(policy).get_topk_logprobs(cases.make_rows(), 3)

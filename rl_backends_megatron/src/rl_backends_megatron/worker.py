@@ -35,6 +35,11 @@ from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
 from rl_core.weights.manifest import dtype_name
 from rl_core.weights.source import WeightSource
 
+_ONE = (
+    "The Megatron backend scores the row's own tokens alone, since its logits are divided over ranks and never gathered: take "
+    "a loss that reads those, or `backend: hf`."
+)
+
 
 class MegatronPolicyWorker(WeightSource, PolicyWorker):
     """One rank of a policy on Megatron-Core.
@@ -71,6 +76,9 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         scene = self._reference_policy().on_device() if reference else nullcontext(self._trainer.models)
         return BatchedDataDict({"logprobs": self._score(data, scene)})
 
+    def get_topk_logprobs(self, data: BatchedDataDict[Any], *, k: int) -> BatchedDataDict[Any]:
+        raise NotSupportedError(f"The {k} likeliest tokens were asked for. {_ONE}")
+
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         return BatchedDataDict({"values": self._score(data, nullcontext(self._trainer.models))})
 
@@ -98,6 +106,8 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         eval_mode: bool = False,
         mbs: int | None = None,
     ) -> list[StepResult]:
+        if loss_fn.candidates_key is not None:
+            raise NotSupportedError(f"{type(loss_fn).__name__} reads log-probabilities of several tokens a position. {_ONE}")
         self._trainer.move_state(self._ranks.device)
         rows = max(1, data.size // len(counts))
         results = []
