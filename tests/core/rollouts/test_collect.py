@@ -141,6 +141,19 @@ def test_a_task_without_an_environment_is_refused_before_anything_is_sampled(tok
     assert engine.asked == []
 
 
+def test_where_there_is_no_environment_at_all_a_rollout_is_one_answer_and_has_no_reward(tokenizer, engine_for):
+    engine = engine_for(finished("x"))
+    rows = start_rollouts(prompts(tokenizer, ("q", "chess", {}), ("r", "count", {"turns": 2})), 2)
+    collector(engine, {}, tokenizer).collect(rows, stream=1)
+    assert [(row.turns, row.done, row.answer, row.reward_parts) for row in rows] == [(1, True, None, {})] * 4
+    assert len(engine.asked) == 1
+    metrics = summarize(rows)
+    assert metrics["rollout/rows"] == 4
+    assert not [name for name in metrics if name.startswith("reward/")]
+    assert ask_environments(rows, {}) == {}
+    assert to_batch(rows)["token_mask"].sum() == sum(row.num_sampled_tokens() for row in rows)
+
+
 def test_a_reward_that_is_no_number_stops_the_run_and_names_the_task(tokenizer, engine_for, environments):
     class Broken(type(environments["judge"])):
         def step(self, logs, metadata):
