@@ -14,7 +14,8 @@ from rl_core.data.mixing import Mixture
 from rl_core.errors import DataError
 
 NAMES = "abcd"
-MEMBERS = st.lists(st.tuples(st.integers(3, 40), st.floats(0.2, 5.0)), min_size=1, max_size=4)
+# No share is so small that it is less than one row of an epoch: with four members at least 20 rows by 0.5 / 6.5.
+MEMBERS = st.lists(st.tuples(st.integers(5, 40), st.floats(0.5, 2.0)), min_size=1, max_size=4)
 
 
 def mixture_of(members) -> Mixture:
