@@ -1,11 +1,13 @@
 """What cannot work is refused before anything starts, with its reason."""
 
+import json
 import types
 
 import pytest
 from pydantic import ValidationError
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
+from rl_core.config.loader import load_config
 from rl_core.errors import ConfigError
 
 pytestmark = pytest.mark.megatron
@@ -34,6 +36,25 @@ def policy(optimizer=None, **megatron):
 def test_keys_that_exclude_each_other_are_refused_with_the_reason(fields, says):
     with pytest.raises(ValidationError, match=says):
         policy(**fields)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "found"),
+    [({"workers_per_node": 2}, None), ({"workers_per_node": 3}, 3), ({"backend": "in_process"}, 1), ({"num_nodes": 2}, None)],
+)
+def test_a_cluster_that_holds_no_whole_copies_is_refused_when_the_config_is_read(tmp_path, cluster, found):
+    config = {
+        "sft": {},
+        "policy": {"backend": "megatron", "model_name": "m", "megatron_cfg": {"tensor_model_parallel_size": 2}},
+        "data": {"train": {"dataset_name": "arithmetic"}},
+        "cluster": cluster,
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    if found is None:
+        load_config(tmp_path / "run.yaml")
+        return
+    with pytest.raises(ConfigError, match=rf"2 x 1 x 1 = 2 ranks hold one copy of the model, and the cluster has {found}"):
+        load_config(tmp_path / "run.yaml")
 
 
 def hf(**fields):

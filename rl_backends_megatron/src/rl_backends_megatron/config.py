@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rl_core.config.schema import PolicyConfig, Section
+from rl_core.config.written import Path
+
+if TYPE_CHECKING:
+    from rl_core.config.schema import RunConfig
 
 
 class MegatronConfig(Section):
@@ -128,6 +133,23 @@ class MegatronPolicyConfig(PolicyConfig):
     backend: str = "megatron"
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     """What only this backend knows."""
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        """A cluster whose ranks do not hold whole copies of the model."""
+        # Parts that were made from Python have places of their own.
+        if "cluster" not in run.model_fields_set:
+            return
+        megatron, cluster = self.megatron_cfg, run.cluster
+        needed = megatron.ranks_of_a_replica
+        ranks = 1 if cluster.backend == "in_process" else cluster.num_nodes * cluster.workers_per_node
+        if ranks % needed:
+            sizes = f"{megatron.tensor_model_parallel_size} x {megatron.pipeline_model_parallel_size} x "
+            yield (
+                ("policy", "megatron_cfg"),
+                f"tensor x pipeline x context = {sizes}{megatron.context_parallel_size} = {needed} ranks hold one copy of the "
+                f"model, and the cluster has {ranks}: give it a multiple of {needed} (`cluster.backend: ray`, "
+                "`cluster.num_nodes` x `cluster.workers_per_node`).",
+            )
 
     @model_validator(mode="after")
     def _the_optimizer_is_one_of_megatron(self) -> Self:
