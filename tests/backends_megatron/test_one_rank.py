@@ -229,6 +229,24 @@ def test_weights_in_several_files_are_read_and_written(models, tmp_path, monkeyp
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
 
 
+def test_a_frozen_policy_scores_and_has_nothing_that_could_step(policy, models, tmp_path):
+    rows = cases.make_rows()
+    made = policy("qwen3", frozen=True)
+    found = made.get_logprobs(rows)["logprobs"]
+    with torch.no_grad():
+        expected = cases.plain_logprobs(cases.plain_model(models / "qwen3"), rows)
+    assert float((found - expected).abs().max()) < 5e-6
+    assert made.train(rows, cases.NLL(), eval_mode=True)["metrics"]["nll"] > 0
+    worker = made.group.worker
+    assert not any(parameter.requires_grad for model in worker._trainer.models for parameter in model.parameters())
+    for ask in (lambda: made.train(rows, cases.NLL()), lambda: made.save_checkpoint(tmp_path / "w", tmp_path / "o")):
+        with pytest.raises(Exception, match="is frozen") as error:
+            ask()
+        assert isinstance(error.value.__cause__, NotSupportedError)
+    made.load_checkpoint(models / "qwen3")
+    assert torch.equal(made.get_logprobs(rows)["logprobs"], found)
+
+
 def test_a_loss_that_reads_several_tokens_a_position_is_refused(policy):
     class Several(cases.NLL):
         candidates_key = "others"

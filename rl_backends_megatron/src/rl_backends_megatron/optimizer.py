@@ -140,6 +140,33 @@ class Trainer:
             group.update({key: leader[key] for key in _FOLLOWED if key in leader and key in group})
 
 
+class Untrained:
+    """In the place of a `Trainer`, for a model that only scores (`policy.frozen`): no gradients, no optimizer.
+
+    Args:
+        chunks: this rank's model chunks, which are frozen.
+    """
+
+    weight_version = 0
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.models: list[Any] = list(chunks.modules)
+        for module in chunks.modules:
+            module.requires_grad_(False)
+
+    def drop_gradients(self) -> None:
+        """There are none."""
+
+    def complete_weights(self) -> None:
+        """They always are."""
+
+    def take_weights(self) -> None:
+        """There are no copies of them."""
+
+    def move_state(self, device: torch.device | str) -> None:
+        """There is none."""
+
+
 def _settings(config: MegatronPolicyConfig) -> MegatronOptimizerConfig:
     given = dict(_leader(config.optimizer).param_groups[0])
     fields: dict[str, Any] = {"lr": given["lr"], "weight_decay": given["weight_decay"], "clip_grad": 0.0}

@@ -18,7 +18,7 @@ from rl_backends_megatron.hf_folder import read_config, write_folder
 from rl_backends_megatron.loading import LoadedModel, load_model
 from rl_backends_megatron.microbatches import Microbatcher, ModelInput, filler_of
 from rl_backends_megatron.model import DTYPES
-from rl_backends_megatron.optimizer import Trainer
+from rl_backends_megatron.optimizer import Trainer, Untrained
 from rl_backends_megatron.parallel import Ranks, join, leave
 from rl_backends_megatron.reference import ReferencePolicy
 from rl_backends_megatron.scalar_head import check_head, describe_classifier
@@ -62,7 +62,8 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         self._ranks: Ranks = join(self.context, self._config.megatron_cfg)
         self._model: LoadedModel = load_model(self._config, self._ranks)
         with device_seam():
-            self._trainer = Trainer(self._model.chunks, self._config)
+            frozen = self._config.frozen
+            self._trainer = Untrained(self._model.chunks) if frozen else Trainer(self._model.chunks, self._config)
         self._microbatcher = Microbatcher(self._config, self._ranks)
         self._head = self._make_head()
         numbers = [torch.Size(shape).numel() for shape in self._model.bridge.manifest.values()]
@@ -121,7 +122,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
                     [each.to(self._ranks.device) for each in batches],
                     loss_fn,
                     count,
-                    trainer=None if eval_mode else self._trainer,
+                    trainer=None if eval_mode else self._stepping(),
                     head=self._head,
                     ranks=self._ranks,
                     max_grad_norm=self._config.max_grad_norm,
@@ -166,7 +167,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
                 pass
         if optimizer_path is not None:
             self._trainer.move_state(self._ranks.device)
-            training_state.save(self._trainer, Path(optimizer_path), self._ranks, self._facts())
+            training_state.save(self._stepping(), Path(optimizer_path), self._ranks, self._facts())
         dist.barrier()
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
@@ -185,7 +186,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
             self._trainer.take_weights()
         if optimizer_path is not None:
             self._trainer.move_state(self._ranks.device)
-            training_state.load(self._trainer, Path(optimizer_path), self._facts())
+            training_state.load(self._stepping(), Path(optimizer_path), self._facts())
 
     def get_weight_version(self) -> int:
         return self._trainer.weight_version
@@ -212,6 +213,14 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         inputs = [self._microbatcher.form(each, training=training) for each in batches]
         missing = -len(batches) % self._ranks.pipeline.size() if len(self._trainer.models) > 1 else 0
         return inputs + [self._microbatcher.form(filler_of(batches[0]), training=training) for _ in range(missing)]
+
+    def _stepping(self) -> Trainer:
+        if isinstance(self._trainer, Untrained):
+            raise NotSupportedError(
+                f"{self._config.model_name} is frozen (`frozen: true`): it scores, and has nothing that could step. Leave "
+                "`frozen` out to train it."
+            )
+        return self._trainer
 
     def _make_head(self) -> Head:
         if self._config.head == "scalar":
