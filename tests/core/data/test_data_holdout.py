@@ -1,6 +1,7 @@
 """Held-out rows: every row is on one side, by what it asks, wherever it stands and whatever stands beside it."""
 
 import json
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -30,9 +31,15 @@ def questions(records):
 MANY = [record(f"question {number}") for number in range(1000)]
 
 
+@cache
+def held_out_of_many(fraction: float, seed: int) -> frozenset[str]:
+    return frozenset(questions(sides(MANY, fraction, seed)[1]))
+
+
 @given(
-    fraction=st.sampled_from([0.1, 0.3, 0.5, 0.9]),
-    seed=st.integers(0, 50),
+    # Of 60 rows one side is empty once in a billion, which would be refused.
+    fraction=st.sampled_from([0.3, 0.5, 0.7]),
+    seed=st.integers(0, 5),
     numbers=st.lists(st.integers(0, 999), min_size=60, max_size=200, unique=True),
 )
 def test_the_two_sides_are_disjoint_and_exhaustive_and_do_not_depend_on_order_or_company(fraction, seed, numbers):
@@ -40,7 +47,7 @@ def test_the_two_sides_are_disjoint_and_exhaustive_and_do_not_depend_on_order_or
     kept, out = sides(rows, fraction, seed)
     assert sorted(questions(kept + out)) == sorted(questions(rows))
     assert not set(questions(kept)) & set(questions(out))
-    everywhere = set(questions(sides(MANY, fraction, seed)[1]))
+    everywhere = held_out_of_many(fraction, seed)
     assert set(questions(out)) == set(questions(rows)) & everywhere
     assert questions(kept) == [question for question in questions(rows) if question not in everywhere]
     assert out == sides(rows[::-1], fraction, seed)[1]
