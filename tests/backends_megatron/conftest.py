@@ -31,5 +31,5 @@ def out(models, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     for world in (4, 2, 1):
         todo = jobs(world)
-        run_ranks("megatron_ranks.py", world, models, folder, todo, ports=2 * len(todo), timeout_s=280)
+        run_ranks("megatron_ranks.py", world, models, folder, todo, ports=2 * len(todo), timeout_s=420)
     return folder
