@@ -96,7 +96,7 @@ def companion_conflicts(run: RunConfig) -> Iterator[Finding]:
 def _as_its_place_says(companion: str, model: PolicyConfig) -> Iterator[Finding]:
     for key, value in COMPANIONS[companion].items():
         if getattr(model, key) != value:
-            yield (companion, key), f"must be {show(value)}, as that of every {companion}: leave it out."
+            yield (companion, key), f"must be {show(value)}, as that of every {companion}; a file need not say it."
     if model.generation is not None:
         yield (companion, "generation"), f"a {companion} samples nothing: the samples are the policy's. Remove the section."
 
