@@ -133,10 +133,10 @@ class HFPolicyConfig(PolicyConfig):
         lora = self.hf_cfg.lora
         if lora is None:
             return
-        at = ("policy", "hf_cfg", "lora")
+        at = ("hf_cfg", "lora")
         if (reason := unmet_needs(("peft>=0.21",))) is not None:
             yield at, NEEDS_PEFT.format(reason=reason)
-        if lora.dropout > 0 and run.algorithm.needs_generation:
+        if lora.dropout > 0 and run.algorithm.needs_generation and run.policy is self:
             yield (
                 (*at, "dropout"),
                 f"{run.algorithm_name} compares the policy that trains with the one that sampled. Those would be two models: "

@@ -145,7 +145,7 @@ class MegatronPolicyConfig(PolicyConfig):
         if ranks % needed:
             sizes = f"{megatron.tensor_model_parallel_size} x {megatron.pipeline_model_parallel_size} x "
             yield (
-                ("policy", "megatron_cfg"),
+                ("megatron_cfg",),
                 f"tensor x pipeline x context = {sizes}{megatron.context_parallel_size} = {needed} ranks hold one copy of the "
                 f"model, and the cluster has {ranks}: give it a multiple of {needed} (`cluster.backend: ray`, "
                 "`cluster.num_nodes` x `cluster.workers_per_node`).",

@@ -40,7 +40,13 @@ class Acme:
     def rlcore_policies(self) -> list[Component]:
         return [
             Component("plain", target="acme:Policy", summary="No capabilities"),
-            Component("valuer", target="acme:Policy", summary="Has scalar heads", capabilities=("scalar_head",)),
+            Component(
+                "valuer",
+                target="acme:Policy",
+                config="acme_models:Valuer",
+                summary="Has scalar heads",
+                capabilities=("scalar_head",),
+            ),
             Component("strange", target="acme:Policy", config="acme_models:NoSection", summary="Its model is no section"),
             Component("absent", target="acme:Policy", config="acme_models:Nothing", summary="Its model does not exist"),
             Component("raising", target="acme:Policy", config="acme_models:Raising", summary="Its model raises"),
@@ -73,6 +79,11 @@ ACME_MODELS = """
         default_loss: ClassVar[str] = "clipped_pg"
         needs_generation: ClassVar[bool] = True
         allows_filtered_sampling: ClassVar[bool] = True
+
+    class Valuer(PolicyConfig):
+        def conflicts(self, run):
+            if self.precision == "bfloat16":
+                yield ("precision",), "valuer computes in float32."
 
     class Critical(AlgorithmConfig):
         default_loss: ClassVar[str] = "clipped_pg"

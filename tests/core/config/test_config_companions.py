@@ -39,6 +39,7 @@ def test_a_run_without_companions_has_none(files, good):
         ("some/critic}", "some/critic, frozen: true}", "value.frozen: must be false"),
         ("some/teacher}", "some/teacher, frozen: false}", "teacher.frozen: must be true"),
         ("some/model}", "some/model, frozen: true}", "policy.frozen: critical trains the policy"),
+        ("some/critic}", "some/critic, precision: bfloat16}", "value.precision: valuer computes in float32."),
         ("backend: valuer", "backend: plain", "value.head: scalar asks value for what it cannot do"),
         ("value: {backend: valuer, model_name: some/critic}", "value: {}", "value.backend: must be set: which policy"),
         ("some/critic}", "some/critic, lr: 1}", "value has no key 'lr'"),

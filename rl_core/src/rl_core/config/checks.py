@@ -28,7 +28,7 @@ def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[
     """
     yield from _what_the_algorithm_needs(run)
     yield from run.algorithm.conflicts(run)
-    yield from run.policy.conflicts(run)
+    yield from backend_conflicts(run)
     yield from companion_conflicts(run)
     yield from _sampling(run)
     yield from _lengths(run)
@@ -99,6 +99,13 @@ def _as_its_place_says(companion: str, model: PolicyConfig) -> Iterator[Finding]
             yield (companion, key), f"must be {show(value)}, as that of every {companion}; a file need not say it."
     if model.generation is not None:
         yield (companion, "generation"), f"a {companion} samples nothing: the samples are the policy's. Remove the section."
+
+
+def backend_conflicts(run: RunConfig) -> Iterator[Finding]:
+    """What the backends of the policy and of the models beside it cannot work with."""
+    for name, model in _models(run).items():
+        for path, message in model.conflicts(run):
+            yield (name, *path), message
 
 
 def _models(run: RunConfig) -> dict[str, PolicyConfig]:

@@ -180,7 +180,10 @@ class PolicyConfig(Section):
     """Interpreter of another environment for the workers."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """What of the run's other sections the backend cannot work with: each key that is to blame, and why."""
+        """What of the run the backend cannot work with: each key of this section that is to blame, and why.
+
+        It is asked of the policy and of the models beside it alike; `run.policy is self` says which this is.
+        """
         yield from ()
 
     @model_validator(mode="after")
