@@ -28,10 +28,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_backends_hf.config import ALL_LINEAR, NEEDS_PEFT, LoRAConfig
-from rl_backends_hf.scalar_head import HEAD_NAME, Head, scalar_head
+from rl_backends_hf.scalar_head import HEAD_NAME, scalar_head
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.plugins.component import did_you_mean
+from rl_core.training.heads import Head
 from rl_core.weights.manifest import dtype_name, weights_of
 
 ADAPTER_CONFIG: Final = "adapter_config.json"

@@ -20,9 +20,10 @@ from transformers import (
 )
 
 from rl_backends_hf.config import HFModelConfig
-from rl_backends_hf.scalar_head import Head, fit_head, settle_head
+from rl_backends_hf.scalar_head import fit_head, settle_head
 from rl_core.errors import NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
+from rl_core.training.heads import Head
 
 _log = logging.getLogger(__name__)
 

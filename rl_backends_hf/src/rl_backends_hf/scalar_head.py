@@ -8,7 +8,7 @@ before the first step, on every rank and whatever the seed (Huang et al. 2024, h
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Final
 
 import torch
 import transformers
@@ -17,13 +17,10 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedCo
 
 from rl_backends_hf.scoring import ScoringModel
 from rl_core.errors import NotSupportedError, UserError
-
-Head = Literal["tokens", "scalar"]
-"""`policy.head`."""
+from rl_core.training.heads import CLASSIFIER, Head, refuse_other_head
 
 HEAD_NAME: Final = "score"
 _WEIGHT: Final = f"{HEAD_NAME}.weight"
-_SUFFIX: Final = "ForSequenceClassification"
 
 
 class ValueScoring(ScoringModel):
@@ -86,25 +83,14 @@ def fit_head(config: PretrainedConfig, head: Head, *, name: str) -> None:
     Raises:
         UserError: it cannot: it was saved with another head, or its family has no scalar one.
     """
-    architectures: list[str] = getattr(config, "architectures", None) or []
-    classifier = next((each for each in architectures if each.endswith(_SUFFIX)), None)
+    refuse_other_head(config, head, name=name)
     if head == "tokens":
-        if classifier is not None:
-            raise UserError(
-                f"{name} is a {classifier}: it ends in scores of whole sequences and predicts no tokens. It serves as a value "
-                "or reward model (`head: scalar`); a policy needs a causal LM."
-            )
         return
-    if classifier is not None and config.num_labels != 1:
-        raise UserError(
-            f"{name} is a {classifier} of {config.num_labels} labels, and a scalar head has one. Give a reward or value model "
-            "(`num_labels` 1), or a causal LM, on which a fresh head is put."
-        )
-    brings_own = _SUFFIX in " ".join(getattr(config, "auto_map", None) or ())
+    brings_own = CLASSIFIER in " ".join(getattr(config, "auto_map", None) or ())
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not brings_own:
         raise UserError(
             f"{name} is of the family {config.model_type}, for which Transformers {transformers.__version__} has no "
-            f"*{_SUFFIX}, and a scalar head is kept in that layout. Use a model of a family that has one, such as llama, "
+            f"*{CLASSIFIER}, and a scalar head is kept in that layout. Use a model of a family that has one, such as llama, "
             "mistral, qwen2, qwen3, gemma2 or gemma3."
         )
     config.num_labels = 1

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.model import AUTO_CLASSES
 from rl_backends_hf.parallel import fill, whole
-from rl_backends_hf.scalar_head import Head
 from rl_core.data.tokenizer import load_tokenizer_if_there
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.policy import RefitManifest
+from rl_core.training.heads import Head
 from rl_core.weights.manifest import dtype_name, weights_of
 
 

@@ -13,7 +13,8 @@ from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config
 from rl_backends_megatron.model import Chunks, build_chunks, is_tied, sizes_of
 from rl_backends_megatron.parallel import Ranks
-from rl_backends_megatron.scalar_head import check_head, source_with_head, with_scalar_head
+from rl_backends_megatron.scalar_head import source_with_head, with_scalar_head
+from rl_core.training.heads import refuse_other_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ def load_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
     folder = find_folder(config.model_name)
     hf = read_config(folder)
     family = family_of(hf, model_name=config.model_name)
-    check_head(hf, config.head, model_name=config.model_name)
+    refuse_other_head(hf, config.head, name=config.model_name)
     scalar = config.head == "scalar"
     if scalar:
         family = with_scalar_head(family)

@@ -11,7 +11,6 @@ from rl_backends_megatron.checks import check_fit
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import find_folder, read_config
-from rl_backends_megatron.scalar_head import check_head
 from rl_backends_megatron.worker import MegatronPolicyWorker
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.keywords import section_from_keywords
@@ -21,6 +20,7 @@ from rl_core.dispatch.generation import ROW_KEYS
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.rows import at_the_door, with_filler_rows
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+from rl_core.training.heads import refuse_other_head
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -75,7 +75,7 @@ class MegatronPolicy(DistributedPolicy):
         ranks = num_workers or (cluster.world_size() if cluster is not None else section.megatron_cfg.ranks_of_a_replica)
         hf = read_config(find_folder(section.model_name, weights=False))
         family_of(hf, model_name=section.model_name)
-        check_head(hf, section.head, model_name=section.model_name)
+        refuse_other_head(hf, section.head, name=section.model_name)
         check_fit(hf, section, world_size=ranks, on_gpu=cluster.use_gpus if cluster is not None else torch.cuda.is_available())
         # A whole config comes from a YAML, which says itself where workers run.
         alone = cluster is None and config is None and ranks > 1

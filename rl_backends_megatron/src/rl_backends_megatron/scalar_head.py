@@ -14,11 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from rl_backends_megatron.families import Family, Weight
 from rl_backends_megatron.weight_layouts import Replicated, Source
-from rl_core.errors import UserError
 
 _HEAD: Final = "score.weight"
 _OUTPUT: Final = "output_layer.weight"
-_SUFFIX: Final = "ForSequenceClassification"
 
 
 class ScalarHead(torch.nn.Module):
@@ -76,32 +74,6 @@ def with_scalar_head(family: Family) -> Family:
     """The family's tables, with the scalar head in the place of the output layer."""
     others = tuple(weight for weight in family.weights if _OUTPUT not in weight.megatron)
     return replace(family, weights=(*others, Weight((_OUTPUT,), (_HEAD,), Replicated())))
-
-
-def check_head(hf: Any, head: str, *, model_name: str) -> None:
-    """Make sure that a model can end in such a head.
-
-    Args:
-        hf: its Hugging Face config.
-        head: `policy.head`.
-        model_name: for errors.
-
-    Raises:
-        UserError: it was saved with another one.
-    """
-    classifier = next((each for each in hf.architectures or () if each.endswith(_SUFFIX)), None)
-    if classifier is None:
-        return
-    if head == "tokens":
-        raise UserError(
-            f"{model_name} is a {classifier}: it ends in scores of whole sequences and predicts no tokens. It serves as a "
-            "value or reward model (`head: scalar`); a policy needs a causal LM."
-        )
-    if hf.num_labels != 1:
-        raise UserError(
-            f"{model_name} is a {classifier} of {hf.num_labels} labels, and a scalar head has one. Give a reward or value "
-            "model (`num_labels` 1), or a causal LM, on which a fresh head is put."
-        )
 
 
 def describe_classifier(hf: Any) -> None:

@@ -21,7 +21,7 @@ from rl_backends_megatron.model import DTYPES
 from rl_backends_megatron.optimizer import Trainer, Untrained
 from rl_backends_megatron.parallel import Ranks, join, leave
 from rl_backends_megatron.reference import ReferencePolicy
-from rl_backends_megatron.scalar_head import check_head, describe_classifier
+from rl_backends_megatron.scalar_head import describe_classifier
 from rl_backends_megatron.scoring import Head, LogprobHead, ValueHead, forward
 from rl_backends_megatron.step import optimizer_step
 from rl_backends_megatron.tokenizer_files import find_tokenizer
@@ -32,6 +32,7 @@ from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.training.heads import refuse_other_head
 from rl_core.weights.manifest import dtype_name
 from rl_core.weights.source import WeightSource
 
@@ -179,7 +180,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         hf = read_config(weights_path)
         if hf.model_type != self._model.hf.model_type:
             raise CheckpointError(f"{weights_path} is of another model: a {hf.model_type}, not a {self._model.hf.model_type}.")
-        check_head(hf, self._config.head, model_name=str(weights_path))
+        refuse_other_head(hf, self._config.head, name=str(weights_path))
         self._trainer.complete_weights()
         self._model.take_weights(weights_path)
         with device_seam():
