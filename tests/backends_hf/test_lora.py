@@ -17,6 +17,7 @@ from rl_backends_hf import reference as reference_room
 from rl_backends_hf.config import HFConfig, HFPolicyConfig, LoRAConfig
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.algorithms import GRPOTrainer, NLLLossFn, SFTTrainer
+from rl_core.assembly import launch
 from rl_core.cluster.ports import free_port
 from rl_core.config.loader import load_config
 from rl_core.errors import CheckpointError, ConfigError, NotSupportedError, UserError
@@ -624,3 +625,26 @@ def test_sft_lowers_the_loss_and_leaves_the_base_alone(peft):
     losses = [step["loss"] for step in steps]
     print("losses", [round(loss, 3) for loss in losses])
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["dpo_addition", "rm_addition"])
+def test_preferences_are_learnt_by_adapters_from_a_config_and_the_checkpoint_holds_them_alone(peft, tmp_path, example):
+    finished = launch.train(
+        ROOT / "examples" / f"{example}.yaml",
+        [
+            "cluster.backend=in_process",
+            "++policy.hf_cfg.lora={rank: 8}",
+            "policy.optimizer.kwargs.lr=3e-3",
+            f"logger.log_dir={tmp_path}",
+            "checkpointing.save_period=100",
+        ],
+        console=False,
+    )
+    steps = map(json.loads, (finished.folder / "metrics.jsonl").read_text().splitlines())
+    validations = [step["validation/accuracy"] for step in steps if "validation/accuracy" in step]
+    print("accuracies", validations)
+    assert validations[0] == 0.5
+    assert validations[-1] > 0.7
+    [checkpoint] = (finished.folder / "checkpoints").glob("step_*")
+    assert not list((checkpoint / "policy" / "weights").glob("model*.safetensors"))
