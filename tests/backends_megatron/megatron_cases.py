@@ -123,6 +123,47 @@ class SquaredError(LossFunction):
         return loss, {"mse": loss.detach()}
 
 
+class WeightedCandidates(LossFunction):
+    """A weighted sum over candidates and the row's own tokens; every weight is a number of its own."""
+
+    required_keys = frozenset({"candidate_weights"})
+    candidates_key = "candidates"
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+        loss = weighted_candidates(data["candidate_logprobs"], next_token_logprobs, data, mask) / global_valid_toks
+        untrained = (data["candidate_logprobs"] * (1 - mask).unsqueeze(-1)).abs().sum()
+        return loss, {"untrained": untrained.detach()}
+
+
+def weighted_candidates(of_candidates, own, rows, mask):
+    """Its sum over the rows."""
+    return (((of_candidates * rows["candidate_weights"]).sum(-1) + 0.5 * own) * mask).sum()
+
+
+K = 5
+"""Candidates a position."""
+
+
+def make_candidates(num_rows: int = 8, width: int = 21) -> BatchedDataDict:
+    """Rows with candidates: one of them twice, and the row's own token among them."""
+    rows, generator = make_rows(num_rows, width), torch.Generator().manual_seed(13)
+    rows["candidates"] = torch.randint(0, VOCAB_SIZE, (num_rows, width, K), generator=generator)
+    rows["candidates"][..., 1] = rows["candidates"][..., 0]
+    rows["candidates"][..., 2] = rows["input_ids"]
+    rows["candidate_weights"] = torch.randn(num_rows, width, K, generator=generator)
+    return rows
+
+
+def plain_distributions(model, rows, *, temperature: float = 1.0) -> torch.Tensor:
+    """The reference: at t the whole log-distribution over token t given those before it, [B, T, V]; zeros elsewhere."""
+    columns = []
+    for ids, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True):
+        logits = model(ids[None, :length], use_cache=False).logits[0, :-1].float() / temperature
+        columns.append(torch.nn.functional.pad(torch.log_softmax(logits, -1), (0, 0, 1, len(ids) - length)))
+    return torch.stack(columns)
+
+
 def squared_error(values, mask, targets):
     """Its sum over the rows."""
     # Of the place in the row alone: a microbatch may be cut to the width of its rows.

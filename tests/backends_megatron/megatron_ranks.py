@@ -16,10 +16,22 @@ from typing import Any
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from megatron_cases import FLAT_ADAM, NLL, SGD, SquaredError, counts_of, make_context, make_prompts, make_rows
+from megatron_cases import (
+    FLAT_ADAM,
+    NLL,
+    SGD,
+    K,
+    SquaredError,
+    WeightedCandidates,
+    counts_of,
+    make_candidates,
+    make_context,
+    make_prompts,
+    make_rows,
+)
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
-from rl_backends_megatron.logprobs import vocab_parallel_logprobs
+from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from rl_backends_megatron.policy import grid
 from rl_backends_megatron.worker import MegatronPolicyWorker
 from rl_core.errors import NonFiniteError
@@ -128,6 +140,12 @@ PARITY = [
 VALUES = [name for name in LAYOUTS if name.startswith("value-")]
 """Layouts of models with a scalar head."""
 
+CANDIDATES = [
+    "tp2", "tp2-budget", "tp2-sp-packed", "pp2", "pp2-packed", "interleaved", "dp2-distributed", "cp2", "cp2-packed", "ep2",
+    "tp2-pp2-packed", "tp2-cp2-packed",
+]  # fmt: skip
+"""Layouts that tell the likeliest tokens, and learn from several at each position."""
+
 RESUMES = [
     ("tp2-pp2-tied", "one"),
     ("tp2-pp2-tied", "dp2-tied"),
@@ -149,6 +167,7 @@ RESUMES = [
 def jobs(world: int) -> list[str]:
     """What so many ranks do, in one launch."""
     checks = [f"check:{name}" for name in PARITY if LAYOUTS[name].world == world]
+    checks += [f"candidates:{name}" for name in CANDIDATES if LAYOUTS[name].world == world]
     saved = dict.fromkeys(saved for saved, _ in RESUMES)
     saves = [f"save:{name}" for name in saved if LAYOUTS[name].world == world]
     resumes = [f"resume:{saved}:{name}" for saved, name in RESUMES if LAYOUTS[name].world == world]
@@ -165,6 +184,14 @@ class PoisonedOn(NLL):
     def __call__(self, next_token_logprobs, data, seqs, toks):
         loss, metrics = super().__call__(next_token_logprobs, data, seqs, toks)
         return loss * (float("nan") if self._rank == self._poisoned else 1.0), metrics
+
+
+def several_case(vocab_size: int):
+    """Three targets of each of those positions, two of them the same, and weights of their log-probabilities."""
+    generator = torch.Generator().manual_seed(vocab_size + 1)
+    targets = torch.randint(0, vocab_size, (9, 3), generator=generator)
+    targets[:, 2] = targets[:, 0]
+    return targets, torch.randn(9, 3, generator=generator)
 
 
 def vocabulary_case(vocab_size: int):
@@ -229,6 +256,24 @@ class Rank:
         worker.shutdown()
         torch.save(found, self.out / f"{name}-{self.rank}.pt")
 
+    def candidates(self, name: str) -> None:
+        """The likeliest tokens, and one gradient through candidates, at a temperature."""
+        layout = LAYOUTS[name]
+        one = FLAT_ADAM if layout.megatron.get("use_distributed_optimizer") else SGD
+        sampling = {"backend": "megatron", "temperature": 0.8}
+        sizes = {"train_micro_batch_size": 3, "logprob_batch_size": 3}
+        worker = self.worker(layout, optimizer=one, max_grad_norm=None, generation=sampling, **sizes)
+        rows = make_candidates()
+        found: dict[str, Any] = {}
+        shard, found["order"] = self.shard(layout, rows)
+        found.update(worker.get_topk_logprobs(shard, k=K))
+        found["before"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+        found["eval"] = worker.train(shard, WeightedCandidates(), counts=counts_of(rows), eval_mode=True)[0]
+        found["step"] = worker.train(shard, WeightedCandidates(), counts=counts_of(rows))[0]
+        found["after"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+        worker.shutdown()
+        torch.save(found, self.out / f"candidates-{name}-{self.rank}.pt")
+
     def values(self, name: str) -> None:
         """Values, one gradient, and a checkpoint of a model with a scalar head; and a step of a fresh head."""
         layout = LAYOUTS[name]
@@ -268,8 +313,21 @@ class Rank:
             ((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
             assert torch.equal(part.detach(), logits[:, self.rank * 65 : (self.rank + 1) * 65])
             found[vocab_size] = logprobs.detach(), entropy.detach(), part.grad
+            found[vocab_size, "several"] = self.several(part.detach(), group, vocab_size)
         worker.shutdown()
         torch.save(found, self.out / f"vocabulary-{self.rank}.pt")
+
+    def several(self, part: torch.Tensor, group: Any, vocab_size: int):
+        """Log-probabilities of several targets and their gradient; the six likeliest of all, and all."""
+        part = part.requires_grad_()
+        shape = {"group": group, "vocab_size": vocab_size, "temperature": 0.7, "chunk": 4}
+        targets, weights = several_case(vocab_size)
+        logprobs, _ = vocab_parallel_logprobs(part, targets, **shape)
+        (logprobs * weights).sum().backward()
+        nothing, _ = vocab_parallel_topk(part[:0], k=3, **shape)
+        assert nothing.shape == (0, 3)
+        likeliest = [vocab_parallel_topk(part, k=k, **shape) for k in (6, vocab_size)]
+        return logprobs.detach(), part.grad, likeliest
 
     def save(self, name: str) -> None:
         """Two steps, a checkpoint, and the third step of a run that is not interrupted."""

@@ -245,16 +245,3 @@ def test_a_frozen_policy_scores_and_has_nothing_that_could_step(policy, models, 
         assert isinstance(error.value.__cause__, NotSupportedError)
     made.load_checkpoint(models / "qwen3")
     assert torch.equal(made.get_logprobs(rows)["logprobs"], found)
-
-
-def test_a_loss_that_reads_several_tokens_a_position_is_refused(policy):
-    class Several(cases.NLL):
-        candidates_key = "others"
-
-    rows = cases.make_rows()
-    rows["others"] = rows["input_ids"].unsqueeze(-1)
-    with pytest.raises(Exception, match="reads log-probabilities of several tokens a position") as error:
-        policy().train(rows, Several())
-    assert isinstance(error.value.__cause__, NotSupportedError)
-    with pytest.raises(Exception, match="The 3 likeliest tokens were asked for"):
-        policy_after(policy).get_topk_logprobs(cases.make_rows(), 3)

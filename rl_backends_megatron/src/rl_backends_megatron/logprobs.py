@@ -1,8 +1,9 @@
-"""Log-probability and entropy from logits whose vocabulary is divided over ranks; the logits are never gathered.
+"""Log-probabilities, entropy and the likeliest tokens from logits whose vocabulary is divided over ranks, never gathered.
 
 With z the logits over T, m their maximum, s = sum exp(z - m): log p(y) = z_y - m - log s, and the entropy is H = log s - sum p
-(z - m). A maximum and one sum go over the ranks, a few numbers a position. Padding columns of the vocabulary are masked out.
-Megatron-Core's own cross entropy overwrites its logits, counts padding columns, and has no entropy.
+(z - m). A maximum and one sum go over the ranks, a few numbers a position; of the likeliest tokens, those of each rank, for the
+k likeliest of all are among them. Padding columns of the vocabulary are masked out. Megatron-Core's own cross entropy
+overwrites its logits, counts padding columns, takes one target a position, and has no entropy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def vocab_parallel_logprobs(
 
     Args:
         logits: [N, V' / R] any float type; this rank's columns, left as they are.
-        targets: [N] int64 token ids below `vocab_size`.
+        targets: [N] int64 token ids below `vocab_size`, or [N, C], C of each position.
         group: the R tensor-parallel ranks.
         vocab_size: V; columns from there to V' are padding.
         temperature: logits are divided by it.
@@ -36,12 +37,46 @@ def vocab_parallel_logprobs(
         entropy: compute it as well.
 
     Returns:
-        [N] float32 and [N] float32 or None, the same on every rank and differentiable in `logits`.
+        [N] or [N, C] float32, and [N] float32 or None, the same on every rank and differentiable in `logits`.
     """
+    several = targets if targets.ndim == 2 else targets.unsqueeze(1)
     logprobs, entropies = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits, targets, group, vocab_size, temperature, chunk, entropy
+        logits, several, group, vocab_size, temperature, chunk, entropy
     )
-    return logprobs, entropies
+    return logprobs.view(targets.shape), entropies
+
+
+def vocab_parallel_topk(
+    logits: torch.Tensor, *, k: int, group: Any, vocab_size: int, temperature: float = 1.0, chunk: int = 1024
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` likeliest tokens at each position, the likeliest first.
+
+    Args:
+        logits: [N, V' / R] any float type; this rank's columns.
+        k: at most `vocab_size`.
+        group: the R tensor-parallel ranks.
+        vocab_size: V; columns from there to V' are padding.
+        temperature: logits are divided by it.
+        chunk: positions computed at one time, in float32.
+
+    Returns:
+        Token ids [N, k] int64 and their log-probabilities [N, k] float32, in nats; the same on every rank, without a gradient.
+    """
+    first, own = group.rank() * logits.size(1), min(k, logits.size(1))
+    ids = torch.empty(len(logits), own, dtype=torch.int64, device=logits.device)
+    # The last column is the logarithm of this rank's part of the normaliser.
+    scores = torch.empty(len(logits), own + 1, dtype=torch.float32, device=logits.device)
+    with torch.no_grad():
+        for start in range(0, len(logits), chunk):
+            rows = slice(start, start + chunk)
+            z = _scaled(logits[rows], vocab_size - first, temperature)
+            scores[rows, :own], columns = z.topk(own, dim=1)
+            scores[rows, own] = z.logsumexp(1)
+            ids[rows] = columns + first
+        all_ids, all_scores = _of_all_ranks(ids, group), _of_all_ranks(scores, group)
+        likeliest, places = all_scores[:, :, :own].flatten(1).topk(k, dim=1)
+        normaliser = all_scores[:, :, own].logsumexp(1, keepdim=True)
+        return all_ids.flatten(1).gather(1, places), likeliest - normaliser
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -61,21 +96,22 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         column = (targets - first).clamp(0, logits.size(1) - 1)
         highest = _highest(logits, vocab_size - first, temperature, chunk)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)
+        # Of each position: the logits of its targets, the sum of powers, and that of powers times logits.
+        sums = torch.zeros(len(logits), targets.size(1) + 2, dtype=torch.float32, device=logits.device)
         for start in range(0, len(logits), chunk):
             rows = slice(start, start + chunk)
             z = _scaled(logits[rows], vocab_size - first, temperature) - highest[rows, None]
-            sums[0, rows] = z.gather(1, column[rows, None])[:, 0].masked_fill(~local[rows], 0.0)
+            sums[rows, :-2] = z.gather(1, column[rows]).masked_fill(~local[rows], 0.0)
             power = z.exp()
-            sums[1, rows] = power.sum(1)
+            sums[rows, -2] = power.sum(1)
             if with_entropy:
-                sums[2, rows] = (power * z.masked_fill(power == 0, 0.0)).sum(1)
+                sums[rows, -1] = (power * z.masked_fill(power == 0, 0.0)).sum(1)
         dist.all_reduce(sums, group=group)
-        log_sum = sums[1].log()
-        entropies = log_sum - sums[2] / sums[1] if with_entropy else None
+        log_sum = sums[:, -2].log()
+        entropies = log_sum - sums[:, -1] / sums[:, -2] if with_entropy else None
         ctx.save_for_backward(logits, column, local, highest + log_sum, entropies)
         ctx.limit, ctx.temperature, ctx.chunk = vocab_size - first, temperature, chunk
-        return sums[0] - log_sum, entropies
+        return sums[:, :-2] - log_sum[:, None], entropies
 
     @staticmethod
     @once_differentiable
@@ -86,14 +122,21 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk)
             log_p = _scaled(logits[rows], ctx.limit, ctx.temperature) - normaliser[rows, None]
             p = log_p.exp()
-            part = p * -grad[rows, None]
-            part.scatter_add_(1, column[rows, None], (grad[rows] * local[rows])[:, None])
+            part = p * -grad[rows].sum(1, keepdim=True)
+            part.scatter_add_(1, column[rows], grad[rows] * local[rows])
             if entropies is not None and grad_entropy is not None:
                 # dH/dz = -p (log p + H); p log p is 0 where p is.
                 slope = p * (log_p.masked_fill(p == 0, 0.0) + entropies[rows, None])
                 part -= slope * grad_entropy[rows, None]
             result[rows] = part / ctx.temperature
         return result, None, None, None, None, None, None
+
+
+def _of_all_ranks(own: torch.Tensor, group: Any) -> torch.Tensor:
+    """[N, R, k] of [N, k] on each of the R ranks."""
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    return torch.stack(parts, dim=1)
 
 
 def _scaled(logits: torch.Tensor, limit: int, temperature: float) -> torch.Tensor:

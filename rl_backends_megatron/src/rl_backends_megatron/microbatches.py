@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class ModelInput:
         position_ids: of the same shape; rotary positions are counted by Megatron itself.
         packing: borders between packed rows; None where rows are padded.
         predictors: [M] int64; which of the b * L (or N) logits predicts the token.
-        targets: [M] int64; the token.
+        targets: [M] int64; the token. Or [M, 1 + K]: the token, and K candidates in its place.
         places: [M] int64; where its log-probability belongs in the flattened [b, T].
         shape: (b, T) of the microbatch as it came.
     """
@@ -37,6 +37,11 @@ class ModelInput:
     targets: torch.Tensor
     places: torch.Tensor
     shape: tuple[int, int]
+
+    def with_candidates(self, candidates: torch.Tensor) -> ModelInput:
+        """The same microbatch, to be scored for the tokens `candidates` [b, T, K] int64 as well."""
+        beside = candidates.to(self.places.device).flatten(0, 1).index_select(0, self.places)
+        return replace(self, targets=torch.cat([self.targets.unsqueeze(1), beside], dim=1))
 
 
 class Microbatcher(MicrobatchCutter):
@@ -58,12 +63,13 @@ class Microbatcher(MicrobatchCutter):
         if megatron.context_parallel_size > 1:
             self._multiple *= 2 * megatron.context_parallel_size
 
-    def form(self, microbatch: BatchedDataDict[Any], *, training: bool) -> ModelInput:
+    def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ModelInput:
         """The microbatch as this rank's model reads it.
 
         Args:
             microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
             training: score only tokens with `token_mask * sample_mask`; otherwise all.
+            candidates_key: score the tokens of this column [b, T, K] as well, at the same positions.
 
         Raises:
             DataError: a row is longer than `max_total_sequence_length`, or than the batch is wide.
@@ -71,7 +77,8 @@ class Microbatcher(MicrobatchCutter):
         read = self.read(microbatch, training=training)
         ids, lengths = read.input_ids, read.lengths
         rows, columns = _wanted(ids, lengths, read.mask, lag=self._lag)
-        return self._packed(ids, lengths, rows, columns) if self.packing else self._padded(ids, lengths, rows, columns)
+        formed = self._packed(ids, lengths, rows, columns) if self.packing else self._padded(ids, lengths, rows, columns)
+        return formed if candidates_key is None else formed.with_candidates(microbatch[candidates_key])
 
     def _padded(self, ids: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> ModelInput:
         """Rows beside each other: attention is causal, so no token sees the padding behind it, and no mask is needed."""

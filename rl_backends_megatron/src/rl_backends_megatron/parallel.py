@@ -66,11 +66,13 @@ class Ranks:
         return box[0]
 
     def tensor_from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` as the last pipeline stage has it, in place; of one shape and dtype everywhere; collective."""
-        if self.pipeline.size() > 1:
-            source = dist.get_global_rank(self.pipeline, self.pipeline.size() - 1)
-            dist.broadcast(tensor, src=source, group=self.pipeline)
-        return tensor
+        """`tensor` as the last pipeline stage has it; of one shape and dtype everywhere, on any device; collective."""
+        if self.pipeline.size() == 1:
+            return tensor
+        sent = tensor.to(self.device)
+        source = dist.get_global_rank(self.pipeline, self.pipeline.size() - 1)
+        dist.broadcast(sent, src=source, group=self.pipeline)
+        return sent.to(tensor.device)
 
 
 def join(context: WorkerContext, config: MegatronConfig) -> Ranks:

@@ -21,6 +21,7 @@ def rlcore_policies() -> list[Component]:
                 "generate",
                 "reference",
                 "scalar_head",
+                "topk_logprobs",
                 "by_reference",
                 "shared_memory",
                 "collective",

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rl_backends_megatron.context_parallel import sum_over_ranks
 from rl_backends_megatron.gpt import bare
-from rl_backends_megatron.logprobs import vocab_parallel_logprobs
+from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from rl_backends_megatron.microbatches import ModelInput
 from rl_backends_megatron.parallel import Ranks
 
@@ -38,7 +38,7 @@ class LogprobHead:
 
         Args:
             logits: [M, V' / R] of the M predicted tokens.
-            inputs: what they were computed from.
+            inputs: what they were computed from; with K candidates beside each token, the answer is [b, T, 1 + K].
         """
         picked, _ = vocab_parallel_logprobs(
             logits,
@@ -49,6 +49,24 @@ class LogprobHead:
             chunk=self._chunk,
         )
         return _spread(picked, inputs, self._ranks)
+
+    def likeliest(self, logits: torch.Tensor, inputs: ModelInput, *, k: int) -> dict[str, torch.Tensor]:
+        """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch, on the CPU.
+
+        They leave the device at once, for they are k times as large as what a pass usually answers with.
+        """
+        ids, logprobs = vocab_parallel_topk(
+            logits,
+            k=k,
+            group=self._ranks.tensor,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            chunk=self._chunk,
+        )
+        return {
+            "topk_token_ids": _spread(ids, inputs, self._ranks).cpu(),
+            "topk_logprobs": _spread(logprobs, inputs, self._ranks).cpu(),
+        }
 
 
 class ValueHead:
@@ -76,10 +94,10 @@ Head = LogprobHead | ValueHead
 
 
 def _spread(numbers: torch.Tensor, inputs: ModelInput, ranks: Ranks) -> torch.Tensor:
-    flat = numbers.new_zeros(inputs.shape[0] * inputs.shape[1]).index_put((inputs.places,), numbers)
+    flat = numbers.new_zeros(inputs.shape[0] * inputs.shape[1], *numbers.shape[1:]).index_put((inputs.places,), numbers)
     if ranks.context.size() > 1:
         flat = sum_over_ranks(flat, ranks.context)
-    return flat.view(inputs.shape)
+    return flat.view(*inputs.shape, *numbers.shape[1:])
 
 
 def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[[torch.Tensor, int], Any]) -> list[Any]:

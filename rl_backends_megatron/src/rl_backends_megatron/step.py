@@ -84,13 +84,24 @@ def _loss_of(
     toks = torch.tensor(counts.valid_toks, dtype=torch.float32, device=ranks.device)
 
     def loss_of(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, Found | None]:
-        logprobs = head(logits, inputs[number])
+        scored = head(logits, inputs[number])
         if number >= len(batches):
-            return logprobs.sum() * 0.0, None
-        loss, metrics = loss_fn(logprobs, batches[number], seqs, toks)
+            return scored.sum() * 0.0, None
+        numbers, batch = _as_the_loss_reads(scored, batches[number], loss_fn)
+        loss, metrics = loss_fn(numbers, batch, seqs, toks)
         return loss, (loss.detach().float(), metrics)
 
     return loss_of
+
+
+def _as_the_loss_reads(
+    scored: torch.Tensor, batch: BatchedDataDict[Any], loss_fn: LossFunction
+) -> tuple[torch.Tensor, BatchedDataDict[Any]]:
+    """The numbers [b, T] of the rows' own tokens, and the batch, with those of candidates where the loss has some."""
+    if loss_fn.candidates_key is None:
+        return scored, batch
+    # In a new dict, which goes when the loss is known: the batches outlive the step, and would keep its graphs.
+    return scored[..., 0], BatchedDataDict({**batch, "candidate_logprobs": scored[..., 1:]})
 
 
 def _non_finite(losses: Sequence[float], trainer: Trainer | None, ranks: Ranks, *, norm: float) -> NonFiniteError:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rl_backends_megatron.tokenizer_files import find_tokenizer
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import CheckpointError, NotSupportedError
+from rl_core.errors import CheckpointError, DataError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
@@ -36,10 +37,8 @@ from rl_core.training.heads import refuse_other_head
 from rl_core.weights.manifest import dtype_name
 from rl_core.weights.source import WeightSource
 
-_ONE = (
-    "The Megatron backend scores the row's own tokens alone, since its logits are divided over ranks and never gathered: take "
-    "a loss that reads those, or `backend: hf`."
-)
+_Told = Callable[[torch.Tensor, ModelInput], Mapping[str, torch.Tensor]]
+"""What is told of a microbatch, from what the model ends in."""
 
 
 class MegatronPolicyWorker(WeightSource, PolicyWorker):
@@ -76,28 +75,41 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
 
     def get_logprobs(self, data: BatchedDataDict[Any], *, reference: bool = False) -> BatchedDataDict[Any]:
         scene = self._reference_policy().on_device() if reference else nullcontext(self._trainer.models)
-        return BatchedDataDict({"logprobs": self._score(data, scene)})
+        return self._score(data, scene, self._named("logprobs"), {"logprobs": torch.zeros(data["input_ids"].shape)})
 
     def get_topk_logprobs(self, data: BatchedDataDict[Any], *, k: int) -> BatchedDataDict[Any]:
-        raise NotSupportedError(f"The {k} likeliest tokens were asked for. {_ONE}")
+        head, shape = self._head, (*data["input_ids"].shape, k)
+        assert isinstance(head, LogprobHead)
+        into = {"topk_token_ids": torch.zeros(shape, dtype=torch.int64), "topk_logprobs": torch.zeros(shape)}
+        return self._score(data, nullcontext(self._trainer.models), partial(head.likeliest, k=k), into)
 
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        return BatchedDataDict({"values": self._score(data, nullcontext(self._trainer.models))})
+        scene = nullcontext(self._trainer.models)
+        return self._score(data, scene, self._named("values"), {"values": torch.zeros(data["input_ids"].shape)})
 
-    def _score(self, data: BatchedDataDict[Any], scene: AbstractContextManager[Sequence[Any]]) -> torch.Tensor:
-        """[B, T] float32 on the CPU: what the head says of each token."""
+    def _named(self, name: str) -> _Told:
+        return lambda found, inputs: {name: self._head(found, inputs)}
+
+    def _score(
+        self,
+        data: BatchedDataDict[Any],
+        scene: AbstractContextManager[Sequence[Any]],
+        told: _Told,
+        into: Mapping[str, torch.Tensor],
+    ) -> BatchedDataDict[Any]:
+        """What is told of each microbatch, put together in `into`: zeros [B, T, ...] on the CPU."""
         columns: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
         columns.micro_batch_indices, columns.micro_batch_lengths = data.micro_batch_indices, data.micro_batch_lengths
         batches = list(self._microbatcher.split(columns, rows=self._config.logprob_batch_size))
         with scene as models, device_seam():
             inputs = self._inputs(batches, training=False)
-            parts = forward(models, inputs, lambda found, number: self._head(found, inputs[number]))
-        numbers = torch.zeros(data["input_ids"].shape, dtype=torch.float32, device=self._ranks.device)
-        start = 0
-        for part in parts[: len(batches)]:
-            numbers[start : start + len(part), : part.shape[1]] = part
-            start += len(part)
-        return self._ranks.tensor_from_last_stage(numbers).cpu()
+            parts = forward(models, inputs, lambda found, number: told(found, inputs[number]))
+        for name, whole in into.items():
+            start = 0
+            for part in (told_of_one[name] for told_of_one in parts[: len(batches)]):
+                whole[start : start + len(part), : part.shape[1]] = part
+                start += len(part)
+        return BatchedDataDict({name: self._ranks.tensor_from_last_stage(whole) for name, whole in into.items()})
 
     def train(
         self,
@@ -108,8 +120,9 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         eval_mode: bool = False,
         mbs: int | None = None,
     ) -> list[StepResult]:
-        if loss_fn.candidates_key is not None:
-            raise NotSupportedError(f"{type(loss_fn).__name__} reads log-probabilities of several tokens a position. {_ONE}")
+        key = loss_fn.candidates_key
+        if key is not None:
+            self._check_candidates(data, key)
         self._trainer.move_state(self._ranks.device)
         rows = max(1, data.size // len(counts))
         results = []
@@ -119,7 +132,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
             with device_seam():
                 result = optimizer_step(
                     self._trainer.models,
-                    self._inputs(batches, training=True),
+                    self._inputs(batches, training=True, candidates_key=key),
                     [each.to(self._ranks.device) for each in batches],
                     loss_fn,
                     count,
@@ -209,9 +222,22 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         self.leave_refit()
         leave()
 
-    def _inputs(self, batches: Sequence[BatchedDataDict[Any]], *, training: bool) -> list[ModelInput]:
+    def _check_candidates(self, data: BatchedDataDict[Any], key: str) -> None:
+        self._refuse_scalar_head("scores no candidates")
+        vocab_size = self._model.vocab_size
+        outside = data[key][(data[key] < 0) | (data[key] >= vocab_size)]
+        if outside.numel():
+            raise DataError(
+                f"`{key}` holds token id {int(outside[0])}, outside the {vocab_size} tokens of {self._config.model_name}: "
+                "whoever named the candidates has a larger vocabulary. Take a teacher whose LM head has no more rows than the "
+                "policy's."
+            )
+
+    def _inputs(
+        self, batches: Sequence[BatchedDataDict[Any]], *, training: bool, candidates_key: str | None = None
+    ) -> list[ModelInput]:
         """Each microbatch as the model reads it, filled up to a multiple of the stages where they take turns."""
-        inputs = [self._microbatcher.form(each, training=training) for each in batches]
+        inputs = [self._microbatcher.form(each, training=training, candidates_key=candidates_key) for each in batches]
         missing = -len(batches) % self._ranks.pipeline.size() if len(self._trainer.models) > 1 else 0
         return inputs + [self._microbatcher.form(filler_of(batches[0]), training=training) for _ in range(missing)]
 
