@@ -101,10 +101,10 @@ def test_methods_run_on_the_main_thread_and_coroutines_are_awaited(square):
 def test_calls_of_two_groups_are_under_way_together(square, pair):
     started = time.monotonic()
     results = wait_together(
-        [square.submit_one("sleep_on", 0, 1.0, rank=0), pair.submit_all("sleep_on", 0, 1.0)], deadline_s=20.0
+        [square.submit_one("sleep_on", 0, 3.0, rank=0), pair.submit_all("sleep_on", 0, 3.0)], deadline_s=60.0
     )
     assert results == [None, [None, None]]
-    assert time.monotonic() - started < 1.9
+    assert time.monotonic() - started < 5.5  # one after the other they take 6
 
 
 def test_the_failure_of_one_group_ends_the_wait_for_both(square, pair):
@@ -230,7 +230,7 @@ def test_eight_and_eight_on_a_laptop_is_a_prompt_error_that_teaches(local_ray):
     started = time.monotonic()
     with pytest.raises(ResourceInsufficientError) as caught:
         RayVirtualCluster([8, 8])
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 15.0
     text = str(caught.value)
     for part in ("[8, 8]", "16 bundles", "Ray has 1 node", "Change:"):
         assert part in text
