@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.algorithms import DPOTrainer, GRPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
+from rl_core.algorithms import DistillationTrainer, DPOTrainer, GRPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying
 
@@ -29,10 +29,10 @@ CLOCKS = ("time/", "refit/", "tokens_per_s", "mismatch/", "staleness", "step")
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two places, on each of which a rank of the policy and one of the critic may run."""
+    """Two places, on each of which a rank of the policy, one of the critic and one of a teacher may run."""
     from rl_core.cluster import RayVirtualCluster
 
-    made = RayVirtualCluster([2], max_colocated_worker_groups=2)
+    made = RayVirtualCluster([2], max_colocated_worker_groups=3)
     yield made
     made.shutdown()
 
@@ -53,6 +53,17 @@ def two_ranks(cluster, tmp_path_factory):
 
     yield again
     policy.shutdown()
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A folder with the same model after forty batches of right sums."""
+    folder = tmp_path_factory.mktemp("taught")
+    policy = HuggingFacePolicy(str(MODEL), **{**FIELDS, "optimizer": {"kwargs": {"lr": 1.0e-3}}})
+    sft(policy, max_num_steps=40)
+    policy.save_checkpoint(folder)
+    policy.shutdown()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +148,17 @@ def reward_model(policy, **section):
     return RewardModelTrainer(policy, config=shape).train(pairs("train", 512), pairs("validation", 128))
 
 
+def distillation(policy, teacher, loss):
+    generation, environment = HuggingFaceGeneration(str(MODEL), max_new_tokens=5), ArithmeticEnvironment()
+    shape = {"num_prompts_per_step": 64, "max_num_steps": 2, "seed": 3, "val_at_start": False, "val_at_end": False}
+    parts = {"generation": generation, "environments": {"arithmetic": environment}}
+    try:
+        return DistillationTrainer(policy, teacher=teacher, config=shape, loss_fn=loss, **parts).train(sums("train", 2048))
+    finally:
+        generation.shutdown()
+        environment.shutdown()
+
+
 def sft(policy, **section):
     shape = {"global_batch_size": 64, "max_num_steps": 2, "seed": 3, **section}
     return SFTTrainer(policy, config=shape).train(answered("train", 1024), answered("validation", 128))
@@ -170,6 +192,22 @@ def test_an_actor_and_its_critic_have_the_numbers_of_the_backend_on_transformers
     critic = HuggingFacePolicy(str(MODEL), head="scalar", **FIELDS)
     assert_same_numbers(ppo(two_ranks(), two_ranks_of_a_critic()), ppo(one_rank, critic))
     critic.shutdown()
+
+
+def test_a_student_and_its_teacher_have_the_numbers_of_the_backend_on_transformers(two_ranks, cluster, one_rank, taught):
+    from rl_backends_megatron import MegatronPolicy
+
+    loss = {"divergence": "forward_kl", "topk": 8}
+    scoring = {key: value for key, value in FIELDS.items() if key != "optimizer"}
+    teacher = HuggingFacePolicy(str(taught), frozen=True, **scoring)
+    expected = distillation(one_rank, teacher, loss)
+    assert expected[0]["distillation/kl_forward"] > 0.01
+    assert_same_numbers(distillation(two_ranks(), teacher, loss), expected)
+    teacher.shutdown()
+    staged = {"pipeline_model_parallel_size": 2, "frozen": True, "name": "teacher"}
+    teacher = MegatronPolicy(str(taught), cluster=cluster, **staged, **scoring)
+    assert_same_numbers(distillation(two_ranks(), teacher, loss), expected)
+    teacher.shutdown()
 
 
 def test_a_reward_model_learns_from_pairs_as_it_does_on_transformers(two_ranks_of_a_critic):
