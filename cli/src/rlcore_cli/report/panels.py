@@ -39,6 +39,24 @@ PANELS = (
         unit="nats",
         note="How far the policy has moved, where the loss or the reward has the penalty.",
     ),
+    Panel(
+        title="KL to the teacher",
+        metrics=("distillation/kl_*", "validation/kl_*"),
+        unit="nats",
+        note="On the policy's own answers; what distillation brings down.",
+    ),
+    Panel(
+        title="Agreement with the teacher",
+        metrics=("distillation/argmax_agreement", "distillation/topk_mass_*", "validation/argmax_agreement"),
+        unit="fraction",
+        note="Positions where both find the same token likeliest; what the teacher's top-k hold.",
+    ),
+    Panel(
+        title="Explained variance of the critic",
+        metrics=("value/explained_variance",),
+        note="1: the values say all about the returns; 0: no more than a constant.",
+    ),
+    Panel(title="Values and returns", metrics=("value/mean", "value/return_mean"), unit="reward"),
     Panel(title="Entropy", metrics=("entropy/*",), unit="nats", note="Falling to 0: the policy has stopped to explore."),
     Panel(
         title="Lengths",
@@ -50,6 +68,7 @@ PANELS = (
         title="Clipped and truncated",
         metrics=(
             "ratio/clipped_frac",
+            "value/clipped_frac",
             "mismatch/truncated_frac",
             "mismatch/masked_frac",
             "length/truncated_frac",
@@ -90,10 +109,20 @@ MOST_LINES = 8
 MOST_FURTHER = 60
 """Lines of one chart; charts of what no panel names."""
 
-_HIGHER = ("reward/mean", "validation/reward", "*accuracy", "tokens_per_s")
+_HIGHER = (
+    "reward/mean",
+    "validation/reward",
+    "*accuracy",
+    "*argmax_agreement",
+    "value/explained_variance",
+    "tokens_per_s",
+)
 _LOWER = (
     "loss/nll",
     "validation/loss",
+    "loss/value",
+    "distillation/kl_*",
+    "validation/kl_*",
     "mismatch/kl",
     "mismatch/max",
     "mismatch/mult_prob_error",
