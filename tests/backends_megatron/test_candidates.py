@@ -31,15 +31,15 @@ def plain(models):
     return of
 
 
-def assert_likeliest(ids, logprobs, rows, whole, *, temperature=1.0):
+def assert_likeliest(ids, logprobs, rows, whole):
     column = torch.arange(ids.shape[1])
     there = ((column > 0) & (column < rows["input_lengths"].unsqueeze(1))).unsqueeze(-1)
     expected = whole.topk(ids.shape[2], dim=-1).values * there
     assert (ids.dtype, logprobs.dtype) == (torch.int64, torch.float32)
-    # Two orders of summation in float32 over four layers, and the temperature divides what they differ by.
-    assert float((logprobs - expected).abs().max()) < 5e-6 / temperature
+    # Against float64, at the temperature of 0.8, either order of summation in float32 is up to 4.6e-6 off; both add up.
+    assert float((logprobs - expected).abs().max()) < 1e-5
     # Two tokens may be level to the last bits; then either may come first.
-    assert float((whole.gather(2, ids) * there - expected).abs().max()) < 5e-6 / temperature
+    assert float((whole.gather(2, ids) * there - expected).abs().max()) < 1e-5
     assert not (ids * ~there).any()
     assert all(len(set(row)) == ids.shape[2] for row in ids[there.squeeze(-1)].tolist())
 
@@ -69,7 +69,7 @@ class TestOverRanks:
         layout, found = self.read(out, name)
         rows, whole, _, _ = plain(layout.kind)
         ids, logprobs = (in_order(layout, found, key) for key in ("topk_token_ids", "topk_logprobs"))
-        assert_likeliest(ids, logprobs, rows, whole, temperature=0.8)
+        assert_likeliest(ids, logprobs, rows, whole)
 
     def test_the_gradient_through_candidates_is_that_of_autograd_through_all_logits(self, out, plain, name):
         layout, found = self.read(out, name)
@@ -134,7 +134,7 @@ def test_one_rank_has_the_numbers_of_the_backend_on_transformers(policy, models,
     likeliest = [each.get_topk_logprobs(rows, cases.K) for each in (ours, theirs)]
     assert likeliest[0].keys() == likeliest[1].keys()
     assert torch.equal(likeliest[0]["topk_token_ids"], likeliest[1]["topk_token_ids"])
-    assert float((likeliest[0]["topk_logprobs"] - likeliest[1]["topk_logprobs"]).abs().max()) < 5e-6
+    assert float((likeliest[0]["topk_logprobs"] - likeliest[1]["topk_logprobs"]).abs().max()) < 1e-5
     steps, gradients = [], []
     for each in (ours, theirs):
         before = {name: tensor.clone() for name, tensor in each.group.worker.iter_weights()}
