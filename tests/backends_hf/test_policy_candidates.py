@@ -11,7 +11,7 @@ from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs, chunk
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.algorithms import DistillationLossFn
 from rl_core.algorithms.losses.distillation_config import DistillationLossConfig
-from rl_core.errors import DataError, NotSupportedError, WorkerError
+from rl_core.errors import DataError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 
 K = 5
@@ -220,9 +220,10 @@ def test_more_likeliest_tokens_than_there_are_and_candidates_from_elsewhere_are_
     for k in (0, parts.VOCAB_SIZE + 1):
         with pytest.raises(DataError, match=rf"The {k} likeliest tokens.*vocabulary has {parts.VOCAB_SIZE}"):
             policy.get_topk_logprobs(rows, k)
-    rows["wanted"][0, 0, 0] = parts.VOCAB_SIZE
-    with pytest.raises(WorkerError, match=f"token id {parts.VOCAB_SIZE}, outside the {parts.VOCAB_SIZE} tokens"):
-        policy.train(rows, WeightedCandidates())
+    for token in (parts.VOCAB_SIZE, -1):
+        rows["wanted"][0, 0, 0] = token
+        with pytest.raises(DataError, match=f"token id {token}, outside the {parts.VOCAB_SIZE} tokens"):
+            policy.train(rows, WeightedCandidates())
 
 
 def test_a_scalar_head_tells_no_likeliest_tokens(parts, model_folder):

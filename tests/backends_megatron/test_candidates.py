@@ -153,18 +153,16 @@ def test_more_likeliest_tokens_than_there_are_and_candidates_from_elsewhere_are_
     for token in (cases.VOCAB_SIZE, -1):
         rows = cases.make_candidates()
         rows["candidates"][0, 0, 0] = token
-        with pytest.raises(Exception, match=f"token id {token}, outside the {cases.VOCAB_SIZE} tokens") as error:
+        with pytest.raises(DataError, match=f"token id {token}, outside the {cases.VOCAB_SIZE} tokens"):
             made.train(rows, cases.WeightedCandidates())
-        assert isinstance(error.value.__cause__, DataError)
 
 
 def test_a_scalar_head_tells_no_likeliest_tokens_and_scores_no_candidates(policy):
     made = policy("qwen3", head="scalar")
     with pytest.raises(NotSupportedError, match="scalar head"):
         made.get_topk_logprobs(cases.make_rows(), cases.K)
-    with pytest.raises(Exception, match="scores no candidates") as error:
+    with pytest.raises(NotSupportedError, match="scalar head"):
         made.train(cases.make_candidates(), cases.WeightedCandidates())
-    assert isinstance(error.value.__cause__, NotSupportedError)
 
 
 def test_a_frozen_policy_teaches(policy, models):

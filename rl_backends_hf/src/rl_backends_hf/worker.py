@@ -29,7 +29,7 @@ from rl_backends_hf.weights_folder import HandedOn, WholeModel, find_tokenizer, 
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import CheckpointError, DataError, NotSupportedError, UserError
+from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
@@ -168,13 +168,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
 
     def _to_train(self, microbatch: BatchedDataDict[Any], loss_fn: LossFunction) -> tuple[ScoringInput, BatchedDataDict[Any]]:
         """A microbatch as the model reads it and as the loss sees it."""
-        key, vocab_size = loss_fn.candidates_key, self._scoring.vocab_size
-        if key is not None and (largest := int(microbatch[key].max())) >= vocab_size:
-            raise DataError(
-                f"`{key}` holds token id {largest}, outside the {vocab_size} tokens of {self._config.model_name}: whoever "
-                "named the candidates has a larger vocabulary. Take a teacher whose LM head has no more rows than the policy's."
-            )
-        formed = self._microbatcher.form(microbatch, training=True, candidates_key=key)
+        formed = self._microbatcher.form(microbatch, training=True, candidates_key=loss_fn.candidates_key)
         return formed, microbatch.to(self._parallel.device)
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:

@@ -29,7 +29,7 @@ from rl_backends_megatron.tokenizer_files import find_tokenizer
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import CheckpointError, DataError, NotSupportedError
+from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
@@ -121,8 +121,6 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         mbs: int | None = None,
     ) -> list[StepResult]:
         key = loss_fn.candidates_key
-        if key is not None:
-            self._check_candidates(data, key)
         self._trainer.move_state(self._ranks.device)
         rows = max(1, data.size // len(counts))
         results = []
@@ -221,17 +219,6 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
     def shutdown(self) -> None:
         self.leave_refit()
         leave()
-
-    def _check_candidates(self, data: BatchedDataDict[Any], key: str) -> None:
-        self._refuse_scalar_head("scores no candidates")
-        vocab_size = self._model.vocab_size
-        outside = data[key][(data[key] < 0) | (data[key] >= vocab_size)]
-        if outside.numel():
-            raise DataError(
-                f"`{key}` holds token id {int(outside[0])}, outside the {vocab_size} tokens of {self._config.model_name}: "
-                "whoever named the candidates has a larger vocabulary. Take a teacher whose LM head has no more rows than the "
-                "policy's."
-            )
 
     def _inputs(
         self, batches: Sequence[BatchedDataDict[Any]], *, training: bool, candidates_key: str | None = None

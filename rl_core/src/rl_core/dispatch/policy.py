@@ -105,6 +105,18 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
             )
         return self._score(data, "get_values")
 
+    def _refuse_unknown_tokens(self, candidates: torch.Tensor, key: str) -> None:
+        """Before any rank begins: one that stops alone leaves the others waiting for it."""
+        self._refuse_scalar_head()
+        vocab_size = self.facts["vocab_size"]
+        outside = candidates[(candidates < 0) | (candidates >= vocab_size)]
+        if outside.numel():
+            raise DataError(
+                f"`{key}` holds token id {int(outside[0])}, outside the {vocab_size} tokens of {self.config.model_name}: "
+                "whoever named the candidates has a larger vocabulary. Take a teacher whose LM head has no more rows than the "
+                "policy's."
+            )
+
     def _refuse_scalar_head(self) -> None:
         if self.config.head == "scalar":
             raise NotSupportedError(
@@ -136,6 +148,8 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
         self.wait_ready()
         candidates = {loss_fn.candidates_key} if loss_fn.candidates_key is not None else set()
         rows = at_the_door(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys | candidates)))
+        for key in candidates:
+            self._refuse_unknown_tokens(rows[key], key)
         gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit
         if rows.size % unit or gbs % unit:
             raise DataError(
