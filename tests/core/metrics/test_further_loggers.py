@@ -307,11 +307,12 @@ def test_what_one_component_needs_does_not_make_its_plugin_missing():
     assert unmet_needs([]) is None
 
 
-def test_what_a_logger_needs_is_what_its_extra_installs():
+def test_what_a_component_needs_is_what_its_extra_installs():
     import tomllib
 
-    from rl_core.plugin import rlcore_loggers
+    from rl_core.plugin import rlcore_datasets, rlcore_loggers
 
     extras = tomllib.loads((EXAMPLE.parents[1] / "rl_core" / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {c.name: list(c.needs) for c in rlcore_loggers() if c.needs} == extras
+    assert {c.name: list(c.needs) for c in rlcore_loggers() if c.needs} | {"data": extras["data"]} == extras
+    assert {tuple(c.needs) for c in rlcore_datasets() if c.needs} == {tuple(extras["data"])}
     assert all(c.install == f"pip install 'rl-core[{c.name}]'" for c in rlcore_loggers() if c.needs)
