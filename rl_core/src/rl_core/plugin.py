@@ -173,7 +173,7 @@ def _dataset(name: str, config: str, summary: str) -> Component:
         target=f"rl_core.data.{reader}",
         config=f"rl_core.data.dataset_config:{config}DatasetConfig",
         summary=summary,
-        needs=() if has_lines else ("datasets>=5.2,<6",),
+        needs=() if has_lines else ("datasets<6,>=5.2",),
         install=None if has_lines else "pip install 'rl-core[data]'",
     )
 
