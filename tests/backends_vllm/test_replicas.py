@@ -33,6 +33,15 @@ def path(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("replicas") / "model", "qwen2")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_killed_processes_of_vllm_leave_is_taken_away():
+    """Its message queues between the processes of a replica, `psm_*`: Ray ends Python's resource tracker with the others."""
+    before = set(Path("/dev/shm").glob("psm_*"))
+    yield
+    for left in set(Path("/dev/shm").glob("psm_*")) - before:
+        left.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="module")
 def cluster():
     with RayVirtualCluster([2], max_colocated_worker_groups=2, cpus_per_bundle=1) as cluster:
