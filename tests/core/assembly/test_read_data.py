@@ -223,7 +223,7 @@ def test_a_processor_of_ones_own_tokenises_and_is_held_to_the_form_of_its_result
         loader("maskless")
     with pytest.raises(DataError, match=r"gave \{.*expected a DatumSpec|which lacks"):
         loader("answered_rows")
-    with pytest.raises(ConfigError, match="has no function 'absent'"):
+    with pytest.raises(ConfigError, match="has no 'absent'"):
         loader("absent")
 
 

@@ -6,12 +6,13 @@ a mistake of its own and ends the run.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_core.data.conversations import shown
 from rl_core.errors import ConfigError, DataError
+from rl_core.plugins.component import is_path
+from rl_core.plugins.dotted import resolve
 
 RecordFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -63,35 +64,25 @@ def load_record_function(name: str) -> RecordFunction:
     Raises:
         ConfigError: There is none.
     """
-    return PACKAGED[name] if name in PACKAGED else load_function(name, "record_fn", known=list(PACKAGED))
+    if name not in PACKAGED and not is_path(name):
+        raise ConfigError(f"record_fn is {name!r}: expected {', '.join(PACKAGED)}, or the path of a function.")
+    return PACKAGED[name] if name in PACKAGED else load_function(name, "record_fn")
 
 
-def load_function(path: str, key: str, *, known: list[str] | None = None) -> Callable[..., Any]:
+def load_function(path: str, key: str) -> Callable[..., Any]:
     """The function at `package.module.function` or `package.module:function`.
 
     Args:
         path: Where it is.
         key: The config key that names it.
-        known: Names that would have done as well.
 
     Raises:
         ConfigError: The module cannot be imported, or has no such function.
     """
-    module_name, _, attribute = path.replace(":", ".").rpartition(".")
-    names = f" or one of {', '.join(known)}" if known else ""
-    if not module_name:
-        raise ConfigError(f"{key} is {path!r}: expected the path of a function, `package.module.function`{names}.")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{key} is {path!r}, and its module cannot be imported ({error}): modules are looked for in the working directory "
-            "and in what is installed."
-        ) from error
-    function = getattr(module, attribute, None)
+    function: Callable[..., Any] = resolve(path, key=key)
     if not callable(function):
-        raise ConfigError(f"{key} is {path!r}, and {module_name} has no function {attribute!r}.")
-    return function  # type: ignore[no-any-return]
+        raise ConfigError(f"`{key}`: {path!r} is {function!r}, and no function.")
+    return function
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:

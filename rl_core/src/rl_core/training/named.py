@@ -1,8 +1,7 @@
-"""Objects that a config names by a dotted path, called with its keyword arguments; knows no optimizer and no schedule."""
+"""What a config names by a dotted path, called with its keyword arguments; knows no optimizer and no schedule."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,36 +10,11 @@ from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
 
 
-def resolve(dotted: str, *, key: str) -> Any:
-    """The object that a dotted name stands for.
-
-    Args:
-        dotted: such as `torch.optim.AdamW`.
-        key: of the config; errors begin with it.
-
-    Raises:
-        UserError: a part of it does not exist; names the nearest one that does.
-    """
-    module_name, _, attribute = dotted.rpartition(".")
-    if not module_name:
-        raise UserError(f"`{key}`: {dotted!r} is no dotted name. Write it in full, such as torch.optim.AdamW.")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(
-            f"`{key}`: cannot import {module_name!r} of {dotted!r}: {error}. Check its spelling, or install what it is in."
-        ) from error
-    if not hasattr(module, attribute):
-        public = [name for name in dir(module) if not name.startswith("_")]
-        raise UserError(f"`{key}`: {module_name} has no {attribute!r}.{did_you_mean(attribute, public)}")
-    return getattr(module, attribute)
-
-
 def call(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also: tuple[str, ...] = ()) -> Any:
     """What `factory(first, **kwargs)` gives.
 
     Args:
-        factory: what `resolve` found.
+        factory: what `rl_core.plugins.dotted.resolve` found.
         first: its first argument.
         kwargs: those of the config.
         key: the section of the config; errors begin with it.

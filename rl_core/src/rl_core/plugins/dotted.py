@@ -1,0 +1,35 @@
+"""Objects that a config names by a dotted path; knows not what they are for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_core.plugins.component import did_you_mean
+
+
+def resolve(dotted: str, *, key: str) -> Any:
+    """The object that a dotted name stands for.
+
+    Args:
+        dotted: such as `torch.optim.AdamW` or `torch.optim:AdamW`.
+        key: of the config; errors begin with it.
+
+    Raises:
+        ConfigError: a part of it does not exist; names the nearest one that does.
+    """
+    module_name, _, attribute = dotted.replace(":", ".").rpartition(".")
+    if not module_name:
+        raise ConfigError(f"`{key}`: {dotted!r} is no dotted name. Write it in full, such as torch.optim.AdamW.")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"`{key}`: cannot import {module_name!r} of {dotted!r}: {error}. Check its spelling, or install what it is in; "
+            "modules of the working directory are found as well."
+        ) from error
+    if not hasattr(module, attribute):
+        public = [name for name in dir(module) if not name.startswith("_")]
+        raise ConfigError(f"`{key}`: {module_name} has no {attribute!r}.{did_you_mean(attribute, public)}")
+    return getattr(module, attribute)
