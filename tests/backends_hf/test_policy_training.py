@@ -6,6 +6,7 @@ import transformers
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig, HFPolicyConfig
+from rl_backends_hf.master import MasterWeights
 from rl_backends_hf.model import exact_weights
 from rl_backends_hf.optimizer import build_optimizer
 from rl_backends_hf.worker import HFPolicyWorker
@@ -342,3 +343,13 @@ def test_a_frozen_model_scores_spends_nothing_on_training_and_says_so(parts, sta
     with pytest.raises(NotSupportedError, match="is frozen"):
         frozen.train(rows, parts.NLL(), counts=parts.counts_of(rows))
     assert frozen.train(rows, parts.NLL(), counts=parts.counts_of(rows), eval_mode=True)[0].loss > 0
+
+
+def test_a_master_stays_at_the_rounded_weight_where_float32_was_read_otherwise_and_that_is_said(caplog):
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    masters = MasterWeights(model, published=torch.bfloat16)
+    near = model.bias.detach().float() * (1 + 2**-12)
+    masters.refine({"weight": model.weight.detach().float() + 1.0, "bias": near})
+    assert torch.equal(masters.parameters["weight"], model.weight.float())
+    assert torch.equal(masters.parameters["bias"], near)
+    assert "weight was loaded otherwise in float32" in caplog.text
