@@ -176,7 +176,9 @@ async def refit_after_the_first(engine, batch, sync):
 def test_rows_under_way_at_a_refit_keep_their_tokens_and_go_on_under_the_new_weights(engines, kind, plain, changed):
     policy, new_model = changed
     engine = engines(**kind)  # `in_flight: recompute` is the default
-    batch = random_batch(rows=5, max_new_tokens=torch.tensor([4, LONG, LONG, LONG, LONG]))
+    # The first is long enough that the others are well under way when it ends: each reaches the engine on its own.
+    first = 40
+    batch = random_batch(rows=5, max_new_tokens=torch.tensor([first, LONG, LONG, LONG, LONG]))
     before = engine.generate(batch)
     items = asyncio.run(refit_after_the_first(engine, batch, synchronizer(policy, engine)))
     assert requests_in(engine) == 0
@@ -192,7 +194,7 @@ def test_rows_under_way_at_a_refit_keep_their_tokens_and_go_on_under_the_new_wei
         assert int(output["weight_version"]) == (-1 if kept else 0)
         kept_by[row] = kept
         assert completions(output)[0][:kept] == completions(before)[row][:kept]
-    assert kept_by[0] == 4
+    assert kept_by[0] == first
     assert any(3 < kept < completion_lengths(items)[row] for row, kept in kept_by.items() if row != 0)
 
 
