@@ -132,6 +132,13 @@ def test_a_link_to_the_code_leads_to_the_code(site):
     assert "def train" in re.sub(r"<[^>]+>", "", (site / "algorithms" / target).resolve().read_text())
 
 
+def test_a_page_from_outside_the_documents_links_into_them_and_to_its_like(site):
+    page = site / "source" / "rl_backends_megatron" / "index.html"
+    links = set(re.findall(r'href="([^"#:]+\.html)', page.read_text()))
+    assert {"../../adding_a_model.html", "../../convert.html"} <= links
+    assert [link for link in links if not (page.parent / link).resolve().is_file()] == []
+
+
 def test_what_leads_nowhere_fails_the_build(copy):
     complaints = {
         "[gone](gone.md)": "contains a link 'gone.md'",
