@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from megatron_cases import KINDS, VALUE_KINDS, make_model, make_value_model
 from megatron_launch import run_ranks
-from megatron_ranks import jobs
+from megatron_layouts import jobs
 
 
 @pytest.fixture(scope="session")

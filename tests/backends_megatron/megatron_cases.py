@@ -257,9 +257,7 @@ def plain_model(folder) -> torch.nn.Module:
 
 def checkpoint_weights(model) -> dict[str, torch.Tensor]:
     """The model's weights under the names of its checkpoint, where experts are apart."""
-    found = {}
-    for name, tensor in model.state_dict().items():
-        found.update(_experts_apart(model.config, name, tensor))
+    found = checkpoint_tensors(model.config, model.state_dict())
     if model.config.tie_word_embeddings:
         del found["lm_head.weight"]
     return found
@@ -267,9 +265,14 @@ def checkpoint_weights(model) -> dict[str, torch.Tensor]:
 
 def checkpoint_gradients(model) -> dict[str, torch.Tensor]:
     """The model's gradients, likewise."""
+    return checkpoint_tensors(model.config, {name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+def checkpoint_tensors(config, tensors) -> dict[str, torch.Tensor]:
+    """Tensors by the model's names, under those of its checkpoint."""
     found = {}
-    for name, parameter in model.named_parameters():
-        found.update(_experts_apart(model.config, name, parameter.grad))
+    for name, tensor in tensors.items():
+        found.update(_experts_apart(config, name, tensor))
     return found
 
 

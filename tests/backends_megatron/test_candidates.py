@@ -1,6 +1,7 @@
 """The likeliest tokens and the gradient through several a position, under every division as in Transformers with all logits."""
 
 import megatron_cases as cases
+import megatron_layouts as layouts
 import megatron_ranks as ranks
 import pytest
 import torch
@@ -46,7 +47,7 @@ def assert_likeliest(ids, logprobs, rows, whole):
 
 def in_order(layout, found, key):
     """The rows of all data-parallel ranks in the order of the batch; ranks that have the same rows answer the same."""
-    named = ranks.grid(ranks.MegatronConfig(**layout.megatron), layout.world)
+    named = layouts.grid_of(layout)
     by_place = {}
     for rank, each in enumerate(found):
         rows = by_place.setdefault(named.get_worker_coords(rank)["data"], each[key])
@@ -56,12 +57,12 @@ def in_order(layout, found, key):
     return rows if order is None else rows[torch.tensor(order).argsort()]
 
 
-@pytest.mark.parametrize("name", ranks.CANDIDATES)
+@pytest.mark.parametrize("name", layouts.CANDIDATES)
 class TestOverRanks:
     pytestmark = over_ranks
 
     def read(self, out, name):
-        layout = ranks.LAYOUTS[name]
+        layout = layouts.LAYOUTS[name]
         files = [out / f"candidates-{name}-{rank}.pt" for rank in range(layout.world)]
         return layout, [torch.load(file, weights_only=False) for file in files]
 
@@ -77,7 +78,7 @@ class TestOverRanks:
         for rank in found:
             gradients = {key: (rank["before"][key] - rank["after"][key]) / 1e4 for key in rank["before"]}
             assert cases.largest_relative_error(gradients, expected) < 1e-5
-        named = ranks.grid(ranks.MegatronConfig(**layout.megatron), layout.world)
+        named = layouts.grid_of(layout)
         replicas = {named.get_worker_coords(rank)["data"]: each for rank, each in enumerate(found)}.values()
         for key in ("eval", "step"):
             # Weights of both signs: what is left of a sum of terms of the order of 10 is known to 1e-6 of those.

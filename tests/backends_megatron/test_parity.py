@@ -1,6 +1,7 @@
 """Every way of dividing a model gives what Transformers gives: log-probabilities, gradients, ten optimizer steps, weights."""
 
 import megatron_cases as cases
+import megatron_layouts as layouts
 import megatron_ranks as ranks
 import pytest
 import torch
@@ -40,10 +41,10 @@ def trained(models):
 
     def of(kind):
         if kind not in made:
-            worker = HFPolicyWorker(cases.make_context(), HFPolicyConfig(model_name=str(models / kind), **ranks.TRAINING))
+            worker = HFPolicyWorker(cases.make_context(), HFPolicyConfig(model_name=str(models / kind), **layouts.TRAINING))
             worker.setup()
             results = []
-            for number in range(ranks.STEPS):
+            for number in range(layouts.STEPS):
                 rows = cases.make_rows(seed=100 + number)
                 results.append(worker.train(rows, cases.NLL(), counts=cases.counts_of(rows))[0])
             made[kind] = results, cases.checkpoint_weights(worker._scoring.model)
@@ -54,13 +55,13 @@ def trained(models):
 
 def read(out, name):
     """The layout, and what each of its ranks found."""
-    layout = ranks.LAYOUTS[name]
+    layout = layouts.LAYOUTS[name]
     return layout, [torch.load(out / f"{name}-{rank}.pt", weights_only=False) for rank in range(layout.world)]
 
 
 def in_order(layout, found, key):
     """What the ranks at the first place of every axis but `data` found, as the facade puts it together."""
-    named = ranks.grid(ranks.MegatronConfig(**layout.megatron), layout.world)
+    named = layouts.grid_of(layout)
     firsts = [
         rank for rank in range(layout.world) if not any(v for k, v in named.get_worker_coords(rank).items() if k != "data")
     ]
@@ -69,7 +70,7 @@ def in_order(layout, found, key):
     return rows if order is None else rows[torch.tensor(order).argsort()]
 
 
-@pytest.mark.parametrize("name", ranks.PARITY)
+@pytest.mark.parametrize("name", layouts.PARITY)
 def test_log_probabilities_are_those_of_transformers(out, plain, name):
     layout, found = read(out, name)
     expected = plain(layout.kind)[1]
@@ -79,7 +80,7 @@ def test_log_probabilities_are_those_of_transformers(out, plain, name):
         assert float((logprobs - expected).abs().max()) < 5e-6
 
 
-@pytest.mark.parametrize("name", ranks.PARITY)
+@pytest.mark.parametrize("name", layouts.PARITY)
 def test_the_gradient_is_that_of_one_plain_backward_pass(out, plain, name):
     layout, found = read(out, name)
     _, _, _, loss, expected, norm, _ = plain(layout.kind)
@@ -87,14 +88,14 @@ def test_the_gradient_is_that_of_one_plain_backward_pass(out, plain, name):
         gradients = {key: (rank["before"][key] - rank["after"][key]) / 1e4 for key in rank["before"]}
         assert cases.largest_relative_error(gradients, expected) < 1e-5
         assert rank["step"].grad_norm == pytest.approx(norm, rel=2e-6)
-    named = ranks.grid(ranks.MegatronConfig(**layout.megatron), layout.world)
+    named = layouts.grid_of(layout)
     replicas = [r for r in range(layout.world) if not any(v for k, v in named.get_worker_coords(r).items() if k != "data")]
     for key in ("step", "eval"):
         assert sum(found[rank][key].loss for rank in replicas) == pytest.approx(loss, rel=1e-6)
         assert sum(found[rank][key].metrics["nll"] for rank in replicas) == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in ranks.PARITY if "cp2" not in name])
+@pytest.mark.parametrize("name", [name for name in layouts.PARITY if "cp2" not in name])
 def test_every_rank_samples_what_transformers_samples_greedily(out, plain, name):
     layout, found = read(out, name)
     expected = plain(layout.kind)[6]
@@ -104,7 +105,7 @@ def test_every_rank_samples_what_transformers_samples_greedily(out, plain, name)
         assert [ids[:length] for ids, length in zip(answer["output_ids"].tolist(), lengths, strict=True)] == expected
 
 
-@pytest.mark.parametrize("name", ranks.PARITY)
+@pytest.mark.parametrize("name", layouts.PARITY)
 def test_ten_steps_lead_where_they_lead_the_backend_on_transformers(out, trained, name):
     layout, found = read(out, name)
     results, weights = trained(layout.kind)
@@ -115,7 +116,7 @@ def test_ten_steps_lead_where_they_lead_the_backend_on_transformers(out, trained
         assert [step.grad_norm for step in rank["steps"]] == pytest.approx([step.grad_norm for step in results], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ranks.PARITY)
+@pytest.mark.parametrize("name", layouts.PARITY)
 def test_weights_go_in_and_out_exact_to_the_bit_on_every_rank(out, plain, name):
     layout, found = read(out, name)
     expected = plain(layout.kind)[2]

@@ -1,7 +1,7 @@
 """A scalar head under every division gives what Transformers gives: values, gradients, a folder; and learns from zero."""
 
 import megatron_cases as cases
-import megatron_ranks as ranks
+import megatron_layouts as layouts
 import pytest
 import torch
 import transformers
@@ -20,7 +20,7 @@ def read(out, name):
 
 def in_order(layout, found, key):
     """The rows of both ranks in the order of the batch; where data are not divided, each rank has them all."""
-    if ranks.grid(ranks.MegatronConfig(**layout.megatron), 2).get_axis_size("data") == 1:
+    if layouts.grid_of(layout).get_axis_size("data") == 1:
         assert torch.equal(found[0][key], found[1][key])
         found = found[:1]
     rows = torch.cat([rank[key] for rank in found])
@@ -29,19 +29,19 @@ def in_order(layout, found, key):
 
 
 def trained_on_transformers(folder, rows, steps):
-    worker = HFPolicyWorker(cases.make_context(), HFPolicyConfig(model_name=str(folder), head="scalar", **ranks.TRAINING))
+    worker = HFPolicyWorker(cases.make_context(), HFPolicyConfig(model_name=str(folder), head="scalar", **layouts.TRAINING))
     worker.setup()
     before = worker.get_values(rows)["values"]
     results = [worker.train(rows, cases.SquaredError(), counts=cases.counts_of(rows))[0] for _ in range(steps)]
     return before, results, worker.get_values(rows)["values"]
 
 
-@pytest.mark.parametrize("name", ranks.VALUES)
+@pytest.mark.parametrize("name", layouts.VALUES)
 class TestOverRanks:
     pytestmark = over_ranks
 
     def test_values_are_those_of_transformers_and_come_back_from_a_checkpoint(self, models, out, name):
-        layout, found, rows = ranks.LAYOUTS[name], read(out, name), cases.make_rows()
+        layout, found, rows = layouts.LAYOUTS[name], read(out, name), cases.make_rows()
         with torch.no_grad():
             expected, _ = cases.plain_values(models / layout.kind, rows)
         assert float(expected.abs().max()) > 0.5
@@ -50,7 +50,7 @@ class TestOverRanks:
             assert float((in_order(layout, found, key) - expected).abs().max()) < 5e-6
 
     def test_the_gradient_is_that_of_one_plain_backward_pass(self, models, out, name):
-        layout, found, rows = ranks.LAYOUTS[name], read(out, name), cases.make_rows()
+        layout, found, rows = layouts.LAYOUTS[name], read(out, name), cases.make_rows()
         values, model = cases.plain_values(models / layout.kind, rows)
         mask = rows["token_mask"] * rows["sample_mask"].unsqueeze(1)
         loss = cases.squared_error(values, mask, rows["weights"]) / mask.sum()
@@ -65,8 +65,8 @@ class TestOverRanks:
             assert "lm_head.weight" not in rank["manifest"]
 
     def test_a_fresh_head_begins_at_zero_and_learns_as_on_transformers(self, models, out, name):
-        layout, found, rows = ranks.LAYOUTS[name], read(out, name), cases.make_rows()
-        before, results, after = trained_on_transformers(models / layout.kind.removesuffix("-value"), rows, ranks.STEPS)
+        layout, found, rows = layouts.LAYOUTS[name], read(out, name), cases.make_rows()
+        before, results, after = trained_on_transformers(models / layout.kind.removesuffix("-value"), rows, layouts.STEPS)
         assert not in_order(layout, found, "zeros").any()
         assert not before.any()
         learnt = in_order(layout, found, "learnt")
@@ -77,7 +77,7 @@ class TestOverRanks:
             assert [step.grad_norm for step in rank["fresh"]] == pytest.approx([s.grad_norm for s in results], rel=1e-4)
 
     def test_what_is_saved_is_a_classifier_of_transformers(self, models, out, name):
-        layout, rows = ranks.LAYOUTS[name], cases.make_rows()
+        layout, rows = layouts.LAYOUTS[name], cases.make_rows()
         config = transformers.AutoConfig.from_pretrained(out / name / "w")
         assert config.num_labels == 1
         assert config.architectures[0].endswith("ForSequenceClassification")

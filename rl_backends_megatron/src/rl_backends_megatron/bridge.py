@@ -20,6 +20,9 @@ from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.weight_layouts import Sizes, Source
 from rl_core.errors import CheckpointError, NotSupportedError
 
+SetWeight = Callable[[torch.nn.Parameter, torch.Tensor], object]
+"""Sets a weight to the values of a tensor of its shape, of any float type and on any device."""
+
 _PLACEHOLDER = re.compile(r"\\\{(layer|expert)\\\}")
 
 
@@ -70,8 +73,12 @@ class Bridge:
         self._exports = self._exchange()
 
     @torch.no_grad()
-    def load(self, source: Source) -> None:
+    def load(self, source: Source, into: SetWeight = torch.Tensor.copy_) -> None:
         """Set this rank's weights from `source`.
+
+        Args:
+            source: the checkpoint.
+            into: sets a weight to values of the checkpoint's own type.
 
         Raises:
             CheckpointError: a tensor is missing, or of another shape.
@@ -84,7 +91,7 @@ class Bridge:
                     f"{', '.join(held.names)} give {tuple(part.shape)} on this rank, and the model needs "
                     f"{tuple(held.parameter.shape)}: the weights are of another model than its config.json."
                 )
-            held.parameter.copy_(part)
+            into(held.parameter, part)
 
     @property
     def manifest(self) -> dict[str, tuple[int, ...]]:
@@ -102,13 +109,16 @@ class Bridge:
         names: Sequence[str] | None = None,
         *,
         value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data,
+        dtype: torch.dtype | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor) on every rank; collective.
 
         Args:
             names: these, in the manifest's order; all by default.
             value: what to export of each parameter.
+            dtype: of what `value` gives; that of the weights by default.
         """
+        dtype = dtype or self._held[0].parameter.dtype
         wanted = None if names is None else set(names)
         for stage, exports in enumerate(self._exports):
             for index, export in enumerate(exports):
@@ -116,20 +126,25 @@ class Bridge:
                 if not chosen:
                     continue
                 held = self._exported[index] if stage == self._ranks.pipeline.rank() else None
-                for number, tensors in zip(chosen, self._gathered(held, export, stage, chosen, value), strict=True):
+                for number, tensors in zip(chosen, self._gathered(held, export, stage, chosen, value, dtype), strict=True):
                     for each, tensor in zip(export.names, tensors, strict=True):
                         if wanted is None or each[number] in wanted:
                             yield each[number], tensor
 
     def _gathered(
-        self, held: Held | None, export: Export, stage: int, chosen: Sequence[int], value: Callable[..., torch.Tensor]
+        self,
+        held: Held | None,
+        export: Export,
+        stage: int,
+        chosen: Sequence[int],
+        value: Callable[..., torch.Tensor],
+        dtype: torch.dtype,
     ) -> Iterator[list[torch.Tensor]]:
         """For each chosen tensor: that of each rank of experts, or the one."""
-        device, dtype = self._held[0].parameter.device, self._held[0].parameter.dtype
+        device = self._held[0].parameter.device
         parts: list[torch.Tensor] = []
         if held is not None:
             part = value(held.parameter)
-            dtype = part.dtype
             parts = held.weight.layout.split(self._joined(part, held.weight), self._sizes)
         for number in chosen:
             if held is None:

@@ -11,7 +11,7 @@ from rl_core.config.schema import PolicyConfig, Section
 from rl_core.config.written import Path
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import RunConfig
+    from rl_core.config.schema import ClusterConfig, RunConfig
 
 
 class MegatronConfig(Section):
@@ -139,9 +139,8 @@ class MegatronPolicyConfig(PolicyConfig):
         # Parts that were made from Python have places of their own.
         if "cluster" not in run.model_fields_set:
             return
-        megatron, cluster = self.megatron_cfg, run.cluster
-        needed = megatron.ranks_of_a_replica
-        ranks = 1 if cluster.backend == "in_process" else cluster.num_nodes * cluster.workers_per_node
+        megatron = self.megatron_cfg
+        needed, ranks = megatron.ranks_of_a_replica, super().data_ranks(run.cluster)
         if ranks % needed:
             sizes = f"{megatron.tensor_model_parallel_size} x {megatron.pipeline_model_parallel_size} x "
             yield (
@@ -150,6 +149,10 @@ class MegatronPolicyConfig(PolicyConfig):
                 f"model, and the cluster has {ranks}: give it a multiple of {needed} (`cluster.backend: ray`, "
                 "`cluster.num_nodes` x `cluster.workers_per_node`).",
             )
+
+    def data_ranks(self, cluster: ClusterConfig) -> int:
+        """Whole copies of the model that the cluster holds."""
+        return max(1, super().data_ranks(cluster) // self.megatron_cfg.ranks_of_a_replica)
 
     @model_validator(mode="after")
     def _the_optimizer_is_one_of_megatron(self) -> Self:

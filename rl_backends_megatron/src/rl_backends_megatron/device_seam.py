@@ -4,7 +4,8 @@ Megatron-Core 0.16.1 asks for the device "cuda" by name in some fifty places. In
 the CPU. Two kinds of accommodation: the device argument of any torch call, by a `TorchFunctionMode` (1.4 us a call), and four
 module attributes that no argument reaches. All of them are private to that version, so the version is checked, and
 `check_megatron` asserts at start that what is touched exists: here, and in the rooms `gpt` (the end of a forward pass),
-`optimizer_state` and `training_state` (how a checkpoint is written and read). Nothing else of Megatron is changed.
+`optimizer` (which entries of a weight a rank steps), `optimizer_state` and `training_state` (how a checkpoint is written and
+read). Nothing else of Megatron is changed.
 
 The mode belongs to a thread: enter it in the thread that calls Megatron, around building models and optimizers, forward and
 backward passes, optimizer steps and distributed checkpoints.
@@ -34,6 +35,7 @@ _TOUCHED: Final[Mapping[str, Sequence[str]]] = {
     "megatron.core.optimizer.distrib_optimizer": (
         "DistributedOptimizer.get_parameter_state_dp_zero",
         "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "DistributedOptimizer._get_model_param_range_map",
     ),
     "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
     "megatron.core.transformer.moe.moe_utils": ("RouterGatingLinearFunction",),

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_backends_megatron.bridge import Bridge
+import torch
+
+from rl_backends_megatron.bridge import Bridge, SetWeight
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.device_seam import device_seam
 from rl_backends_megatron.families import family_of
@@ -19,32 +21,46 @@ from rl_core.training.heads import refuse_other_head
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """This rank's part of a model, with its weights.
+    """This rank's part of a model.
 
     Attributes:
-        folder: where it was read from.
+        folder: where it is read from.
         hf: its Hugging Face config.
         chunks: the layers.
         bridge: its weights under Hugging Face names.
+        scalar: whether it ends in a scalar head.
     """
 
     folder: Path
     hf: Any
     chunks: Chunks
     bridge: Bridge
+    scalar: bool
 
-    def take_weights(self, folder: Path, *, fresh_head: bool = False) -> None:
-        """Set the weights to those in a folder.
+    def take_first_weights(self, into: SetWeight = torch.Tensor.copy_) -> None:
+        """Set the weights to those of the model's own folder; a scalar head that it does not have is zero.
+
+        Args:
+            into: sets one.
+
+        Raises:
+            CheckpointError: the folder is torn, or its weights are of another model than its config.
+        """
+        with SafetensorsFolder(self.folder) as source:
+            self.bridge.load(source_with_head(source, self.hf) if self.scalar else source, into)
+
+    def take_weights(self, folder: Path, into: SetWeight = torch.Tensor.copy_) -> None:
+        """Set the weights to those in another folder.
 
         Args:
             folder: holds safetensors.
-            fresh_head: a scalar head that the folder does not have is zero.
+            into: sets one.
 
         Raises:
             CheckpointError: the folder is torn, or of another model.
         """
         with SafetensorsFolder(folder) as source:
-            self.bridge.load(source_with_head(source, self.hf) if fresh_head else source)
+            self.bridge.load(source, into)
 
     @property
     def vocab_size(self) -> int:
@@ -54,11 +70,22 @@ class LoadedModel:
 
 
 def load_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
-    """The model that the config names, on the rank's device; collective.
+    """The model that the config names, with its weights, on the rank's device; collective.
 
     Raises:
         UserError: there is no such model, no table for its family, or its head is another.
         CheckpointError: its weights are torn.
+    """
+    model = build_model(config, ranks)
+    model.take_first_weights()
+    return model
+
+
+def build_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
+    """The model that the config names, whose weights are not set yet, on the rank's device; collective.
+
+    Raises:
+        UserError: there is no such model, no table for its family, or its head is another.
     """
     folder = find_folder(config.model_name)
     hf = read_config(folder)
@@ -79,6 +106,4 @@ def load_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
         )
     for module in chunks.modules:
         module.to(ranks.device)
-    model = LoadedModel(folder=folder, hf=hf, chunks=chunks, bridge=bridge)
-    model.take_weights(folder, fresh_head=scalar)
-    return model
+    return LoadedModel(folder=folder, hf=hf, chunks=chunks, bridge=bridge, scalar=scalar)

@@ -109,9 +109,22 @@ class Trainer:
             for model in self.models:
                 model.start_param_sync(force_sync=True)
 
-    def take_weights(self) -> None:
-        """Set float32 copies to the model's weights, after those were set from outside."""
-        self.optimizer.reload_model_params()
+    @torch.no_grad()
+    def set_weight(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """Set a weight of the model, and the float32 one behind it that is stepped on.
+
+        The latter is not taken from the former: one that begins on the grid of its rounded form has to go half a step of that
+        grid before anything of it is seen.
+
+        Args:
+            parameter: of any rank's chunk.
+            values: of its shape.
+        """
+        parameter.copy_(values)
+        # Megatron's handle: None where another data-parallel rank has it, absent where the weight is float32 itself.
+        master = getattr(parameter, "main_param", None)
+        if master is not None:
+            master.copy_(values if master.shape == values.shape else values.flatten()[self._share_of(parameter)])
 
     def schedule_state(self) -> dict[str, Any]:
         """Where the schedule stands, and what it has made of the learning rate."""
@@ -130,6 +143,12 @@ class Trainer:
                     # Adam keeps step counts on the CPU.
                     if isinstance(value, torch.Tensor) and value.ndim > 0:
                         state[key] = value.to(device)
+
+    def _share_of(self, parameter: torch.nn.Parameter) -> slice:
+        """Which of its entries, counted flat, this data-parallel rank steps."""
+        part = next(part for part in self.parts if parameter in part.model_param_gbuf_map)
+        found = part._get_model_param_range_map(parameter)["param"]
+        return slice(found.start, found.end)
 
     def _lead(self) -> None:
         # Megatron's own scheduler would apply the factors; without it they are ours to apply.
@@ -160,8 +179,10 @@ class Untrained:
     def complete_weights(self) -> None:
         """They always are."""
 
-    def take_weights(self) -> None:
-        """There are no copies of them."""
+    @torch.no_grad()
+    def set_weight(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """Set a weight of the model."""
+        parameter.copy_(values)
 
     def move_state(self, device: torch.device | str) -> None:
         """There is none."""

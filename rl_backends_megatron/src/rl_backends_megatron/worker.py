@@ -16,7 +16,7 @@ from rl_backends_megatron import training_state
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.device_seam import device_seam
 from rl_backends_megatron.hf_folder import read_config, write_folder
-from rl_backends_megatron.loading import LoadedModel, load_model
+from rl_backends_megatron.loading import LoadedModel, build_model
 from rl_backends_megatron.microbatches import Microbatcher, ModelInput, filler_of
 from rl_backends_megatron.model import DTYPES
 from rl_backends_megatron.optimizer import Trainer, Untrained
@@ -60,10 +60,11 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         if not self.context.run_in_process:
             torch.set_num_threads(self.context.num_threads)
         self._ranks: Ranks = join(self.context, self._config.megatron_cfg)
-        self._model: LoadedModel = load_model(self._config, self._ranks)
+        self._model: LoadedModel = build_model(self._config, self._ranks)
         with device_seam():
             frozen = self._config.frozen
             self._trainer = Untrained(self._model.chunks) if frozen else Trainer(self._model.chunks, self._config)
+        self._model.take_first_weights(self._trainer.set_weight)
         self._microbatcher = Microbatcher(self._config, self._ranks)
         self._head = self._make_head()
         numbers = [torch.Size(shape).numel() for shape in self._model.bridge.manifest.values()]
@@ -193,9 +194,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
             raise CheckpointError(f"{weights_path} is of another model: a {hf.model_type}, not a {self._model.hf.model_type}.")
         refuse_other_head(hf, self._config.head, name=str(weights_path))
         self._trainer.complete_weights()
-        self._model.take_weights(weights_path)
-        with device_seam():
-            self._trainer.take_weights()
+        self._model.take_weights(weights_path, self._trainer.set_weight)
         if optimizer_path is not None:
             self._trainer.move_state(self._ranks.device)
             training_state.load(self._stepping(), Path(optimizer_path), self._facts())
