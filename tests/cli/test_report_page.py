@@ -230,15 +230,29 @@ def test_how_a_run_stands_is_told_from_its_status_and_its_process(write_run, tmp
         "interrupted": {"status": {"state": "interrupted"}},
         "unknown": {"status": None},
         "running": {"status": running, "environment": here},
+        "building": {"status": running | {"state": "building"}, "environment": here},
         "vanished": {"status": running | {"pid": gone.pid}, "environment": here},
     }
     for state, files in cases.items():
         ending = ending_of(read_run_folder(write_run(tmp_path / state, **files)))
-        assert (ending.state, ending.is_over) == (state, state != "running")
+        assert (ending.state, ending.is_over) == (state, state not in ("running", "building"))
     unseen = write_run(tmp_path / "unseen", status=running | {"pid": gone.pid}, environment=elsewhere)
     assert ending_of(read_run_folder(unseen)).state == "running"
     failed = ending_of(read_run_folder(tmp_path / "failed"))
     assert (failed.sentence, failed.error) == ("Failed in the phase train, after 5 of 5 steps.", "NaN")
+
+
+def test_a_run_that_was_never_built_or_died_on_the_way_is_told_as_such(write_run, tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    broken = {"state": "failed", "during": "building", "error": "no column `question`"}
+    failed = ending_of(read_run_folder(write_run(tmp_path / "failed", steps=0, status=broken, provenance=None)))
+    assert (failed.sentence, failed.error) == ("Failed while it was being built, after 0 of 0 steps.", "no column `question`")
+    # While a run is resumed, environment.json is of the process before, on whatever machine that was.
+    killed = {"state": "building", "pid": gone.pid, "host": socket.gethostname()}
+    vanished = ending_of(read_run_folder(write_run(tmp_path / "gone", status=killed, environment={"host": "another-machine"})))
+    assert vanished.state == "vanished"
+    assert "without a word" in vanished.sentence
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""status.json: who runs, since when, how it ended; and the processes of now, after a worker was replaced."""
+"""status.json: a run from its first part to its end, whatever that is, and the processes of now after one was replaced."""
 
 import datetime
 import json
 import os
+import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,9 +14,14 @@ import pytest
 
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.generation_worker import HFGenerationWorker
+from rl_core.assembly.launch import train
 from rl_core.assembly.status import Status
 from rl_core.cluster import RayVirtualCluster
 from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.errors import CheckpointError, DataError, NonFiniteError, RLCoreError, RunInterrupted
+from rlcore_cli.report.ending import ending_of
+from rlcore_cli.report.page import render
+from rlcore_cli.report.run_folder import read_run_folder
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
@@ -25,30 +32,133 @@ def read(folder):
 
 def test_a_run_says_when_it_began_and_at_its_end_how_long_it_took(tmp_path):
     before = datetime.datetime.now(datetime.UTC)
-    status = Status(tmp_path, parts={"policy": None}, since=time.perf_counter() - 90.0)
-    status.running()
-    running = read(tmp_path)
-    assert running.keys() == {"state", "started", "pid", "workers"}
-    assert (running["state"], running["pid"], running["workers"]) == ("running", os.getpid(), {})
-    started = datetime.datetime.fromisoformat(running["started"])
-    # Written in whole seconds.
-    assert 89 <= (before - started).total_seconds() <= 92
-    status.ended("failed", during="train", error="NaN")
-    failed = read(tmp_path)
-    assert failed.items() >= {"state": "failed", "during": "train", "error": "NaN", "started": running["started"]}.items()
-    assert 90 <= failed["seconds"] < 92
-    ended = datetime.datetime.fromisoformat(failed["ended"])
-    assert (ended - started).total_seconds() == pytest.approx(failed["seconds"], abs=1.5)
+    with Status(tmp_path, since=time.perf_counter() - 90.0) as status:
+        building = read(tmp_path)
+        assert building.keys() == {"state", "started", "host", "pid"}
+        assert (building["state"], building["pid"]) == ("building", os.getpid())
+        status.attend({"policy": None}, phase=lambda: None, steps=7)
+        status.running()
+        running = read(tmp_path)
+        assert (running["state"], running["pid"], running["workers"]) == ("running", os.getpid(), {})
+        started = datetime.datetime.fromisoformat(running["started"])
+        assert building["started"] == running["started"]
+        # Written in whole seconds.
+        assert 89 <= (before - started).total_seconds() <= 92
+    finished = read(tmp_path)
+    assert finished.items() >= {"state": "finished", "steps": 7, "started": running["started"]}.items()
+    assert 90 <= finished["seconds"] < 92
+    ended = datetime.datetime.fromisoformat(finished["ended"])
+    assert (ended - started).total_seconds() == pytest.approx(finished["seconds"], abs=1.5)
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (NonFiniteError("the loss is NaN"), {"state": "failed", "during": "train", "error": "the loss is NaN"}),
+        (KeyError("lr"), {"state": "failed", "during": "train", "error": "KeyError: 'lr'"}),
+        (AssertionError(), {"state": "failed", "during": "train", "error": "AssertionError: "}),
+        (KeyboardInterrupt(), {"state": "interrupted", "during": "train", "error": ""}),
+        (RunInterrupted(3, saved=True), {"state": "interrupted", "during": "train"}),
+    ],
+)
+def test_whatever_ends_a_run_is_told_with_its_phase_and_its_own_words(tmp_path, error, told):
+    with suppress(BaseException), Status(tmp_path, since=time.perf_counter()) as status:
+        status.attend({}, phase=lambda: "train", steps=7)
+        raise error
+    assert read(tmp_path).items() >= told.items()
+    assert "steps" not in read(tmp_path)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Train in this process; the run folder is `runs/run`."""
+
+    def start(changes=None, **options):
+        config = {
+            "sft": {"max_num_steps": 2, "global_batch_size": 2},
+            "policy": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
+            "data": {"train": {"dataset_name": "arithmetic", "num_samples": 8, "with_response": True}},
+            "cluster": {"backend": "in_process"},
+            "logger": {"log_dir": str(tmp_path / "runs")},
+        }
+        path = tmp_path / "run.yaml"
+        path.write_text(json.dumps({**config, **(changes or {})}))
+        return train(path, console=False, **options)
+
+    return start
+
+
+def told(folder):
+    """The status, and what the report makes of the folder."""
+    run = read_run_folder(folder)
+    ending = ending_of(run)
+    assert ending.sentence in render(run, ending, max_mib=1.0, live=False)
+    return read(folder), ending
+
+
+def test_data_without_its_column_leaves_a_folder_that_says_so(launch, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"frage": "1+2=", "expected_answer": "3"}))
+    with pytest.raises(DataError):
+        launch({"data": {"train": {"dataset_name": "jsonl", "path": str(rows)}}})
+    status, ending = told(tmp_path / "runs" / "run")
+    assert (status["state"], status["during"]) == ("failed", "building")
+    assert "question" in status["error"]
+    assert "frage" in status["error"]
+    assert ending.sentence == "Failed while it was being built, after 0 of 2 steps."
+    assert ending.error == status["error"]
+
+
+def test_a_model_folder_that_is_torn_fails_the_building_and_names_the_policy(launch, tmp_path):
+    torn = tmp_path / "model"
+    shutil.copytree(MODEL, torn)
+    weights = torn / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(RLCoreError):
+        launch({"policy": {"backend": "hf", "model_name": str(torn), "max_total_sequence_length": 16}})
+    status, ending = told(tmp_path / "runs" / "run")
+    assert (status["state"], status["during"]) == ("failed", "building")
+    assert "'policy'" in status["error"]
+    assert ending.state == "failed"
+
+
+def test_a_resume_that_is_refused_says_so_and_leaves_the_config_that_the_run_has(launch, tmp_path):
+    launch()
+    folder = tmp_path / "runs" / "run"
+    assert read(folder).items() >= {"state": "finished", "steps": 2}.items()
+    written = (folder / "config.yaml").read_text()
+    with pytest.raises(CheckpointError, match="another config"):
+        launch({"sft": {"max_num_steps": 3, "global_batch_size": 1}}, resume=str(folder))
+    status, ending = told(folder)
+    assert (status["state"], status["during"]) == ("failed", "building")
+    assert "sft.global_batch_size: 2 then, 1 now" in status["error"]
+    assert ending.sentence == "Failed while it was being built, after 2 of 2 steps."
+    assert (folder / "config.yaml").read_text() == written
+    launch({"sft": {"max_num_steps": 3, "global_batch_size": 2}}, resume=str(folder))
+    assert read(folder).items() >= {"state": "finished", "steps": 3}.items()
+
+
+def test_a_run_that_breaks_in_a_step_names_the_phase(launch, tmp_path):
+    too_much = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1.0e30}}
+    policy = {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16, "optimizer": too_much}
+    with pytest.raises(NonFiniteError):
+        launch({"policy": policy, "sft": {"max_num_steps": 4, "global_batch_size": 2}})
+    status, ending = told(tmp_path / "runs" / "run")
+    assert (status["state"], status["during"]) == ("failed", "train")
+    assert ending.sentence.startswith("Failed in the phase train, after ")
 
 
 def test_after_a_worker_was_replaced_the_processes_are_those_that_live(tmp_path):
     config = HFGenerationConfig(backend="hf", model_name=str(MODEL), num_workers=1)
-    with RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=1) as cluster:
+    with (
+        RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=1) as cluster,
+        Status(tmp_path, since=time.perf_counter()) as status,
+    ):
         engine = DistributedGeneration(worker_class=HFGenerationWorker, config=config, cluster=cluster)
         try:
             engine.wait_ready()
-            status = Status(tmp_path, parts={"policy": None, "generation": engine}, since=time.perf_counter())
+            status.attend({"policy": None, "generation": engine}, phase=lambda: None, steps=1)
             status.running()
             [victim] = read(tmp_path)["workers"]["generation"]
             written = (tmp_path / "status.json").stat().st_mtime_ns

@@ -3,6 +3,8 @@
 import json
 import math
 
+import pytest
+
 from rl_core.metrics.jsonl import JsonlLogger, read_jsonl
 from rl_core.metrics.recorder import Recorder
 
@@ -20,15 +22,15 @@ def test_a_name_recorded_twice_is_the_mean_and_phases_add_up():
     assert recorder.flush() == {}
 
 
-def test_the_phase_under_way_is_named_and_restored_after_an_error():
+def test_the_phase_under_way_is_named_and_an_error_leaves_it_for_whoever_tells_of_the_end():
     recorder = Recorder()
-    try:
-        with recorder.timed("rollout"):
-            assert recorder.phase == "rollout"
-            raise KeyError
-    except KeyError:
-        pass
-    assert recorder.phase == "start"
+    assert recorder.phase is None
+    with recorder.timed("rollout"):
+        assert recorder.phase == "rollout"
+    assert recorder.phase is None
+    with pytest.raises(KeyError), recorder.timed("validate"), recorder.timed("generate"):
+        raise KeyError
+    assert recorder.phase == "generate"
 
 
 def test_a_resume_forgets_the_steps_that_it_is_about_to_repeat(tmp_path):

@@ -16,7 +16,8 @@ class Ending:
     """How a run stands.
 
     Attributes:
-        state: `finished`, `running`, `interrupted`, `failed`, `vanished` (its process is gone without a word) or `unknown`.
+        state: `building`, `running`, `finished`, `interrupted`, `failed`, `vanished` (its process is gone without a word) or
+            `unknown`.
         sentence: The same for a person.
         error: What it ended with, in the run's own words.
         times: When it started and ended, and how long it took, as far as the folder says.
@@ -40,7 +41,7 @@ def _ending(run: RunFolder) -> Ending:
     state = status.get("state")
     done, planned = run.last_step or 0, run.planned_steps
     so_far = f"{done} of {planned} steps" if planned is not None else f"{done} steps"
-    during = f" in the phase {status['during']}," if status.get("during") else ""
+    during = _during(status.get("during"))
     error = str(status["error"]) if status.get("error") else None
     match state:
         case "finished":
@@ -49,16 +50,24 @@ def _ending(run: RunFolder) -> Ending:
             return Ending(state=state, sentence=f"Interrupted{during} after {so_far}.", error=error)
         case "failed":
             return Ending(state=state, sentence=f"Failed{during} after {so_far}.", error=error)
-        case "running" if _is_gone(run, status.get("pid")):
+        case "building" | "running" if _is_gone(run, status.get("pid")):
             sentence = (
                 f"Ended after {so_far} without a word: its process {status['pid']} is gone. Killed (out of memory?), or "
                 "the machine went down."
             )
             return Ending(state="vanished", sentence=sentence)
+        case "building":
+            return Ending(state=state, sentence=f"Being built: {so_far} so far.", is_over=False)
         case "running":
             return Ending(state=state, sentence=f"Running: {so_far} so far.", is_over=False)
         case _:
             return Ending(state="unknown", sentence=f"{so_far.capitalize()}; the folder does not say how the run stands.")
+
+
+def _during(phase: object) -> str:
+    if not phase:
+        return ""
+    return " while it was being built," if phase == "building" else f" in the phase {phase},"
 
 
 def _times(run: RunFolder) -> str:
@@ -78,7 +87,8 @@ def _moment(text: object) -> str:
 
 
 def _is_gone(run: RunFolder, pid: object) -> bool:
-    host = (run.environment or {}).get("host")
+    # While a run is resumed, environment.json still tells of the process before.
+    host = (run.status or {}).get("host") or (run.environment or {}).get("host")
     if not isinstance(pid, int) or host != socket.gethostname():
         return False
     if Path("/proc").is_dir():

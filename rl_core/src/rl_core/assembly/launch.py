@@ -16,7 +16,6 @@ from rl_core.assembly.folder import choose_start, claim
 from rl_core.assembly.origins import write_origins
 from rl_core.assembly.status import Status
 from rl_core.config.loader import LoadedConfig, load_config
-from rl_core.errors import RunInterrupted
 from rl_core.metrics.console import ConsoleLogger
 from rl_core.metrics.jsonl import JsonlLogger
 from rl_core.plugins.manager import PluginManager, discover
@@ -74,19 +73,22 @@ def train(
         claim(start.folder, exits)
         exits.enter_context(_logging_to(start.folder))
         _say(console, f"run folder {start.folder}")
+        # Entered before every part, so that it is left after the last of them was closed.
+        status = exits.enter_context(Status(start.folder, since=started))
+        if start.checkpoint is None:
+            write_origins(start.folder, loaded, manager)
         run = build_run(config, resolved=loaded.resolved, folder=start.folder, registry=registry, exits=exits)
         if run.checkpoints is not None:
             run.checkpoints.store.sweep()
         if start.checkpoint is not None and run.checkpoints is not None:
             run.first_step = run.checkpoints.restore(start.checkpoint, allow_config_change=allow_config_change)
+            # Not before: a config that is refused is not the run's.
+            write_origins(run.folder, loaded, manager)
             _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
-        write_origins(run.folder, loaded, manager)
         _attach_loggers(run, loaded, console, exits)
-        parts = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
-        status = Status(run.folder, parts=parts, since=started)
         _announce(run, manager, status)
         loop_started = time.perf_counter()
-        with _attended(run, manager, status):
+        with _attended(run, manager):
             loaded.components[config.algorithm_name].load()(run.config.algorithm, run)
         ended = time.perf_counter()
     return Finished(
@@ -114,17 +116,22 @@ def _attach_loggers(run: Run, loaded: LoadedConfig, console: bool, exits: ExitSt
 
 
 def _announce(run: Run, manager: PluginManager, status: Status) -> None:
+    """Whoever looks from outside, and every plugin, is told that the run is built, and of its steps."""
+    parts = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
+    status.attend(parts, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
+
     def tell(step: int, metrics: Mapping[str, float]) -> None:
         status.running()
         manager.call_event("rlcore_step_finished", run=run, step=step, metrics=metrics)
 
     manager.call_event("rlcore_run_started", run=run)
     run.on_step = tell
+    status.running()
 
 
 @contextmanager
-def _attended(run: Run, manager: PluginManager, status: Status) -> Iterator[None]:
-    """Ctrl-C ends the run after its step (a second one at once); the end, whatever it is, is written down and announced."""
+def _attended(run: Run, manager: PluginManager) -> Iterator[None]:
+    """Ctrl-C ends the run after its step (a second one at once); the end, whatever it is, is announced."""
     before = signal.getsignal(signal.SIGINT)
 
     def stop(*_: object) -> None:
@@ -134,17 +141,12 @@ def _attended(run: Run, manager: PluginManager, status: Status) -> Iterator[None
         _log.warning("Ctrl-C: stopping after this step, with a checkpoint; once more stops at once")
 
     in_main_thread = _set_handler(stop)
-    status.running()
     error: BaseException | None = None
     try:
         yield
     except BaseException as caught:
         error = caught
-        interrupted = isinstance(caught, KeyboardInterrupt | RunInterrupted)
-        status.ended("interrupted" if interrupted else "failed", during=run.metrics.phase, error=str(caught))
         raise
-    else:
-        status.ended("finished", steps=run.config.algorithm.max_num_steps)
     finally:
         if in_main_thread:
             signal.signal(signal.SIGINT, before)

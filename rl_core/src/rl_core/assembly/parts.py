@@ -17,6 +17,7 @@ from rl_core.cluster.worker_group import wait_together
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, RunConfig
 from rl_core.dispatch.environments import EnvironmentPool
+from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
@@ -43,6 +44,17 @@ class Workers:
     environments: Mapping[str, EnvironmentInterface]
     companions: Mapping[str, DistributedPolicy] = field(default_factory=dict)
     """The models beside the policy, by their section."""
+
+    def wait_ready(self) -> None:
+        """Wait until every model has loaded; what it cannot load is then an error of the building, not of the first step.
+
+        Raises:
+            WorkerError: a rank could not load.
+            DeadlineExceededError: a rank took longer than `cluster.deadlines.start_s`.
+        """
+        for part in (self.policy, self.generation, *self.companions.values()):
+            if isinstance(part, OverWorkers):
+                part.wait_ready()
 
 
 @dataclass(frozen=True, kw_only=True)

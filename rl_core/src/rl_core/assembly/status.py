@@ -5,56 +5,78 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
-from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.group import OverWorkers
+from rl_core.errors import RLCoreError, RunInterrupted
 
 STATUS = "status.json"
+BUILDING = "building"
 
 
 class Status:
-    """status.json of one process's run; each writing replaces the file at once.
+    """status.json of one process's run, from the first part that is made to the end, whatever that is.
+
+    Entering it says that the run is being built, `running` that it trains, and leaving it how it ended: finished, interrupted
+    by Ctrl-C, or failed with an error, in the phase that it was in. Each writing replaces the file at once.
 
     Args:
-        folder: the run folder.
-        parts: the policy and the engine by name; of those that have workers, the processes are written down.
+        folder: the run folder; this process holds it.
         since: when the run began, by `time.perf_counter`.
     """
 
-    def __init__(self, folder: Path, *, parts: Mapping[str, object], since: float) -> None:
+    def __init__(self, folder: Path, *, since: float) -> None:
         self._folder = folder
-        self._parts = parts
         self._since = since
         self._started = _now() - datetime.timedelta(seconds=time.perf_counter() - since)
+        self._phase: Callable[[], str | None] = lambda: BUILDING
+        self._parts: Mapping[str, object] = {}
+        self._steps: int | None = None
         self._workers: Mapping[str, list[int]] | None = None
+
+    def __enter__(self) -> Self:
+        self._write(BUILDING, pid=os.getpid())
+        return self
+
+    def attend(self, parts: Mapping[str, object], *, phase: Callable[[], str | None], steps: int) -> None:
+        """Tell of these parts from now on: the run is built.
+
+        Args:
+            parts: policy, engine and the models beside them by name; the processes of their workers are written down.
+            phase: what the run is doing; None between two phases.
+            steps: of the whole run.
+        """
+        self._parts, self._phase, self._steps = parts, phase, steps
 
     def running(self) -> None:
         """Say that the run goes on, and by which processes; call it again where workers may have been replaced."""
-        workers = {
-            name: part.group.pids()
-            for name, part in self._parts.items()
-            if isinstance(part, DistributedPolicy | DistributedGeneration)
-        }
+        workers = {name: part.group.pids() for name, part in self._parts.items() if isinstance(part, OverWorkers)}
         if workers != self._workers:
             self._write("running", pid=os.getpid(), workers=workers)
             self._workers = workers
 
-    def ended(self, state: Literal["finished", "interrupted", "failed"], **facts: Any) -> None:
-        """Say how the run ended, when, and after how many seconds.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None:
+            self._ended("finished", steps=self._steps)
+        elif isinstance(error, KeyboardInterrupt | RunInterrupted):
+            self._ended("interrupted", during=self._phase(), error=str(error))
+        else:
+            own_words = str(error) if isinstance(error, RLCoreError) else f"{type(error).__name__}: {error}"
+            self._ended("failed", during=self._phase(), error=own_words)
 
-        Args:
-            state: how.
-            facts: what else is known of it; JSON values.
-        """
+    def _ended(self, state: Literal["finished", "interrupted", "failed"], **facts: Any) -> None:
         seconds = round(time.perf_counter() - self._since, 1)
         self._write(state, ended=_now().isoformat(timespec="seconds"), seconds=seconds, **facts)
 
     def _write(self, state: str, **facts: Any) -> None:
-        content = {"state": state, "started": self._started.isoformat(timespec="seconds"), **facts}
+        started = self._started.isoformat(timespec="seconds")
+        known = {name: fact for name, fact in facts.items() if fact is not None}
+        content = {"state": state, "started": started, "host": socket.gethostname(), **known}
         partial = self._folder / f"{STATUS}.tmp"
         partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
         os.replace(partial, self._folder / STATUS)

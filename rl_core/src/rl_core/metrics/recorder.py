@@ -14,8 +14,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
-        self.phase = "start"
-        """What the run is doing, for whoever asks why it takes so long."""
+        self.phase: str | None = None
+        """What the run is doing, for whoever asks why it takes so long or where it failed; None between two phases."""
 
     def add(self, metrics: Mapping[str, float | int | torch.Tensor], *, prefix: str = "") -> None:
         """Record numbers named `area/quantity`."""
@@ -24,16 +24,14 @@ class Recorder:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Record how long the block took as `time/<phase>_s`; blocks of the same name add up."""
+        """Record how long the block took as `time/<phase>_s`; blocks of the same name add up. An error leaves `phase` alone."""
         outer, self.phase = self.phase, phase
         started = time.perf_counter()
-        try:
-            yield
-        finally:
-            name = f"time/{phase}_s"
-            before = self._values.get(name, [0.0])[0]
-            self._values[name] = [before + time.perf_counter() - started]
-            self.phase = outer
+        yield
+        name = f"time/{phase}_s"
+        before = self._values.get(name, [0.0])[0]
+        self._values[name] = [before + time.perf_counter() - started]
+        self.phase = outer
 
     def peek(self) -> dict[str, float]:
         """The step's numbers so far."""
