@@ -1,14 +1,16 @@
 """What the tests of the data room share: a small real tokenizer, and batches drawn at random."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+sys.path.insert(0, str(Path(__file__).parent))
+
+from template_styles import CHATML
 
 # The machine is shared: a slow example is no fault of the code.
 settings.register_profile("shared", deadline=None, max_examples=60)

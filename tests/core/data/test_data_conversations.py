@@ -43,10 +43,16 @@ def test_every_form_of_a_conversation_is_the_same_record(read, row, keys):
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        ({"role": "tool", "content": "42", "tool_call_id": "1"}, "message 1 of x calls a tool or answers for one"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "calls a tool"),
-        ({"role": "human", "content": "a"}, "role 'human': expected one of system, developer, user, assistant"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}, "part of the type 'image_url': only text"),
+        (
+            {"role": "function", "name": "f", "content": "42"},
+            "in the old form (function_call, role 'function'): write `tool_calls`",
+        ),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, "in the old form"),
+        ({"role": "human", "content": "a"}, "role 'human': expected one of system, developer, user, assistant, tool"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": "a"}]},
+            "part of the type 'image_url': only text can be trained on",
+        ),
         ({"role": "user", "content": ["a"]}, "part of the type 'str'"),
         ({"role": "user", "content": 3}, "has the content 3"),
         ({"role": "user", "content": None}, "is no {role, content}"),

@@ -26,14 +26,20 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The files that the page speaks of."""
-    [question, messages, completion, *pairs] = SHOWN
+    [question, messages, completion, tools, *pairs] = SHOWN
     questions = [{**question, "question": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
     Dataset.from_list(questions).to_parquet(tmp_path / "train.parquet")
     Dataset.from_list(pairs[1:2]).to_parquet(tmp_path / "ranked.parquet")
     worded = {"question": "How many?", "answer": "Six.\n#### 6"}
     DatasetDict(train=Dataset.from_list([worded])).save_to_disk(tmp_path / "gsm8k")
     DatasetDict(train=Dataset.from_list(questions), test=Dataset.from_list(questions)).save_to_disk(tmp_path / "chats")
-    lines = {"train": questions, "chats": [messages], "completions": [completion], "lines": [{"line": "6*7?|42"}]}
+    lines = {
+        "train": questions,
+        "chats": [messages],
+        "completions": [completion],
+        "tools": [tools],
+        "lines": [{"line": "6*7?|42"}],
+    }
     for name, rows in lines.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for block in blocks("python"):
@@ -49,6 +55,7 @@ def test_the_page_shows_rows_of_every_form():
         ["expected_answer", "question"],
         ["messages"],
         ["completion", "prompt"],
+        ["messages", "tools"],
         ["chosen", "prompt", "rejected"],
         ["completions", "prompt"],
         ["completions", "prompt"],

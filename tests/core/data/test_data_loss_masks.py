@@ -5,30 +5,16 @@ model would sample; a token is trained where its characters are (by the tokenize
 comparison is exact.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from template_styles import Segments, Style, expected, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
 from rl_core.data.messages import get_formatted_message_log
 from rl_core.data.processors import conversation_datum, preference_datum
 from rl_core.errors import DataError
-
-Segments = list[tuple[str, bool]]
-
-
-@dataclass(frozen=True)
-class Style:
-    """A chat template, its special tokens, and the same written by hand: texts, each with whether a model samples it."""
-
-    template: str
-    special: tuple[str, ...]
-    by_hand: Callable[[list[dict]], Segments]
 
 
 def chatml(log: list[dict]) -> Segments:
@@ -125,40 +111,9 @@ FORGETFUL = (
 )
 
 
-# What most of today's models split a text by: line breaks stay together, whatever follows them.
-WORDS_OF_LLAMA_3 = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
-def tokenizer_of(style: Style) -> PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(WORDS_OF_LLAMA_3, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=["<|pad|>", *style.special],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(["the answer is forty two and the question is what is six times seven\n\n"] * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|pad|>", eos_token=style.special[-1])
-    tokenizer.add_special_tokens({"additional_special_tokens": list(style.special)})
-    tokenizer.chat_template = style.template
-    return tokenizer
-
-
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
     return {name: tokenizer_of(style) for name, style in STYLES.items()}
-
-
-def expected(segments: Segments, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[float]]:
-    """Token ids of the whole text, and 1 where a token's characters are sampled."""
-    text = "".join(part for part, _ in segments)
-    sampled = [is_sampled for part, is_sampled in segments for _ in part]
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return encoded["input_ids"], [float(all(sampled[start:end])) for start, end in encoded["offset_mapping"]]
 
 
 # White space at the ends is what some templates strip; at a beginning it merges with the header, which has a test of its own.

@@ -275,8 +275,9 @@ def _tokenised(source: Source, process: Callable[..., Any], tasks: Collection[st
     task_name = source.task_name or _task_of(source.records, only_task, tasks)
     rows = TokenisedRows(source.records, process, task_name=task_name, name=source.name)
     if source.on_bad_row is OnBadRow.ERROR:
-        if len(rows):
-            rows[0]  # a dataset of another form, or a template that cannot render it, is told before a worker starts
+        # A dataset of another form, or a template that cannot render it, is told before a worker starts.
+        for index in dict.fromkeys((0, *getattr(source.records, "firsts", ()))) if len(rows) else ():
+            rows[index]
         return rows
     good, reasons = [], {}
     for index in range(len(rows)):

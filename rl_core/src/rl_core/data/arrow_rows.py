@@ -20,6 +20,9 @@ _SAVED = ("state.json", "dataset_dict.json")
 class ArrowRows:
     """The rows of tables, one table after the other.
 
+    A key of a nested field that is null is left out: a table has a column for every key that any of its rows has, so that the
+    arguments of one row's call would stand, as nulls, in the calls of all the others.
+
     Args:
         tables: Each with the name that places go by.
         name: What errors call the whole.
@@ -28,14 +31,17 @@ class ArrowRows:
     def __init__(self, tables: Sequence[tuple[str, Any]], *, name: str) -> None:
         self.name = name
         self._names = [table_name for table_name, _ in tables]
-        self._rows = Joined([table for _, table in tables])
+        self._tables = [table for _, table in tables]
+        self._nested = [_nested(table.features) for table in self._tables]
+        self._rows = Joined(self._tables)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        fields: dict[str, Any] = self._rows[index]
-        return fields
+        table, row = self._rows.locate(index)
+        fields: dict[str, Any] = self._tables[table][row]
+        return {**fields, **{key: _without_nulls(fields[key], kind) for key, kind in self._nested[table].items()}}
 
     def place(self, index: int) -> str:
         """Table and row number, from 0, as `dataset[row]` counts."""
@@ -87,6 +93,24 @@ def hugging_face_rows(
     elif saved and split is not None:
         split = _the_split(found, split, name)
     return ArrowRows([(f"{name}[{split}]" if split else name, found)], name=name)
+
+
+def _nested(features: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that have keys within, with what they hold."""
+    return {key: kind for key, kind in features.items() if _has_keys(kind)}
+
+
+def _has_keys(kind: Any) -> bool:
+    return isinstance(kind, dict) or (_has_keys(kind.feature) if hasattr(kind, "feature") else False)
+
+
+def _without_nulls(value: Any, kind: Any) -> Any:
+    """A value without its null keys, as far as the table made them: a column of JSON holds what was written."""
+    if isinstance(kind, dict) and isinstance(value, dict):
+        return {key: _without_nulls(value[key], each) for key, each in kind.items() if value[key] is not None}
+    if hasattr(kind, "feature") and isinstance(value, list):
+        return [_without_nulls(each, kind.feature) for each in value]
+    return value
 
 
 def _parquet(file: Path) -> Any:

@@ -1,24 +1,26 @@
-"""Conversations as data holds them, in OpenAI's form, checked and brought to plain {role, content}; knows no dataset."""
+"""Conversations as data holds them, in OpenAI's form, checked, each content a text; knows no dataset and no chat template."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from rl_core.data.shown import shown
+from rl_core.data.tool_calls import read_calls
 from rl_core.errors import DataError
 
 Messages = list[dict[str, Any]]
 
-ROLES = ("system", "developer", "user", "assistant")
-_LONGEST_SHOWN = 120
-_CALLS = ("tool_calls", "function_call", "tool_call_id")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_EMPTY_IS_ABSENT = ("tool_calls", "function_call", "tool_call_id")
 
 
 def read_messages(value: Any, what: str, *, role: str) -> Messages:
     """The messages that a field holds; a text is one message.
 
-    A content may be a list of parts, `{"type": "text", "text": ...}` each, which are joined. Keys that are null are left out:
-    a table has a column for every key that any of its messages has.
+    A content may be a list of parts, `{"type": "text", "text": ...}` each, which are joined; that of a message which only calls
+    tools is empty. Keys that are null are left out. Whether results answer calls is for the whole conversation to say
+    (`tool_calls.check_tool_use`).
 
     Args:
         value: The field.
@@ -26,7 +28,7 @@ def read_messages(value: Any, what: str, *, role: str) -> Messages:
         role: Who says a text.
 
     Raises:
-        DataError: It is neither a text nor messages of text, a role is unknown, or a tool is called.
+        DataError: It is neither a text nor messages of text, a role is unknown, or a call is none.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -45,28 +47,41 @@ def without_answer(messages: Messages) -> Messages:
     return asked
 
 
-def shown(value: Any) -> str:
-    """A value in an error: whole, unless it is long."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+def kind_of(messages: Messages, tools: Any) -> frozenset[str]:
+    """What a chat template may take of one conversation and not of another: the roles, and what there is of tools."""
+    calls = {"calls" if len(message["tool_calls"]) > 1 else "a call" for message in messages if message.get("tool_calls")}
+    return frozenset({message["role"] for message in messages} | calls | ({"an offer"} if tools else set()))
 
 
 def _message(message: Any, what: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError(f"{what} is no {{role, content}}: found {shown(message)}")
     given = {key: value for key, value in message.items() if value is not None}
-    if given.get("role") in ("tool", "function") or any(given.get(key) for key in _CALLS):
+    for key in _EMPTY_IS_ABSENT:
+        if not given.get(key, True):
+            del given[key]
+    if given.get("role") == "function" or "function_call" in given:
         raise DataError(
-            f"{what} calls a tool or answers for one: conversations with tools cannot be trained on from a dataset, since most "
-            "chat templates leave such messages out without a word. Drop the row, or write the call as text"
+            f"{what} calls a function in the old form (function_call, role 'function'): write `tool_calls` in the assistant's "
+            "message, and the result as a message of the role 'tool'"
         )
+    if "tool_calls" in given:
+        given["tool_calls"] = read_calls(given["tool_calls"], what)
+        given.setdefault("content", "")
     if not {"role", "content"} <= given.keys():
         raise DataError(f"{what} is no {{role, content}}: found {shown(message)}")
-    if given["role"] not in ROLES:
-        raise DataError(f"{what} has the role {given['role']!r}: expected one of {', '.join(ROLES)}")
+    _check_role(given, what)
     if given.get("weight") not in (None, 0, 1):
         raise DataError(f"{what} has the weight {given['weight']!r}: expected 1 (trained) or 0 (not trained)")
-    return {**{key: value for key, value in given.items() if key not in _CALLS}, "content": _text(given["content"], what)}
+    return {**given, "content": _text(given["content"], what)}
+
+
+def _check_role(given: Mapping[str, Any], what: str) -> None:
+    if given["role"] not in ROLES:
+        raise DataError(f"{what} has the role {given['role']!r}: expected one of {', '.join(ROLES)}")
+    for key, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if key in given and given["role"] != role:
+            raise DataError(f"{what} has {key} and the role {given['role']!r}: only a message of the role {role!r} has them")
 
 
 def _text(content: Any, what: str) -> str:
@@ -78,6 +93,8 @@ def _text(content: Any, what: str) -> str:
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise DataError(f"{what} has a part of the type {kind!r}: only text can be trained on")
+            raise DataError(
+                f"{what} has a part of the type {kind!r}: only text can be trained on. Leave the part out, or drop the row"
+            )
         parts.append(part["text"])
     return "".join(parts)

@@ -75,6 +75,11 @@ class RecordForm(RowsConfig):
         description="The field of what the assistant says, a text or a list of messages, appended at the end: for supervised "
         "training.",
     )
+    tools_key: str | None = Field(
+        "tools",
+        description="The field with the functions that are offered to the assistant, in OpenAI's form or as its JSON. Rows may "
+        "lack `tools`; a field that is named here must be there (null or an empty list for none). null reads none.",
+    )
     env_keys: tuple[str, ...] = Field((), description="Further fields that the environment gets, under their names.")
     stop_strings_key: str | None = Field(None, description="The field with a list of texts that end a completion.")
     prompt: Annotated[str | None, NAME_OR_PATH] = Field(
@@ -101,6 +106,11 @@ class PreferenceForm(RowsConfig):
     )
     chosen_key: str = Field("chosen", description="The field of the better answer: a text, or a list of messages.")
     rejected_key: str = Field("rejected", description="The field of the worse answer, likewise.")
+    tools_key: str | None = Field(
+        "tools",
+        description="The field with the functions that are offered to the assistant, in OpenAI's form or as its JSON. Rows may "
+        "lack `tools`; a field that is named here must be there (null or an empty list for none). null reads none.",
+    )
     completions_key: str = Field(
         "completions",
         description="In rows without a chosen answer: the field with a list of {completion, rank}, rank 0 the best, or of "
@@ -120,7 +130,7 @@ class PreferenceForm(RowsConfig):
 
     @model_validator(mode="after")
     def _one_maker_of_records(self) -> PreferenceForm:
-        keys = {"prompt_key", "chosen_key", "rejected_key", "completions_key"}
+        keys = {"prompt_key", "chosen_key", "rejected_key", "completions_key", "tools_key"}
         return _refuse_beside_record_fn(self, keys)
 
 

@@ -1,7 +1,7 @@
 """Datasets of prompts and conversations: what the fields of a row mean; knows no source of rows and no tokenizer.
 
-A record is {messages, extra_env_info, task_name} with, where they are, stop_strings; a conversation for supervised training
-ends with the assistant's message.
+A record is {messages, extra_env_info, task_name} with, where they are, tools and stop_strings; a conversation for supervised
+training ends with the assistant's message.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
-from rl_core.data.conversations import Messages, read_messages, shown, without_answer
+from rl_core.data.conversations import Messages, kind_of, read_messages, without_answer
 from rl_core.data.dataset_config import RecordForm
 from rl_core.data.prompts import PromptTemplate, load_prompt
 from rl_core.data.record_functions import load_record_function
 from rl_core.data.records import Records
+from rl_core.data.shown import shown
 from rl_core.data.sources import open_rows
+from rl_core.data.tool_calls import check_tool_use, read_tools, tools_of
 from rl_core.errors import DataError
 
 
@@ -23,7 +25,8 @@ class Record(TypedDict):
     """One row of a dataset.
 
     Attributes:
-        messages: The conversation: {role, content} each.
+        messages: The conversation: {role, content} each, with tool_calls where tools are called.
+        tools: The functions that are offered, as `tool_calls.read_tools` gives them.
         extra_env_info: What the environment knows of it.
         task_name: Which environment answers and scores.
         stop_strings: Texts that end a completion.
@@ -32,6 +35,7 @@ class Record(TypedDict):
     messages: list[dict[str, Any]]
     extra_env_info: dict[str, Any]
     task_name: str
+    tools: NotRequired[list[dict[str, Any]]]
     stop_strings: NotRequired[list[str]]
 
 
@@ -74,6 +78,10 @@ class ReadsRecords:
             return [self._checked(self._function(row))]
         return [self._from_keys(row)]
 
+    def kind(self, record: Record) -> frozenset[str]:
+        """See `Form`."""
+        return kind_of(record["messages"], record.get("tools"))
+
     def asked(self, row: dict[str, Any]) -> Any:
         """The field that is asked, or what the template asks for; a conversation without its answer."""
         if self._function is not None:
@@ -97,6 +105,10 @@ class ReadsRecords:
         if config.output_key is not None:
             info["expected_answer"] = _field(row, config.output_key, object, "output_key")
         record = Record(messages=messages, extra_env_info=info, task_name=config.task_name or "default")
+        tools = tools_of(row, config.tools_key, is_named="tools_key" in config.model_fields_set)
+        check_tool_use(messages, tools)
+        if tools:
+            record["tools"] = tools
         if config.stop_strings_key is not None:
             record["stop_strings"] = _texts(_field(row, config.stop_strings_key, list, "stop_strings_key"))
         return record
@@ -133,6 +145,10 @@ class ReadsRecords:
         messages = self._with_system(read_messages(made["messages"], f"what {name} gave", role="user"))
         info = dict(made.get("extra_env_info") or {})
         record = Record(messages=messages, extra_env_info=info, task_name=self._config.task_name or "default")
+        tools = read_tools(made.get("tools"), f"`tools` of what {name} gave")
+        check_tool_use(messages, tools)
+        if tools:
+            record["tools"] = tools
         if made.get("task_name") is not None:
             record["task_name"] = made["task_name"]
         if made.get("stop_strings") is not None:

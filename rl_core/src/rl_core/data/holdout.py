@@ -17,11 +17,16 @@ class Chosen(Sequence[Any]):
     Args:
         records: map-style, of records.
         numbers: Which of them.
+
+    Attributes:
+        firsts: Those of them that the dataset has as the first of a kind.
     """
 
     def __init__(self, records: Any, numbers: Sequence[int]) -> None:
         self._records = records
         self._numbers = numbers
+        wanted = set(getattr(records, "firsts", ()))
+        self.firsts = tuple(index for index, number in enumerate(numbers) if number in wanted)
 
     def __len__(self) -> int:
         return len(self._numbers)

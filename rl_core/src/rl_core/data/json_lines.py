@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.strict_json import read_json
 from rl_core.errors import DataError
 
 
@@ -44,9 +44,7 @@ def parsed(line: bytes) -> dict[str, Any]:
         DataError: It holds something else.
     """
     try:
-        row = json.loads(line.decode("utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"no JSON ({error.msg} at column {error.colno})") from error
+        row = read_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(f"no UTF-8 ({error.reason} at byte {error.start + 1} of the line)") from error
     if not isinstance(row, dict):

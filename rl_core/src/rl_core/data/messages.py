@@ -13,6 +13,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.padding import cat_right_padded
+from rl_core.data.rendering import ToolForm, check_names, form_for, render
 from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
 
@@ -72,23 +73,30 @@ def get_formatted_message_log(
     With a chat template: the concatenation equals the template applied to all messages. The header that opens an assistant
     turn belongs to the message before it, so that a mask on assistant messages trains what a model would sample and no more.
     A beginning without an answer that the template does not render on its own (some refuse a system message alone) yields its
-    tokens to the next message and keeps none.
+    tokens to the next message and keeps none; so does the result of a tool to a result after it. What tools are offered and
+    called is in the tokens, or it is an error: see `rendering`.
 
     Without a chat template: each content is tokenised by itself, without special tokens, and nothing is put between messages.
     The tokenizer's BOS token, if it has one, opens the first message; its EOS token closes every assistant message.
 
     Args:
-        message_log: Messages of `role` and `content`.
+        message_log: Messages of `role` and `content`, with `tool_calls` (arguments as objects) where tools are called.
         tokenizer: A Transformers tokenizer.
         add_generation_prompt: Whether the last message is followed by the header of an assistant turn (template only).
-        tools: Tool descriptions for the template.
+        tools: Functions that are offered, for the template.
         add_bos_token: Whether BOS opens the conversation (without a template; a template says so itself).
         add_eos_token: Whether EOS closes assistant messages (likewise).
 
     Raises:
-        DataError: The template cannot render the conversation, or it rewrites earlier messages once later ones are there.
+        DataError: The template cannot render the conversation, leaves out what tools are in it, or rewrites earlier messages
+            once later ones are there.
     """
     if not getattr(tokenizer, "chat_template", None):
+        if tools or any(message.get("tool_calls") for message in message_log):
+            raise DataError(
+                "the conversation has tools, and without a chat template there is nothing that could say them: give one "
+                "(policy.tokenizer.chat_template)"
+            )
         pieces = _plain_pieces(message_log, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token)
     else:
         pieces = _template_pieces(message_log, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
@@ -199,49 +207,44 @@ def _template_pieces(
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None,
 ) -> list[list[int]]:
-    pieces: list[list[int]] = []
+    form = form_for(message_log, tokenizer, tools=tools)
+    pieces, texts = list[list[int]](), list[str]()
     text, tokens = "", list[int]()
     for end in range(1, len(message_log) + 1):
         is_last = end == len(message_log)
         header = add_generation_prompt if is_last else message_log[end]["role"] == "assistant"
         header = header and (is_last or message_log[end - 1]["role"] != "assistant")
-        try:
-            longer = _render(message_log[:end], tokenizer, add_generation_prompt=header, tools=tools)
-        except DataError:
-            # An answer must have tokens of its own, and no others: they are what is trained.
-            if is_last or "assistant" in (message_log[end - 1]["role"], message_log[end]["role"]):
-                raise
+        longer = None if _is_inside(message_log, end) else _rendered(message_log, end, tokenizer, form, header, tools)
+        if longer is None:
             pieces.append([])
+            texts.append("")
             continue
         longer_tokens = _encode(tokenizer, longer)
         if longer_tokens[: len(tokens)] != tokens:
             raise _merging(end, text, longer) if longer.startswith(text) else _unstable(end, text, longer)
         pieces.append(longer_tokens[len(tokens) :])
+        texts.append(longer[len(text) :])
         text, tokens = longer, longer_tokens
+    check_names(message_log, texts, tools=tools)
     return pieces
 
 
-def _render(
-    message_log: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    add_generation_prompt: bool,
-    tools: list[dict[str, Any]] | None,
-) -> str:
-    from jinja2.exceptions import TemplateError
+def _is_inside(message_log: Sequence[Mapping[str, Any]], end: int) -> bool:
+    """Whether the place is between two results: templates write neighbouring ones as one turn, which ends after the last."""
+    return end < len(message_log) and message_log[end - 1]["role"] == message_log[end]["role"] == "tool"
 
-    # Token ids and masks are ours; a template sees only what it can speak of.
-    messages = [
-        {key: value for key, value in message.items() if not isinstance(value, torch.Tensor)} for message in message_log
-    ]
+
+def _rendered(
+    message_log: Sequence[Mapping[str, Any]], end: int, tokenizer: Any, form: ToolForm, header: bool, tools: Any
+) -> str | None:
+    """The first `end` messages as text; None where the template does not render such a beginning on its own."""
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except TemplateError as error:
-        roles = [message["role"] for message in message_log]
-        raise DataError(f"the chat template cannot render messages of the roles {roles}: {error}") from error
-    return text
+        return render(message_log[:end], tokenizer, form=form, add_generation_prompt=header, tools=tools)
+    except DataError:
+        # An answer must have tokens of its own, and no others: they are what is trained.
+        if end == len(message_log) or "assistant" in (message_log[end - 1]["role"], message_log[end]["role"]):
+            raise
+        return None
 
 
 def _unstable(end: int, shorter: str, longer: str) -> DataError:

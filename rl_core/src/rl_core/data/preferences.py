@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, NotRequired, TypedDict
 
-from rl_core.data.conversations import Messages, read_messages, shown
+from rl_core.data.conversations import Messages, kind_of, read_messages
 from rl_core.data.dataset_config import PreferenceForm
 from rl_core.data.record_functions import load_record_function
 from rl_core.data.records import Records
+from rl_core.data.shown import shown
 from rl_core.data.sources import open_rows
+from rl_core.data.tool_calls import check_tool_use, tools_of
 from rl_core.errors import DataError
 
 
@@ -23,6 +25,7 @@ class PreferenceRecord(TypedDict):
         chosen: The messages of the better answer.
         rejected: The messages of the worse one.
         task_name: What it belongs to.
+        tools: The functions that are offered to both.
         margin: By how much the better answer's score should lead, where the row says so.
     """
 
@@ -30,6 +33,7 @@ class PreferenceRecord(TypedDict):
     chosen: Messages
     rejected: Messages
     task_name: str
+    tools: NotRequired[list[dict[str, Any]]]
     margin: NotRequired[float]
 
 
@@ -75,6 +79,10 @@ class ReadsPairs:
         if not isinstance(made, Mapping):
             raise DataError(f"{self._config.record_fn} gave {shown(made)}: expected the fields of a pair")
         return pairs_from_row(dict(made), self._config)
+
+    def kind(self, record: PreferenceRecord) -> frozenset[str]:
+        """See `Form`."""
+        return kind_of([*record["prompt"], *record["chosen"], *record["rejected"]], record.get("tools"))
 
     def asked(self, row: dict[str, Any]) -> Any:
         """What both answers answer, without the system message that the config adds."""
@@ -146,6 +154,11 @@ def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) 
         prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
     _check(prompt, chosen, rejected, row, config)
     record = PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, task_name=config.task_name or "default")
+    tools = tools_of(row, config.tools_key, is_named="tools_key" in config.model_fields_set)
+    for answer in (chosen, rejected):
+        check_tool_use([*prompt, *answer], tools)
+    if tools:
+        record["tools"] = tools
     if row.get(config.margin_key) is not None:
         record["margin"] = _margin(row[config.margin_key], config.margin_key)
     return record

@@ -39,7 +39,7 @@ def prompt_datum(
     Raises:
         DataError: The prompt is too long and `on_too_long` says error, or the template cannot render it.
     """
-    log = get_formatted_message_log(record["messages"], tokenizer, add_generation_prompt=True)
+    log = get_formatted_message_log(record["messages"], tokenizer, add_generation_prompt=True, tools=record.get("tools"))
     return _datum(log, record, idx, max_length, on_too_long)
 
 
@@ -70,7 +70,7 @@ def conversation_datum(
     roles = [message["role"] for message in record["messages"]]
     if not set(roles) & set(roles_to_train_on):
         raise DataError(f"record {idx} has messages of {roles}, none of {list(roles_to_train_on)}: nothing to train on")
-    log = get_formatted_message_log(record["messages"], tokenizer)
+    log = get_formatted_message_log(record["messages"], tokenizer, tools=record.get("tools"))
     add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final, tokenizer=tokenizer)
     _refuse_untrained(log, idx)
     return _datum(log, record, idx, max_length, on_too_long)
@@ -102,7 +102,8 @@ def preference_datum(
             f"record {idx} has {sorted(record)} and lacks {sorted(missing)}: pairs of answers are wanted. Name a dataset of "
             "preferences, such as `dataset_name: preference`"
         )
-    sides = [_answered(record["prompt"], record[side], tokenizer) for side in ("chosen", "rejected")]
+    tools = record.get("tools")
+    sides = [_answered(record["prompt"], record[side], tokenizer, tools) for side in ("chosen", "rejected")]
     datums = [_datum(log, record, idx, max_length, on_too_long) for log in sides]
     return PreferenceDatumSpec(
         message_log_chosen=datums[0]["message_log"],
@@ -169,8 +170,10 @@ def collate_datums(datums: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
     return BatchedDataDict(columns)
 
 
-def _answered(prompt: Sequence[Mapping[str, Any]], answer: Sequence[Mapping[str, Any]], tokenizer: Any) -> MessageLog:
-    log = get_formatted_message_log([*prompt, *answer], tokenizer)
+def _answered(
+    prompt: Sequence[Mapping[str, Any]], answer: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any
+) -> MessageLog:
+    log = get_formatted_message_log([*prompt, *answer], tokenizer, tools=tools)
     add_loss_mask_to_message_log([log], tokenizer=tokenizer)
     for message in log[: len(prompt)]:
         message["token_loss_mask"].zero_()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_core.data.conversations import shown
+from rl_core.data.shown import shown
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.component import is_path
 from rl_core.plugins.dotted import resolve

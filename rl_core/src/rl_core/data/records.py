@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
 from rl_core.data.dataset_config import OnBadRow
@@ -49,6 +49,10 @@ class Form(Protocol[RecordT_co]):
         """
         ...
 
+    def kind(self, record: Any) -> Hashable:
+        """What a chat template may take of one record and not of another: its roles, whether it has tools."""
+        ...
+
     def asked(self, row: dict[str, Any]) -> Any:
         """What a good row asks, as it is written there: its identity, whatever template or system message goes with it."""
         ...
@@ -68,6 +72,7 @@ class Records(Sequence[RecordT]):
     Attributes:
         skipped: Bad rows left out, under `on_bad_row: skip`.
         reasons: Why, with their places: of the first few.
+        firsts: Numbers of records: of every kind that there is, the first.
 
     Raises:
         DataError: There is no good row, or a row is bad; names its place.
@@ -79,6 +84,7 @@ class Records(Sequence[RecordT]):
         self._rows = rows
         self._form = form
         self._index: list[tuple[int, int]] = []
+        kinds: dict[Any, int] = {}
         for number in range(len(rows)):
             try:
                 made = form.records(rows[number])
@@ -89,7 +95,10 @@ class Records(Sequence[RecordT]):
                 self.skipped += 1
                 self.reasons = [*self.reasons, reason][:_REASONS_KEPT]
             else:
-                self._index.extend((number, part) for part in range(len(made)))
+                for part, record in enumerate(made):
+                    kinds.setdefault(form.kind(record), len(self._index))
+                    self._index.append((number, part))
+        self.firsts = tuple(kinds.values())
         if not self._index:
             why = f"{self.skipped} bad rows skipped; the first: {self.reasons[0]}" if self.reasons else "it is empty"
             raise DataError(f"{rows.name} has no {form.called} to train on ({why})")

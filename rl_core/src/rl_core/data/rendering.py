@@ -1,0 +1,213 @@
+"""Conversations as the text of a chat template, tools and calls in the form that it takes; knows a tokenizer's face, no row.
+
+Templates differ in how they take a call: arguments as an object or as a text of JSON, no content as an empty one or as none.
+Given the wrong one they leave the call out, or write a text within a text, without a word. So a template is asked once, with a
+conversation whose every name is known, and the form is taken in which all of it comes out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from rl_core.errors import DataError
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolForm:
+    """How a template takes messages that call tools.
+
+    Attributes:
+        arguments_as_text: Whether arguments are a text of JSON; else an object.
+        empty_content: What a message that only calls says.
+    """
+
+    arguments_as_text: bool = False
+    empty_content: str | None = ""
+
+    def written(self, message: Message) -> dict[str, Any]:
+        """A message as the template takes it, without the tensors, which are ours."""
+        plain = {key: value for key, value in message.items() if not isinstance(value, torch.Tensor)}
+        if plain.get("tool_calls"):
+            plain["content"] = plain["content"] or self.empty_content
+            if self.arguments_as_text:
+                plain["tool_calls"] = [_with_text(call) for call in plain["tool_calls"]]
+        return plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What of tools a conversation has, and a template therefore must be able to say.
+
+    Attributes:
+        offers: Whether functions are offered.
+        calls: The most calls of a message.
+        results: Whether there are results.
+    """
+
+    offers: bool
+    calls: int
+    results: bool
+
+
+FORMS = tuple(ToolForm(arguments_as_text=text, empty_content=empty) for text in (False, True) for empty in ("", None))
+
+
+def form_for(messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any] | None) -> ToolForm:
+    """The form in which the tokenizer's template says all that a conversation has of tools.
+
+    Args:
+        messages: The whole conversation, arguments as objects.
+        tokenizer: A Transformers tokenizer with a chat template.
+        tools: What is offered.
+
+    Raises:
+        DataError: The template leaves something out in every form.
+    """
+    said = Said(
+        offers=bool(tools),
+        calls=min(2, max((len(message.get("tool_calls") or ()) for message in messages), default=0)),
+        results=any(message["role"] == "tool" for message in messages),
+    )
+    if said == Said(offers=False, calls=0, results=False):
+        return ToolForm()
+    return _form_of(tokenizer, tokenizer.get_chat_template(tools=list(tools) if tools else None), said)
+
+
+def render(
+    messages: Sequence[Message],
+    tokenizer: Any,
+    *,
+    form: ToolForm,
+    add_generation_prompt: bool,
+    tools: Sequence[Any] | None = None,
+) -> str:
+    """The text that the tokenizer's template makes of messages.
+
+    Raises:
+        DataError: It cannot render them.
+    """
+    from jinja2.exceptions import TemplateError
+
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [form.written(message) for message in messages],
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except (TemplateError, TypeError) as error:  # Jinja passes on what an expression of the template raises
+        roles = [message["role"] for message in messages]
+        raise DataError(f"the chat template cannot render messages of the roles {roles}: {error}") from error
+    return text
+
+
+def check_names(messages: Sequence[Message], pieces: Sequence[str], *, tools: Sequence[Any] | None) -> None:
+    """Hold the rendered text of each message to the names that it has to have.
+
+    Args:
+        messages: The conversation.
+        pieces: What each message adds to the text.
+        tools: What is offered.
+
+    Raises:
+        DataError: A function that is offered, or one that is called, is not named.
+    """
+    text = "".join(pieces)
+    for name in (_function(tool).get("name", "") for tool in tools or ()):
+        if name not in text:
+            raise _left_out(f"the function {name!r}, which the row offers")
+    for number, (message, piece) in enumerate(zip(messages, pieces, strict=True)):
+        for name in (call["function"]["name"] for call in message.get("tool_calls") or ()):
+            if name not in piece:
+                raise _left_out(f"the call of {name!r} in message {number} (from 0)")
+
+
+_USER = {"role": "user", "content": "rlcorequestion"}
+_CALLED = ("rlcorefirst", "rlcoresecond")
+_OFFERED = "rlcoreoffered"
+
+
+@lru_cache(maxsize=64)
+def _form_of(tokenizer: Any, template: str, said: Said) -> ToolForm:
+    """The first form in which nothing is left out; the template is an argument since a tokenizer's may be replaced."""
+    problems = []
+    for form in FORMS if said.calls else FORMS[:1]:
+        problem = _problem(tokenizer, form, said)
+        if problem is None:
+            return form
+        problems.append(problem)
+    raise problems[0]
+
+
+def _problem(tokenizer: Any, form: ToolForm, said: Said) -> DataError | None:
+    names = _CALLED[: said.calls]
+    messages: list[dict[str, Any]] = [_USER]
+    messages.append(
+        {"role": "assistant", "content": "", "tool_calls": [_probe_call(name) for name in names]}
+        if names
+        else {"role": "assistant", "content": "rlcoreanswer"}
+    )
+    if said.results:
+        messages += [
+            {"role": "tool", "name": name, "tool_call_id": _probe_id(name), "content": f"{name}result"}
+            for name in names or _CALLED[:1]
+        ]
+    tools = [_probe_tool(name) for name in (*names, _OFFERED)] if said.offers else None
+    try:
+        text = render(messages, tokenizer, form=form, add_generation_prompt=False, tools=tools)
+    except DataError as error:
+        return error
+    after = text.rpartition(_USER["content"])[2]
+    if said.offers and _OFFERED not in text:
+        return _left_out("the functions that a row offers")
+    for name in names:
+        if not all(part in after for part in (name, f"{name}key", f"{name}value")):
+            return _left_out("tool calls" if name == _CALLED[0] else "all calls of a message but the first")
+    if "{'" in after:
+        return DataError("the chat template writes arguments as Python would, and not as JSON: it needs `| tojson`")
+    if form.empty_content is None and "None" in after:
+        return _left_out("tool calls of a message without a content")
+    if said.results and not all(f"{name}result" in after for name in names or _CALLED[:1]):
+        return _left_out("the results of tools")
+    return None
+
+
+def _left_out(what: str) -> DataError:
+    return DataError(
+        f"the chat template leaves out {what}: a model would be trained on another conversation than the data holds. Give a "
+        "template that says it (policy.tokenizer.chat_template), or data without it (`tools_key: null` offers nothing)"
+    )
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    function: Mapping[str, Any] = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return function
+
+
+def _probe_id(name: str) -> str:
+    """Nine letters and digits: some templates take no other."""
+    return f"call{_CALLED.index(name):05}"
+
+
+def _probe_call(name: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": {f"{name}key": f"{name}value"}}
+    return {"id": _probe_id(name), "type": "function", "function": function}
+
+
+def _probe_tool(name: str) -> dict[str, Any]:
+    properties = {f"{name}key": {"type": "string", "description": "What to look for."}}
+    parameters = {"type": "object", "properties": properties, "required": [f"{name}key"]}
+    return {"type": "function", "function": {"name": name, "description": "Looks.", "parameters": parameters}}
