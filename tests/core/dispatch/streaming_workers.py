@@ -11,18 +11,20 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, UserError
 
-DIES, FAILS, IS_BAD, NEVER_ENDS, SLEEPS = -1, -2, -3, -4, -5
+DIES, FAILS, IS_BAD, SLEEPS = -1, -2, -3, -5
 """First tokens of rows that do so when they arrive."""
+FOREVER = 10**9
+"""Ticks of a row that ends when it is told to, and not before."""
 TICK_S = 0.01
 
 
 class TickingWorker:
-    """Its rows' answers name the rank that gave them and the order in which it ended them."""
+    """Its rows' answers name the rank that gave them."""
 
     def __init__(self, context):
         self.context = context
         self.left = {}
-        self.calls = self.ended = 0
+        self.calls = self.ticks = 0
 
     def exchange(self, arrivals, *, cancelled=(), wait_s=0.1):
         self.calls += 1
@@ -38,9 +40,9 @@ class TickingWorker:
             elif first == IS_BAD:
                 answers[arrival.name] = DataError("this row is bad")
             elif first == SLEEPS:
-                time.sleep(60)
+                time.sleep(3600)
             else:
-                self.left[arrival.name] = 10**9 if first == NEVER_ENDS else ticks
+                self.left[arrival.name] = ticks
         until = time.monotonic() + (0 if answers else wait_s)
         while self.left and not answers:
             answers = self._tick()
@@ -51,14 +53,17 @@ class TickingWorker:
     def under_way(self):
         return sorted(self.left)
 
+    def end_all(self):
+        self.left = dict.fromkeys(self.left, 1)
+
     def number_of_calls(self):
         return self.calls
 
     def _tick(self):
         time.sleep(TICK_S)
+        self.ticks += 1
         self.left = {name: ticks - 1 for name, ticks in self.left.items()}
         done = [name for name, ticks in self.left.items() if ticks <= 0]
         for name in done:
             del self.left[name]
-        self.ended += len(done)
         return {name: BatchedDataDict(rank=torch.tensor([self.context.rank])) for name in done}
