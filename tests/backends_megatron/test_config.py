@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_core.config.loader import load_config
+from rl_core.config.schema import ClusterConfig
 from rl_core.errors import ConfigError
 
 pytestmark = pytest.mark.megatron
@@ -36,6 +37,13 @@ def policy(optimizer=None, **megatron):
 def test_keys_that_exclude_each_other_are_refused_with_the_reason(fields, says):
     with pytest.raises(ValidationError, match=says):
         policy(**fields)
+
+
+def test_rows_are_split_over_copies_of_the_model_so_that_schedules_count_as_many_optimizer_steps():
+    cluster = ClusterConfig(num_nodes=2, workers_per_node=4)
+    assert policy().data_ranks(cluster) == 8
+    assert policy(tensor_model_parallel_size=2, pipeline_model_parallel_size=2).data_ranks(cluster) == 2
+    assert policy().data_ranks(ClusterConfig(backend="in_process", workers_per_node=4)) == 1
 
 
 @pytest.mark.parametrize(

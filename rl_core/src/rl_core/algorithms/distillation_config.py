@@ -10,6 +10,7 @@ from pydantic import Field
 from rl_core.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
 from rl_core.algorithms.losses.distillation_config import DistillationLossConfig
 from rl_core.algorithms.losses.preference_config import PreferenceLossConfig
+from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.schema import AlgorithmConfig, RunConfig
 from rl_core.config.written import Path
 
@@ -33,6 +34,9 @@ class DistillationConfig(AlgorithmConfig):
     def prompts_per_draw(self) -> int:
         """Prompts that are drawn at once."""
         return self.num_prompts_per_step
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        return TrainingPlan(steps=self.max_num_steps, rows=self.num_prompts_per_step * self.num_generations_per_prompt)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         loss, generation = run.loss_fn, run.policy.generation

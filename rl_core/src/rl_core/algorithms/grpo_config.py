@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from rl_core.algorithms.losses.config import ClippedPGLossConfig
 from rl_core.algorithms.rewarded_config import RewardedConfig
+from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.schema import RunConfig, Section
 from rl_core.config.written import Path
 
@@ -110,6 +111,10 @@ class GRPOConfig(RewardedConfig):
                 "each named reward. Remove reward_scaling, and weigh with reward_weights"
             )
         return self
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        # Dynamic sampling may find fewer groups that teach.
+        return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step, is_exact=not self.use_dynamic_sampling)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         yield from super().conflicts(run)

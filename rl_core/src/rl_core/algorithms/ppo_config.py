@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from rl_core.algorithms.losses.config import ClippedPGLossConfig
 from rl_core.algorithms.losses.value_config import MseValueLossConfig
 from rl_core.algorithms.rewarded_config import RewardedConfig
+from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.schema import RunConfig, Section
 from rl_core.config.written import Path
 from rl_core.errors import ConfigError
@@ -69,7 +70,11 @@ class PPOConfig(RewardedConfig):
     def takes_one_step(self, run: RunConfig) -> bool:
         """Whether a step's rollouts are one optimizer step of the policy, so that they are always its own."""
         rows = run.policy.train_global_batch_size
-        return self.ppo_epochs == 1 and (rows is None or rows >= self.num_prompts_per_step * self.num_generations_per_prompt)
+        return self.ppo_epochs == 1 and (rows is None or rows >= self.rows_per_step)
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        alone = self.critic_warmup_steps if model == "policy" else 0
+        return TrainingPlan(steps=max(0, self.max_num_steps - alone), rows=self.rows_per_step, passes=self.ppo_epochs)
 
     def refuse_a_warmup_of(self, steps: int) -> None:
         """Refuse a run of so many steps that ends before the policy is trained: `max_num_epochs` may make it that short.

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from rl_core.algorithms.losses.config import NLLLossConfig
 from rl_core.algorithms.losses.preference_config import PreferenceLossConfig
+from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.schema import AlgorithmConfig, RunConfig, Section
 from rl_core.config.written import Path
 
@@ -82,6 +83,14 @@ class RewardedConfig(AlgorithmConfig):
     def prompts_per_draw(self) -> int:
         """Prompts that are drawn at once."""
         return self.num_prompts_per_step
+
+    @property
+    def rows_per_step(self) -> int:
+        """B, the rows that a step trains on."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         yield from self._loss_conflicts(run)

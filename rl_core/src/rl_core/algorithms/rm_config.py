@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.schema import AlgorithmConfig, RunConfig
 from rl_core.config.written import Path
 
@@ -22,6 +23,11 @@ class RewardModelConfig(AlgorithmConfig):
     """Pairs of one step; `policy.train_global_batch_size` (in rows, two a pair) splits them into optimizer steps."""
     val_batch_size: int = Field(default=128, ge=1)
     """Pairs of one validation batch."""
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        # Unshuffled, an epoch's last batch may be smaller.
+        rows = 2 * self.global_batch_size
+        return TrainingPlan(steps=self.max_num_steps, rows=rows, rows_per_unit=2, is_exact=run.data.shuffle)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         if run.loss_fn.head != "scalar":

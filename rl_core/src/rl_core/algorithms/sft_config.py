@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rl_core.config.schema import AlgorithmConfig
+from rl_core.config.optimizer_steps import TrainingPlan
+from rl_core.config.schema import AlgorithmConfig, RunConfig
 
 
 class SFTConfig(AlgorithmConfig):
@@ -22,3 +23,7 @@ class SFTConfig(AlgorithmConfig):
     """Also complete the validation prompts greedily and score them; needs `policy.generation` and `env`."""
     max_rollout_turns: int = Field(default=1, ge=1)
     """Most turns of one validation rollout."""
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        # Unshuffled, an epoch's last batch may be smaller.
+        return TrainingPlan(steps=self.max_num_steps, rows=self.global_batch_size, is_exact=run.data.shuffle)

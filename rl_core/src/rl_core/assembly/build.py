@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,14 @@ from rl_core.checkpoints.state import Checkpoints, Stateful
 from rl_core.checkpoints.store import CheckpointStore, Retention
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.parts import COMPANIONS
+from rl_core.config.schedule_lengths import (
+    schedule_conflicts,
+    schedule_warnings,
+    with_lengths_of,
+    with_schedule_lengths,
+)
 from rl_core.config.schema import RunConfig
+from rl_core.config.written import dotted
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
@@ -25,6 +33,8 @@ from rl_core.rollouts.collect import Collector
 from rl_core.rollouts.evaluate import Evaluation
 from rl_core.rollouts.source import OnDemandSource
 from rl_core.run import Run
+
+_log = logging.getLogger("rlcore")
 
 
 def build_run(config: RunConfig, *, resolved: Mapping[str, Any], folder: Path, registry: Registry, exits: ExitStack) -> Run:
@@ -43,9 +53,12 @@ def build_run(config: RunConfig, *, resolved: Mapping[str, Any], folder: Path, r
     refuse_other_tokenizers(config, tokenizer)
     train, validation = read_sources(config, registry)
     loaders = Loaders(config, tokenizer, train=train, validation=validation)
+    config = with_schedule_lengths(loaders.settled(config))
+    resolved = with_lengths_of(resolved, config)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=_cluster(config, exits))
     loss_fn = registry.find("loss", config.loss_fn.name or config.algorithm.default_loss).load()(config.loss_fn)
     parts = builder.start(samples=loaders.samples)
+    parts.wait_ready()
     return connect(builder, parts, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
 
 
@@ -62,7 +75,7 @@ def connect(
     """The parts as a Run, whoever made them.
 
     Args:
-        builder: makes what lies between the parts: refit, loggers.
+        builder: makes what lies between the parts: refit, loggers; its config is settled.
         parts: what runs in processes of its own.
         loaders: the data.
         loss_fn: the loss.
@@ -70,7 +83,7 @@ def connect(
         resolved: the config as plain values, for the checkpoint.
         folder: the run folder.
     """
-    config = loaders.with_its_last_step(builder.run)
+    config = builder.run
     run = Run(
         config=config,
         folder=folder,
@@ -135,14 +148,23 @@ class Loaders:
         if validation is not None:
             self.validation_batches = _answer_batches(validation, config, tokenizer, batch_size=val_size, shuffle=False)
 
-    def with_its_last_step(self, config: RunConfig) -> RunConfig:
-        """The config with `max_num_epochs` counted in `max_num_steps`, where the epochs end first."""
+    def settled(self, config: RunConfig) -> RunConfig:
+        """The config with epochs counted in steps, which shows whether learning-rate schedules fit the run.
+
+        Raises:
+            ConfigError: one is over before the run is.
+        """
         algorithm = config.algorithm
         drawn = self.prompts if self.prompts is not None else self.batches
-        if algorithm.max_num_epochs is None or drawn is None:
-            return config
-        last = min(algorithm.max_num_steps, algorithm.max_num_epochs * len(drawn))
-        return config.model_copy(update={"algorithm": algorithm.model_copy(update={"max_num_steps": last})})
+        if algorithm.max_num_epochs is not None and drawn is not None:
+            last = min(algorithm.max_num_steps, algorithm.max_num_epochs * len(drawn))
+            counted = algorithm.model_copy(update={"max_num_steps": last, "max_num_epochs": None})
+            config = config.model_copy(update={"algorithm": counted})
+        if found := [f"{dotted(path)}: {message}" for path, message in schedule_conflicts(config)]:
+            raise ConfigError("\n".join(found))
+        for path, message in schedule_warnings(config):
+            _log.warning("%s: %s", dotted(path), message)
+        return config
 
 
 def read_sources(config: RunConfig, registry: Registry) -> tuple[Source, Source | None]:

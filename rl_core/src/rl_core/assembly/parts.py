@@ -52,7 +52,8 @@ class Workers:
             WorkerError: a rank could not load.
             DeadlineExceededError: a rank took longer than `cluster.deadlines.start_s`.
         """
-        for part in (self.policy, self.generation, *self.companions.values()):
+        parts: tuple[object, ...] = (self.policy, self.generation, *self.companions.values())
+        for part in parts:
             if isinstance(part, OverWorkers):
                 part.wait_ready()
 

@@ -141,7 +141,7 @@ class Trainer:
         history: list[dict[str, float]] = []
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
-            builder = Builder(run=self.config, registry=self._registry, exits=exits, cluster=self.cluster)
+            builder = Builder(run=loaders.settled(self.config), registry=self._registry, exits=exits, cluster=self.cluster)
             run = connect(
                 builder,
                 Workers(

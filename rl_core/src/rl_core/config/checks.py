@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rl_core.config.diagnostics import show
 from rl_core.config.parts import COMPANIONS, Layout
+from rl_core.config.schedule_lengths import schedule_conflicts
 from rl_core.config.schema import PolicyConfig, RunConfig
 from rl_core.config.written import Path, dotted
 from rl_core.errors import PluginError
@@ -30,6 +31,7 @@ def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[
     yield from run.algorithm.conflicts(run)
     yield from backend_conflicts(run)
     yield from companion_conflicts(run)
+    yield from schedule_conflicts(run)
     yield from _sampling(run)
     yield from _lengths(run)
     yield from _capabilities(run, layout, registry)

@@ -12,7 +12,7 @@ from rl_core.config.section import Section
 from rl_core.config.written import Path
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import RunConfig
+    from rl_core.config.schema import ClusterConfig, RunConfig
 
 
 class TokenizerConfig(Section):
@@ -47,11 +47,11 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """The learning-rate scheduler, by dotted name; it steps once an optimizer step."""
+    """The learning-rate scheduler, by dotted name; it steps, and counts, once an optimizer step."""
 
     name: str
     """Any class or factory that takes the optimizer and keyword arguments, or `linear`, `cosine`, `constant` with
-    `num_warmup_steps` (and `num_training_steps`)."""
+    `num_warmup_steps`, and `num_training_steps`: all that the run makes, by default."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
 
@@ -185,6 +185,10 @@ class PolicyConfig(Section):
         It is asked of the policy and of the models beside it alike; `run.policy is self` says which this is.
         """
         yield from ()
+
+    def data_ranks(self, cluster: ClusterConfig) -> int:
+        """Ranks that a batch is split over; a backend whose ranks hold one copy of the model together has fewer."""
+        return 1 if cluster.backend == "in_process" else cluster.num_nodes * cluster.workers_per_node
 
     @model_validator(mode="after")
     def _one_way_of_batching(self) -> PolicyConfig:

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
 from rl_core.config.policy_sections import (
     DynamicBatchingConfig as DynamicBatchingConfig,
@@ -78,6 +79,13 @@ class AlgorithmConfig(Section):
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         """What of the run's other sections the algorithm cannot work with: each key that is to blame, and why."""
         yield from ()
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        """How it trains the model of a section (`policy`, `value`), for schedules that count optimizer steps.
+
+        None, the default, leaves that open: a schedule must then say its own length.
+        """
+        return None
 
 
 class LossConfig(Section):

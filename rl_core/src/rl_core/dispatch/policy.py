@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.cluster.sharding import NamedSharding
+from rl_core.config.optimizer_steps import rows_per_optimizer_step
 from rl_core.config.schema import DeadlineConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.group import OverWorkers
@@ -156,8 +157,7 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
                 f"{type(loss_fn).__name__} reads {unit} rows together; the batch has {rows.size} rows, and an optimizer step "
                 f"takes {gbs}. Make both multiples of {unit}."
             )
-        share = self.data_ranks * unit
-        rows_per_step = -(-gbs // share) * share
+        rows_per_step = rows_per_optimizer_step(rows.size, asked=gbs, multiple_of=self.data_ranks * unit)
         rows = with_filler_rows(rows, rows_per_step)
         counts = global_counts(rows, rows_per_step)
         shards, _ = self._shards(rows, rows_per_step, training=True, rows_per_unit=unit)

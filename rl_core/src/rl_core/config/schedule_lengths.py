@@ -1,0 +1,101 @@
+"""Whether learning-rate schedules are as long as their run, and how long one is that does not say; imports no torch.
+
+It knows the schedules that have a name. One that is given by its path is its author's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
+
+from rl_core.config.optimizer_steps import OptimizerSteps, optimizer_steps
+from rl_core.config.schedules import SCHEDULES
+from rl_core.config.schema import RunConfig, SchedulerConfig
+from rl_core.config.written import Path
+
+LENGTH, WARMUP = "num_training_steps", "num_warmup_steps"
+_TRAINED = ("policy", "value")
+
+
+def schedule_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
+    """Schedules that are certainly over, at a learning rate of 0, before the run is."""
+    for model, scheduler, steps in _named_schedules(run):
+        length = scheduler.kwargs.get(LENGTH)
+        at = (model, "scheduler", "kwargs", LENGTH)
+        if length is None and LENGTH in _arguments(scheduler) and steps is None:
+            yield at, f"must be set: {run.algorithm_name} does not say how many optimizer steps it makes."
+        elif steps is not None and _is_number(length) and _is_over(scheduler, steps.fewest):
+            yield at, _told_too_short(length, steps)
+
+
+def schedule_warnings(run: RunConfig) -> Iterator[tuple[Path, str]]:
+    """Schedules that may be over before the run is, or a warm-up that the run does not come to the end of."""
+    for model, scheduler, steps in _named_schedules(run):
+        if steps is None:
+            continue
+        length, warmup = scheduler.kwargs.get(LENGTH), scheduler.kwargs.get(WARMUP)
+        at = (model, "scheduler", "kwargs")
+        if _is_number(length) and _is_over(scheduler, steps.most) and not steps.is_exact:
+            yield (*at, LENGTH), f"the run may make more optimizer steps than that: up to {steps}. Their learning rate is 0."
+        if _is_number(warmup) and warmup >= steps.most:
+            highest = _factor(scheduler, steps.most - 1, length=steps.most)
+            yield (
+                (*at, WARMUP),
+                f"the warm-up of {warmup} optimizer steps is longer than the run, which makes {steps}: the learning rate comes "
+                f"to {highest:.0%} of `optimizer.kwargs.lr` and no further.",
+            )
+
+
+def with_schedule_lengths(run: RunConfig) -> RunConfig:
+    """The run with the length of each schedule that does not say its own: as many optimizer steps as the run makes."""
+    update = {}
+    for model, scheduler, steps in _named_schedules(run):
+        if steps is not None and LENGTH in _arguments(scheduler) and scheduler.kwargs.get(LENGTH) is None:
+            complete = scheduler.model_copy(update={"kwargs": {**scheduler.kwargs, LENGTH: steps.most}})
+            update[model] = getattr(run, model).model_copy(update={"scheduler": complete})
+    return run.model_copy(update=update)
+
+
+def with_lengths_of(resolved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
+    """A config as plain values with the schedules of `run`, so that a run that is resumed at another length is told."""
+    out = dict(resolved)
+    for model, scheduler, _ in _named_schedules(run):
+        out[model] = {**out[model], "scheduler": {**out[model]["scheduler"], "kwargs": dict(scheduler.kwargs)}}
+    return out
+
+
+def _named_schedules(run: RunConfig) -> Iterator[tuple[str, SchedulerConfig, OptimizerSteps | None]]:
+    for model in _TRAINED:
+        section = getattr(run, model)
+        if section is not None and section.scheduler is not None and section.scheduler.name in SCHEDULES:
+            yield model, section.scheduler, optimizer_steps(run, model)
+
+
+def _arguments(scheduler: SchedulerConfig) -> tuple[str, ...]:
+    return tuple(inspect.signature(SCHEDULES[scheduler.name]).parameters)[1:]
+
+
+def _is_over(scheduler: SchedulerConfig, steps: int) -> bool:
+    """Whether the last of so many optimizer steps has a learning rate of 0."""
+    return _factor(scheduler, steps - 1) == 0.0
+
+
+def _factor(scheduler: SchedulerConfig, step: int, *, length: int | None = None) -> float:
+    """Of the learning rate, after `step` optimizer steps; 1 where the arguments are no numbers, which the backend refuses."""
+    known = {name: value for name, value in scheduler.kwargs.items() if name in _arguments(scheduler) and _is_number(value)}
+    if LENGTH in _arguments(scheduler):
+        known.setdefault(LENGTH, length if length is not None else step + 1)
+    return SCHEDULES[scheduler.name](step, **known)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _told_too_short(length: float, steps: OptimizerSteps) -> str:
+    return (
+        f"the schedule ends after {length} optimizer steps, and the run makes {steps}: the learning rate would be 0 for the "
+        f"last {steps.fewest - int(length)} of them. It counts optimizer steps, not those of the algorithm. Leave it out, and "
+        "the schedule is as long as the run."
+    )

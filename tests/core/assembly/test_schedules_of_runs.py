@@ -1,0 +1,118 @@
+"""The optimizer steps that a config implies are those that a run makes, and its learning-rate schedule ends with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_core.assembly.launch import train
+from rl_core.config.loader import load_config
+from rl_core.config.optimizer_steps import optimizer_steps
+from rl_core.errors import CheckpointError, ConfigError
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "examples" / "addition" / "model"
+PREFERENCES = ROOT / "examples" / "addition" / "preferences" / "train.jsonl"
+LR = 1.0e-6
+MODEL_SECTION = {
+    "backend": "hf",
+    "model_name": str(MODEL),
+    "max_total_sequence_length": 16,
+    "optimizer": {"kwargs": {"lr": LR}},
+    "scheduler": {"name": "linear", "kwargs": {"num_warmup_steps": 1}},
+}
+SAMPLES = {
+    "policy": {**MODEL_SECTION, "train_global_batch_size": 3, "generation": {"backend": "hf", "max_new_tokens": 5}},
+    "data": {"train": {"dataset_name": "arithmetic", "num_samples": 24}},
+    "env": {"arithmetic": {}},
+}
+RUNS = {
+    # 8 rows in steps of 3 are 3 optimizer steps.
+    "grpo": {"grpo": {"max_num_steps": 3, "num_prompts_per_step": 2, "num_generations_per_prompt": 4}, **SAMPLES},
+    "ppo": {
+        "ppo": {"max_num_steps": 3, "num_prompts_per_step": 8, "ppo_epochs": 2, "critic_warmup_steps": 1},
+        **SAMPLES,
+        "value": {**MODEL_SECTION, "train_global_batch_size": 4},
+    },
+    "sft": {
+        "sft": {"max_num_steps": 3, "global_batch_size": 5},
+        "policy": {**MODEL_SECTION, "train_global_batch_size": 2},
+        "data": {"train": {"dataset_name": "arithmetic", "num_samples": 24, "with_response": True}},
+    },
+    "dpo": {
+        "dpo": {"max_num_steps": 3, "global_batch_size": 5},
+        "policy": {**MODEL_SECTION, "train_global_batch_size": 4},
+        "data": {"train": {"dataset_name": "preference", "path": str(PREFERENCES)}},
+    },
+    "rm": {
+        "rm": {"max_num_steps": 3, "global_batch_size": 5},
+        "policy": {**MODEL_SECTION, "train_global_batch_size": 4},
+        "data": {"train": {"dataset_name": "preference", "path": str(PREFERENCES)}},
+    },
+    "distillation": {
+        "distillation": {"max_num_steps": 3, "num_prompts_per_step": 8},
+        "loss_fn": {"topk": 4},
+        **SAMPLES,
+        "teacher": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
+    },
+}
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    """Write the config of a run in this process; its folder is `runs/run`."""
+
+    def write(config):
+        whole = {**config, "cluster": {"backend": "in_process"}, "logger": {"log_dir": str(tmp_path / "runs")}}
+        path = tmp_path / "run.yaml"
+        path.write_text(json.dumps(whole))
+        return path
+
+    return write
+
+
+def steps_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("algorithm", RUNS)
+def test_a_run_makes_as_many_optimizer_steps_as_its_config_implies_and_its_schedule_ends_with_it(algorithm, config_of):
+    path = config_of(RUNS[algorithm])
+    run = load_config(path).run
+    implied = {model: optimizer_steps(run, model) for model in ("policy", "value") if getattr(run, model) is not None}
+    steps = steps_of(train(path, console=False).folder)
+    for model, found in implied.items():
+        prefix = "value/" if model == "value" else ""
+        made = sum(step.get(f"{prefix}num_optimizer_steps", 0) for step in steps)
+        assert found.is_exact
+        assert made == found.most
+        # Of N steps in a line to 0 after one of warm-up, the last is at 1 / (N - 1).
+        assert steps[-1][f"{prefix}lr"] == pytest.approx(LR / (found.most - 1))
+
+
+def test_where_epochs_end_a_run_its_schedule_is_as_long_as_the_epochs(config_of):
+    sft = {**RUNS["sft"], "sft": {"max_num_steps": 100, "max_num_epochs": 1, "global_batch_size": 6}}
+    steps = steps_of(train(config_of(sft), console=False).folder)
+    # 24 rows are 4 steps of 3 optimizer steps.
+    assert [step["num_optimizer_steps"] for step in steps] == [3, 3, 3, 3]
+    assert steps[-1]["lr"] == pytest.approx(LR / 11)
+
+
+def test_where_epochs_end_a_run_a_schedule_that_is_over_before_is_refused_before_anything_starts(config_of):
+    policy = {**RUNS["sft"]["policy"], "scheduler": {"name": "linear", "kwargs": {"num_training_steps": 11}}}
+    sft = {
+        **RUNS["sft"],
+        "policy": policy,
+        "sft": {"max_num_steps": 100, "max_num_epochs": 1, "global_batch_size": 6},
+    }
+    with pytest.raises(ConfigError, match=r"ends after 11 optimizer steps, and the run makes 12 \(4 steps x 3 for 6 rows\)"):
+        train(config_of(sft), console=False)
+
+
+def test_a_run_goes_on_at_another_length_only_when_it_is_told_to_for_its_schedule_is_another_then(config_of):
+    first = train(config_of(RUNS["sft"]), console=False)
+    longer = {**RUNS["sft"], "sft": {"max_num_steps": 4, "global_batch_size": 5}}
+    with pytest.raises(CheckpointError, match=r"policy.scheduler.kwargs.num_training_steps: 9 then, 12 now"):
+        train(config_of(longer), console=False, resume=str(first.folder))
+    train(config_of(longer), console=False, resume=str(first.folder), allow_config_change=True)
+    assert steps_of(first.folder)[-1]["lr"] == pytest.approx(LR / 11)

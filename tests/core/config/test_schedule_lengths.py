@@ -1,0 +1,153 @@
+"""Learning-rate schedules count optimizer steps, and users steps of the algorithm: the config says where the two do not fit."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rl_core.config.loader import load_config
+from rl_core.config.optimizer_steps import optimizer_steps
+from rl_core.config.schedule_lengths import schedule_warnings, with_lengths_of, with_schedule_lengths
+from rlcore_cli.main import app
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+GRPO, SFT, PPO, DPO = (EXAMPLES / f"{name}_addition.yaml" for name in ("grpo", "sft", "ppo", "dpo"))
+
+
+def steps(path, *overrides, model="policy"):
+    return optimizer_steps(load_config(path, overrides).run, model)
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "most"),
+    [
+        (GRPO, (), 120),
+        # 64 prompts x 8 samples in steps of 128 rows.
+        (GRPO, ("policy.train_global_batch_size=128",), 480),
+        # The last of 6 has fewer rows.
+        (GRPO, ("policy.train_global_batch_size=100",), 720),
+        (GRPO, ("policy.train_global_batch_size=4096",), 120),
+        # 128 rows on 3 ranks become 129: 512 rows in 4 steps all the same; 171 become 171, 512 in 3.
+        (GRPO, ("policy.train_global_batch_size=128", "cluster.workers_per_node=3"), 480),
+        # 102 rows on 5 ranks become 105, and 512 rows take 5 steps, not 6.
+        (GRPO, ("policy.train_global_batch_size=102", "cluster.workers_per_node=5"), 600),
+        # 32 pairs are 64 rows.
+        (DPO, ("policy.train_global_batch_size=16",), 120),
+        # A pair stays on one rank: 10 rows on 4 ranks become 16.
+        (DPO, ("policy.train_global_batch_size=10", "cluster.workers_per_node=4"), 120),
+        # 57 steps after the warm-up of the critic, 2 passes, 256 rows in steps of 128.
+        (PPO, (), 57 * 2 * 2),
+    ],
+)
+def test_the_optimizer_steps_of_a_run_are_steps_by_passes_by_parts_of_a_batch(path, overrides, most):
+    found = steps(path, *overrides)
+    assert (found.most, found.fewest) == (most, most)
+
+
+def test_a_critic_is_trained_in_the_steps_of_its_warmup_as_well():
+    assert steps(PPO, model="value").most == 60 * 2 * 2
+    assert steps(PPO, "value.train_global_batch_size=64", model="value").most == 60 * 2 * 4
+    assert steps(GRPO, model="value") is None
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("grpo.use_dynamic_sampling=true",),
+        ("grpo.max_num_epochs=1",),
+    ],
+)
+def test_where_rows_or_steps_may_be_fewer_the_number_is_the_most_that_there_are(overrides):
+    found = steps(GRPO, "policy.train_global_batch_size=128", *overrides)
+    assert (found.most, found.fewest) == (480, 1)
+
+
+def refusal(path, *overrides):
+    result = CliRunner().invoke(app, ["validate", str(path), *overrides])
+    return result.exit_code, result.output
+
+
+def test_a_schedule_that_is_over_before_the_run_is_refused_with_the_figures_and_the_remedy():
+    code, output = refusal(
+        GRPO, "policy.train_global_batch_size=128", "++policy.scheduler.kwargs.num_training_steps=${grpo.max_num_steps}"
+    )
+    assert code == 2
+    assert (
+        "policy.scheduler.kwargs.num_training_steps: the schedule ends after 120 optimizer steps, and the run makes 480 (120 "
+        "steps x 4 for 512 rows): the learning rate would be 0 for the last 360 of them. It counts optimizer steps, not those "
+        "of the algorithm. Leave it out, and the schedule is as long as the run."
+    ) in output
+
+
+@pytest.mark.parametrize(
+    ("length", "code"),
+    [(119, 2), (120, 0), (121, 0), (4000, 0)],
+)
+def test_a_schedule_may_be_longer_than_the_run_and_not_shorter(length, code):
+    assert refusal(GRPO, f"++policy.scheduler.kwargs.num_training_steps={length}")[0] == code
+
+
+def test_a_schedule_that_ends_above_zero_may_end_early():
+    cosine = ("policy.scheduler.name=cosine", "++policy.scheduler.kwargs.num_training_steps=60")
+    assert refusal(GRPO, *cosine)[0] == 2
+    assert refusal(GRPO, *cosine, "++policy.scheduler.kwargs.min_lr_ratio=0.1")[0] == 0
+
+
+def test_the_schedule_of_a_critic_is_looked_at_too():
+    linear = "++value.scheduler={name: linear, kwargs: {num_training_steps: 60}}"
+    code, output = refusal(PPO, linear)
+    assert code == 2
+    assert "value.scheduler.kwargs.num_training_steps: the schedule ends after 60" in output
+    assert "makes 240 (60 steps x 2 passes x 2 for 256 rows)" in output
+
+
+def test_a_warmup_that_the_run_does_not_come_to_the_end_of_is_a_warning_for_a_short_trial_is_no_mistake():
+    code, output = refusal(GRPO, "grpo.max_num_steps=4")
+    assert code == 0
+    assert (
+        "warning: policy.scheduler.kwargs.num_warmup_steps: the warm-up of 5 optimizer steps is longer than the run, which "
+        "makes 4 (4 steps x 1 for 512 rows): the learning rate comes to 67% of `optimizer.kwargs.lr` and no further."
+    ) in output
+    assert "warning" not in refusal(GRPO)[1]
+
+
+def test_a_schedule_that_may_end_early_is_a_warning():
+    code, output = refusal(
+        GRPO,
+        "policy.train_global_batch_size=128",
+        "grpo.use_dynamic_sampling=true",
+        "++policy.scheduler.kwargs.num_training_steps=120",
+    )
+    assert code == 0
+    assert "the run may make more optimizer steps than that: up to 480" in output
+
+
+def test_the_length_that_is_left_out_is_that_of_the_run_and_kept_with_its_checkpoints():
+    loaded = load_config(GRPO, ["policy.train_global_batch_size=128"])
+    assert "num_training_steps" not in loaded.run.policy.scheduler.kwargs
+    run = with_schedule_lengths(loaded.run)
+    assert run.policy.scheduler.kwargs == {"num_warmup_steps": 5, "num_training_steps": 480}
+    assert with_schedule_lengths(run) == run
+    resolved = with_lengths_of(loaded.resolved, run)
+    assert resolved["policy"]["scheduler"]["kwargs"]["num_training_steps"] == 480
+    assert {**resolved, "policy": None} == {**loaded.resolved, "policy": None}
+    assert list(schedule_warnings(run)) == []
+
+
+def test_a_schedule_without_an_end_and_one_of_its_own_author_are_left_as_they_are():
+    for schedule in (
+        "++policy.scheduler={name: constant, kwargs: {num_warmup_steps: 3}}",
+        "++policy.scheduler={name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 3}}",
+    ):
+        run = load_config(GRPO, [schedule]).run
+        assert with_schedule_lengths(run) == run
+
+
+def test_an_algorithm_that_does_not_say_how_it_trains_asks_for_the_length(files, good):
+    text = good.replace("grpo:\n  num_prompts_per_step: 8", "filtered: {}", 1)
+    scheduled = text.replace("  generation:", "  scheduler: {name: linear}\n  generation:", 1)
+    assert files.errors(scheduled) == [
+        "config.yaml:5:3: policy.scheduler.kwargs.num_training_steps: must be set: filtered does not say how many optimizer "
+        "steps it makes."
+    ]
+    files.load(scheduled.replace("linear}", "linear, kwargs: {num_training_steps: 3}}"))
