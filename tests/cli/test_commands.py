@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -42,10 +43,32 @@ def test_a_misspelt_command_suggests_the_nearest():
     assert "No such command 'list-bakends'. Did you mean 'list-backends'?" in result.stderr
 
 
-def test_a_file_in_the_place_of_a_command_is_no_command():
-    result = rlcore("config.yaml")
+def test_a_file_in_the_place_of_a_command_is_a_forgotten_train():
+    result = rlcore("config.yaml", "grpo.max_num_steps=3")
     assert result.returncode == 2
-    assert "No such command 'config.yaml'." in result.stderr
+    assert "No such command 'config.yaml'. To train by this file: rlcore train config.yaml\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("train", "CONFIG [KEY=VALUE]..."),
+        ("compare", "RUN_FOLDER..."),
+        ("convert", "CHECKPOINT OUTPUT"),
+        ("doctor", "[NAME]"),
+    ],
+)
+def test_the_usage_names_what_is_given_as_manual_pages_do(command, usage):
+    assert rlcore(command, "--help").stdout.splitlines()[0].endswith(f" {command} [OPTIONS] {usage}")
+
+
+def test_output_that_nobody_reads_ends_without_a_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rlcore_cli.main", "list-backends", "--all"]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "")
 
 
 def test_a_command_of_a_distribution_that_is_not_installed_says_which():

@@ -328,6 +328,37 @@ def test_a_wrong_path_is_a_mistake_of_the_user(write_run, tmp_path):
         assert "Traceback" not in result.stderr
 
 
+def test_a_page_that_cannot_be_written_is_a_mistake_of_the_user(write_run, tmp_path):
+    run = write_run(tmp_path / "run")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "folder", tmp_path / "file" / "page.html"):
+        for command in (("report", run), ("compare", run, run)):
+            result = rlcore(*command, "--output", output)
+            assert (result.returncode, result.stdout) == (2, "")
+            assert result.stderr.startswith(f"error: {output} cannot be written: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "run"]
+
+
+def test_a_path_of_spaces_and_letters_of_any_language_is_a_path(write_run, tmp_path, page_of):
+    folder = write_run(tmp_path / "läufe 二" / "sums <b> & more")
+    page = page_of(folder)
+    assert "sums <b> & more" in page.text
+    assert "Finished: 5 of 5 steps." in rlcore("report", folder).stdout
+
+
+def test_the_page_says_that_all_rollouts_are_there_only_where_they_are(write_run, tmp_path, page_of):
+    folder = write_run(tmp_path / "run", steps=3, rows=4)
+    assert "All 12 rollouts of the 3 logged steps." in page_of(folder).text
+
+    def long(step, row):
+        return {"group": row, "prompt": "why? " * 1000, "completion": "word " * 800, "reward": 1}
+
+    cut = page_of(write_run(tmp_path / "long", steps=3, rows=40, record=long), max_mib=0.5).text
+    assert "of 3 logged steps, the first ones of each step" in cut
+    assert "All 120" not in cut
+
+
 def test_the_command_prints_where_the_page_is_and_how_the_run_ended(write_run, tmp_path):
     result = rlcore("report", write_run(tmp_path / "run"), "--output", tmp_path / "new" / "page.html")
     assert result.returncode == 0, result.stderr

@@ -43,6 +43,23 @@ def test_a_line_lies_where_its_axes_say(values):
         assert up(y) == pytest.approx(value, abs=0.005 * spread)
 
 
+@pytest.mark.parametrize("low", [-0.002, -0.00125, -1.25e-13, -123456.0, 0.9999])
+def test_the_numbers_of_an_axis_lie_within_the_drawing(low):
+    values = [low, low + abs(low) * 0.6, low + abs(low) * 0.5]
+    svg = line_chart([Line(label="a", steps=[1, 2, 3], values=values, colour=0)], title="t")
+    labels = re.findall(r'<text x="([\d.]+)" [^>]*class="left">([^<]+)<', svg)
+    assert len(labels) >= 2
+    # Ems of DejaVu Sans, the widest font that the style sheet names, at its 11.5 pixels.
+    ems = {".": 0.318, "-": 0.361, "e": 0.615}
+    for right, text in labels:
+        assert 11.5 * sum(ems.get(character, 0.636) for character in text) <= float(right), text
+
+
+def test_a_chart_of_one_step_has_no_step_before_the_first():
+    svg = line_chart([Line(label="a", steps=[0], values=[0.5], colour=0)], title="t")
+    assert re.findall(r'class="below">([^<]+)<', svg) == ["0", "1"]
+
+
 def test_the_bars_of_a_stacked_chart_have_the_heights_of_their_values():
     svg = stacked_chart([1, 2], [("a", [1.0, 2.0], 0), ("b", [3.0, 0.0], 1)], title="t")
     heights = {}

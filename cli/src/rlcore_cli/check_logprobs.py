@@ -7,10 +7,11 @@ import math
 import os
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from rlcore_cli.arguments import AsJson, Config, Overrides
 
 if TYPE_CHECKING:
     from rl_core.assembly.pair import Pair, PairPlan
@@ -18,13 +19,11 @@ if TYPE_CHECKING:
 
 
 def check_logprobs(
-    config: Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value, to change the file's values.", show_default=False)
-    ] = None,
+    config: Config,
+    overrides: Overrides = None,
     threshold: Annotated[float, typer.Option(help="Most exp(mean |d|) that counts as consistent.")] = 1.05,
     num_prompts: Annotated[int, typer.Option(help="Take the first so many prompts of the training data.", min=1)] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check that policy and generation backend give the same tokens the same probabilities.
 

@@ -10,9 +10,12 @@ import typer
 
 def convert(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A step folder of a run, or a folder of Transformers.", show_default=False)
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A step folder of a run, or a folder of Transformers.", show_default=False),
     ],
-    output: Annotated[Path, typer.Argument(help="The folder to write; it must not exist yet.", show_default=False)],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="The folder to write; a new or an empty one.", show_default=False)
+    ],
     to: Annotated[str, typer.Option("--to", help="hf, or a format that the policy backend adds.")] = "hf",
     merge: Annotated[
         bool, typer.Option("--merge", help="Fold adapters into the model that they belong to, for a model of its own.")

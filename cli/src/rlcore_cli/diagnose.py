@@ -6,12 +6,12 @@ import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
-from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlcore_cli.arguments import AsJson, Config, Overrides
 from rlcore_cli.check_logprobs import plain, prepare_process
 
 if TYPE_CHECKING:
@@ -21,12 +21,10 @@ _WIDTH = 120
 
 
 def diagnose(
-    config: Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value, to change the file's values.", show_default=False)
-    ] = None,
+    config: Config,
+    overrides: Overrides = None,
     num_prompts: Annotated[int, typer.Option(help="Take the first so many prompts of the training data.", min=1)] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Diagnose model, tokenizer and backends: template, embeddings, longest rows, decoding against prefill.
 

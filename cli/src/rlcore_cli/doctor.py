@@ -27,7 +27,9 @@ _METADATA_FOLDER = Path(importlib.metadata.__file__).parent
 def doctor(
     name: Annotated[
         str | None,
-        typer.Argument(help="A plugin, a distribution, a component or a dotted path; all plugins where it is left out."),
+        typer.Argument(
+            metavar="NAME", help="A plugin, a distribution, a component or a dotted path; all plugins where it is left out."
+        ),
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Import the targets and configs of its components too; takes seconds.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlcore_cli.arguments import Config, Overrides
 from rlcore_cli.check_logprobs import prepare_process
 
 if TYPE_CHECKING:
@@ -21,10 +22,8 @@ PIPED_WIDTH = 200
 
 
 def evaluate(
-    config: Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value, to change the file's values.", show_default=False)
-    ] = None,
+    config: Config,
+    overrides: Overrides = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="A step folder, a run folder (its newest) or a model's folder, in place of the config's model."),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlcore_cli.arguments import Overrides
+
 if TYPE_CHECKING:
     from rl_core.config.catalogue import Catalogue
     from rl_core.config.fields import Field
@@ -15,10 +17,8 @@ if TYPE_CHECKING:
 
 
 def explain(
-    key: Annotated[str, typer.Argument(help="A key of the config, such as policy.generation.temperature.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value, to change the file's values.", show_default=False)
-    ] = None,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A key of the config, such as policy.generation.temperature.")],
+    overrides: Overrides = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="A YAML file: show what the key holds there, and why.")
     ] = None,

@@ -18,7 +18,7 @@ OUTCOMES = ("not honoured", "renamed", "taken over", "needs nothing")
 
 
 def import_config(
-    config: Annotated[Path, typer.Argument(help="Their YAML file.", show_default=False)],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Their YAML file.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write; without it, ours goes to standard output.")
     ] = None,

@@ -24,6 +24,10 @@ class LightCommand(TyperCommand):
             option.default = False
         return option
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of the usage line; what must be given stands bare, not in Typer's braces."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
 
 class LazyCommand(TyperCommand):
     """A command that is a name and a line of help until it is run.

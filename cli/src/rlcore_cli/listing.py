@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlcore_cli.arguments import AsJson
+
 if TYPE_CHECKING:
     from rl_core.plugins.manager import PluginManager
     from rl_core.plugins.record import Plugin, Registration
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 
 NOT_INSTALLED = "not installed"
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 WithTimings = Annotated[
     bool, typer.Option("--timings", help="Show what importing each plugin cost, and the heavy modules it brought in.")
 ]

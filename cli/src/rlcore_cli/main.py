@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,12 +33,20 @@ COMMANDS = {
     "doctor": ("rlcore_cli.doctor:doctor", "Why a plugin does not work: requirements, import, traceback."),
 }
 """Command name: where its function is, and the line that `rlcore --help` shows."""
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
 
 
 class Commands(LazyGroup):
     """The commands of this distribution, and those that plugins add."""
 
     builtin = COMMANDS
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """As in every lazy group; a config in the place of a command is a forgotten `train`."""
+        if cmd_name.endswith((".yaml", ".yml")):
+            ctx.fail(f"No such command {cmd_name!r}. To train by this file: rlcore train {cmd_name}")
+        return super().get_command(ctx, cmd_name)
 
 
 app = typer.Typer(
@@ -88,10 +96,11 @@ def main() -> None:
         if isinstance(error, PluginHookError):
             # The author of the hook needs its traceback, and the user that of the run's own error, if one came before.
             traceback.print_exception(error.__cause__)
-        print(f"error: {error}", file=sys.stderr)
+        # An interrupt is what the user asked for, and no error.
+        print(error if error.exit_code == INTERRUPTED else f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
 if __name__ == "__main__":

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from rlcore_cli.arguments import Config, Overrides
 
 if TYPE_CHECKING:
     from rl_core.assembly.launch import Finished
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, to change the file's values.")] = None,
+    config: Config,
+    overrides: Overrides = None,
     resume: Annotated[
         str,
         typer.Option(help="auto: go on with the newest unfinished run of this name; never: begin anew; or a path."),

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlcore_cli.arguments import AsJson, Config, Overrides
+
 if TYPE_CHECKING:
     from rl_core.config.diagnostics import InvalidConfigError
     from rl_core.config.loader import LoadedConfig
 
 
 def validate(
-    config: Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value to change a key, ++key=value to add one.", show_default=False)
-    ] = None,
+    config: Config,
+    overrides: Overrides = None,
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Print the whole config, defaults filled in, each value with its origin.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a config and everything that it names, without starting anything.
 
@@ -71,6 +71,9 @@ def _print_errors(error: InvalidConfigError, config: Path, *, as_json: bool) -> 
 
 
 def _summary(loaded: LoadedConfig) -> list[str]:
+    from rl_core.config.schedule_lengths import schedule_warnings
+    from rl_core.config.written import dotted
+
     run = loaded.run
     policy, generation, cluster = run.policy, run.policy.generation, run.cluster
     sampler = "none" if generation is None else f"{generation.backend}, up to {generation.max_new_tokens} new tokens"
@@ -87,7 +90,8 @@ def _summary(loaded: LoadedConfig) -> list[str]:
         "env": ", ".join(_environment(task, section) for task, section in run.env.items()) or "none",
         "cluster": f"{cluster.backend}, {cluster.num_nodes} x {cluster.workers_per_node} policy ranks",
     }
-    return [f"{loaded.path} is valid", *(f"  {name:<12}{value}" for name, value in rows.items())]
+    warnings = [f"warning: {dotted(path)}: {message}" for path, message in schedule_warnings(run)]
+    return [f"{loaded.path} is valid", *(f"  {name:<12}{value}" for name, value in rows.items()), *warnings]
 
 
 def _environment(task: str, section: Any) -> str:

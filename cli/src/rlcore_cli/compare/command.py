@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlcore_cli.arguments import AsJson
+
 if TYPE_CHECKING:
     from rlcore_cli.compare.comparison import Comparison
 
 
 def compare(
-    run_folders: Annotated[list[Path], typer.Argument(help="Two run folders or more.", show_default=False)],
+    run_folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN_FOLDER", help="Two run folders or more.", show_default=False)
+    ],
     output: Annotated[Path | None, typer.Option(help="Write a page of HTML there, too.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every metric that all runs have.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Lay runs over each other: curves, what differs in their configs, the final and best value of each metric.
 

@@ -10,7 +10,7 @@ from html import escape
 from rlcore_cli.report.scales import format_number, moving_mean, nice_ticks, padded_range, thin
 
 WIDTH, HEIGHT = 420, 210
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 26
 COLOURS = 8
 """Series colours of the style sheet: `c0` to `c7`."""
 DOTS_UP_TO = 30
@@ -151,7 +151,8 @@ def _frame(axes: Axes) -> str:
         y = axes.y(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" class="left">{format_number(tick)}</text>')
-    for tick in nice_ticks(*axes.steps, count=6, whole=True):
+    # A single step stands in the middle of its chart, and the step before the first is none.
+    for tick in (tick for tick in nice_ticks(*axes.steps, count=6, whole=True) if tick >= 0):
         x = axes.x(tick)
         parts.append(f'<path class="tick" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" class="below">{tick:.0f}</text>')

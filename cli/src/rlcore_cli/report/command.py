@@ -16,7 +16,7 @@ Stamp = tuple[float, ...]
 
 
 def report(
-    run_folder: Annotated[Path, typer.Argument(help="The run folder.", show_default=False)],
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The run folder.", show_default=False)],
     output: Annotated[Path | None, typer.Option(help="The page; report.html in the run folder by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Rewrite the page as the run goes, until it ends.")] = False,
     every: Annotated[float, typer.Option(min=0.1, help="With --follow: look for news every so many seconds.")] = 5.0,

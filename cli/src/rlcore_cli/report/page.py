@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from rl_core.errors import UserError
 from rlcore_cli.report.chart import Line, line_chart, stacked_chart
 from rlcore_cli.report.ending import Ending
 from rlcore_cli.report.panels import STEP_TIME, Chosen, choose_panels, phase_label, phases
@@ -91,11 +93,20 @@ _INLINE = {"style": "style.css", "charts_script": "charts.js", "rollouts_script"
 
 
 def write_page(path: Path, text: str) -> None:
-    """Replaces the file at once, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replaces the file at once, so that a reader never sees half of it.
+
+    Raises:
+        UserError: It cannot be written there.
+    """
     partial = path.with_name(f".{path.name}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):  # the folder may be what is missing
+            partial.unlink()
+        raise UserError(f"{path} cannot be written: {error.strerror}. Name another file with --output.") from error
 
 
 def figure(curves: Sequence[tuple[str, Curve]], *, title: str, unit: str = "", note: str = "") -> Figure:

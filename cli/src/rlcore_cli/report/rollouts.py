@@ -29,6 +29,7 @@ class Sample:
         all_steps: Steps whose rollouts the folder has.
         shortened: Rollouts of which a middle part was left out.
         without_text: Rollouts whose tokens are shown without their texts, which the folder lacks.
+        is_whole: Whether no rollout is left out.
     """
 
     content: str = "[]"
@@ -37,6 +38,7 @@ class Sample:
     all_steps: int = 0
     shortened: int = 0
     without_text: int = 0
+    is_whole: bool = False
 
 
 def sample_rollouts(run: RunFolder, *, budget_bytes: int) -> Sample:
@@ -50,9 +52,11 @@ def sample_rollouts(run: RunFolder, *, budget_bytes: int) -> Sample:
     chosen = _evenly(steps, _how_many_steps(run, steps, budget_bytes))
     trained = _optimizer_steps_before(run)
     shown: list[dict[str, Any]] = []
+    is_whole = len(chosen) == len(steps)
     left = budget_bytes - 2
     for done, step in enumerate(chosen):
-        part = _of_step(run, step, trained.get(step), left // (len(chosen) - done))
+        part, fits = _of_step(run, step, trained.get(step), left // (len(chosen) - done))
+        is_whole &= fits
         if part["rows"]:
             shown.append(part)
             left -= len(_compact(part).encode()) + 1
@@ -64,6 +68,7 @@ def sample_rollouts(run: RunFolder, *, budget_bytes: int) -> Sample:
         all_steps=len(steps),
         shortened=sum("left_out" in row for row in rows),
         without_text=sum(row.get("no_text", False) for row in rows),
+        is_whole=is_whole,
     )
 
 
@@ -80,8 +85,11 @@ def _how_many_steps(run: RunFolder, steps: Sequence[int], budget_bytes: int) -> 
     return max(1, min(len(steps), MOST_STEPS, max(FEWEST_STEPS, affordable)))
 
 
-def _of_step(run: RunFolder, step: int, trained: int | None, budget_bytes: int) -> dict[str, Any]:
-    """One step's first rows, up to the budget, and their prompts by group; `total` is how many there were, if known."""
+def _of_step(run: RunFolder, step: int, trained: int | None, budget_bytes: int) -> tuple[dict[str, Any], bool]:
+    """One step's first rows, up to the budget, and their prompts by group; and whether these are all of its rows.
+
+    `total` is how many there were, if known.
+    """
     numbers = run.metrics.get(step, {})
     total = numbers.get("rollout/rows", numbers.get("validation/rows"))
     part: dict[str, Any] = {"step": step, "total": total, "prompts": {}, "rows": []}
@@ -92,10 +100,10 @@ def _of_step(run: RunFolder, step: int, trained: int | None, budget_bytes: int) 
         prompt = {} if group in part["prompts"] else {group: _prompt(record)}
         used += len(_compact(row).encode()) + len(_compact(prompt).encode()) + 2
         if used > budget_bytes:
-            break
+            return part, False
         part["prompts"] |= prompt
         part["rows"].append(row)
-    return part
+    return part, True
 
 
 def _row(record: Mapping[str, Any], texts: Mapping[int, str], trained: int | None) -> dict[str, Any]:
