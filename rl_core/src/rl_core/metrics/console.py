@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rl_core.interfaces.logger import Logger
+
+_log = logging.getLogger("rlcore")
 
 SHOWN = (
     ("reward/mean", "reward", ".3f"),
@@ -25,8 +30,30 @@ SHOWN = (
 """Metric, its short name, its format; in the order of a line."""
 
 
+class _Screen(Console):
+    """A console whose reader may leave, as in `rlcore train ... | head`: nothing is written from then on, and nothing ends."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # What Python flushes at its own end must find an open file.
+        closed = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(closed, sys.stdout.fileno())
+        os.close(closed)
+        _log.warning("nobody reads standard output any more; the run goes on without it")
+
+
+class _Display(Progress):
+    """The bar with the newest numbers below it, in as many columns as the terminal is wide."""
+
+    numbers: Sequence[str] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Columns(self.numbers, padding=(0, 2))
+
+
 class ConsoleLogger(Logger):
-    """Prints the few numbers that say whether a run is well.
+    """Prints the few numbers that say whether a run is well; a run outlives whoever reads them.
 
     Args:
         total_steps: steps of the whole run.
@@ -35,37 +62,38 @@ class ConsoleLogger(Logger):
     """
 
     def __init__(self, *, total_steps: int, first_step: int = 0, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stdout, highlight=False)
+        self._console = console or _Screen(file=sys.stdout, highlight=False)
         self._total = total_steps
-        self._progress: Progress | None = None
+        self._display: _Display | None = None
         if self._console.is_terminal:
-            self._progress = Progress(
+            self._display = _Display(
                 TextColumn("[bold]step"),
                 MofNCompleteColumn(),
                 BarColumn(),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[numbers]}"),
                 console=self._console,
             )
-            self._task = self._progress.add_task("train", total=total_steps, completed=first_step, numbers="")
-            self._progress.start()
+            self._task = self._display.add_task("train", total=total_steps, completed=first_step)
+            self._display.start()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show one step; a validation keeps its line above the live display."""
-        numbers = "  ".join(f"{short} {metrics[name]:{form}}" for name, short, form in SHOWN if name in metrics)
-        if self._progress is None:
-            self._console.print(f"step {step}/{self._total}  {numbers}", soft_wrap=True)
+        """Show one step; what it validated keeps a line above the live display."""
+        numbers = {name: f"{short} {metrics[name]:{form}}" for name, short, form in SHOWN if name in metrics}
+        if self._display is None:
+            self._console.print(f"step {step}/{self._total}  {'  '.join(numbers.values())}", soft_wrap=True)
             return
-        if any(name.startswith("validation/") for name in metrics):
-            self._progress.console.print(f"step {step}/{self._total}  {numbers}")
-        self._progress.update(self._task, completed=step, numbers=numbers)
+        validated = [number for name, number in numbers.items() if name.startswith("validation/")]
+        if validated:
+            self._display.console.print(f"step {step}/{self._total}  {'  '.join(validated)}")
+        self._display.numbers = tuple(numbers.values())
+        self._display.update(self._task, completed=step, refresh=True)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """The config is in the run folder; the screen stays for numbers."""
 
     def finish(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._display is not None:
+            self._display.stop()
+            self._display = None
