@@ -207,15 +207,6 @@ def test_what_is_no_dataset_is_refused_with_what_to_give(tmp_path):
         RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path / "empty")))
 
 
-def test_a_dataset_of_the_hub_that_cannot_be_reached_is_the_users_to_mend(monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match=r"nobody/nothing cannot be loaded: .*the name of a dataset of the hub"):
-        RecordDataset(HuggingFaceDatasetConfig(path="nobody/nothing"))
-
-
 def test_without_the_library_its_extra_is_named(monkeypatch, tmp_path):
     path = Writer(tmp_path).parquet(ROWS)[0]["path"]
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -75,7 +75,8 @@ def hugging_face_rows(
         revision: Of a dataset of the hub: branch, tag or commit.
 
     Raises:
-        DataError: There is no such dataset, subset, split or revision, or several splits and none is named.
+        DataError: There is no such dataset, subset, split or revision, or several splits and none is named; the hub cannot be
+            reached, and the cache has no copy, or none of the revision.
     """
     datasets = _library()
     saved = any((Path(path) / name).is_file() for name in _SAVED)
@@ -88,6 +89,8 @@ def hugging_face_rows(
         found = _loaded(lambda: datasets.load_from_disk(path), name)
     else:
         found = _loaded(lambda: datasets.load_dataset(path, subset, split=split, revision=revision), name)
+        if revision is not None:
+            _check_revision(found, path, revision, name)
     if isinstance(found, Mapping):
         split, found = _one_split(found, split, name)
     elif saved and split is not None:
@@ -150,16 +153,56 @@ def _loaded(load: Callable[[], Any], name: str) -> Any:
     try:
         found = load()
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        why = error.__cause__ or error
-        raise DataError(
-            f"dataset {name} cannot be loaded: {type(why).__name__}: {why}. Give what exists: a parquet file, a folder that "
-            "save_to_disk wrote, a folder of data files, or the name of a dataset of the hub"
-        ) from error
+        why, remedy = _why(error)
+        raise DataError(f"dataset {name} cannot be loaded: {why}. {remedy}") from error
     finally:
         if shown:
             datasets.enable_progress_bars()
     # A format that was saved along (tensors, data frames) would change what a row is.
     return found.with_format(None)
+
+
+def _why(error: Exception) -> tuple[str, str]:
+    """What an error of the library says, and what to do about it."""
+    datasets = _library()
+    text = " ".join(str(error).partition("Example of usage")[0].split()).rstrip(".")
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        if text.startswith("Revision"):
+            return text, "Give a branch, a tag or a commit that it has"
+        return (
+            text,
+            "Give the path of a folder that exists, or a name that the hub has; private ones need `hf auth login` before",
+        )
+    if isinstance(error, ConnectionError) and datasets.config.HF_HUB_OFFLINE:
+        return text, (
+            "HF_HUB_OFFLINE is set, and the cache has no copy of it: unset it, load it once where there is a network, or give "
+            "the path of a folder"
+        )
+    if isinstance(error, ConnectionError):
+        return text, "Look at the network and HF_ENDPOINT, or give the path of a folder"
+    if "Config name is missing" in text or "BuilderConfig" in text:
+        return text, "Say which with `subset`"
+    why = error.__cause__ or error
+    return f"{type(why).__name__}: {str(why).rstrip('.')}", (
+        "Give what exists: a parquet file, a folder that save_to_disk wrote, a folder of data files, or the name of a dataset "
+        "of the hub"
+    )
+
+
+def _check_revision(found: Any, path: str, revision: str, name: str) -> None:
+    """Refuse a copy of another revision, which the library takes from its cache where it cannot reach the hub."""
+    from huggingface_hub import constants
+
+    reference = Path(constants.HF_HUB_CACHE) / f"datasets--{path.replace('/', '--')}" / "refs" / revision
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    tables = found.values() if isinstance(found, Mapping) else [found]
+    files = [Path(file["filename"]) for table in tables for file in table.cache_files]
+    if not all(commit in file.parts for file in files):
+        raise DataError(
+            f"dataset {name} cannot be loaded: the hub is not asked or not reached, and the copy in the cache "
+            f"({files[0].parent}) is not known to be of the revision {revision}. Load it once where there is a network, or "
+            "leave out `revision`"
+        )
 
 
 def _library() -> Any:
