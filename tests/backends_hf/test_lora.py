@@ -435,7 +435,7 @@ def test_two_ranks_train_the_adapters_of_one(peft, parts, model_folder, tmp_path
         alone = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("qwen2"), **FIELDS))
         alone.setup()
         norms = [result.grad_norm for result in train(alone, parts, 5, 5, 5)]
-        said = [process.communicate(timeout=120)[0] for process in processes]
+        said = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -562,7 +562,7 @@ def test_the_command_ends_with_code_2_and_says_why(peft, tmp_path, lora, says):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert result.returncode == 2, result.stderr

@@ -256,7 +256,7 @@ def two_ranks(classifier_folder, tmp_path_factory):
         for rank in range(2)
     ]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
+        _, errors = rank.communicate(timeout=240)
         assert rank.returncode == 0, errors
     return {(mode, rank): torch.load(out / f"{mode}-{rank}.pt") for mode in ("replicate", "fsdp2") for rank in range(2)}
 

@@ -99,7 +99,7 @@ class Site:
             env={**clean, "PYTHONPATH": str(self.folder), **self.environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
 

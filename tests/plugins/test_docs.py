@@ -47,7 +47,7 @@ def test_the_example_of_the_page_is_built_installed_and_works(site, tmp_path):
         [*pip, "--no-build-isolation", "--target", str(site.folder), str(project)],
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=240,
     )
     assert site.plugins()["brevity"]["status"] == "ready"
     assert site.rlcore("doctor", "brevity", "--deep").returncode == 0

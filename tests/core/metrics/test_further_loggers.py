@@ -122,7 +122,7 @@ logger.finish()
 
 def log_one_step(name, folder, env):
     code = LOG_ONE_STEP.format(name=name, module=name.lower(), folder=str(folder))
-    return subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=240, capture_output=True, text=True)
 
 
 def test_wandb_offline_calls_nobody(tmp_path):
@@ -288,7 +288,7 @@ def test_the_lists_and_the_doctor_say_that_it_is_not_installed(tmp_path):
     def rlcore(*arguments):
         command = [sys.executable, "-m", "rlcore_cli.main", *arguments]
         env = os.environ | {"PYTHONPATH": str(tmp_path)}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True).stdout
 
     rows = {row["name"]: row for row in json.loads(rlcore("list-backends", "--all", "--json")) if row["kind"] == "logger"}
     assert (rows["mlflow"]["status"], rows["mlflow"]["reason"]) == ("not installed", "pip install 'rl-core[mlflow]'")
