@@ -145,7 +145,7 @@ def sweep(*, directory: Path = DIRECTORY) -> list[str]:
 class SharedMemoryTransport(WeightTransport):
     """Policy and generation backend on one node: one copy into shared memory, one copy out of it, in buckets.
 
-    On GPUs the same verbs hand over CUDA IPC handles, and only the copy out remains.
+    On GPUs the same verbs go through buffers in the memory of the GPU that both compute on, by CUDA IPC.
     """
 
     name: ClassVar[str] = "shared_memory"

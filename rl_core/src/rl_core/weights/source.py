@@ -18,9 +18,9 @@ import torch
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.weights.collective import WeightCollective
+from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid
 from rl_core.weights.disk import write_tensors
 from rl_core.weights.fingerprint import Kind, combine, tensor_digest
-from rl_core.weights.handles import cuda_handles
 from rl_core.weights.manifest import as_sent, dtype_of, fill, lay_out, split_into_buckets
 from rl_core.weights.shared_memory import SegmentPair
 
@@ -51,7 +51,7 @@ class WeightSource(ABC):
     context: WorkerContext
     _refit: OpenRefit | None = None
     _segments: SegmentPair | None = None
-    _kept_on_device: Sequence[list[torch.Tensor]] = ()
+    _gpu_buffers: GpuBufferPair | None = None
     _collective: WeightCollective | None = None
 
     @abstractmethod
@@ -116,9 +116,12 @@ class WeightSource(ABC):
             write_tensors(file, _rounded(self.iter_weights(keys), refit.sent))
             return {**header, "kind": "disk", "file": file}
         if self.context.device == "cuda" and file is None:
-            devices, kept = cuda_handles(self.iter_weights(keys))
-            self._kept_on_device = [*self._kept_on_device[-1:], kept]
-            return {**header, "kind": "cuda_ipc", "devices": devices}
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._gpu_buffers = self._gpu_buffers or GpuBufferPair(device)
+            buffer = self._gpu_buffers.next(num_bytes)
+            fill(buffer.bytes, placements, self.iter_weights(keys), refit.manifest)
+            devices = {device_uuid(device): buffer.handle()}
+            return {**header, "kind": "cuda_ipc", "devices": devices, "placements": placements}
         if self.context.rank != 0:
             _exhaust(self.iter_weights(keys))
             return {}
@@ -175,9 +178,11 @@ class WeightSource(ABC):
         return combine(digests, kind=kind or "xxh3") if self.context.rank == 0 else ""
 
     def finish_refit(self) -> None:
-        """Unlink shared memory and let go of gathered tensors; calling it twice is fine."""
+        """Unlink shared memory and give buffers on the GPU back; calling it twice is fine."""
         self._refit = None
-        self._kept_on_device = ()
+        if self._gpu_buffers is not None:
+            self._gpu_buffers.close()
+            self._gpu_buffers = None
         if self._segments is not None:
             self._segments.close()
             self._segments = None

@@ -1,0 +1,120 @@
+"""Buffers on a GPU that another process maps; what needs no GPU of it is tested everywhere."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import multiprocessing
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from rl_core.errors import WeightSyncError
+from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid, open_buffer
+
+MIB = 2**20
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_buffers_take_turns_and_grow_to_what_is_asked():
+    pair = GpuBufferPair(torch.device("cpu"))
+    first, second = pair.next(100), pair.next(100)
+    assert first is not second
+    assert pair.next(50) is first
+    assert pair.next(200).bytes.numel() == 200
+    pair.close()
+    pair.close()
+    assert second.bytes.numel() == 0
+
+
+def test_torch_rebuilds_from_the_arguments_that_are_changed_and_read_here():
+    known = inspect.signature(rebuild_cuda_tensor).parameters.keys()
+    assert {"storage_device", "ref_counter_handle", "ref_counter_offset"} <= known
+
+
+def test_a_receiver_on_the_cpu_is_told_that_the_weights_lie_on_a_gpu():
+    with pytest.raises(WeightSyncError, match="computes on the CPU"):
+        open_buffer({}, torch.device("cpu"))
+
+
+def read_buckets(inbox, outbox):
+    """Adds up what it is sent, until it is sent None."""
+    while (devices := inbox.get(timeout=120)) is not None:
+        opened = open_buffer(devices, torch.device("cuda"))
+        outbox.put(int(opened[: 10 * MIB].to(torch.int64).sum()))
+        del opened
+    outbox.put("done")
+
+
+@pytest.fixture
+def reader():
+    """(send, receive) of another process that opens what it is sent."""
+    context = multiprocessing.get_context("spawn")
+    inbox, outbox = context.Queue(), context.Queue()
+    process = context.Process(target=read_buckets, args=(inbox, outbox), daemon=True)
+    process.start()
+    yield inbox.put, lambda: outbox.get(timeout=120)
+    process.kill()
+    process.join()
+
+
+def fill_and_hand_over(pair, value):
+    device = torch.device("cuda", 0)
+    buffer = pair.next(10 * MIB)
+    buffer.bytes.fill_(value)
+    return {device_uuid(device): buffer.handle()}
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_another_process_reads_each_bucket_as_it_was_when_it_was_handed_over(reader):
+    send, receive = reader
+    pair = GpuBufferPair(torch.device("cuda", 0))
+    try:
+        for value in range(1, 8):
+            send(fill_and_hand_over(pair, value))
+            assert receive() == value * 10 * MIB
+        send(None)
+        assert receive() == "done"
+    finally:
+        pair.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("opened", [0, 3])
+def test_the_memory_comes_back_however_often_a_handle_was_opened(reader, opened):
+    send, receive = reader
+    torch.ones(1, device="cuda")
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        pair = GpuBufferPair(torch.device("cuda", 0))
+        devices = fill_and_hand_over(pair, 1)
+        for _ in range(opened):
+            send(devices)
+            receive()
+        pair.close()
+        del devices, pair
+        gc.collect()
+        torch.cuda.ipc_collect()
+        assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_process_that_a_buffer_is_of_reads_it_too():
+    pair = GpuBufferPair(torch.device("cuda", 0))
+    opened = open_buffer(fill_and_hand_over(pair, 3), torch.device("cuda", 0))
+    assert int(opened.to(torch.int64).sum()) == 3 * 10 * MIB
+    pair.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_receiver_on_another_gpu_is_told_of_the_collective():
+    pair = GpuBufferPair(torch.device("cuda", 0))
+    [handle] = fill_and_hand_over(pair, 1).values()
+    with pytest.raises(WeightSyncError, match="refit_transport: collective"):
+        open_buffer({"another GPU": handle}, torch.device("cuda", 0))
+    pair.close()
