@@ -10,9 +10,11 @@ that were connected to it fail at once; each closes its own connections, so that
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -40,6 +42,7 @@ _MESH_S = 30.0
 """Longest that ranks which are all there may take to connect to each other."""
 _LISTENS_S = 10.0
 """Longest that a policy that lives may take to listen, once it was asked to join."""
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Pending(Protocol):
@@ -177,9 +180,14 @@ class WeightCollective:
 
     def close(self) -> None:
         """Leave the group; calling it twice is fine."""
-        # Connections are closed with the object; `shutdown` alone leaves them open, and peers waiting.
         group, self._group = self._group, None
-        if group is not None:
+        if group is None:
+            pass
+        elif self._device.type == "cuda":
+            # Every broadcast has been waited for. NCCL's `shutdown` would wait for the other ranks to leave as well.
+            group.abort()
+        else:
+            # Connections are closed with the object; `shutdown` alone leaves them open, and peers waiting.
             group.shutdown()
         self._store = None
         self._buffers = []
@@ -315,11 +323,30 @@ def _make_group(
 
         nccl_options = ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        return torch.device("cuda", torch.cuda.current_device()), ProcessGroupNCCL(prefixed, rank, world_size, nccl_options)
+        with _waits_that_raise():
+            group = ProcessGroupNCCL(prefixed, rank, world_size, nccl_options)
+        return torch.device("cuda", torch.cuda.current_device()), group
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = min(timeout, timedelta(seconds=_MESH_S))
     options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(ip, port))]
     return torch.device("cpu"), ProcessGroupGloo(prefixed, rank, world_size, options)
+
+
+@contextmanager
+def _waits_that_raise() -> Iterator[None]:
+    """Have a group of NCCL that is made in the block wait on the host and raise where a rank is gone or late.
+
+    Otherwise `wait` returns at once, the next look at the memory hangs, and in the end a watchdog kills the process.
+    """
+    before = os.environ.get(_BLOCKING)
+    os.environ[_BLOCKING] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING]
+        else:
+            os.environ[_BLOCKING] = before
 
 
 def _devices_of_all(store: TCPStore, world_size: int, timeout: timedelta) -> list[str]:
