@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from rl_core.assembly.status import BUILDING, STATUS
 from rl_core.checkpoints.state import read_state
 from rl_core.checkpoints.store import CheckpointStore
 from rl_core.config.schema import RunConfig
@@ -32,7 +34,8 @@ def choose_start(config: RunConfig, *, name: str, resume: str) -> Start:
 
     Args:
         config: the run.
-        name: of the run folder; a new run beside an old one becomes `name-2`, `name-3`, ...
+        name: of the run folder; a new run beside an old one becomes `name-2`, `name-3`, ..., unless the old one ended
+            before its first step.
         resume: `auto`, `never` or a path.
 
     Raises:
@@ -57,10 +60,15 @@ def claim(folder: Path, exits: ExitStack) -> None:
     """Make the folder and hold it for this process.
 
     Raises:
-        UserError: another process writes to it.
+        UserError: another process writes to it, or it cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock: IO[str] = (folder / ".lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock: IO[str] = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"The run folder {folder} cannot be made: {error.strerror}. Name another place with logger.log_dir=FOLDER."
+        ) from error
     exits.callback(lock.close)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,8 +105,21 @@ def _attempts(parent: Path, name: str) -> list[Path]:
     return [numbered[number] for number in sorted(numbered)]
 
 
+def _came_to_nothing(folder: Path) -> bool:
+    """Whether it is of an attempt that ended, by an error or Ctrl-C, before its first step: there is nothing to keep."""
+    if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
+        return False
+    try:
+        status = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no run of this version, or another process writes to it: not ours to take
+        return False
+    return status.get("state") in ("failed", "interrupted") and status.get("during") == BUILDING
+
+
 def _next_folder(parent: Path, name: str, attempts: list[Path]) -> Path:
     if not attempts:
         return parent / name
+    if _came_to_nothing(attempts[-1]):
+        return attempts[-1]
     last = attempts[-1].name[len(name) + 1 :]
     return parent / f"{name}-{int(last or 1) + 1}"

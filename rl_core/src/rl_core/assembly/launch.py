@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from rl_core.assembly.folder import choose_start, claim
 from rl_core.assembly.origins import write_origins
 from rl_core.assembly.status import Status
 from rl_core.config.loader import LoadedConfig, load_config
+from rl_core.config.parts import COMPANIONS
+from rl_core.config.schema import RunConfig
 from rl_core.metrics.console import ConsoleLogger
 from rl_core.metrics.jsonl import JsonlLogger
 from rl_core.plugins.manager import PluginManager, discover
@@ -77,6 +80,7 @@ def train(
         status = exits.enter_context(Status(start.folder, since=started))
         if start.checkpoint is None:
             write_origins(start.folder, loaded, manager)
+        _say(console, f"starting {_workers(config)}")
         run = build_run(config, resolved=loaded.resolved, folder=start.folder, registry=registry, exits=exits)
         if run.checkpoints is not None:
             run.checkpoints.store.sweep()
@@ -85,6 +89,7 @@ def train(
             # Not before: a config that is refused is not the run's.
             write_origins(run.folder, loaded, manager)
             _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
+        _say(console, f"ready after {time.perf_counter() - started:.0f} s")
         _attach_loggers(run, loaded, console, exits)
         _announce(run, manager, status)
         loop_started = time.perf_counter()
@@ -98,6 +103,13 @@ def train(
         seconds=ended - started,
         training_seconds=ended - loop_started,
     )
+
+
+def _workers(config: RunConfig) -> str:
+    """What takes its time to start, for who waits for it."""
+    models = {name: getattr(config, name) for name in ("policy", *COMPANIONS)} | {"generation": config.policy.generation}
+    named = [f"{name} {section.backend}" for name, section in models.items() if section is not None]
+    return ", ".join([*named, *(f"env {task}" for task in config.env)])
 
 
 def _attach_loggers(run: Run, loaded: LoadedConfig, console: bool, exits: ExitStack) -> None:
@@ -138,7 +150,8 @@ def _attended(run: Run, manager: PluginManager) -> Iterator[None]:
         if run.stop_requested:
             raise KeyboardInterrupt
         run.stop_requested = True
-        _log.warning("Ctrl-C: stopping after this step, with a checkpoint; once more stops at once")
+        how = "with a checkpoint" if run.checkpoints is not None else "without a checkpoint: checkpointing is off"
+        _log.warning("Ctrl-C: stopping after this step, %s; once more stops at once", how)
 
     in_main_thread = _set_handler(stop)
     error: BaseException | None = None
@@ -163,17 +176,31 @@ def _set_handler(handler: Any) -> bool:
 
 @contextmanager
 def _logging_to(folder: Path) -> Iterator[None]:
-    """Warnings go to the screen, everything to logs/driver.log."""
+    """The run's own warnings go to the screen, everything to logs/driver.log."""
     (folder / "logs").mkdir(exist_ok=True)
-    handler = logging.FileHandler(folder / "logs" / "driver.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
+    file = logging.FileHandler(folder / "logs" / "driver.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _Screen()) for name in ("rlcore", "rl_core"))]
+    for logger, handler in handlers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        root.removeHandler(handler)
-        handler.close()
+        for logger, handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+class _Screen(logging.Handler):
+    """Warnings on standard error, whichever that is when they come: a live display puts itself in its place."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("warning: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):  # the screen may be gone; the file has the warning too
+            print(self.format(record), file=sys.stderr, flush=True)
 
 
 def _say(console: bool, text: str) -> None:

@@ -1,0 +1,98 @@
+"""What `rlcore train` says while it starts and when Ctrl-C ends it, and what it says where it cannot begin."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlcore_cli.main import main
+
+ROOT = Path(__file__).parents[2]
+IMPATIENT = """
+import signal
+
+from rl_envs import ArithmeticEnvironment
+
+
+class Impatient(ArithmeticEnvironment):
+    steps = 0
+
+    def step(self, *arguments, **named):
+        Impatient.steps += 1
+        if Impatient.steps == 2:
+            signal.raise_signal(signal.SIGINT)
+        return super().step(*arguments, **named)
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def rlcore(monkeypatch, capfd, tmp_path):
+    """The command in this process: exit code, standard output and standard error."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the command itself sets it, for good
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["rlcore", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capfd.readouterr()
+        return left.value.code or 0, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def config(tmp_path):
+    values = {
+        "defaults": str(ROOT / "examples" / "grpo_addition.yaml"),
+        "grpo": {"max_num_steps": 5, "num_prompts_per_step": 2, "val_period": 0, "val_at_start": False, "val_at_end": False},
+        "cluster": {"backend": "in_process"},
+        "logger": {"run_name": "run"},
+    }
+    path = tmp_path / "sums.yaml"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_ctrl_c_is_answered_at_once_and_its_end_is_no_error(rlcore, config, tmp_path):
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    code, out, err = rlcore("train", config, "++env.arithmetic.env_cls=impatient.Impatient")
+    assert code == 130
+    assert out.splitlines()[:2] == ["run folder runs/run", "starting policy hf, generation hf, env arithmetic"]
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == ["1/5", "2/5"]
+    assert err.splitlines()[-2:] == [
+        "warning: Ctrl-C: stopping after this step, with a checkpoint; once more stops at once",
+        "Stopped after step 2: its checkpoint is written; the same command goes on from there.",
+    ]
+
+
+def test_an_attempt_that_ended_before_its_first_step_leaves_its_folder_to_the_next(rlcore, config, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for _ in range(2):
+        code, out, err = rlcore("train", config, "policy.model_name=model")
+        assert (code, out.splitlines()[0]) == (2, "run folder runs/run"), err
+    for folder in ("run", "run-2"):
+        code, out, err = rlcore("train", config, "--resume", "never", "grpo.max_num_steps=1")
+        assert (code, out.splitlines()[0]) == (0, f"run folder runs/{folder}"), err
+    assert json.loads((tmp_path / "runs" / "run" / "status.json").read_text())["state"] == "finished"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run", "run-2"]
+
+
+def test_a_run_folder_that_cannot_be_made_is_a_mistake_of_the_user(rlcore, config, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, out, err = rlcore("train", config, "logger.log_dir=file")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: The run folder file/run cannot be made: ")
+    assert err.endswith("Name another place with logger.log_dir=FOLDER.\n")
