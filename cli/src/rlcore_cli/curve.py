@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore_cli.report.run_folder import read_lines
+from rlcore_cli.report.scales import nice_ticks, thin
 
 WIDTH = 72
 HEIGHT = 14
@@ -15,8 +18,8 @@ HEIGHT = 14
 class Series:
     """One metric over the steps at which it was recorded."""
 
-    steps: list[int]
-    values: list[float]
+    steps: Sequence[int]
+    values: Sequence[float]
 
 
 def read_series(path: Path, name: str) -> Series:
@@ -29,15 +32,25 @@ def read_series(path: Path, name: str) -> Series:
     return Series(steps=[row["step"] for row in kept], values=[row[name] for row in kept])
 
 
-def draw(series: Series, title: str) -> str:
-    """The curve, `WIDTH` columns wide, without colours."""
+def draw(curves: Sequence[tuple[str, Series]], title: str) -> str:
+    """Curves over each other, without colours, `WIDTH` columns wide or as wide as the terminal, if that is less.
+
+    Args:
+        curves: the marker of each, a letter or a name that plotext knows such as `braille`, and its values.
+        title: what they show.
+    """
     import plotext
 
+    steps = [step for _, series in curves for step in series.steps]
     plotext.clear_figure()
-    plotext.plot_size(WIDTH, HEIGHT)
+    plotext.plot_size(min(WIDTH, shutil.get_terminal_size().columns), HEIGHT)
     plotext.theme("clear")
-    plotext.plot(series.steps, series.values, marker="braille")
+    for marker, series in curves:
+        plotext.plot(*thin(series.steps, series.values, WIDTH), marker=marker)
+    if min(steps) < max(steps):
+        ticks = nice_ticks(min(steps), max(steps), count=6, whole=True)
+        plotext.xticks(ticks, [f"{tick:.0f}" for tick in ticks])
     plotext.title(title)
     plotext.xlabel("step")
-    drawing: str = plotext.uncolorize(plotext.build())
-    return drawing
+    lines = plotext.uncolorize(plotext.build()).rstrip("\n").split("\n")
+    return "\n".join(line.rstrip() for line in lines)

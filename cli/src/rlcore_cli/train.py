@@ -11,6 +11,9 @@ from rlcore_cli.arguments import Config, Overrides
 if TYPE_CHECKING:
     from rl_core.assembly.launch import Finished
 
+DRAWN = (("validation/accuracy", "validation accuracy"), ("validation/loss", "validation loss"), ("reward/mean", "mean reward"))
+"""The curves that a run ends with, where it has them."""
+
 
 def train(
     config: Config,
@@ -43,14 +46,14 @@ def train(
 
 
 def _tell(finished: Finished) -> None:
-    from rlcore_cli.curve import Series, draw, read_series
+    from rlcore_cli.curve import draw, read_series
 
     minutes, seconds = divmod(round(finished.training_seconds), 60)
     metrics = finished.folder / "metrics.jsonl"
-    for name, title in (("validation/accuracy", "validation accuracy"), ("reward/mean", "mean reward")):
-        series: Series = read_series(metrics, name)
+    for name, title in DRAWN:
+        series = read_series(metrics, name)
         if len(series.steps) > 1:
             print(f"\n{title}: {series.values[0]:.3f} at step {series.steps[0]}, {series.values[-1]:.3f} at {series.steps[-1]}")
-            print(draw(series, title))
+            print(draw([("braille", series)], title))
     print(f"\n{finished.steps} steps done; training took {minutes} min {seconds} s")
     print(f"run folder: {finished.folder}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlcore_cli.compare.comparison import Comparison, Verdict
+from rlcore_cli.curve import Series, draw
 from rlcore_cli.report.panels import choose_panels
-from rlcore_cli.report.scales import format_number, thin
+from rlcore_cli.report.scales import format_number
 
 DRAWN = ("reward/mean", "validation/accuracy", "validation/loss", "loss")
 """The curves of a terminal: the first two of these that all runs have."""
@@ -26,7 +27,9 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
     shared = [verdict.metric for verdict in comparison.verdicts]
     for metric in [name for name in DRAWN if name in shared][:MOST_DRAWN]:
         yield ""
-        yield from _curves(comparison, metric)
+        runs = zip(comparison.letters, comparison.runs, strict=True)
+        curves = [(name[0], run.curve(metric)) for name, run in runs]
+        yield draw([(name, Series(steps=curve.steps, values=curve.values)) for name, curve in curves], metric)
     yield ""
     yield from _differing("config", comparison, comparison.settings)
     if comparison.untold:
@@ -57,24 +60,6 @@ def verdict_words(verdict: Verdict, letters: tuple[str, ...]) -> str:
 
     end, best = name(verdict.better_at_the_end), name(verdict.better_at_its_best)
     return end if end == best else f"{end} at the end, {best} at best"
-
-
-def _curves(comparison: Comparison, metric: str) -> list[str]:
-    import plotext
-
-    from rlcore_cli.curve import HEIGHT, WIDTH
-
-    plotext.clear_figure()
-    plotext.plot_size(WIDTH, HEIGHT)
-    plotext.theme("clear")
-    for name, run in zip(comparison.letters, comparison.runs, strict=True):
-        curve = run.curve(metric)
-        steps, values = thin(curve.steps, curve.values, WIDTH)
-        plotext.plot(steps, values, marker=name[0])
-    plotext.title(metric)
-    plotext.xlabel("step")
-    drawing: str = plotext.uncolorize(plotext.build())
-    return drawing.rstrip("\n").split("\n")
 
 
 def _differing(what: str, comparison: Comparison, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> Iterator[str]:

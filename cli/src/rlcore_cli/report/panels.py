@@ -29,9 +29,9 @@ class Panel:
 
 PANELS = (
     Panel(title="Reward", metrics=("reward/mean",), note="Mean over the step's rollouts, before the step trains on them."),
-    Panel(title="Validation accuracy", metrics=("validation/accuracy",), unit="fraction", note="On held-out prompts."),
+    Panel(title="Validation accuracy", metrics=("validation/accuracy",), unit="fraction", note="On held-out data."),
     Panel(title="Validation reward", metrics=("validation/reward",)),
-    Panel(title="Validation loss", metrics=("validation/loss",), unit="nats", note="On held-out conversations."),
+    Panel(title="Validation loss", metrics=("validation/loss",), unit="nats", note="On held-out data."),
     Panel(title="Loss", metrics=("loss", "loss/*"), note="What is minimised. In policy gradients its height means little."),
     Panel(
         title="KL to the reference",

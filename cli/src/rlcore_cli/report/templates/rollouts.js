@@ -74,6 +74,8 @@ function describe(row, span) {
   tokenLine.textContent = parts.join(" · ");
 }
 
+const isLong = (row) => row.num_tokens > 48 || row.messages;
+
 function sample(row, colouring, limit) {
   const header = written("header", "", written("span", "", "reward ", written("b", "", row.reward == null ? "not finite" : `${short(row.reward)}`)));
   const say = (text, className) => header.append(written("span", className ?? "", text));
@@ -85,8 +87,7 @@ function sample(row, colouring, limit) {
   if (row.answer != null) say(`answer ${row.answer}`);
   if (row.weight_version != null) say(`weights ${row.weight_version}`);
   if (row.staleness != null) say(`staleness ${row.staleness}`);
-  const isLong = row.num_tokens > 48 || row.messages;
-  const article = written("article", isLong ? "sample long" : "sample", header, tokens(row, colouring, limit));
+  const article = written("article", isLong(row) ? "sample long" : "sample", header, tokens(row, colouring, limit));
   if (row.messages) {
     const details = written("details", "", written("summary", "", "the conversation"));
     for (const message of row.messages) details.append(written("h3", "soft", message.role), written("pre", "", message.content));
@@ -118,6 +119,9 @@ function show() {
   const kept = part.rows.filter((row) => filters[chosen.only.value](row, groups));
   // Sorting takes rows out of their groups; each then has its prompt above it.
   const blocks = order ? kept.sort(order).map((row) => [row]) : [...grouped(kept).values()];
+  // Prompts with one short sample each leave room for others beside them.
+  const isNarrow = ([row, ...others]) => !others.length && !isLong(row) && part.prompts[row.group].length < 300;
+  place.className = blocks.every(isNarrow) ? "side" : "";
   for (const rows of blocks) {
     const samples = written("div", "samples", ...rows.map((row) => sample(row, colouring, limit)));
     const title = rows[0].task ? `prompt, ${rows[0].task}` : "prompt";
