@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.checkpoints.state import Checkpoints
+from rl_core.checkpoints.state import Checkpoints, Stateful
 from rl_core.config.schema import RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RunInterrupted
@@ -68,6 +68,16 @@ class Run:
     stop_requested: bool = False
     """Set by Ctrl-C: the run ends after this step, with a checkpoint."""
     _restarts_told: int = field(default=0, init=False)
+
+    def keep(self, name: str, part: Stateful) -> None:
+        """Keep what an algorithm has of its own with every checkpoint; of a resumed run, bring it to where it was.
+
+        Args:
+            name: tells it from the algorithm's other parts.
+            part: has a position that the next steps depend on.
+        """
+        if self.checkpoints is not None:
+            self.checkpoints.keep(name, part)
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Record how long a block takes, as `time/<phase>_s`."""

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.algorithms.grpo_config import GRPOConfig
-from rl_core.algorithms.losses.config import ClippedPGLossConfig
 from rl_core.algorithms.rewarded_config import RewardScalingConfig
-from rl_core.algorithms.rewards import RewardShaping, clip_advantages, kl_in_reward, overlong_punishment, scale_rewards
+from rl_core.algorithms.rewards import RewardShaping, clip_advantages, overlong_punishment, scale_rewards
 from rl_core.config.schema import DataConfig, GenerationConfig, LossConfig, PolicyConfig, RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 
@@ -87,22 +86,6 @@ def test_the_limit_may_be_one_of_its_own():
     batch = rollouts([5], [1.0])
     shape(batch)
     assert batch["rewards"].tolist() == [0.5]
-
-
-def test_the_kl_in_the_reward_is_a_cost_of_each_sampled_token():
-    config = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, reference_policy_kl_type="k1", use_kl_in_reward=True)
-    batch = BatchedDataDict(
-        {
-            "token_mask": torch.tensor([[0.0, 1, 1]]),
-            "prev_logprobs": torch.tensor([[0.0, -1.0, -2.0]]),
-            "reference_policy_logprobs": torch.tensor([[-9.0, -1.5, -1.0]]),
-        }
-    )
-    metrics = kl_in_reward(config)(batch)
-    assert batch["token_penalties"].tolist()[0] == pytest.approx([0.0, 0.05, -0.1])
-    assert metrics == {"kl/reference": pytest.approx(-0.25)}
-    assert kl_in_reward(ClippedPGLossConfig()) is None
-    assert kl_in_reward(LossConfig()) is None
 
 
 def test_advantages_are_held_within_their_bounds_and_counted_where_they_are_trained():

@@ -19,7 +19,8 @@ from rl_core.algorithms.dynamic_sampling import draw_rollouts
 from rl_core.algorithms.estimators import make_estimator
 from rl_core.algorithms.grpo_config import GRPOConfig
 from rl_core.algorithms.losses.reduce import row_means
-from rl_core.algorithms.rewards import RewardShaping, clip_advantages, kl_in_reward
+from rl_core.algorithms.policy_scores import PolicyScores
+from rl_core.algorithms.rewards import RewardShaping, clip_advantages
 from rl_core.algorithms.validation import validate
 from rl_core.rollouts.records import rollout_records
 from rl_core.run import Run
@@ -32,10 +33,9 @@ def train(config: GRPOConfig, run: Run) -> None:
     policy, loss_fn = run.policy, run.loss_fn
     shape, estimate = RewardShaping(config, run.config), make_estimator(config.adv_estimator)
     rows_per_update = run.config.policy.train_global_batch_size
-    one_update = rows_per_update is None or rows_per_update >= config.num_prompts_per_step * config.num_generations_per_prompt
+    one_update = rows_per_update is None or rows_per_update >= config.rows_per_step
     loss_fn.on_policy = config.skip_logprobs_when_on_policy and one_update
-    penalize = kl_in_reward(run.config.loss_fn)
-    needed = loss_fn.required_keys | (penalize.required_keys if penalize else frozenset())
+    score = PolicyScores(run)
 
     validate(run, step=0)
     for step in run.steps():
@@ -47,13 +47,7 @@ def train(config: GRPOConfig, run: Run) -> None:
             batch = rollouts.batch
 
         with run.timed("score"):
-            if "prev_logprobs" in needed:
-                batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
-            if "reference_policy_logprobs" in needed:
-                scores = policy.get_reference_policy_logprobs(batch)
-                batch["reference_policy_logprobs"] = scores["reference_logprobs"]
-            if penalize is not None:
-                run.metrics.add(penalize(batch))
+            run.metrics.add(score(batch))
             advantages = estimate(batch)
             batch["advantages"], clipped = clip_advantages(advantages.values, batch["token_mask"], config)
 

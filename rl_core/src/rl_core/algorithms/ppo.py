@@ -4,7 +4,8 @@ Follows https://arxiv.org/abs/1707.06347 with the advantages of https://arxiv.or
 models are trained in (https://arxiv.org/abs/1909.08593): a token is an action, the reward comes with the last one, and each
 token may cost its KL to the reference policy. Departures:
   1. policy and critic are two models with optimizers of their own, not one with a weighted sum of losses;
-  2. no KL penalty unless `loss_fn` asks for it, in the reward or in the loss, with a constant weight; no bonus for entropy;
+  2. no KL penalty unless `loss_fn` asks for it, in the reward or in the loss, with a constant weight unless
+     `loss_fn.adaptive_kl` moves it; no bonus for entropy;
   3. tokens between turns are no actions and cost no discount: a token leads to the next *sampled* one;
   4. the limit of length is part of the task: nothing comes after a cut (`gae.bootstrap_truncated` says otherwise);
   5. advantages are normalised over all of a step's tokens, not within each minibatch;
@@ -20,8 +21,9 @@ from rl_core.algorithms.dynamic_sampling import draw_once
 from rl_core.algorithms.losses.reduce import row_means
 from rl_core.algorithms.losses.value import MseValueLossFn
 from rl_core.algorithms.passes import train_in_passes
+from rl_core.algorithms.policy_scores import PolicyScores
 from rl_core.algorithms.ppo_config import PPOConfig
-from rl_core.algorithms.rewards import RewardShaping, clip_advantages, kl_in_reward
+from rl_core.algorithms.rewards import RewardShaping, clip_advantages
 from rl_core.algorithms.validation import validate
 from rl_core.rollouts.records import rollout_records
 from rl_core.run import Run
@@ -34,9 +36,8 @@ def train(config: PPOConfig, run: Run) -> None:
     assert run.value is not None
     config.refuse_a_warmup_of(config.max_num_steps)
     policy, critic, loss_fn, value_loss_fn = run.policy, run.value, run.loss_fn, MseValueLossFn(config.value_loss)
-    shape, penalize = RewardShaping(config, run.config), kl_in_reward(run.config.loss_fn)
+    shape, score = RewardShaping(config, run.config), PolicyScores(run)
     loss_fn.on_policy = config.skip_logprobs_when_on_policy and config.takes_one_step(run.config)
-    needed = loss_fn.required_keys | (penalize.required_keys if penalize else frozenset())
 
     validate(run, step=0)
     for step in run.steps():
@@ -48,13 +49,7 @@ def train(config: PPOConfig, run: Run) -> None:
             batch = rollouts.batch
 
         with run.timed("score"):
-            if "prev_logprobs" in needed:
-                batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
-            if "reference_policy_logprobs" in needed:
-                scores = policy.get_reference_policy_logprobs(batch)
-                batch["reference_policy_logprobs"] = scores["reference_logprobs"]
-            if penalize is not None:
-                run.metrics.add(penalize(batch))
+            run.metrics.add(score(batch))
             batch["prev_values"] = critic.get_values(batch)["values"]
             credit = assign_credit(batch, config.gae)
             batch["returns"] = credit.returns

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from rl_core.algorithms.losses.config import NLLLossConfig
+from rl_core.algorithms.losses.config import MOST_ERROR, ClippedPGLossConfig, NLLLossConfig
 from rl_core.algorithms.losses.preference_config import PreferenceLossConfig
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.schema import AlgorithmConfig, RunConfig, Section
@@ -94,6 +94,7 @@ class RewardedConfig(AlgorithmConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         yield from self._loss_conflicts(run)
+        yield from self._penalty_conflicts(run)
         yield from self._validation_conflicts(run)
         yield from self._shaping_conflicts(run)
 
@@ -109,6 +110,16 @@ class RewardedConfig(AlgorithmConfig):
                 ("loss_fn", "name"),
                 f"{run.loss_fn.name} makes every sample likelier, whatever its reward: {run.algorithm_name} would learn "
                 "nothing from it. Use a policy-gradient loss.",
+            )
+
+    def _penalty_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        adaptive = run.loss_fn.adaptive_kl if isinstance(run.loss_fn, ClippedPGLossConfig) else None
+        if adaptive is not None and MOST_ERROR * self.rows_per_step >= adaptive.horizon:
+            yield (
+                ("loss_fn", "adaptive_kl", "horizon"),
+                f"{adaptive.horizon} answers are too few for steps of {self.rows_per_step}: one step below the target would "
+                f"take {MOST_ERROR * self.rows_per_step / adaptive.horizon:.0%} of the weight, and leave no penalty. 10000 is "
+                "usual; it must be several times the answers of a step.",
             )
 
     def _validation_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:

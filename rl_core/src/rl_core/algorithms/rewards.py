@@ -1,4 +1,4 @@
-"""What is done to rewards before they are compared: scaled, punished for length, charged for straying; pure functions."""
+"""What is done to rewards before they are compared, and to advantages before they are trained on; it knows no policy."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from rl_core.algorithms.kl import reference_kl
-from rl_core.algorithms.losses.config import ClippedPGLossConfig
 from rl_core.algorithms.rewarded_config import RewardedConfig, RewardScalingConfig
-from rl_core.config.schema import LossConfig, RunConfig
+from rl_core.config.schema import RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 
 OVERLONG = "overlong"
@@ -74,33 +72,6 @@ class RewardShaping:
             metrics["reward/shaped"] = float(rewards.mean())
             batch["rewards"] = rewards
         return metrics
-
-
-class KLInReward:
-    """The KL to the reference policy as a cost of each token, in place of a term of the loss.
-
-    Args:
-        config: the section `loss_fn`.
-    """
-
-    required_keys = frozenset({"prev_logprobs", "reference_policy_logprobs"})
-
-    def __init__(self, config: ClippedPGLossConfig) -> None:
-        self._config = config
-
-    def __call__(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """Write `token_penalties` [B, T] into the batch; returns the mean KL of a trained token."""
-        mask = batch["token_mask"]
-        kl = reference_kl(batch["prev_logprobs"], batch["reference_policy_logprobs"], self._config) * mask
-        batch["token_penalties"] = self._config.reference_policy_kl_penalty * kl
-        return {"kl/reference": float(kl.sum() / mask.sum().clamp(min=1.0))}
-
-
-def kl_in_reward(loss_fn: LossConfig) -> KLInReward | None:
-    """The cost that a section `loss_fn` asks for, if it does."""
-    if isinstance(loss_fn, ClippedPGLossConfig) and loss_fn.use_kl_in_reward:
-        return KLInReward(loss_fn)
-    return None
 
 
 def clip_advantages(values: torch.Tensor, mask: torch.Tensor, config: RewardedConfig) -> tuple[torch.Tensor, dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +59,17 @@ class Checkpoints:
     algorithm: str
     save_optimizer: bool
     tokenizer: Any
+    _kept: dict[str, Stateful] = field(default_factory=dict, init=False)
+    _found: Mapping[str, dict[str, Any]] = field(default_factory=dict, init=False)
+
+    def keep(self, name: str, part: Stateful) -> None:
+        """Save a part of the algorithm's own from now on, and bring it to where a checkpoint that was restored left it.
+
+        A checkpoint that knows nothing of it was written under another config, and the part is left as it is.
+        """
+        self._kept[name] = part
+        if name in self._found:
+            part.load_state_dict(self._found[name])
 
     def save(self, step: int, metrics: Mapping[str, float]) -> Path:
         """Write the checkpoint of `step` steps done."""
@@ -74,6 +85,7 @@ class Checkpoints:
             "step": step,
             "resumable": self.save_optimizer,
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "algorithm": {name: part.state_dict() for name, part in self._kept.items()},
             "config": self.config,
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
@@ -98,6 +110,7 @@ class Checkpoints:
             model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
+        self._found = state.get("algorithm", {})
         step: int = state["step"]
         return step
 

@@ -6,11 +6,23 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rl_core.config.schema import LossConfig
+from rl_core.config.schema import LossConfig, Section
+
+MOST_ERROR = 0.2
+"""A KL further from its target than this share of it counts as so far."""
 
 
 class NLLLossConfig(LossConfig):
     """Supervised training: the mean negative log-likelihood of the trained tokens."""
+
+
+class AdaptiveKLConfig(Section):
+    """A weight of the KL penalty that follows the KL (`loss_fn.adaptive_kl`)."""
+
+    target: float = Field(gt=0.0)
+    """The KL of an answer to the reference policy that is aimed at: summed over its tokens, in nats."""
+    horizon: int = Field(default=10_000, ge=1)
+    """A step of n answers changes the weight by at most 20 % times n / horizon."""
 
 
 class ClippedPGLossConfig(LossConfig):
@@ -38,6 +50,8 @@ class ClippedPGLossConfig(LossConfig):
     """Estimator of that KL."""
     use_kl_in_reward: bool = False
     """Take the penalty from the reward of each token, not from the loss."""
+    adaptive_kl: AdaptiveKLConfig | None = None
+    """Move the weight of a penalty in the reward after each step, towards a target KL; constant by default."""
     kl_input_clamp_value: float | None = Field(default=20.0, gt=0.0)
     """The log-ratio of the KL estimate is held within plus and minus it."""
     kl_output_clamp_value: float | None = Field(default=10.0, gt=0.0)
@@ -84,6 +98,11 @@ class ClippedPGLossConfig(LossConfig):
     def _a_penalty_that_acts(self) -> ClippedPGLossConfig:
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
             raise ValueError("use_kl_in_reward takes nothing from any reward while reference_policy_kl_penalty is 0: set it")
+        if self.adaptive_kl is not None and not self.use_kl_in_reward:
+            raise ValueError(
+                "adaptive_kl moves the weight of a penalty in the reward, and there is none: set use_kl_in_reward, and "
+                "reference_policy_kl_penalty, which is the first weight"
+            )
         in_loss = self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
         if in_loss and self.reference_policy_kl_type == "k1":
             raise ValueError(
