@@ -210,7 +210,10 @@ class RayWorkerGroup(WorkerGroup):
         bundle = self._places.first(rank)
         coords = ", ".join(f"{axis}={at}" for axis, at in self._sharding.get_worker_coords(rank).items())
         share = self._cluster.worker_share()
+        gpus = share["num_gpus"] if self._gpus is None else self._gpus
         env = {
+            # Ray leaves all of the node's GPUs to a process that was given none.
+            **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self._local_rank(rank)),
@@ -224,7 +227,7 @@ class RayWorkerGroup(WorkerGroup):
             options={
                 **own_options(self._class),
                 "num_cpus": share["num_cpus"] if self._cpus is None else self._cpus,
-                "num_gpus": share["num_gpus"] if self._gpus is None else self._gpus,
+                "num_gpus": gpus,
                 "scheduling_strategy": strategy_of(bundle),
             },
             env=env,
