@@ -114,8 +114,8 @@ def test_the_arguments_that_are_read_from_the_source_are_those_of_the_class():
 
 
 EVERY_KEY = {
-    "tensor_parallel_size": (2, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
-    "pipeline_parallel_size": (3, {"pipeline_parallel_size": 3, "distributed_executor_backend": "mp"}),
+    "tensor_parallel_size": (2, {"tensor_parallel_size": 2, "distributed_executor_backend": "ManyProcesses"}),
+    "pipeline_parallel_size": (3, {"pipeline_parallel_size": 3, "distributed_executor_backend": "ManyProcesses"}),
     "gpu_memory_utilization": (0.5, {"gpu_memory_utilization": 0.5}),
     "kv_cache_gib": (0.25, {"kv_cache_memory_bytes": 2**28}),
     "max_model_len": (77, {"max_model_len": 77}),
@@ -152,7 +152,8 @@ def arguments_on_a_gpu(config):
     """What the engine would be started with there; nothing of it needs one."""
     context = WorkerContext(rank=0, world_size=1, local_rank=0, node_rank=0, master_address="", master_port=0, device="cuda")
     files = ModelFiles(path="m", hf_config=None, generation_config=None, tokenizer=None, tokenizer_path="m", has_weights=True)
-    return VllmGenerationWorker(context, config)._arguments(files, "auto")
+    arguments = VllmGenerationWorker(context, config)._arguments(files, "auto")
+    return arguments | {"distributed_executor_backend": arguments["distributed_executor_backend"].__name__}
 
 
 def test_the_running_engine_has_them(engines, readable, tmp_path):

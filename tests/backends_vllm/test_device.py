@@ -1,14 +1,16 @@
 """The environment of an engine: what a run needs, and what the user's own environment decides."""
 
+import gc
 import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rl_backends_vllm.device import quiet_import, set_environment_here, worker_environment
-from rl_backends_vllm.leftovers import sweep_registrations
+from rl_backends_vllm.leftovers import sweep_leftovers, unname_here
 
 
 @pytest.mark.parametrize(("own", "level"), [({}, "ERROR"), ({"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG")])
@@ -37,15 +39,40 @@ def test_the_import_of_vllm_logs_at_that_level_too(monkeypatch, own, level):
     assert logger.level == logging.CRITICAL, "whoever has set it before keeps it"
 
 
-def test_pages_of_intels_runtime_go_with_processes_that_are_gone_and_stay_with_those_that_live(tmp_path):
+def test_pages_and_folders_go_with_processes_that_are_gone_and_stay_with_those_that_live(tmp_path):
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
-    gone = tmp_path / f"__KMP_REGISTERED_LIB_{int(dead.stdout)}_0"
-    mine, others = tmp_path / f"__KMP_REGISTERED_LIB_{os.getpid()}_0", tmp_path / "__KMP_REGISTERED_LIB_of_something_else"
-    for page in (gone, mine, others):
-        page.touch()
-    assert sweep_registrations(tmp_path) == [gone.name]
-    assert mine.exists()
-    assert others.exists()
+    gone, pages, folders = int(dead.stdout), tmp_path / "pages", tmp_path / "folders"
+    names = "__KMP_REGISTERED_LIB_{}_0", "rlcore-vllm-{}-0123abcd"
+    for name, place in zip(names, (pages, folders), strict=True):
+        for owner in (gone, os.getpid(), "of-something-else"):
+            (place / name.format(owner)).mkdir(parents=True)
+    (folders / names[1].format(gone) / "socket").touch()
+    assert sweep_leftovers(pages, folders) == [name.format(gone) for name in names]
+    assert len(list(pages.iterdir())) == len(list(folders.iterdir())) == 2
+
+
+def test_a_queue_loses_its_name_once_all_have_met_and_ends_in_silence(monkeypatch):
+    from multiprocessing import shared_memory
+
+    from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    others = shared_memory.SharedMemory(create=True, size=4096)  # of another process, for all that a reader knows
+    mine, reader = ShmRingBuffer(1, 64, 2), ShmRingBuffer(1, 64, 2, name=others.name)
+    path = Path("/dev/shm") / mine.shared_memory.name
+    assert path.exists()
+    unname_here()
+    assert not path.exists()
+    assert (Path("/dev/shm") / others.name).exists()
+    with mine.get_data(1) as data:  # its memory stays
+        data[0] = 7
+    unname_here()
+    del mine, reader
+    gc.collect()
+    others.close()
+    others.unlink()
+    assert not heard
 
 
 def test_one_openmp_runtime_is_preloaded_whatever_vllm_left_in_this_process(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection
 from typing import Any, ClassVar
 
 from rl_backends_vllm.extension import pack, unpack
@@ -162,7 +163,10 @@ class InProcessEngine(Engine):
         self._engine.wake_up([tag])
 
     def is_dead(self) -> bool:
-        return bool(getattr(self._engine.model_executor, "is_failed", False))
+        executor = self._engine.model_executor
+        # vLLM's own watch over its processes may be later than the error that the death of one makes in another.
+        ends = [process.proc.sentinel for process in getattr(executor, "workers", None) or ()]
+        return bool(getattr(executor, "is_failed", False) or connection.wait(ends, timeout=0))
 
     def shutdown(self) -> None:
         InProcessEngine._here = None

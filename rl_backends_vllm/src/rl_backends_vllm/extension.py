@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rl_backends_vllm.device import ask_for_tile_registers
-from rl_backends_vllm.leftovers import unname_group_memory
+from rl_backends_vllm.leftovers import unname_here
 from rl_backends_vllm.refit import VllmWeightReceiver
 
 VERBS = frozenset(
@@ -31,7 +31,7 @@ class RefitExtension:
     def rlcore_place(self, replica: int, device: str) -> None:
         """Say which replica this process belongs to; before any other verb, and before the first row."""
         ask_for_tile_registers(device)
-        unname_group_memory()
+        unname_here()
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         self.rlcore_receiver = VllmWeightReceiver(
             self,

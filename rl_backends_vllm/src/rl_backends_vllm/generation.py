@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_backends_vllm.config import VllmConfig
 from rl_backends_vllm.device import worker_environment
-from rl_backends_vllm.leftovers import sweep_registrations
+from rl_backends_vllm.leftovers import sweep_leftovers
 from rl_backends_vllm.requests import refuse_unreadable_stops
 from rl_backends_vllm.worker import VllmGenerationWorker
 from rl_core.config.keywords import section_from_keywords
@@ -94,7 +94,7 @@ class VllmGeneration(DistributedGeneration):
 
     def shutdown(self) -> bool:
         done = super().shutdown()
-        sweep_registrations()
+        sweep_leftovers()
         return done
 
     def _refuse_bad_rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> None:

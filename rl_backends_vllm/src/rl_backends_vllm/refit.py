@@ -23,7 +23,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.fingerprint import natural_kind, tensor_digest
-from rl_core.weights.manifest import manifest_of, weights_of
+from rl_core.weights.manifest import as_sent, dtype_name, dtype_of, manifest_of, weights_of
 from rl_core.weights.receiver import WeightReceiver
 
 
@@ -42,6 +42,8 @@ class VllmWeightReceiver(WeightReceiver):
         self._worker, self._place, self._processes = worker, place, processes
         self._digests: dict[str, str] = {}
         self._expected: RefitManifest | None = None
+        self._rounds_to: str | None = None
+        self._forms: dict[str, str] = {}
         self._packed_before: dict[torch.nn.Module, Any] = {}
         self._tied: set[str] = set()
         self._held: list[Any] = []
@@ -60,12 +62,16 @@ class VllmWeightReceiver(WeightReceiver):
                     model_config.hf_config, trust_remote_code=model_config.trust_remote_code
                 )
             own = manifest_of(weights_of(model))
-            self._expected = CheckpointNames(model, {name: shape for name, (shape, _) in own.items()}).manifest(own)
+            named = CheckpointNames(model, {name: shape for name, (shape, _) in own.items()}).manifest(own)
+            self._rounds_to = _dtype_of_all_weights(self._model)
+            self._expected = {name: (shape, self._rounds_to or dtype) for name, (shape, dtype) in named.items()}
         return self._expected
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
-        super().prepare_refit_info(info)
-        return {name: dtype for name, (_, dtype) in info.items()}
+        """See `GenerationInterface.prepare_refit_info`; digests are taken of weights in the form in which they travel."""
+        kept = super().prepare_refit_info(info)
+        self._forms = {name: dtype for name, (_, dtype) in as_sent(info, kept if self._rounds_to else {}).items()}
+        return self._forms
 
     def digests_of_weights(self) -> dict[str, str]:
         return dict(self._digests)
@@ -88,9 +94,11 @@ class VllmWeightReceiver(WeightReceiver):
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         kind = natural_kind(self._device())
-        for name, tensor in tensors.items():
+        # By CUDA IPC they are the policy's own tensors, in its own dtype.
+        rounded = {name: tensor.to(dtype_of(self._forms[name])) for name, tensor in tensors.items()}
+        for name, tensor in rounded.items():
             self._digests[name] = tensor_digest(tensor, kind=kind)
-        self.give_to_vllm(tensors)
+        self.give_to_vllm(rounded)
 
     def give_to_vllm(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fuse, shard, pack: vLLM's part, with nothing of the sender's memory kept."""
@@ -183,6 +191,16 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+def _dtype_of_all_weights(model: torch.nn.Module) -> str | None:
+    """The dtype that vLLM reads every weight in; None where a model has several, such as a router's bias in float32."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    # As they were before vLLM packed them, which leaves empty parameters behind.
+    loaded = [tensor for layer in model.modules() for tensor in get_layerwise_info(layer).restore_metadata[0].values()]
+    dtypes = {dtype_name(tensor.dtype) for tensor in loaded if tensor.dtype.is_floating_point}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _methods_of_experts(model: torch.nn.Module) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class RowsUnderWay:
         self._begin(name)
 
     def collect(self, wait_s: float, *, only: Collection[str] | None = None) -> dict[str, Completion | RLCoreError]:
-        """Rows that have ended, or the error of one that could not, by name; those of other callers are kept for them.
+        """Rows that have ended, in that order, or the error of one that could not, by name; those of others are kept for them.
 
         Args:
             wait_s: works so long until one has ended.
@@ -58,7 +58,7 @@ class RowsUnderWay:
         while True:
             for output in self._engine.finished(max(until - time.monotonic(), 0.0)):
                 self._take(output)
-            wanted = self._rows if only is None else self._rows.keys() & only
+            wanted = [name for name in self._rows if only is None or name in only]
             ready = {name: done for name in wanted if (done := self._rows[name].done) is not None}
             if ready or not wanted or self._engine.is_held or time.monotonic() >= until:
                 break
@@ -113,7 +113,7 @@ class RowsUnderWay:
         name = self._by_request.pop(output.request_id, None)
         if name is None:
             return
-        row = self._rows[name]
+        self._rows[name] = row = self._rows.pop(name)  # after those that ended before it
         if isinstance(output, Failed):
             row.done = RLCoreError(f"vLLM failed at this row: {type(output.error).__name__}: {output.error}")
             return

@@ -8,6 +8,7 @@ from typing import Any
 from rl_backends_vllm.config import VllmConfig
 from rl_backends_vllm.device import can_sleep, engine_arguments, quiet_import, set_environment_here
 from rl_backends_vllm.engine import Engine
+from rl_backends_vllm.leftovers import remove_replica_folder, replica_folder, sweep_leftovers, unname_registration
 from rl_backends_vllm.model_folder import ModelFiles, model_files
 from rl_backends_vllm.requests import SamplingSettings, engine_seeds, refuse_unreadable_stops
 from rl_backends_vllm.under_way import RowsUnderWay
@@ -49,12 +50,19 @@ class VllmGenerationWorker(GenerationWorker):
         quiet_import()
         own = config.vllm_cfg
         tokenizer_name = own.tokenizer.name if own.tokenizer is not None else None
-        with model_files(config.model_name, tokenizer_name=tokenizer_name, trust_remote_code=own.trust_remote_code) as files:
+        sweep_leftovers()
+        with (
+            replica_folder() as folder,
+            model_files(
+                config.model_name, tokenizer_name=tokenizer_name, trust_remote_code=own.trust_remote_code, place=folder
+            ) as files,
+        ):
             load_format = own.load_format or ("auto" if files.has_weights else "dummy")
             self._sampling = self._settings(files)
             self._engine = _start(self._arguments(files, load_format), asynchronous=own.async_engine)
         self._rows = RowsUnderWay(self._engine)
         self._engine.rpc("rlcore_place", self.context.rank, self.context.device)
+        unname_registration()
         self._has_weights = load_format != "dummy"
         model = self._engine.config.model_config
         self._limits = RowLimits(
@@ -171,6 +179,7 @@ class VllmGenerationWorker(GenerationWorker):
             engine.refit("leave_refit")
         finally:
             engine.shutdown()
+            remove_replica_folder()
 
     @property
     def _running(self) -> Engine:
@@ -179,6 +188,8 @@ class VllmGenerationWorker(GenerationWorker):
         return self._engine
 
     def _arguments(self, files: ModelFiles, load_format: str) -> dict[str, Any]:
+        from rl_backends_vllm.executors import ManyProcesses, OneProcess
+
         own = self._config.vllm_cfg
         arguments: dict[str, Any] = {
             "model": files.path,
@@ -195,8 +206,7 @@ class VllmGenerationWorker(GenerationWorker):
             "kv_cache_dtype": own.kv_cache_dtype,
             "tensor_parallel_size": own.tensor_parallel_size,
             "pipeline_parallel_size": own.pipeline_parallel_size,
-            # In a Ray actor vLLM would take Ray for more than one process, and its CPU platform has none.
-            "distributed_executor_backend": "mp" if own.processes > 1 else None,
+            "distributed_executor_backend": ManyProcesses if own.processes > 1 else OneProcess,
             "seed": own.seed,
             "logprobs_mode": "processed_logprobs",
             "logits_processors": ["rl_backends_vllm.greedy:GreedyTemperature"] if self._config.temperature != 1.0 else None,
