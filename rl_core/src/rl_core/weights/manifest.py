@@ -15,6 +15,8 @@ from rl_core.interfaces.policy import RefitManifest
 
 ALIGNMENT = 64
 """Bytes; every tensor of a bucket starts at a multiple of it, so that any dtype can be viewed in place."""
+_ON_ONE_THREAD = 2**15 - ALIGNMENT
+"""Numbers; torch rounds 2**15 or more of them on all of its threads."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ def refuse_differences(manifest: RefitManifest, engine: RefitManifest) -> None:
 def split_into_buckets(manifest: RefitManifest, *, budget_bytes: int) -> list[list[str]]:
     """Names in the manifest's order, in buckets of at most `budget_bytes` (padding included).
 
-    A tensor that is larger than the budget is a bucket of its own. Neighbours in one module (`layers.0.mlp.gate_proj.weight`,
+    A tensor that is larger than the budget is a bucket of its own, after all others: a receiver waits for the first bucket and
+    loads each one while the next is written. Neighbours in one module (`layers.0.mlp.gate_proj.weight`,
     `layers.0.mlp.up_proj.weight`) are in one bucket where they fit: an engine that fuses them has to keep none for the next.
     """
     buckets: list[list[str]] = []
@@ -124,7 +127,7 @@ def split_into_buckets(manifest: RefitManifest, *, budget_bytes: int) -> list[li
             room = budget_bytes
         buckets[-1].extend(names)
         room -= needed
-    return buckets
+    return sorted(buckets, key=lambda names: lay_out(manifest, names)[1] > budget_bytes)
 
 
 def lay_out(manifest: RefitManifest, names: Iterable[str]) -> tuple[dict[str, Placement], int]:
@@ -176,11 +179,14 @@ def _neighbours(manifest: RefitManifest, budget_bytes: int) -> Iterator[list[str
 
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
-    """On one thread where that is possible: the receiver computes on the other cores, and torch would wait for all of them."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0 or tensor.dtype != into.dtype:
+    """On one thread: the receiver computes on the other cores, and torch would wait for all of them."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
         into.copy_(tensor)
-        return
-    np.copyto(into.view(-1).view(torch.uint8).numpy(), tensor.view(-1).view(torch.uint8).numpy())
+    elif tensor.dtype == into.dtype:
+        np.copyto(into.view(-1).view(torch.uint8).numpy(), tensor.view(-1).view(torch.uint8).numpy())
+    else:
+        for part, source in zip(into.view(-1).split(_ON_ONE_THREAD), tensor.view(-1).split(_ON_ONE_THREAD), strict=True):
+            part.copy_(source)
 
 
 def _aligned(length: int) -> int:
