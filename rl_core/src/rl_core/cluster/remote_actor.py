@@ -27,6 +27,10 @@ _DEATHS = (
     ray.exceptions.OutOfMemoryError,
 )
 
+_CLOCK_S = 2.0
+"""By how much a process may seem older or younger than it said: both count from the time of the boot, which the kernel gives in
+whole seconds and corrects with the clock. A pid does not come back so soon."""
+
 
 def pack_worker(worker_class: type, kwargs: Mapping[str, Any]) -> Any:
     """A reference to the pickled class and its keyword arguments, stored once for all workers."""
@@ -141,7 +145,7 @@ class RemoteActor:
             return None
         try:
             process = psutil.Process(identity.pid)
-            same = abs(process.create_time() - identity.created) < 0.1
+            same = abs(process.create_time() - identity.created) < _CLOCK_S
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None

@@ -83,11 +83,11 @@ class Revival:
                 "at their logs and at the memory of their hosts. Then go on from the last checkpoint, or raise the limit."
                 + (f"\n{cause}" if cause is not None else "")
             )
+        why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""
         for rank in dead:
             self.count += 1
-            _log.warning(
-                "%s is dead; another takes its place (%d of %d)", self._group.who(rank), self.count, self._max_restarts
-            )
+            told = (self._group.who(rank), self.count, self._max_restarts, why)
+            _log.warning("%s is dead; another takes its place (%d of %d)%s", *told)
 
     def _refuse_another(self, rank: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         changed = {

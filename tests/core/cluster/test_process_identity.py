@@ -1,0 +1,27 @@
+"""A worker's process is known again by its pid and its age, whatever happens to the clock meanwhile."""
+
+import os
+import socket
+
+import psutil
+import pytest
+
+from rl_core.cluster.actor_host import Identity
+from rl_core.cluster.remote_actor import RemoteActor
+
+
+@pytest.mark.parametrize(("seconds", "known"), [(0.0, True), (1.0, True), (-1.0, True), (60.0, False), (-60.0, False)])
+def test_a_clock_that_is_corrected_by_a_second_makes_nobody_dead_and_another_process_of_that_pid_is_another(seconds, known):
+    # Both sides count from the time of the boot, which the kernel gives in whole seconds and moves with the clock.
+    actor = RemoteActor.__new__(RemoteActor)  # what Ray would start is this process
+    actor._death_seen = False
+    actor._identity = Identity(
+        host=socket.gethostname(),
+        address="",
+        node_id="",
+        pid=os.getpid(),
+        created=psutil.Process().create_time() + seconds,
+        stack_file="",
+        log_file="",
+    )
+    assert actor.is_alive() == known
