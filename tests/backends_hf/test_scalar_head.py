@@ -76,7 +76,7 @@ def snapshot(worker):
 
 def assert_same(one, other):
     assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

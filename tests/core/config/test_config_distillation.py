@@ -54,6 +54,17 @@ def test_a_teacher_and_no_environment_are_enough(files):
         (FORM, "topk: null", "topk null compares the sampled tokens alone, which tells the reverse KL and no other"),
         (FORM, "topk: 0", "config.yaml:4:9: loss_fn.topk"),
         (FORM, "divergence: jsd\n  mixed_kl_weight: 0.2", "divergence jsd with topk 64 has no use for mixed_kl_weight"),
+        (
+            f"num_prompts_per_step: 8\nloss_fn:\n  {FORM}",
+            "student_data_fraction: 0.5\nloss_fn:\n  divergence: reverse_kl\n  topk: null",
+            "config.yaml:2:26: distillation.student_data_fraction: with loss_fn.topk null the KL to the teacher is told by",
+        ),
+        (
+            "num_prompts_per_step: 8",
+            "student_data_fraction: 0.5\n  max_num_epochs: 1",
+            "config.yaml:3:19: distillation.max_num_epochs: prompts are drawn in some of the steps alone",
+        ),
+        ("num_prompts_per_step: 8", "student_data_fraction: 1.5", "distillation.student_data_fraction: must be"),
         (FORM, "divergence: kl", "config.yaml:4:15: loss_fn.divergence"),
         (FORM, "name: clipped_pg", "config.yaml:4:9: loss_fn.name: clipped_pg asks no teacher"),
         (FORM, "name: dpo", "config.yaml:4:9: loss_fn.name: dpo asks no teacher"),
@@ -62,7 +73,7 @@ def test_a_teacher_and_no_environment_are_enough(files):
 )
 def test_a_run_that_cannot_be_is_told_at_its_line(files, old, new, says):
     assert old in DISTILLATION
-    assert any(says in error for error in files.errors(DISTILLATION.replace(old, new, 1)))
+    assert says in "\n".join(files.errors(DISTILLATION.replace(old, new, 1)))
 
 
 def test_a_backend_without_likeliest_tokens_serves_the_sampled_form(files):
