@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
+import threading
 from dataclasses import replace
 
 import pytest
@@ -92,20 +92,30 @@ def test_every_further_step_needs_and_gets_a_further_sync():
 
 
 def test_from_the_second_refit_on_the_policy_digests_while_the_engine_loads():
-    policy, engine = make_policy(), make_engine(SlowEngine)
+    loading, digesting = threading.Event(), threading.Event()
+
+    class LoadsUntilItIsDigested(TinyEngine):
+        def load_weights(self, tensors):
+            loading.set()
+            digesting.wait(30.0)
+            super().load_weights(tensors)
+            loading.clear()
+
+    policy, engine = make_policy(), make_engine(LoadsUntilItIsDigested)
     sync = synchronizer(policy, engine, buffer_bytes=2**20)
     fingerprint, beside = policy.weight_fingerprint, []
 
     def watched(**options):
-        until = time.monotonic() + 0.2  # the engine's thread begins at the same time
-        while not engine.group.worker.is_loading() and time.monotonic() < until:
-            time.sleep(0.005)
-        beside.append(engine.group.worker.is_loading())
+        # The first refit has to know the engine's kind of digest, so it digests after the loading.
+        beside.append(loading.wait(30.0) if beside else loading.is_set())
+        digesting.set()
         return fingerprint(**options)
 
     policy.weight_fingerprint = watched
+    digesting.set()
     for _ in range(3):
         sync.sync()
+        digesting.clear()
         assert weights_equal(policy, engine)
         policy.group.run_all("step")
     assert beside == [False, True, True]
@@ -355,14 +365,19 @@ def test_training_in_the_middle_of_a_refit_is_refused():
 
 
 def test_an_engine_that_loads_too_slowly_is_a_passed_deadline():
+    too_late = threading.Event()
+
     class Slow(DistributedGeneration):
         def update_weights(self, ipc_handles):
-            time.sleep(0.5)
+            too_late.wait(60.0)
             super().update_weights(ipc_handles)
 
     with pytest.raises(DeadlineExceededError, match="has not loaded bucket"):
         synchronizer(make_policy(), make_engine(face=Slow), deadline_s=0.2).sync()
-    time.sleep(0.6)  # the late loading ends before the next test begins
+    too_late.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rlcore-refit"):
+            thread.join()  # the late loading ends before the next test begins
 
 
 def test_the_first_transport_that_both_sides_speak_is_chosen():
