@@ -94,10 +94,14 @@ class TrainingState:
         """Bring optimizer state and float32 copies to `device`."""
         for values in self.optimizer.state.values():
             for key, value in values.items():
-                # Adam keeps step counts on the CPU unless it is told otherwise.
-                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                if isinstance(value, torch.Tensor) and (value.ndim > 0 or self._counts_on_device):
                     values[key] = value.to(device)
         self.masters.move(device)
+
+    @property
+    def _counts_on_device(self) -> bool:
+        """Whether the optimizer keeps its counts of steps beside the parameters: Adam does so where it is fused."""
+        return any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
 
     def _split_state(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
         tensors: dict[str, torch.Tensor] = {}
@@ -132,7 +136,7 @@ class TrainingState:
                 wanted[key] = parameter.detach()
                 _check_shape(name, metadata.size, parameter.shape, folder)
             else:
-                wanted[key] = _room_for(metadata, parameter)
+                wanted[key] = _room_for(metadata, parameter, counts_on_device=self._counts_on_device)
                 state.setdefault(name, {})[entry] = wanted[key]
         try:
             load(wanted, checkpoint_id=folder, no_dist=no_dist)
@@ -153,12 +157,13 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def _room_for(metadata: TensorStorageMetadata, parameter: nn.Parameter) -> torch.Tensor:
-    """An empty tensor of the stored shape, sharded as its parameter is."""
+def _room_for(metadata: TensorStorageMetadata, parameter: nn.Parameter, *, counts_on_device: bool) -> torch.Tensor:
+    """An empty tensor of the stored shape, sharded as its parameter is; a count of steps lies where the optimizer reads it."""
     dtype = metadata.properties.dtype
     if tuple(metadata.size) == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    room = torch.empty(metadata.size, dtype=dtype, device=parameter.device if len(metadata.size) else "cpu")
+    on_device = counts_on_device or len(metadata.size) > 0
+    room = torch.empty(metadata.size, dtype=dtype, device=parameter.device if on_device else "cpu")
     if isinstance(parameter, DTensor) and len(metadata.size):
         return DTensor.from_local(room, parameter.device_mesh, [Replicate()])
     return room

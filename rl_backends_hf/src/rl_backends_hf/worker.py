@@ -66,14 +66,17 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
             torch.set_num_threads(self.context.num_threads)
         hf = self._config.hf_cfg
         self._parallel: Parallel = make_parallel(self.context, hf.data_parallel, dtype=self._dtype)
-        device = self._parallel.device
-        _warn_of_slow_type(self._dtype, device)
-        self._microbatcher = Microbatcher(self._config, device=device)
         head = self._config.head
         # Shards are float32 masters themselves, and rounded as they are gathered.
         keeps_masters = self._parallel.shards and hf.lora is None and not self._config.frozen
         loaded_as = torch.float32 if keeps_masters else self._dtype
-        model = load_model(self._config.model_name, options=hf, dtype=loaded_as, device=device, head=head)
+        model = load_model(self._config.model_name, options=hf, dtype=loaded_as, device=self._parallel.device, head=head)
+        if hf.device_map is not None:
+            # Tokens go to where the map has put their embeddings.
+            self._parallel.device = model.get_input_embeddings().weight.device
+        device = self._parallel.device
+        _warn_of_slow_type(self._dtype, device)
+        self._microbatcher = Microbatcher(self._config, device=device)
         self._quantised = is_quantised(model)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if hf.lora is not None:
@@ -319,6 +322,9 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
             self._scoring.to(weights)
         if state is not None and self._state is not None:
             self._state.move(state)
+        if _CPU in (weights, state):
+            # What torch keeps for itself the engine on the same GPU cannot have.
+            torch.cuda.empty_cache()
 
     def _drop_gradients(self) -> None:
         if self._state is not None:

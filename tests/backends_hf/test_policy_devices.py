@@ -1,0 +1,38 @@
+"""What of a policy lies on which device: moved there and back, and read from a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+from rl_backends_hf.master import MasterWeights
+from rl_backends_hf.training_state import TrainingState, _room_for
+
+ELSEWHERE = torch.device("meta")
+"""A device that every machine has beside its CPU; it keeps no numbers."""
+
+
+def state_after_a_step(**options):
+    model = torch.nn.Linear(3, 2)
+    masters = MasterWeights(model, published=torch.float32)
+    optimizer = torch.optim.AdamW(masters.parameters.values(), **options)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return TrainingState(masters=masters, optimizer=optimizer, scheduler=None)
+
+
+@pytest.mark.parametrize(("options", "counts"), [({"fused": True}, "meta"), ({"foreach": True}, "cpu")])
+def test_counts_of_steps_go_where_the_optimizer_reads_them(options, counts):
+    state = state_after_a_step(**options)
+    state.move(ELSEWHERE)
+    for values in state.optimizer.state.values():
+        assert values["exp_avg"].device.type == values["exp_avg_sq"].device.type == "meta"
+        assert values["step"].device.type == counts
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_count_of_steps_is_read_from_a_checkpoint_to_where_the_optimizer_reads_it(on_device):
+    stored = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([]), [])
+    room = _room_for(stored, torch.nn.Parameter(torch.empty(2, 3, device="meta")), counts_on_device=on_device)
+    assert room.device.type == ("meta" if on_device else "cpu")
