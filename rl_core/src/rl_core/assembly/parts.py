@@ -17,8 +17,9 @@ from rl_core.cluster.worker_group import wait_together
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, RunConfig
 from rl_core.dispatch.environments import EnvironmentPool
-from rl_core.dispatch.group import OverWorkers
+from rl_core.dispatch.group import OverWorkers, device_here
 from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.logger import Logger
@@ -84,6 +85,8 @@ class Builder:
                 environments=self.environments() if samples else {},
                 companions=self.companions(),
             )
+        if self.cluster.use_gpus:
+            return self._start_on_gpus(samples=samples)
         with ThreadPoolExecutor(max_workers=4) as starting:
             policy_starting = starting.submit(self.policy)
             companions_starting = starting.submit(self.companions)
@@ -94,6 +97,18 @@ class Builder:
             generation=engine_starting.result() if engine_starting else None,
             environments=environments_starting.result() if environments_starting else {},
             companions=companions_starting.result(),
+        )
+
+    def _start_on_gpus(self, *, samples: bool) -> Workers:
+        """The engine first, and to sleep: it measures what memory its GPU has left, which nobody else may change meanwhile."""
+        generation = self.generation() if samples else None
+        if generation is not None:
+            generation.finish_generation()
+        return Workers(
+            policy=self.policy(),
+            generation=generation,
+            environments=self.environments() if samples else {},
+            companions=self.companions(),
         )
 
     def policy(self) -> ColocatablePolicyInterface:
@@ -238,6 +253,7 @@ def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) ->
         ResourceInsufficientError: there are too few nodes, CPUs or GPUs.
     """
     if config.backend == "in_process":
+        _refuse_another_device(config.use_gpus)
         return None
     cluster = RayVirtualCluster(
         [config.workers_per_node] * config.num_nodes,
@@ -248,6 +264,17 @@ def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) ->
     )
     exits.callback(cluster.shutdown)
     return cluster
+
+
+def _refuse_another_device(use_gpus: bool | None) -> None:
+    found = device_here() == "cuda"
+    if use_gpus is None or use_gpus == found:
+        return
+    if found:
+        what = "this process sees a GPU, and computes on it. Leave use_gpus out, or set CUDA_VISIBLE_DEVICES=''."
+    else:
+        what = "torch sees no GPU in this process. Leave use_gpus out, or run it where there is one, with torch for CUDA."
+    raise ConfigError(f"`cluster.use_gpus: {str(use_gpus).lower()}` with `cluster.backend: in_process`: {what}")
 
 
 def _first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:

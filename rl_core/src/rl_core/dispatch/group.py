@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.sharding import NamedSharding
@@ -122,7 +122,9 @@ def make_group(
                 f"The {name} asks for {num_workers or 1} workers{' and its own interpreter' if python else ''}, but runs in "
                 "this process. Give it a cluster: `cluster.backend: ray`, or `cluster=RayVirtualCluster([...])` from Python."
             )
-        return InProcessWorkerGroup(worker_class, worker_kwargs={"config": config}, sharding=sharding, name=name)
+        return InProcessWorkerGroup(
+            worker_class, worker_kwargs={"config": config}, sharding=sharding, name=name, device=device_here()
+        )
     from rl_core.cluster.ray_worker_group import RayWorkerGroup
 
     return RayWorkerGroup(
@@ -136,3 +138,10 @@ def make_group(
         env_vars=env_vars,
         bundles_per_worker=bundles_per_worker,
     )
+
+
+def device_here() -> Literal["cpu", "cuda"]:
+    """What a single worker in this process computes on: the first GPU that the process sees, if it sees one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,62 @@
+"""Where the parts of a run compute, and in which order those that share a GPU start."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_core.assembly.parts import Builder, make_cluster
+from rl_core.config.schema import ClusterConfig
+from rl_core.errors import ConfigError
+
+SEES_A_GPU = torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("use_gpus", [None, SEES_A_GPU])
+def test_a_run_in_one_process_needs_no_cluster(use_gpus):
+    assert make_cluster(ClusterConfig(backend="in_process", use_gpus=use_gpus), ExitStack()) is None
+
+
+def test_a_run_in_one_process_refuses_a_device_that_the_process_does_not_compute_on():
+    with pytest.raises(ConfigError, match="in_process"):
+        make_cluster(ClusterConfig(backend="in_process", use_gpus=not SEES_A_GPU), ExitStack())
+
+
+class Recorded(Builder):
+    """Notes what is started, and starts nothing."""
+
+    def note(self, what):
+        self.run.append(what)
+        return SimpleNamespace(finish_generation=lambda: self.run.append("the engine sleeps"))
+
+    def policy(self):
+        return self.note("policy")
+
+    def companions(self):
+        return {"critic": self.note("critic")}
+
+    def generation(self):
+        return self.note("engine")
+
+    def environments(self):
+        return {}
+
+
+def test_on_gpus_the_engine_has_measured_its_memory_and_sleeps_before_anything_else_loads():
+    started = []
+    builder = Recorded(run=started, registry=None, exits=ExitStack(), cluster=SimpleNamespace(use_gpus=True))
+    workers = builder.start(samples=True)
+    assert started[:2] == ["engine", "the engine sleeps"]
+    assert sorted(started[2:]) == ["critic", "policy"]
+    assert workers.generation is not None
+    assert workers.companions.keys() == {"critic"}
+
+
+def test_on_gpus_a_run_that_samples_nothing_has_no_engine():
+    started = []
+    builder = Recorded(run=started, registry=None, exits=ExitStack(), cluster=SimpleNamespace(use_gpus=True))
+    assert builder.start(samples=False).generation is None
+    assert "engine" not in started
