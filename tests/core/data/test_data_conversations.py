@@ -132,7 +132,7 @@ def test_a_function_of_ones_own_makes_records_and_is_held_to_their_form(read, mo
 
 
 def test_a_function_that_is_not_there_and_keys_that_nobody_would_read_are_refused(read, tmp_path):
-    with pytest.raises(ConfigError, match="expected alpaca, gsm8k, sharegpt, or the path"):
+    with pytest.raises(ConfigError, match="expected alpaca, gsm8k, record, sharegpt, or the path"):
         read({}, record_fn="alpacca")
     with pytest.raises(ConfigError, match="cannot import 'no_such_module'"):
         read({}, record_fn="no_such_module.function")

@@ -1,9 +1,11 @@
 """One face for every source: the same rows give the same records, and what is wrong with one is told with its place."""
 
+import gzip
 import json
 import re
 import sys
 
+import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict
 
@@ -220,3 +222,38 @@ def test_a_line_that_is_no_utf8_and_a_byte_order_mark_are_seen(tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl:3: no UTF-8 \(invalid start byte at byte 15"):
         RecordDataset(JsonlDatasetConfig(path=path))
     assert len(RecordDataset(JsonlDatasetConfig(path=path, on_bad_row="skip"))) == 1
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, lambda content: pyarrow.compress(content, codec="zstd", asbytes=True)])
+def test_compressed_lines_are_read_whatever_the_file_is_called_and_a_torn_file_is_told(compress, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    halves = [json.dumps(row).encode() + b"\n" for row in ROWS]
+    path.write_bytes(b"".join(compress(half) for half in halves))
+    dataset = RecordDataset(JsonlDatasetConfig(path=path))
+    assert [record["extra_env_info"]["expected_answer"] for record in dataset] == ["42", "4"]
+    assert dataset.place(1).endswith("rows.jsonl:2")
+    path.write_bytes(compress(b"".join(halves) * 99)[:-20])
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be decompressed \(.*\): it is torn"):
+        RecordDataset(JsonlDatasetConfig(path=path))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", r"has no row to train on \(it is empty\)"),
+        (b"\n\r\n \n", r"has no row to train on \(it is empty\)"),
+        (b'[\n{"question": "a"}\n]', r"begins with '\[', as a file of one JSON array does: write one JSON object a line"),
+        (b'{"question": "a", "question": "b"}', r"rows\.jsonl:1: the key 'question' is there twice in one object"),
+        (b"PAR1....", "is a file of parquet: read it with `dataset_name: parquet`"),
+        (b"{" * 100_000, r"rows\.jsonl:1: no JSON"),
+        (b'{"question": ' + b"[" * 100_000, "nested too deeply"),
+    ],
+    ids=["empty", "blank", "an array", "a key twice", "parquet", "no JSON", "too deep"],
+)
+def test_files_that_are_no_lines_are_told_with_what_to_do(content, says, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        RecordDataset(JsonlDatasetConfig(path=path))
+    with pytest.raises(DataError, match="is a folder: give the path of a file of JSON lines"):
+        RecordDataset(JsonlDatasetConfig(path=tmp_path))

@@ -12,10 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ValidationError
-
 from rl_core.assembly.build import Loaders, connect, refuse_other_tokenizers
-from rl_core.assembly.data import Source
+from rl_core.assembly.given_data import read_given, section_from
 from rl_core.assembly.parts import Builder, Workers
 from rl_core.config.checks import backend_conflicts, companion_conflicts
 from rl_core.config.parts import COMPANIONS
@@ -29,13 +27,10 @@ from rl_core.config.schema import (
     RunConfig,
 )
 from rl_core.config.written import dotted
-from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
-from rl_core.data.datasets import RecordDataset
-from rl_core.data.preferences import PreferenceDataset, pairs_from_row
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.logger import Logger
@@ -120,28 +115,32 @@ class Trainer:
         """Train to the config's last step.
 
         Args:
-            dataset: records, or the path of a file of JSON lines.
-            validation: the held-out ones, where the config asks for validation.
+            dataset: what a config's `data` can name, and rows: a path (JSON lines, parquet, a folder), the name of a dataset of
+                the hub, a list of dicts, a `datasets.Dataset`, records, or a section; see `given_data.read_given`.
+            validation: the held-out data in the same forms, where the config asks for validation.
 
         Returns:
             The metrics of each step, as metrics.jsonl has them; with a validation before the first step, that is the first.
 
         Raises:
-            DataError: a record does not have the algorithm's form.
+            DataError: there is no such data, or a row does not have the algorithm's form.
             ConfigError: validation is asked for, and there is no data for it.
         """
         algorithm = self.config.algorithm
         asks = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
-        if asks and validation is None:
+        data, train, held_out = read_given(
+            dataset, validation if asks else None, self._registry, wants_pairs=algorithm.needs_preferences
+        )
+        if asks and held_out is None:
             raise ConfigError(
                 "The config asks for validation (val_period, val_at_start or val_at_end): give `validation=` data."
             )
-        held_out = self._source(validation, "validation") if asks else None
-        loaders = Loaders(self.config, self._tokenizer, train=self._source(dataset, "dataset"), validation=held_out)
+        config = self.config.model_copy(update={"data": data})
+        loaders = Loaders(config, self._tokenizer, train=train, validation=held_out if asks else None)
         history: list[dict[str, float]] = []
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
-            builder = Builder(run=loaders.settled(self.config), registry=self._registry, exits=exits, cluster=self.cluster)
+            builder = Builder(run=loaders.settled(config), registry=self._registry, exits=exits, cluster=self.cluster)
             run = connect(
                 builder,
                 Workers(
@@ -153,7 +152,7 @@ class Trainer:
                 loaders,
                 loss_fn=self._loss_fn,
                 tokenizer=self._tokenizer,
-                resolved=self.config.model_dump(mode="json", serialize_as_any=True),
+                resolved=config.model_dump(mode="json", serialize_as_any=True),
                 folder=folder,
             )
             run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
@@ -169,7 +168,9 @@ class Trainer:
         assert algorithm is not None
         named = given.get("name") if isinstance(given, Mapping) else getattr(given, "name", None)
         component = self._registry.find("loss", named or getattr(algorithm, "default_loss"))  # noqa: B009
-        section = given if isinstance(given, LossConfig) else _section(component.load_config() or LossConfig, given, "loss_fn")
+        section = (
+            given if isinstance(given, LossConfig) else section_from(component.load_config() or LossConfig, given, "loss_fn")
+        )
         loss_fn: LossFunction = component.load()(section)
         return loss_fn, section
 
@@ -185,14 +186,14 @@ class Trainer:
             policy = policy.model_copy(update={"generation": getattr(self.generation, "config", None)})
         return RunConfig(
             algorithm_name=self.algorithm,
-            algorithm=config if isinstance(config, AlgorithmConfig) else _section(model, config, self.algorithm),
+            algorithm=config if isinstance(config, AlgorithmConfig) else section_from(model, config, self.algorithm),
             loss_fn=loss_section,
             policy=policy,
             value=getattr(self.value, "config", None),
             teacher=getattr(self.teacher, "config", None),
             data=DataConfig(),
             env={task: EnvironmentConfig() for task in self._environments},
-            checkpointing=_section(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
+            checkpointing=section_from(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
         )
 
     def _refuse_conflicts(self) -> None:
@@ -227,37 +228,6 @@ class Trainer:
                 f"The policy samples at temperature {temperatures[0]:g}, and the teacher scores at {temperatures[1]:g}: what "
                 "they say could not be compared. Make the teacher with the same `generation={...}` as the policy."
             )
-
-    def _source(self, dataset: Any, name: str) -> Source:
-        pairs = self.config.algorithm.needs_preferences
-        if isinstance(dataset, str | Path):
-            path = Path(dataset)
-            records: Any = (
-                PreferenceDataset(PreferenceDatasetConfig(path=path)) if pairs else RecordDataset(JsonlDatasetConfig(path=path))
-            )
-            return Source(records=records, name=str(path))
-        if not len(dataset):
-            raise DataError(f"the {name} has no record")
-        if pairs and not isinstance(dataset[0].get("chosen"), list):
-            read = PreferenceDatasetConfig(path=Path())
-            return Source(records=[pair for row in dataset for pair in pairs_from_row(dict(row), read)], name=name)
-        if not pairs and "messages" not in dataset[0]:
-            raise DataError(
-                f"record 0 of the {name} has {sorted(dataset[0])}: expected `messages`, a list of {{role, content}}"
-            )
-        return Source(records=dataset, name=name)
-
-
-def _section(model: Any, given: Any, name: str) -> Any:
-    """A section from a dict of its keys, or as it is."""
-    if isinstance(given, BaseModel):
-        return given
-    try:
-        return model(**(given or {}))
-    except ValidationError as error:
-        problems = error.errors(include_url=False)
-        listed = (f"{dotted((name, *problem['loc']))}: {problem['msg']} (found {problem['input']!r})" for problem in problems)
-        raise ConfigError("\n".join(listed)) from error
 
 
 class DPOTrainer(Trainer):

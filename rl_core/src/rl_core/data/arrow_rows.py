@@ -5,6 +5,7 @@ Loading is all that the library does here: the order, the resume, the bad rows a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,18 @@ def _without_nulls(value: Any, kind: Any) -> Any:
     if hasattr(kind, "feature") and isinstance(value, list):
         return [_without_nulls(each, kind.feature) for each in value]
     return value
+
+
+def is_table(given: Any) -> bool:
+    """Whether it is a dataset of the library, with rows by number."""
+    datasets = sys.modules.get("datasets")  # who has not imported it has none
+    return datasets is not None and isinstance(given, datasets.Dataset)
+
+
+def is_split(given: Any) -> bool:
+    """Whether it is several datasets of the library, by the names of their splits."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(given, datasets.DatasetDict)
 
 
 def _parquet(file: Path) -> Any:

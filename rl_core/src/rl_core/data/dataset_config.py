@@ -33,7 +33,7 @@ class RowsConfig(DatasetConfig):
     record_fn: str | None = Field(
         None,
         description="A function of a row's fields that gives a record, in place of the keys below: the dotted path of one, or "
-        "`alpaca`, `gsm8k` or `sharegpt`.",
+        "`alpaca`, `gsm8k`, `record` or `sharegpt`.",
     )
 
 

@@ -1,30 +1,42 @@
-"""Files of JSON lines as rows, each with its line's number; knows no field."""
+"""Files of JSON lines, compressed or not, as rows, each with its line's number; knows no field."""
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from pathlib import Path
 from typing import Any
 
 from rl_core.data.strict_json import read_json
 from rl_core.errors import DataError
 
+_GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+"""How such files begin, whatever they are called."""
+
 
 class JsonLines:
-    """The objects of a file, one a line; blank lines are none.
+    """The objects of a file, one a line; blank lines are none. A file that gzip or zstd compressed is read as it was before.
 
     Args:
         path: The file.
 
     Raises:
-        DataError: There is no such file.
+        DataError: There is no such file, or it is none of lines.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise DataError(f"dataset {path} does not exist: give the path of a file of JSON lines")
+            what = "is a folder" if path.is_dir() else "does not exist"
+            more = ", or read a folder with `dataset_name: huggingface`" if path.is_dir() else ""
+            raise DataError(f"dataset {path} {what}: give the path of a file of JSON lines{more}")
         self.name = str(path)
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        lines = _content(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
         self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        if self._lines and self._lines[0][1].lstrip().startswith(b"["):
+            raise DataError(
+                f"dataset {path} begins with '[', as a file of one JSON array does: write one JSON object a line "
+                "(jq -c '.[]' turns the one into the other)"
+            )
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -35,6 +47,29 @@ class JsonLines:
     def place(self, index: int) -> str:
         """File and line, from 1."""
         return f"{self.name}:{self._lines[index][0]}"
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file, decompressed."""
+    content = path.read_bytes()
+    if content.startswith(_PARQUET):
+        raise DataError(f"dataset {path} is a file of parquet: read it with `dataset_name: parquet`")
+    try:
+        if content.startswith(_GZIP):
+            return gzip.decompress(content)
+        return _from_zstd(content) if content.startswith(_ZSTD) else content
+    except ImportError as error:
+        raise DataError(f"reading {path} needs a package that is not here ({error}): pip install 'rl-core[data]'") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"dataset {path} cannot be decompressed ({error}): it is torn, or was not copied to its end") from error
+
+
+def _from_zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    with pyarrow.input_stream(pyarrow.BufferReader(content), compression="zstd") as stream:
+        whole: bytes = stream.read()
+    return whole
 
 
 def parsed(line: bytes) -> dict[str, Any]:

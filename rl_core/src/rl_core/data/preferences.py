@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 from rl_core.data.conversations import Messages, kind_of, read_messages
 from rl_core.data.dataset_config import PreferenceForm
 from rl_core.data.record_functions import load_record_function
-from rl_core.data.records import Records
+from rl_core.data.records import Records, Rows
 from rl_core.data.shown import shown
 from rl_core.data.sources import open_rows
 from rl_core.data.tool_calls import check_tool_use, tools_of
@@ -45,13 +45,14 @@ class PreferenceDataset(Records[PreferenceRecord]):
 
     Args:
         config: Which source, which fields.
+        rows: The source, in place of the one that the config names.
 
     Raises:
         DataError: The source is absent or has no good row, or a row is bad; names its place.
     """
 
-    def __init__(self, config: PreferenceForm) -> None:
-        super().__init__(open_rows(config), ReadsPairs(config), on_bad_row=config.on_bad_row)
+    def __init__(self, config: PreferenceForm, rows: Rows | None = None) -> None:
+        super().__init__(open_rows(config) if rows is None else rows, ReadsPairs(config), on_bad_row=config.on_bad_row)
         self.config = config
 
 

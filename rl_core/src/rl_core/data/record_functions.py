@@ -37,6 +37,16 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": messages, "extra_env_info": {"expected_answer": number.strip().replace(",", "")}}
 
 
+_RECORD = ("messages", "tools", "extra_env_info", "task_name", "stop_strings")
+
+
+def record(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{messages}, with tools, extra_env_info, task_name and stop_strings where they are there: a record as it is."""
+    if row.get("messages") is None:
+        raise DataError(f"the field 'messages' is absent: the row has {sorted(row)}")
+    return {key: row[key] for key in _RECORD if row.get(key) is not None}
+
+
 _SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 
@@ -55,7 +65,7 @@ def sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": messages}
 
 
-PACKAGED: Mapping[str, RecordFunction] = {"alpaca": alpaca, "gsm8k": gsm8k, "sharegpt": sharegpt}
+PACKAGED: Mapping[str, RecordFunction] = {"alpaca": alpaca, "gsm8k": gsm8k, "record": record, "sharegpt": sharegpt}
 
 
 def load_record_function(name: str) -> RecordFunction:

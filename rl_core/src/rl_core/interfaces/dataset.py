@@ -13,7 +13,8 @@ class Dataset(ABC):
     """A finite, indexable collection of records; index i is always the same record.
 
     One that reads rows may say more: `place(index)`, where the row of a record is, for errors; `asked(index)`, what the row
-    asks as it is written there, by which rows are held out; `skipped` and `reasons`, how many bad rows were left out and why.
+    asks as it is written there, by which rows are held out; `skipped` and `reasons`, how many bad rows were left out and why;
+    `firsts`, numbers of records that between them have all that a chat template may not take, which are looked at first.
     """
 
     @abstractmethod

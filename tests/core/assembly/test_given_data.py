@@ -1,0 +1,173 @@
+"""Data handed over in Python: every form gives the records that a config's section gives, and what is none is told."""
+
+import gzip
+import json
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict
+from pydantic import ValidationError
+
+from rl_core.assembly.data import read_data
+from rl_core.assembly.given_data import read_given
+from rl_core.config.schema import DataConfig, SplitConfig
+from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
+from rl_core.errors import ConfigError, DataError
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_envs.arithmetic.dataset import ArithmeticDataset
+
+ASKED, ANSWERED = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+ROWS = {
+    "messages": [{"messages": [ASKED, ANSWERED]}],
+    "records": [{"messages": [ASKED], "extra_env_info": {"expected_answer": "2"}, "task_name": "math", "id": 7}],
+    "completions": [{"prompt": "1+1=", "completion": "2"}],
+    "questions": [{"question": "1+1=", "expected_answer": "2", "level": 1}],
+    "bare questions": [{"question": "1+1="}],
+    "pairs": [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}],
+}
+KEYS = {
+    "messages": {"input_key": "messages", "output_key": None},
+    "records": {"record_fn": "record"},
+    "completions": {"input_key": "prompt", "response_key": "completion", "output_key": None},
+    "questions": {},
+    "bare questions": {"output_key": None},
+    "pairs": {},
+}
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry(discover())
+
+
+def forms(rows: list[dict], folder) -> dict:
+    """The rows in every form without a section."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "rows.jsonl").write_text(lines)
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    table = Dataset.from_list(rows)
+    table.to_parquet(folder / "rows.parquet")
+    (folder / "files").mkdir()
+    table.to_parquet(folder / "files" / "train.parquet")
+    table.save_to_disk(folder / "saved")
+    return {
+        "a list": rows,
+        "a tuple": tuple(rows),
+        "a table": table,
+        "lines": folder / "rows.jsonl",
+        "lines as a text": str(folder / "rows.jsonl"),
+        "compressed lines": folder / "rows.jsonl.gz",
+        "parquet": folder / "rows.parquet",
+        "a folder of files": folder / "files",
+        "a saved folder": str(folder / "saved"),
+    }
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_form_gives_the_records_of_the_section_that_says_what_its_fields_mean(name, registry, tmp_path):
+    rows, wants_pairs = ROWS[name], name == "pairs"
+    given = forms(rows, tmp_path)
+    section = (PreferenceDatasetConfig if wants_pairs else JsonlDatasetConfig)(path=tmp_path / "rows.jsonl", **KEYS[name])
+    wanted = list(read_data(DataConfig(train=section), registry)[0].records)
+    for form, data in {
+        **given,
+        "a section": section,
+        "a section as a dict": {"dataset_name": section.dataset_name, "path": str(tmp_path / "rows.jsonl"), **KEYS[name]},
+        "all data": DataConfig(train=section),
+        "all data as a dict": {"train": {"dataset_name": section.dataset_name, "path": tmp_path / "rows.jsonl", **KEYS[name]}},
+    }.items():
+        data, train, held_out = read_given(data, None, registry, wants_pairs=wants_pairs)
+        assert list(train.records) == wanted, form
+        assert held_out is None
+
+
+def test_records_of_a_dataset_and_a_collection_of_ones_own_are_taken_as_well(registry):
+    sums = ArithmeticDataset({"num_samples": 4})
+    assert read_given(sums, None, registry, wants_pairs=False)[1].records is sums
+
+    class Rows:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return ROWS["messages"][index]
+
+    assert read_given(Rows(), None, registry, wants_pairs=False)[1].records[0]["messages"] == [ASKED, ANSWERED]
+
+
+def test_the_section_of_all_data_splits_mixes_and_says_what_holds_for_every_row(registry, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}+1=", "expected_answer": str(n + 1)}) + "\n" for n in range(60)))
+    member = {"dataset_name": "jsonl", "path": path}
+    given = {"mix": {"a": member, "b": {**member, "weight": 2.0}}, "split": {"validation": 0.2, "seed": 3}, "shuffle": False}
+    data, train, held_out = read_given(given, None, registry, wants_pairs=False)
+    assert isinstance(data.split, SplitConfig)
+    assert data.shuffle is False
+    assert train.weights == {"a": 1.0, "b": 2.0}
+    assert len(train.records) + len(held_out.records) == 120
+    short, train, _ = read_given({"train_data_path": str(path)}, str(path), registry, wants_pairs=False)
+    assert (short.train.dataset_name, len(train.records)) == ("jsonl", 60)
+
+
+def test_bad_rows_of_the_validation_data_are_counted_with_those_of_the_training_data(registry, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1+1=", "expected_answer": "2"}\n{\n')
+    section = {"dataset_name": "jsonl", "path": path, "on_bad_row": "skip"}
+    _, train, held_out = read_given(section, section, registry, wants_pairs=False)
+    assert held_out.bad_rows is train.bad_rows
+    assert train.bad_rows.count == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("absent.jsonl", "dataset absent.jsonl does not exist"),
+        ("./absent", "dataset absent does not exist"),
+        ("absent.parquet", "dataset absent.parquet does not exist: give the path of a parquet file"),
+        ([], r"the dataset has no row to train on \(it is empty\)"),
+        ([{"text": "a"}], r"the dataset, row 0 has \['text'\]: expected `messages`, `prompt` with `completion`, or `question`"),
+        (["a"], "the dataset, row 0: it is a str: expected a mapping"),
+        ([*ROWS["messages"], {"messages": "a", "tools": 3}], r"the dataset, row 1: `tools` of what record gave is 3"),
+        (iter([]), "the dataset is a list_iterator, which has no rows by number"),
+        (
+            DatasetDict(train=Dataset.from_list(ROWS["messages"])),
+            r"has the splits train: give one of them, such as \['train'\]",
+        ),
+    ],
+)
+def test_what_is_no_data_is_told_with_what_to_give(given, says, registry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=says):
+        read_given(given, None, registry, wants_pairs=False)
+
+
+def test_a_name_that_is_no_path_is_one_of_the_hub(registry, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="dataset nobody/nothing cannot be loaded: Couldn't reach 'nobody/nothing' on the Hub"):
+        read_given("nobody/nothing", None, registry, wants_pairs=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dataset_name": "jsonl", "paht": "a"}, r"dataset\.paht: Extra inputs are not permitted"),
+        ({"dataset_name": "jsonl"}, r"dataset\.path: Field required"),
+        ({"train": {"path": "a"}}, "data.train is .*: expected the section of a dataset, which has `dataset_name`"),
+        ({"question": ["1+1="]}, r"data\.question: Extra inputs"),
+        ({"split": {"validation": 0.1}}, "names no training data: give it `train` or `mix`"),
+    ],
+)
+def test_a_section_that_is_none_is_refused_with_its_key(given, says, registry):
+    with pytest.raises(ConfigError, match=says):
+        read_given(given, None, registry, wants_pairs=False)
+
+
+def test_held_out_data_is_named_once(registry, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}", "expected_answer": "1"}) + "\n" for n in range(40)))
+    given = {"train_data_path": path, "split": {"validation": 0.2}}
+    with pytest.raises(ConfigError, match="both name held-out data: keep one"):
+        read_given(given, path, registry, wants_pairs=False)
+    with pytest.raises(ValidationError, match="split and validation both"):
+        DataConfig(train_data_path=str(path), val_data_path=str(path), split=SplitConfig(validation=0.2))

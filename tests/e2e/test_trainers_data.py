@@ -1,0 +1,82 @@
+"""What a trainer is given in Python is what a config's `data` names: the same data takes the same steps, whatever its form."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from e2e_runs import MODEL, merged, metrics_of
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_core.algorithms import DPOTrainer, SFTTrainer
+from rl_core.assembly.launch import train
+from rl_core.errors import ConfigError
+
+LIMITS = {"max_total_sequence_length": 16, "train_micro_batch_size": 8, "logprob_batch_size": 8}
+SECTION = {"max_num_steps": 2, "global_batch_size": 8}
+
+
+def kept(steps: list[dict]) -> list[dict]:
+    return [{name: value for name, value in step.items() if not name.startswith(("time/", "tokens_per_s"))} for step in steps]
+
+
+def trained(trainer, data, **given) -> list[dict]:
+    torch.set_num_threads(1)
+    policy = HuggingFacePolicy(str(MODEL), **LIMITS)
+    try:
+        return kept(trainer(policy, config=given.pop("config", SECTION)).train(data, **given))
+    finally:
+        policy.shutdown()
+
+
+def by_config(folder, data, **section) -> list[dict]:
+    config = {
+        "policy": {"backend": "hf", "model_name": str(MODEL), **LIMITS},
+        "cluster": {"backend": "in_process"},
+        "checkpointing": {"enabled": False},
+        "logger": {"log_dir": str(folder / "runs")},
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(merged(config, {**section, "data": data})))
+    train(path, resume="never", console=False)
+    steps = metrics_of(folder)
+    return kept([{"step": step, **steps[step]} for step in sorted(steps)])
+
+
+@pytest.fixture
+def answered(tmp_path):
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    return rows
+
+
+def test_rows_tables_and_paths_take_the_steps_of_the_config(answered, tmp_path):
+    section = {
+        "dataset_name": "jsonl",
+        "path": str(tmp_path / "rows.jsonl"),
+        "input_key": "prompt",
+        "response_key": "completion",
+        "output_key": None,
+    }
+    wanted = by_config(tmp_path, {"train": section}, sft=SECTION)
+    given = [answered, Dataset.from_list(answered), tmp_path / "rows.jsonl", str(tmp_path / "rows.parquet"), section]
+    for data in given:
+        assert trained(SFTTrainer, data) == wanted
+
+
+def test_the_section_of_all_data_holds_rows_out_as_the_config_does(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"}) + "\n" for n in range(40))
+    )
+    data = {
+        "train": {"dataset_name": "preference", "path": str(tmp_path / "pairs.jsonl")},
+        "split": {"validation": 0.3, "seed": 1},
+        "shuffle": False,
+    }
+    section = {**SECTION, "val_at_end": True}
+    found = trained(DPOTrainer, data, config=section)
+    assert found == by_config(tmp_path, data, dpo=section)
+    assert "validation/loss" in found[-1]
+    with pytest.raises(ConfigError, match="both name held-out data"):
+        trained(DPOTrainer, data, config=section, validation=tmp_path / "pairs.jsonl")
