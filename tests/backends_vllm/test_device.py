@@ -18,13 +18,20 @@ from rl_backends_vllm.leftovers import sweep_leftovers, unname_here
 def test_vllm_reports_errors_alone_unless_the_user_asks_for_more(monkeypatch, own, level, use_gpus):
     monkeypatch.setattr(os, "environ", dict(own))
     assert worker_environment(use_gpus=use_gpus)["VLLM_LOGGING_LEVEL"] == level
-    set_environment_here()
+    set_environment_here("cuda" if use_gpus else "cpu")
     assert os.environ["VLLM_LOGGING_LEVEL"] == level
 
 
 def test_what_the_engine_depends_on_is_not_the_users_to_change_in_a_worker(monkeypatch):
     monkeypatch.setattr(os, "environ", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert worker_environment(use_gpus=False)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_what_a_cpu_needs_is_kept_from_an_engine_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    set_environment_here("cuda")
+    assert "TORCHDYNAMO_DISABLE" not in os.environ, "graphs of a GPU are compiled"
+    assert os.environ.items() == worker_environment(use_gpus=True).items()
 
 
 @pytest.mark.parametrize(("own", "level"), [({}, logging.ERROR), ({"VLLM_LOGGING_LEVEL": "info"}, logging.INFO)])

@@ -30,6 +30,10 @@ _LOGGING = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+_GPU = {
+    # Its choice between two model runners decides which interface the processor of greedy rows must have; see `greedy`.
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+}
 _CPU = {
     # One helper of the sampler is compiled whatever the engine is told: ten seconds at the first row.
     "TORCHDYNAMO_DISABLE": "1",
@@ -48,14 +52,18 @@ def worker_environment(*, use_gpus: bool, python: str | None = None) -> dict[str
     """
     common = _COMMON | {name: os.environ.get(name, value) for name, value in _LOGGING.items()}
     if use_gpus:
-        return common
+        return common | _GPU
     preloaded = _preloads(python)
     return {**common, **_CPU, **({"LD_PRELOAD": preloaded} if preloaded else {})}
 
 
-def set_environment_here() -> None:
-    """The same for an engine in this process, as far as that still can; what the user has set stays."""
-    for name, value in {**_COMMON, **_LOGGING, **_CPU}.items():
+def set_environment_here(device: str) -> None:
+    """The same for an engine in this process, as far as that still can; what the user has set stays.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    for name, value in {**_COMMON, **_LOGGING, **(_CPU if device == "cpu" else _GPU)}.items():
         os.environ.setdefault(name, value)
 
 
@@ -104,6 +112,13 @@ def ask_for_tile_registers(device: str) -> None:
         import torch
 
         torch.cpu._init_amx()
+
+
+def greedy_processor(device: str) -> str:
+    """What gives greedy rows their log-probabilities, with the interface that vLLM's model runner has there."""
+    return (
+        "rl_backends_vllm.greedy:GreedyTemperature" if device == "cpu" else "rl_backends_vllm.greedy_on_gpu:GreedyTemperature"
+    )
 
 
 def can_sleep(device: str) -> bool:

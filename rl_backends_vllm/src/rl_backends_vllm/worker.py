@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_backends_vllm.config import VllmConfig
-from rl_backends_vllm.device import can_sleep, engine_arguments, quiet_import, set_environment_here
+from rl_backends_vllm.device import can_sleep, engine_arguments, greedy_processor, quiet_import, set_environment_here
 from rl_backends_vllm.engine import Engine
 from rl_backends_vllm.leftovers import remove_replica_folder, replica_folder, sweep_leftovers, unname_registration
 from rl_backends_vllm.model_folder import ModelFiles, model_files
@@ -46,7 +46,7 @@ class VllmGenerationWorker(GenerationWorker):
         if config.model_name is None:
             raise ConfigError("`policy.generation.model_name` is empty, and there is no policy to take it from: name a model.")
         if self.context.run_in_process:
-            set_environment_here()
+            set_environment_here(self.context.device)
         quiet_import()
         own = config.vllm_cfg
         tokenizer_name = own.tokenizer.name if own.tokenizer is not None else None
@@ -77,6 +77,8 @@ class VllmGenerationWorker(GenerationWorker):
         }
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
+        # An engine that sleeps would never come to a row.
+        self.prepare_for_generation()
         self._refuse_torn_weights()
         prompts = self._read(data)
         names = [f"{self._calls}-{prompt.number}" for prompt in prompts]
@@ -209,7 +211,7 @@ class VllmGenerationWorker(GenerationWorker):
             "distributed_executor_backend": ManyProcesses if own.processes > 1 else OneProcess,
             "seed": own.seed,
             "logprobs_mode": "processed_logprobs",
-            "logits_processors": ["rl_backends_vllm.greedy:GreedyTemperature"] if self._config.temperature != 1.0 else None,
+            "logits_processors": [greedy_processor(self.context.device)] if self._config.temperature != 1.0 else None,
             "worker_extension_cls": "rl_backends_vllm.extension.RefitExtension",
             "disable_log_stats": True,
             # The screen is the run's own.
@@ -242,6 +244,7 @@ class VllmGenerationWorker(GenerationWorker):
 
     def _begin(self, arrival: Arrival) -> None:
         if not self._running.is_held:
+            self.prepare_for_generation()
             self._refuse_torn_weights()
         [prompt] = self._read(arrival.row)
         [seed] = self._seeds([prompt])

@@ -1,0 +1,28 @@
+"""Greedy rows with log-probabilities at the run's temperature, for vLLM's second model runner, which it has on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
+
+from rl_backends_vllm.requests import GREEDY_TEMPERATURE
+
+
+class GreedyTemperature(LogitsProcessor):
+    """Divides the logits of greedy rows by their temperature, which leaves their order as it is."""
+
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        # By slot, a row's place as long as it is in the batch; 1 where a row has none.
+        self._temperatures = torch.ones(req_states.max_num_reqs, dtype=torch.float32, device=req_states.device)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Take a row into its slot; whether its logits are changed."""
+        temperature = (sampling_params.extra_args or {}).get(GREEDY_TEMPERATURE)
+        self._temperatures[req_idx] = 1.0 if temperature is None else temperature
+        return temperature is not None
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """Logits [N, V] float32 of the step's rows, in place."""
+        return logits.div_(self._temperatures[ctx.expanded_idx_mapping].unsqueeze(1))
