@@ -296,6 +296,7 @@ def test_a_path_without_fitting_weights_is_the_users_mistake(config, run, tmp_pa
         (("--best", "--checkpoint", str(MODEL)), "there is no best of it"),
         (("--json", "no/such/folder/found.json"), "Make it first"),
         (("--json", "."), "is a folder"),
+        (("--json", "/proc/found.json"), "cannot be written"),
         (("data.validation=null",), "data.validation names no data"),
         (("policy.precison=bfloat16",), "Did you mean 'precision'?"),
     ],

@@ -94,6 +94,13 @@ def _refuse_unwritable(path: Path) -> None:
         raise UserError(f"--json {path} is a folder. Name a file in it, such as {path / 'eval.json'}.")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--json {path}: there is no folder {path.absolute().parent}. Make it first.")
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written: {error.strerror}. Name another file.") from error
+    if is_new:
+        path.unlink()
 
 
 @contextmanager

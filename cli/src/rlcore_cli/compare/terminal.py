@@ -13,6 +13,7 @@ DRAWN = ("reward/mean", "validation/accuracy", "validation/loss", "loss")
 """The curves of a terminal: the first two of these that all runs have."""
 MOST_DRAWN = 2
 LONGEST_VALUE = 40
+MOST_NAMED = 12
 
 
 def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
@@ -39,7 +40,8 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
         yield from _differing("version", comparison, comparison.versions)
     yield from _verdict_table(comparison, everything=everything)
     if comparison.not_shared:
-        yield f"Not in all of them: {', '.join(comparison.not_shared)}."
+        named, more = comparison.not_shared[:MOST_NAMED], len(comparison.not_shared) - MOST_NAMED
+        yield f"Not in all of them: {', '.join(named)}" + (f", and {more} more." if more > 0 else ".")
 
 
 def cell(value: float, first: float | None) -> str:
