@@ -144,6 +144,16 @@ class Trainer:
                     if isinstance(value, torch.Tensor) and value.ndim > 0:
                         state[key] = value.to(device)
 
+    def free_gradients(self) -> None:
+        """Give the memory of all gradients back, four bytes a parameter, until `make_room_for_gradients`."""
+        for model in self.models:
+            model.offload_grad_buffers(synchronize=False, empty_cache=False)
+
+    def make_room_for_gradients(self) -> None:
+        """Take it again, with gradients of zero; nothing where it is there."""
+        for model in self.models:
+            model.restore_grad_buffers(synchronize=False)
+
     def _share_of(self, parameter: torch.nn.Parameter) -> slice:
         """Which of its entries, counted flat, this data-parallel rank steps."""
         part = next(part for part in self.parts if parameter in part.model_param_gbuf_map)
@@ -186,6 +196,12 @@ class Untrained:
 
     def move_state(self, device: torch.device | str) -> None:
         """There is none."""
+
+    def free_gradients(self) -> None:
+        """There are none."""
+
+    def make_room_for_gradients(self) -> None:
+        """There are none."""
 
 
 def _settings(config: MegatronPolicyConfig) -> MegatronOptimizerConfig:

@@ -122,7 +122,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         mbs: int | None = None,
     ) -> list[StepResult]:
         key = loss_fn.candidates_key
-        self._trainer.move_state(self._ranks.device)
+        self._take_memory_for_a_step()
         rows = max(1, data.size // len(counts))
         results = []
         for number, count in enumerate(counts):
@@ -154,19 +154,30 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         return answer
 
     def prepare_for_training(self) -> None:
-        self._trainer.move_state(self._ranks.device)
+        self._take_memory_for_a_step()
 
     def finish_training(self) -> None:
         with device_seam():
             self._trainer.drop_gradients()
 
     def offload_before_refit(self) -> None:
-        """Optimizer state leaves the device; the weights stay, to be sent."""
-        self._trainer.move_state("cpu")
+        """Gradients are freed, and optimizer state leaves the device; the weights stay, to be sent."""
+        self._give_memory_of_a_step()
 
     def offload_after_refit(self) -> None:
         """Weights live in the gradient wrapper's buffers and stay on the device; see the README."""
-        self._trainer.move_state("cpu")
+        self._give_memory_of_a_step()
+
+    def _take_memory_for_a_step(self) -> None:
+        self._trainer.make_room_for_gradients()
+        self._trainer.move_state(self._ranks.device)
+
+    def _give_memory_of_a_step(self) -> None:
+        if self._ranks.device.type == "cuda":
+            self._trainer.move_state("cpu")
+            self._trainer.free_gradients()
+            # What torch keeps for itself the engine on the same GPU cannot have.
+            torch.cuda.empty_cache()
 
     def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
         weights = self.iter_weights()
