@@ -14,8 +14,8 @@ from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
 from rl_core.cluster.actor_pool import InProcessPool
 from rl_core.data import BatchedDataDict, BatchedDataLoader
 from rl_core.dispatch.environments import EnvironmentPool
-from rl_core.errors import ConfigError, ResourceInsufficientError
-from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, PolicyInterface
+from rl_core.errors import ConfigError, DataError, NotSupportedError, ResourceInsufficientError
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface, PolicyInterface
 from rl_core.validation import compare_log_probabilities, validate_log_probability_consistency
 from rl_envs import MathEnvironment
 
@@ -24,7 +24,7 @@ MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(local_ray):
     with RayVirtualCluster([2], max_colocated_worker_groups=2) as cluster:
         yield cluster
 
@@ -117,6 +117,31 @@ def test_training_and_inference_backends_agree_on_probabilities():
         trainer.shutdown()
         sampler.shutdown()
         other.shutdown()
+
+
+def test_what_an_engine_returned_is_scored_as_it_is(policy):
+    generations = policy.generate(batch_of_prompts(), greedy=False)
+    logprobs = policy.get_logprobs(generations)["logprobs"]
+    sampled = generations["logprobs"] != 0
+    assert sampled.any()
+    assert torch.allclose(logprobs[sampled], generations["logprobs"][sampled], atol=1e-4)
+    assert torch.equal(policy.get_reference_logprobs(generations)["reference_logprobs"].bool(), logprobs.bool())
+
+
+def test_rewards_in_the_place_of_a_loss_are_refused_by_name(policy):
+    with pytest.raises(DataError, match=r"train takes a loss .* found Tensor"):
+        policy.train(policy.generate(batch_of_prompts()), torch.ones(4))
+
+
+def test_the_methods_that_were_promised_make_a_policy_and_an_engine():
+    promised = ("get_logprobs", "get_reference_policy_logprobs", "train", "prepare_for_training", "finish_training")
+    policy = type("Policy", (PolicyInterface,), dict.fromkeys((*promised, "save_checkpoint", "shutdown"), lambda self: None))()
+    for missing in (lambda: policy.weight_version, lambda: policy.load_checkpoint("weights"), lambda: policy.generate({})):
+        with pytest.raises(NotSupportedError, match="Policy"):
+            missing()
+    promised = ("generate", "prepare_for_generation", "finish_generation")
+    engine = type("Engine", (GenerationInterface,), dict.fromkeys(promised, lambda self: None))()
+    assert engine.shutdown()
 
 
 class RanklessPolicy(PolicyInterface):

@@ -134,7 +134,7 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:
             scored.reorder_data(order)
-        width = data["input_ids"].shape[1]
+        width = rows["input_ids"].shape[1]
         return BatchedDataDict({name: _widened(column, width)[: data.size] for name, column in scored.items()})
 
     def train(
@@ -146,6 +146,11 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
+        if not isinstance(loss_fn, LossFunction):
+            raise DataError(
+                f"train takes a loss as its second argument, such as GRPOLossFn(): found {type(loss_fn).__name__}. "
+                "Rewards reach a loss as the column `advantages` of the batch."
+            )
         self.wait_ready()
         candidates = {loss_fn.candidates_key} if loss_fn.candidates_key is not None else set()
         rows = at_the_door(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys | candidates)))

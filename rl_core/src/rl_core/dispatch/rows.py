@@ -14,13 +14,19 @@ from rl_core.interfaces.worker import GlobalCounts
 
 
 def at_the_door(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDataDict[Any]:
-    """The columns that the ranks need, and no other; a plain `attention_mask` becomes `input_lengths`.
+    """The columns that the ranks need, and no other.
+
+    A plain `attention_mask` becomes `input_lengths`, and what an engine returned is read as the rows that it is: `output_ids`
+    and `unpadded_sequence_lengths` become `input_ids` and `input_lengths`.
 
     Raises:
         DataError: a column is missing.
     """
     wanted = list(keys)
     columns = dict(data)
+    if "input_ids" in wanted and "input_ids" not in columns and "output_ids" in columns:
+        columns["input_ids"] = columns["output_ids"]
+        columns.setdefault("input_lengths", columns["unpadded_sequence_lengths"])
     if "input_lengths" in wanted and "input_lengths" not in columns and "attention_mask" in columns:
         columns["input_lengths"] = lengths_from_attention_mask(columns["attention_mask"])
     missing = [key for key in wanted if key not in columns]

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core.errors import NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 
 if TYPE_CHECKING:
@@ -55,19 +56,26 @@ class TrainableInterface(ABC):
     def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
         """Write the weights to a folder, and what training goes on from: optimizer, scheduler, RNG of every rank."""
 
-    @abstractmethod
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
         """Read what `save_checkpoint` wrote; with both paths, training goes on as if it had never stopped.
 
         Raises:
             CheckpointError: the folder is absent, torn, or of another model.
+            NotSupportedError: the model reads none; a run on it cannot be resumed.
         """
+        raise NotSupportedError(
+            f"{type(self).__name__} reads no checkpoints: it has no `load_checkpoint`, so no run on it resumes."
+        )
 
     @abstractmethod
     def shutdown(self) -> bool:
         """End the policy and its processes; calling it twice is fine."""
 
     @property
-    @abstractmethod
     def weight_version(self) -> int:
-        """How many optimizer steps the weights have seen."""
+        """How many optimizer steps the weights have seen; a run compares it with the engine's after each refit.
+
+        Raises:
+            NotSupportedError: the model does not count them.
+        """
+        raise NotSupportedError(f"{type(self).__name__} does not count its optimizer steps: it has no `weight_version`.")
