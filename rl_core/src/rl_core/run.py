@@ -16,7 +16,7 @@ from rl_core.errors import RunInterrupted
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.logger import Logger
 from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.value import ValueInterface
 from rl_core.metrics.recorder import Recorder
 from rl_core.rollouts.batches import TrainingBatches
@@ -45,8 +45,8 @@ class Run:
     """The policy's."""
     value: ValueInterface | None = None
     """The critic: trained beside the policy."""
-    teacher: PolicyInterface | None = None
-    """Who is learnt from; its weights never change."""
+    teacher: ColocatablePolicyInterface | None = None
+    """Who is learnt from; its weights never change, and rest in CPU memory while it is not asked."""
     generation: GenerationInterface | None = None
     """The engine that samples."""
     weights: WeightSynchronizer | None = None

@@ -1,7 +1,7 @@
 """On-policy distillation: the student answers, and learns at every token of its answer what the teacher would have said.
 
-Follows GKD, https://arxiv.org/abs/2306.13649, algorithm 1 with lambda = 1 (all answers are the student's own), with these
-departures:
+Follows GKD, https://arxiv.org/abs/2306.13649, algorithm 1, whose lambda is `student_data_fraction` (1 by default: all answers
+are the student's own), with these departures:
   1. the divergence is taken on the teacher's K likeliest tokens and a bucket for all others, not on the whole vocabulary;
      K = V (`loss_fn.topk`) is the paper's;
   2. the loss is a mean over all trained tokens of a global batch, not a mean of per-sequence means
@@ -33,8 +33,7 @@ def train(config: DistillationConfig, run: Run) -> None:
     assert run.teacher is not None
     policy, teacher, loss_fn = run.policy, run.teacher, run.loss_fn
     rows_per_update = run.config.policy.train_global_batch_size
-    rows_per_step = config.num_prompts_per_step * config.num_generations_per_prompt
-    loss_fn.on_policy = rows_per_update is None or rows_per_update >= rows_per_step
+    loss_fn.on_policy = rows_per_update is None or rows_per_update >= config.rows_per_step
 
     def score(batch: BatchedDataDict[Any]) -> None:
         if loss_fn.candidates_key is not None:
@@ -43,9 +42,12 @@ def train(config: DistillationConfig, run: Run) -> None:
             batch["teacher_topk_logprobs"] = likeliest["topk_logprobs"]
         if "teacher_logprobs" in loss_fn.required_keys:
             batch["teacher_logprobs"] = teacher.get_logprobs(batch)["logprobs"]
+        teacher.offload_after_refit()
         if "prev_logprobs" in loss_fn.required_keys:
             batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
 
+    # The teacher rests in CPU memory, as a reference policy does, and visits the device while it scores.
+    teacher.offload_after_refit()
     validate(run, step=0, score=score)
     for step in run.steps():
         with run.timed("refit"):
@@ -60,10 +62,11 @@ def train(config: DistillationConfig, run: Run) -> None:
 
         with run.timed("train"):
             policy.prepare_for_training()
-            staleness = policy.weight_version - batch["weight_version"]
+            if "weight_version" in batch:
+                run.metrics.add({"staleness/mean": (policy.weight_version - batch["weight_version"]).float().mean()})
             run.record_training(policy.train(batch, loss_fn), batch)
             policy.finish_training()
 
-        run.metrics.add(rollouts.metrics | {"staleness/mean": staleness.float().mean()})
+        run.metrics.add(rollouts.metrics)
         run.log_rollouts(rollout_records(rollouts.trajectories, policy_logprobs=batch.get("prev_logprobs")), step)
         validate(run, step, score=score)

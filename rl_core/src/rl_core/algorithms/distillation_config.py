@@ -27,6 +27,9 @@ class DistillationConfig(AlgorithmConfig):
     """P, the prompts drawn each step."""
     num_generations_per_prompt: int = Field(default=1, ge=1)
     """G, the samples drawn for each prompt."""
+    student_data_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
+    """GKD's lambda: with this probability the rows of a step are answers of the student, else answers that the training data
+    gives."""
     max_rollout_turns: int = Field(default=1, ge=1)
     """Most turns of one rollout; without an environment there is one."""
 
@@ -35,8 +38,13 @@ class DistillationConfig(AlgorithmConfig):
         """Prompts that are drawn at once."""
         return self.num_prompts_per_step
 
+    @property
+    def rows_per_step(self) -> int:
+        """B, the rows that a step trains on, sampled or given."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
-        return TrainingPlan(steps=self.max_num_steps, rows=self.num_prompts_per_step * self.num_generations_per_prompt)
+        return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         loss, generation = run.loss_fn, run.policy.generation
@@ -45,8 +53,20 @@ class DistillationConfig(AlgorithmConfig):
                 ("loss_fn", "name"),
                 f"{loss.name} asks no teacher, and {run.algorithm_name} has nothing else. Use distillation.",
             )
+        if self.student_data_fraction < 1.0 and self.max_num_epochs is not None:
+            yield (
+                (run.algorithm_name, "max_num_epochs"),
+                "prompts are drawn in some of the steps alone (student_data_fraction), so that an epoch is no number of steps. "
+                "Set max_num_steps alone.",
+            )
         if generation is None or not isinstance(loss, DistillationLossConfig):
             return
+        if self.student_data_fraction < 1.0 and loss.topk is None:
+            yield (
+                (run.algorithm_name, "student_data_fraction"),
+                "with loss_fn.topk null the KL to the teacher is told by tokens that the student drew, and answers of the data "
+                "are nobody's draw. Set it to 1, or give loss_fn a topk.",
+            )
         validates = self.val_period > 0 or self.val_at_start or self.val_at_end
         if validates and loss.topk is None and generation.val_temperature == 0.0:
             yield (

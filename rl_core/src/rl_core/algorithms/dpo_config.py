@@ -25,9 +25,7 @@ class DPOConfig(AlgorithmConfig):
     """Pairs of one validation batch."""
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
-        # Unshuffled, an epoch's last batch may be smaller.
-        rows = 2 * self.global_batch_size
-        return TrainingPlan(steps=self.max_num_steps, rows=rows, rows_per_unit=2, is_exact=run.data.shuffle)
+        return TrainingPlan(steps=self.max_num_steps, rows=2 * self.global_batch_size, rows_per_unit=2)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         if isinstance(run.loss_fn, ClippedPGLossConfig | NLLLossConfig):

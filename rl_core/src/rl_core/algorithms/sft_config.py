@@ -25,5 +25,4 @@ class SFTConfig(AlgorithmConfig):
     """Most turns of one validation rollout."""
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
-        # Unshuffled, an epoch's last batch may be smaller.
-        return TrainingPlan(steps=self.max_num_steps, rows=self.global_batch_size, is_exact=run.data.shuffle)
+        return TrainingPlan(steps=self.max_num_steps, rows=self.global_batch_size)

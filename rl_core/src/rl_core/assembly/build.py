@@ -31,6 +31,7 @@ from rl_core.plugins.registry import Registry
 from rl_core.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_core.rollouts.collect import Collector
 from rl_core.rollouts.evaluate import Evaluation
+from rl_core.rollouts.given import SampledOrGiven
 from rl_core.rollouts.source import OnDemandSource
 from rl_core.run import Run
 
@@ -102,6 +103,13 @@ def connect(
         if loaders.prompts is not None:
             group_size = getattr(config.algorithm, "num_generations_per_prompt", 1)
             run.rollouts = OnDemandSource(collector, loaders.prompts, group_size=group_size)
+            if loaders.answers is not None:
+                run.rollouts = SampledOrGiven(
+                    run.rollouts,
+                    loaders.answers,
+                    sampled_fraction=getattr(config.algorithm, "student_data_fraction", 1.0),
+                    seed=config.algorithm.seed,
+                )
             builder.exits.callback(run.rollouts.close)
         if loaders.validation_prompts is not None:
             run.evaluation = Evaluation(
@@ -132,6 +140,7 @@ class Loaders:
     def __init__(self, config: RunConfig, tokenizer: Any, *, train: Source, validation: Source | None) -> None:
         self.prompts = self.validation_prompts = None
         self.batches: TrainingBatches | None = None
+        self.answers: TrainingBatches | None = None
         self.validation_batches: TrainingBatches | None = None
         algorithm, shuffle = config.algorithm, config.data.shuffle
         self.samples = algorithm.needs_generation or getattr(algorithm, "val_accuracy", False)
@@ -142,6 +151,9 @@ class Loaders:
         if algorithm.needs_generation:
             per_draw = getattr(algorithm, "prompts_per_draw", 1)
             self.prompts = prompt_loader(train, config, tokenizer, batch_size=per_draw, shuffle=shuffle)
+            if getattr(algorithm, "student_data_fraction", 1.0) < 1.0:
+                rows = per_draw * getattr(algorithm, "num_generations_per_prompt", 1)
+                self.answers = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
             return
         rows = getattr(algorithm, "global_batch_size", 1)
         self.batches = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)

@@ -81,5 +81,6 @@ def optimizer_steps(run: RunConfig, model: str) -> OptimizerSteps | None:
     per_pass = -(-plan.rows // rows)
     # Parts that were made from Python have places of their own, and with them maybe more ranks.
     settled = asked is None or "cluster" in run.model_fields_set or per_pass == 1
-    whole = plan.is_exact and run.algorithm.max_num_epochs is None
+    # Unshuffled, an epoch's last batch may be smaller.
+    whole = plan.is_exact and run.data.shuffle and run.algorithm.max_num_epochs is None
     return OptimizerSteps(plan=plan, per_pass=per_pass, is_exact=settled and whole)

@@ -1,0 +1,98 @@
+"""Steps whose answers the data gives: how many they are, that a resume repeats none, and what their rows hold."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_core.data.dataloader import BatchedDataLoader
+from rl_core.data.processors import collate_datums, conversation_datum
+from rl_core.data.tokenizer import load_tokenizer
+from rl_core.rollouts.batches import TrainingBatches
+from rl_core.rollouts.given import SampledOrGiven
+from rl_core.rollouts.source import Rollouts, RolloutSource
+from rl_envs.arithmetic.dataset import ArithmeticDataset
+
+MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
+
+
+class Numbered(RolloutSource):
+    """Rollouts that are their own number, in place of an engine: what is tested is who is asked."""
+
+    def __init__(self):
+        self.drawn = 0
+
+    def next_batch(self, step):
+        self.drawn += 1
+        return Rollouts(batch={"drawn": self.drawn}, metrics={"rollout/rows": 4.0}, trajectories=[])
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(MODEL)
+
+
+@pytest.fixture
+def source(tokenizer):
+    def make(fraction, seed=3):
+        sums = ArithmeticDataset({"num_samples": 12, "with_response": True})
+        rows = [conversation_datum(sums[i], idx=i, tokenizer=tokenizer) for i in range(len(sums))]
+        loader = BatchedDataLoader(rows, batch_size=4, seed=seed, drop_last=True, collate=collate_datums)
+        given = TrainingBatches(loader, pad_token_id=tokenizer.pad_token_id)
+        return SampledOrGiven(Numbered(), given, sampled_fraction=fraction, seed=seed)
+
+    return make
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.9, 1.0])
+def test_the_policy_answers_in_the_fraction_of_the_steps(source, fraction):
+    samples = source(fraction).samples
+    drawn = [samples(step) for step in range(4000)]
+    # Four standard deviations of a draw of 4000; none where it is certain.
+    assert sum(drawn) / 4000 == pytest.approx(fraction, abs=4 * (fraction * (1 - fraction) / 4000) ** 0.5)
+
+
+def test_who_answers_in_a_step_is_the_seeds_and_nobody_elses(source):
+    one, again, other = source(0.5), source(0.5), source(0.5, seed=4)
+    drawn = [one.samples(step) for step in range(50)]
+    assert drawn == [again.samples(step) for step in range(50)]
+    assert drawn != [other.samples(step) for step in range(50)]
+
+
+def test_a_given_step_has_rows_with_the_answers_trained_and_no_trajectory(source, tokenizer):
+    rollouts = source(0.0).next_batch(1)
+    assert (rollouts.metrics, rollouts.trajectories) == ({"rollout/sampled": 0.0}, [])
+    batch = rollouts.batch
+    assert batch.size == 4
+    for ids, length, mask in zip(batch["input_ids"], batch["input_lengths"], batch["token_mask"], strict=True):
+        text = tokenizer.decode(ids[:length])
+        answer = tokenizer.decode(ids[mask > 0], skip_special_tokens=True)
+        question, _, rest = text.partition("=")
+        assert answer.strip() == rest.removesuffix(tokenizer.eos_token).strip(), question
+    assert torch.equal(batch["sample_mask"], torch.ones(4))
+
+
+def test_a_resume_goes_on_with_the_rows_that_are_next_of_both_kinds(source):
+    def told(steps):
+        return [
+            (r.metrics["rollout/sampled"], r.batch["drawn"] if r.metrics["rollout/sampled"] else r.batch["input_ids"].tolist())
+            for r in steps
+        ]
+
+    never_stopped = source(0.5)
+    whole = told(never_stopped.next_batch(step) for step in range(1, 21))
+    assert {sampled for sampled, _ in whole[:9]} == {sampled for sampled, _ in whole[9:]} == {0.0, 1.0}
+    first = source(0.5)
+    for step in range(1, 10):
+        first.next_batch(step)
+    state = json.loads(json.dumps(first.state_dict()))
+    resumed = source(0.5)
+    resumed.load_state_dict(state)
+    assert told(resumed.next_batch(step) for step in range(10, 21)) == whole[9:]
