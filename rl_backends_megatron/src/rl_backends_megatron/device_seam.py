@@ -28,6 +28,7 @@ from rl_core.errors import UserError
 
 MEGATRON_VERSION: Final = "0.16.1"
 _CPU = torch.device("cpu")
+_CUDA_METHOD, _TYPE_METHOD = torch.Tensor.cuda, torch.Tensor.type
 _OPTIMIZERS = "/megatron/core/optimizer/"
 _TOUCHED: Final[Mapping[str, Sequence[str]]] = {
     "megatron.core.models.gpt.gpt_model": ("GPTModel._postprocess",),
@@ -93,18 +94,25 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        if func is torch.Tensor.cuda:
+        # Every torch call of a forward pass comes through here, nearly all of them with nothing to change.
+        if kwargs:
+            kwargs = _on_cpu(kwargs)
+        if func is _CUDA_METHOD:
             return args[0]
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         # Optimizers sort parameters by the name of their type, `torch.cuda.FloatTensor`.
-        if func is torch.Tensor.type and isinstance(result, str) and _OPTIMIZERS in sys._getframe(1).f_code.co_filename:
+        if func is _TYPE_METHOD and isinstance(result, str) and _OPTIMIZERS in sys._getframe(1).f_code.co_filename:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    changed = dict(kwargs)
+    if _is_cuda(changed.get("device")):
+        changed["device"] = _CPU
+    if changed.get("pin_memory"):
+        changed["pin_memory"] = False
+    return changed
 
 
 def _is_cuda(device: Any) -> bool:

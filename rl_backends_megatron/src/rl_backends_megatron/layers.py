@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,10 @@ from megatron.core.utils import divide
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rl_backends_megatron.context_parallel import share_of_row
+
+_SHORT: Final = 256
+"""Tokens of a row up to which the CPU's backward pass through attention is faster in float32 than in bfloat16: four times as
+fast at 128, the same at 400."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -98,12 +102,16 @@ class SdpaCoreAttention(MegatronModule):
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """[s, b, heads, d]; causal where there is no mask."""
+        dtype = query.dtype
+        if query.device.type == "cpu" and dtype == torch.bfloat16 and len(query) <= _SHORT:
+            # Without a gradient as well, so that a step scores its rows as the pass before it did.
+            query, key, value = query.float(), key.float(), value.float()
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         with self._kernel():
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
             )
-        return out.permute(2, 0, 1, 3)
+        return out.permute(2, 0, 1, 3).to(dtype)
 
     def _kernel(self) -> AbstractContextManager[None]:
         if self.flash is None:

@@ -95,18 +95,19 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         local = (targets >= first) & (targets < first + logits.size(1))
         column = (targets - first).clamp(0, logits.size(1) - 1)
         highest = _highest(logits, vocab_size - first, temperature, chunk)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        _over_ranks(highest, dist.ReduceOp.MAX, group)
         # Of each position: the logits of its targets, the sum of powers, and that of powers times logits.
         sums = torch.zeros(len(logits), targets.size(1) + 2, dtype=torch.float32, device=logits.device)
         for start in range(0, len(logits), chunk):
             rows = slice(start, start + chunk)
-            z = _scaled(logits[rows], vocab_size - first, temperature) - highest[rows, None]
+            z = _scaled(logits[rows], vocab_size - first, temperature).sub_(highest[rows, None])
             sums[rows, :-2] = z.gather(1, column[rows]).masked_fill(~local[rows], 0.0)
-            power = z.exp()
+            # In place wherever it can be: on a CPU, pages of a new tensor of this size cost more than the sums in them.
+            power = z.exp() if with_entropy else z.exp_()
             sums[rows, -2] = power.sum(1)
             if with_entropy:
                 sums[rows, -1] = (power * z.masked_fill(power == 0, 0.0)).sum(1)
-        dist.all_reduce(sums, group=group)
+        _over_ranks(sums, dist.ReduceOp.SUM, group)
         log_sum = sums[:, -2].log()
         entropies = log_sum - sums[:, -1] / sums[:, -2] if with_entropy else None
         ctx.save_for_backward(logits, column, local, highest + log_sum, entropies)
@@ -120,16 +121,26 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         result = torch.empty_like(logits)
         for start in range(0, len(logits), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            log_p = _scaled(logits[rows], ctx.limit, ctx.temperature) - normaliser[rows, None]
-            p = log_p.exp()
-            part = p * -grad[rows].sum(1, keepdim=True)
-            part.scatter_add_(1, column[rows], grad[rows] * local[rows])
+            log_p = _scaled(logits[rows], ctx.limit, ctx.temperature).sub_(normaliser[rows, None])
+            slope = None
             if entropies is not None and grad_entropy is not None:
+                p = log_p.exp()
                 # dH/dz = -p (log p + H); p log p is 0 where p is.
-                slope = p * (log_p.masked_fill(p == 0, 0.0) + entropies[rows, None])
-                part -= slope * grad_entropy[rows, None]
-            result[rows] = part / ctx.temperature
+                slope = (log_p.masked_fill(p == 0, 0.0) + entropies[rows, None]).mul_(p).mul_(grad_entropy[rows, None])
+            part = log_p.exp_().mul_(-grad[rows].sum(1, keepdim=True))
+            part.scatter_add_(1, column[rows], grad[rows] * local[rows])
+            if slope is not None:
+                part -= slope
+            if ctx.temperature != 1.0:
+                part /= ctx.temperature
+            result[rows] = part
         return result, None, None, None, None, None, None
+
+
+def _over_ranks(own: torch.Tensor, op: Any, group: Any) -> None:
+    """Reduce in place over the ranks; one rank alone need not wake the threads of its process group."""
+    if group.size() > 1:
+        dist.all_reduce(own, op=op, group=group)
 
 
 def _of_all_ranks(own: torch.Tensor, group: Any) -> torch.Tensor:
