@@ -180,7 +180,8 @@ def _neighbours(manifest: RefitManifest, budget_bytes: int) -> Iterator[list[str
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
     """On one thread: the receiver computes on the other cores, and torch would wait for all of them."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
+    on_host = into.device.type == tensor.device.type == "cpu"
+    if not on_host or not tensor.is_contiguous() or tensor.numel() == 0:
         into.copy_(tensor)
     elif tensor.dtype == into.dtype:
         np.copyto(into.view(-1).view(torch.uint8).numpy(), tensor.view(-1).view(torch.uint8).numpy())
