@@ -1,0 +1,63 @@
+"""What an algorithm has of its own is in every checkpoint, and where it was after a resume."""
+
+import pytest
+
+from rl_core.checkpoints.state import Checkpoints
+from rl_core.checkpoints.store import CheckpointStore
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    def make():
+        return Checkpoints(
+            store=CheckpointStore(tmp_path),
+            models={},
+            parts={"rollouts": Counter()},
+            config={"mine": {"max_num_steps": 3}},
+            algorithm="mine",
+            save_optimizer=True,
+            tokenizer=None,
+        )
+
+    return make
+
+
+def test_a_part_that_is_kept_goes_on_where_the_checkpoint_left_it(checkpoints):
+    first, part = checkpoints(), Counter()
+    first.keep("weight", part)
+    assert part.count == 0
+    part.count = 7
+    written = first.save(2, {})
+    again, resumed = checkpoints(), Counter()
+    assert again.restore(written) == 2
+    # The page of the algorithm, which makes its parts, runs after the restore.
+    again.keep("weight", resumed)
+    assert resumed.count == 7
+    resumed.count = 9
+    third, last = checkpoints(), Counter()
+    third.restore(again.save(3, {}))
+    third.keep("weight", last)
+    assert last.count == 9
+
+
+def test_a_part_that_a_checkpoint_does_not_know_begins_afresh_and_takes_no_name_of_the_core(checkpoints):
+    first, data = checkpoints(), Counter()
+    data.count = 5
+    first.keep("rollouts", data)
+    written = first.save(1, {})
+    again, part, own = checkpoints(), Counter(), Counter()
+    again.restore(written)
+    again.keep("another", part)
+    again.keep("rollouts", own)
+    assert (part.count, own.count, again.parts["rollouts"].count) == (0, 5, 0)
