@@ -1,0 +1,130 @@
+"""The commands that README and documents show: each parses and names keys that exist, and those of the README run in order."""
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from rl_core.config.catalogue import catalogue
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rlcore_cli.main import COMMANDS, app, main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("*/README.md")),
+    *sorted((ROOT / "examples").rglob("*.yaml")),
+]
+OURS = {"rl_core", "rl_backends_hf", "rl_backends_megatron", "rl_backends_vllm", "rl_envs", "rlcore_cli"}
+THEIRS = """
+grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 5}
+policy: {model_name: some/model, generation: {backend: vllm, max_new_tokens: 16}}
+data: {train: {dataset_name: ResponseDataset, data_path: train.jsonl}}
+env: {math: {num_workers: 1}}
+"""
+
+
+def commands(page):
+    """The words of each `rlcore ...` line of a page's blocks of commands, in order; comments are left out."""
+    text = re.sub(r"\\\n#? *", " ", page.read_text())
+    lines = re.findall(r"^(?:#? {4,5}|\$ )?(rlcore [a-z][\w-]* ?.*)$", text, flags=re.MULTILINE)
+    return [shlex.split(line, comments=True)[1:] for line in lines if "[OPTIONS]" not in line]
+
+
+SHOWN = [(page.relative_to(ROOT).as_posix(), words) for page in PAGES for words in commands(page)]
+
+
+CATALOGUE = catalogue(Registry(discover()))
+
+
+def test_the_documents_show_every_command():
+    assert set(COMMANDS) <= {words[0] for _, words in SHOWN}
+    assert len(SHOWN) > 60
+
+
+@pytest.mark.parametrize(("page", "words"), SHOWN, ids=lambda value: value if isinstance(value, str) else " ".join(value))
+def test_a_command_of_the_documents_parses_and_sets_keys_that_exist(page, words):
+    name, *arguments = words
+    group = typer.main.get_command(app)
+    command = group.get_command(group.make_context("rlcore", ["doctor"], resilient_parsing=True), name)
+    assert command is not None, f"{page}: there is no command {name!r}"
+    given = command.make_context(name, arguments).params
+    keys = [override.partition("=")[0] for override in given.get("overrides") or () if not override.startswith("++")]
+    unknown = [key for key in keys if not CATALOGUE.find(tuple(key.split(".")))]
+    assert unknown == [], page
+
+
+def imported_names():
+    """Page, module and name of everything of ours that a block of Python imports."""
+    for page in PAGES:
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            for node in ast.walk(ast.parse(textwrap.dedent(block))):
+                if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in OURS:
+                    yield from ((page.relative_to(ROOT).as_posix(), node.module, alias.name) for alias in node.names)
+
+
+def test_every_name_that_the_documents_import_is_there():
+    names = set(imported_names())
+    assert len(names) > 15
+    assert [name for name in names if not hasattr(importlib.import_module(name[1]), name[2])] == []
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_commands_of_the_readme_run_in_their_order(monkeypatch, tmp_path, capfd):
+    text = (ROOT / "README.md").read_text()
+    [block] = re.findall(r"## A config\n\n```yaml\n(.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "readme.yaml").write_text(block)
+    small = {
+        "defaults": "readme.yaml",
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": 11},
+        "policy": {
+            "model_name": str(ROOT / "examples" / "addition" / "model"),
+            "max_total_sequence_length": 16,
+            "generation": {"max_new_tokens": 5},
+        },
+        # The model of the quickstart knows digits alone.
+        "data": {"prompt": {"prompt_config": None}},
+        "env": {"math": {"num_workers": 1}},
+        "cluster": {"backend": "in_process", "workers_per_node": 1},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(small))
+    (tmp_path / "theirs.yaml").write_text(THEIRS)
+    rows = [{"question": f"{a}+{a + 1}=", "expected_answer": str(2 * a + 1)} for a in range(10, 60)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the command itself sets it, for good
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    done = []
+    for words in commands(ROOT / "README.md"):
+        if words[0] == "compare":
+            shutil.copytree("runs/config", "runs/config-2")
+        checkpoint = "runs/config/checkpoints/step_000011"
+        words = [{"CHECKPOINT": checkpoint, "OUTPUT": "converted"}.get(word, word) for word in words]
+        monkeypatch.setattr(sys, "argv", ["rlcore", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert not left.value.code, (words, capfd.readouterr())
+        done.append(words[0])
+    assert {"validate", "train", "check-logprobs", "convert", "report", "compare", "list-backends"} <= set(done)
+    assert (tmp_path / "runs" / "config" / "report.html").is_file()
+    assert (tmp_path / "converted" / "model.safetensors").is_file()
