@@ -8,6 +8,19 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Several are slower with models of this size, and slower by far where other processes want the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # of processes that an engine starts
+        torch._C.set_num_threads(1)  # vLLM puts another function in the place of torch's own
+        yield
+        torch._C.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def readable(tmp_path_factory):
     """Folder of `readable_model.make_readable_model`."""
@@ -33,25 +46,32 @@ def tokenizer(readable):
     return AutoTokenizer.from_pretrained(readable)
 
 
+class Engines:
+    """Engines in this process by their settings: the one that runs, where it has them, else another in its place."""
+
+    def __init__(self, model):
+        self._model, self._running = model, {}
+
+    def __call__(self, **settings):
+        from readable_model import LENGTH
+
+        from rl_backends_vllm import VllmGeneration
+
+        key = repr(sorted(settings.items()))
+        if key not in self._running:
+            self.shutdown()
+            usual = {"model_name": self._model, "precision": "float32", "max_model_len": LENGTH, "max_num_seqs": 32}
+            self._running[key] = VllmGeneration(config=usual | settings)
+        return self._running[key]
+
+    def shutdown(self):
+        for engine in self._running.values():
+            engine.shutdown()
+        self._running.clear()
+
+
 @pytest.fixture(scope="module")
 def engines(readable):
-    """Engines in this process by their settings: the one that runs, where it has them, else another in its place."""
-    from readable_model import LENGTH
-
-    from rl_backends_vllm import VllmGeneration
-
-    running = {}
-
-    def engine(**settings):
-        key = repr(sorted(settings.items()))
-        if key not in running:
-            for other in running.values():
-                other.shutdown()
-            running.clear()
-            config = {"model_name": readable, "precision": "float32", "max_model_len": LENGTH, "max_num_seqs": 32, **settings}
-            running[key] = VllmGeneration(config=config)
-        return running[key]
-
-    yield engine
-    for last in running.values():
-        last.shutdown()
+    made = Engines(readable)
+    yield made
+    made.shutdown()

@@ -35,7 +35,7 @@ def rlcore(*arguments, python=()):
         [sys.executable, *python, "-m", "rlcore_cli.main", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

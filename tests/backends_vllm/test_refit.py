@@ -1,5 +1,7 @@
 """Every refit of a vLLM engine: equal to a fresh engine, and stopped where a tensor is not what it should be."""
 
+import os
+
 import pytest
 import torch
 from tiny_models import FAMILIES, LENGTH, VOCABULARY, make_model, plain_logprobs, rows, sampled_logprobs, take_step
@@ -7,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
-from rl_backends_vllm import VllmConfig, VllmGeneration
+from rl_backends_vllm import VllmConfig, VllmGeneration, refit
 from rl_backends_vllm.refit import VllmWeightReceiver
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import WeightSyncError
@@ -18,6 +20,9 @@ from rl_core.weights.synchronizer import WeightSynchronizer
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SPEAKS = ("shared_memory",)
+REFITS = dict.fromkeys(FAMILIES, 20) | {"qwen3-moe": 6, "mixtral": 6}
+EVERY = "RLCORE_FRESH_ENGINE_AFTER_EVERY_REFIT"
+"""With this variable set, a fresh engine is started after every refit: a minute or two a family."""
 
 
 def make_policy(path, lr=5e-3):
@@ -56,14 +61,14 @@ def synchronizer(policy, engine, *, canary=True, buffer_bytes=64 * 1024):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_after_each_of_20_refits_the_engine_equals_a_fresh_one_on_the_same_weights(family, tmp_path):
-    path = make_model(tmp_path / "model", family)
+def test_after_each_refit_the_engine_equals_plain_transformers_and_a_fresh_engine_on_the_same_weights(family, tmp_path):
+    path, refits = make_model(tmp_path / "model", family), REFITS[family]
     policy, engine = make_policy(path), make_engine(path, load_format="dummy")
     sync = synchronizer(policy, engine)
     outputs = {}
     try:
         before = None
-        for step in range(1, 21):
+        for step in range(1, refits + 1):
             take_step(policy, step)
             found = sync.sync()
             assert found["refit/canary_error"] < 1e-5
@@ -79,14 +84,45 @@ def test_after_each_of_20_refits_the_engine_equals_a_fresh_one_on_the_same_weigh
     finally:
         engine.shutdown()
         policy.shutdown()
-    for step in (1, 10, 20):
-        fresh = make_engine(str(tmp_path / str(step)))
-        try:
-            again = fresh.generate(rows(step))
-        finally:
-            fresh.shutdown()
+    for step in outputs if EVERY in os.environ else (1, refits):
+        again = sampled_by_a_fresh_engine(str(tmp_path / str(step)), rows(step))
         assert torch.equal(again["output_ids"], outputs[step]["output_ids"])
-        torch.testing.assert_close(again["logprobs"], outputs[step]["logprobs"], atol=1e-5, rtol=0)
+        error = (again["logprobs"] - outputs[step]["logprobs"]).abs().max()
+        print(f"{family}, refit {step}: {error:.1e} nats from a fresh engine")
+        assert error < 1e-5
+
+
+def sampled_by_a_fresh_engine(path, data, **cfg):
+    fresh = make_engine(path, **cfg)
+    try:
+        return fresh.generate(data)
+    finally:
+        fresh.shutdown()
+
+
+# A CPU's packed bias keeps all digits of what a refit sends, while a fresh engine rounds it: sent in full, Qwen2 would differ.
+@pytest.mark.parametrize(("one_dtype", "family"), [(True, "qwen2"), (False, "llama-untied")])
+def test_a_bfloat16_engine_is_sent_what_it_would_round_to_unless_it_reads_some_weights_in_float32(
+    one_dtype, family, tmp_path, monkeypatch
+):
+    path = make_model(tmp_path / "model", family)
+    if not one_dtype:
+        monkeypatch.setattr(refit, "_dtype_of_all_weights", lambda model: None)
+    policy, engine = make_policy(path), make_engine(path, load_format="dummy", precision="bfloat16")
+    try:
+        take_step(policy, 1)
+        sent = synchronizer(policy, engine, canary=False).sync()["refit/bytes"]
+        output = engine.generate(rows(1))
+        policy.save_checkpoint(str(tmp_path / "after"))
+        numbers = sum(tensor.numel() for _, tensor in policy.group.worker.iter_weights())
+    finally:
+        engine.shutdown()
+        policy.shutdown()
+    # Each tensor begins at a multiple of 64 bytes.
+    assert sent == pytest.approx((2 if one_dtype else 4) * numbers, rel=0.01)
+    again = sampled_by_a_fresh_engine(str(tmp_path / "after"), rows(1), precision="bfloat16")
+    assert torch.equal(again["output_ids"], output["output_ids"])
+    assert torch.equal(again["logprobs"], output["logprobs"])
 
 
 def test_an_engine_without_weights_refuses_to_sample_before_its_first_refit(tmp_path):

@@ -28,6 +28,7 @@ import psutil
 _PAGES = Path("/dev/shm")
 _PAGE = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_\d+")
 _GROUP_MEMORY = re.compile(r"(/dev/shm/vllm_dist_\S+-cpushm_\d+)$", flags=re.MULTILINE)
+_QUEUES = "/dev/shm/psm_"
 _PREFIX = "rlcore-vllm-"
 _FOLDER = re.compile(rf"{_PREFIX}(\d+)-\w+")
 _LONGEST_FOLDER = 70
@@ -39,8 +40,12 @@ _OWN_PROCESSES = ("VllmWorker", "EngineCore")
 
 def unname_here() -> None:
     """Take the names away from the shared memory that this process has met others by."""
-    _unname_group_memory()
-    _unname_own_queues()
+    maps = Path("/proc/self/maps")
+    mapped = maps.read_text() if maps.exists() else ""
+    for path in set(_GROUP_MEMORY.findall(mapped)):
+        Path(path).unlink(missing_ok=True)
+    if _QUEUES in mapped:
+        _unname_own_queues()
     _unname_own_semaphores()
     unname_registration()
 
@@ -55,7 +60,7 @@ def sweep_leftovers(pages: Path = _PAGES, temporary: Path | None = None) -> list
     removed = []
     for path in [*pages.glob("__KMP_REGISTERED_LIB_*"), *(temporary or _temporary()).glob(f"{_PREFIX}*")]:
         named = _PAGE.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
-        if named is None or psutil.pid_exists(int(named[1])):
+        if named is None or _lives(int(named[1])):
             continue
         try:
             if path.stat().st_uid == os.getuid():
@@ -104,13 +109,6 @@ def temporary_files_beside_the_sockets() -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def _unname_group_memory() -> None:
-    maps = Path("/proc/self/maps")
-    if maps.exists():
-        for path in set(_GROUP_MEMORY.findall(maps.read_text())):
-            Path(path).unlink(missing_ok=True)
-
-
 def _unname_own_queues() -> None:
     """The creator of a queue unlinks it at a regular end, which must not fail because it is done already."""
     from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
@@ -143,6 +141,13 @@ def _folder_of(pid: int) -> Path:
 def _temporary() -> Path:
     usual = Path(tempfile.gettempdir())
     return usual if len(str(usual / f"{_PREFIX}{2**22}-{0:08x}")) <= _LONGEST_FOLDER else Path("/tmp")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _remove(path: Path) -> None:
