@@ -238,6 +238,52 @@ def test_a_source_from_python_needs_no_config(tokenizer):
     assert texts(next(iter(loader)), tokenizer) == [f"1+1=2{tokenizer.eos_token}"]
 
 
+@pytest.mark.parametrize("form", ["one dataset", "a share of it", "a mixture"])
+def test_a_resume_goes_on_with_the_same_rows_in_any_file_and_is_refused_with_others_or_another_order(
+    form, lines, registry, tokenizer
+):
+    rows = answered(sums(1, 20))
+    keys = {"output_key": None, "response_key": "answer"}
+
+    def loader(*given):
+        one = section(lines(f"rows{len(list(lines('x').parent.iterdir()))}", *given), **keys)
+        named = {"mix": {"one": one, "other": section(lines("other", *answered(sums(2, 5))), **keys)}}
+        data = DataConfig(
+            **(named if form == "a mixture" else {"train": one}), split=SplitConfig(validation=0.3) if "share" in form else None
+        )
+        return conversation_loader(read_data(data, registry)[0], run_of(data), tokenizer, batch_size=2, shuffle=True)
+
+    written = loader(*rows)
+    next(iter(written))
+    state = json.loads(json.dumps(written.state_dict()))
+    again = loader(*rows)
+    again.load_state_dict(state)
+    assert texts(next(iter(again)), tokenizer) == texts(next(iter(written)), tokenizer)
+    for other in (rows[::-1], [*rows[:-1], {**rows[-1], "answer": "99"}]):
+        with pytest.raises(DataError, match="the rows are not those of the state"):
+            loader(*other).load_state_dict(state)
+
+
+def test_what_a_template_refuses_is_told_before_the_first_step_though_only_a_later_row_has_it(lines, registry, tokenizer):
+    from copy import deepcopy
+
+    strict = deepcopy(tokenizer)
+    strict.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    said = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    rows = [{"messages": said}] * 5 + [{"messages": [{"role": "system", "content": "0"}, *said]}]
+    for split in (None, SplitConfig(validation=0.5)):
+        numbered = [
+            {"messages": [*row["messages"][:-2], {**said[0], "content": f"{n}+1="}, said[1]]} for n, row in enumerate(rows)
+        ]
+        data = DataConfig(train=section(lines("rows", *numbered), input_key="messages", output_key=None), split=split)
+        sides = [side for side in read_data(data, registry) if side is not None]
+        with pytest.raises(DataError, match=r"rows\.jsonl:6: the chat template cannot render .*no system message"):
+            [conversation_loader(side, run_of(data), strict, batch_size=1, shuffle=False) for side in sides]
+
+
 def test_an_evaluation_asks_what_a_split_holds_out_and_an_examination_what_it_leaves(lines, tmp_path, registry):
     mix = {
         name: {"dataset_name": "jsonl", "path": str(lines(name, *sums(first, 30))), "task_name": "arithmetic"}

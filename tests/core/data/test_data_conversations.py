@@ -55,6 +55,7 @@ def test_every_form_of_a_conversation_is_the_same_record(read, row, keys):
         ),
         ({"role": "user", "content": ["a"]}, "part of the type 'str'"),
         ({"role": "user", "content": 3}, "has the content 3"),
+        ({"role": "user", "content": "a\ud83d"}, "has half of a character, '\\ud83d', at place 1"),
         ({"role": "user", "content": None}, "is no {role, content}"),
         ({"role": "assistant", "content": "a", "weight": 0.5}, "weight 0.5: expected 1"),
         ("a", "is no {role, content}: found 'a'"),

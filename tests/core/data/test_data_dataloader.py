@@ -105,3 +105,11 @@ def test_what_gives_no_batch_or_another_order_is_refused():
         loader_of(5).load_state_dict(loader_of(4).state_dict())
     with pytest.raises(DataError, match="rows of one form"):
         list(BatchedDataLoader([{"a": 1}, {"b": 1}], batch_size=2))
+
+
+def test_a_state_of_other_rows_is_refused_where_both_are_known():
+    known, other, unknown = (loader_of(4, fingerprint=name) for name in ("a", "b", None))
+    with pytest.raises(DataError, match=r"the rows are not those of the state: .* begin anew \(`--resume never`\)"):
+        other.load_state_dict(known.state_dict())
+    for one, two in ((known, unknown), (unknown, known), (known, known)):
+        two.load_state_dict(one.state_dict())

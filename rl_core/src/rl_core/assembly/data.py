@@ -266,7 +266,16 @@ def _loader(
         drop_last=shuffle,
         collate=collate,
         mixture=mixture,
+        fingerprint=_fingerprint(source),
     )
+
+
+def _fingerprint(source: Source) -> str | None:
+    """Of a dataset's records, or of all members'; None where one of them has none."""
+    if source.members is None:
+        return getattr(source.records, "fingerprint", None)
+    found = {name: _fingerprint(member) for name, member in source.members.items()}
+    return None if None in found.values() else " ".join(f"{name} {found[name]}" for name in sorted(found))
 
 
 def _tokenised(source: Source, process: Callable[..., Any], tasks: Collection[str]) -> TokenisedRows:

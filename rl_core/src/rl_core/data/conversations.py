@@ -31,7 +31,7 @@ def read_messages(value: Any, what: str, *, role: str) -> Messages:
         DataError: It is neither a text nor messages of text, a role is unknown, or a call is none.
     """
     if isinstance(value, str):
-        return [{"role": role, "content": value}]
+        return [{"role": role, "content": _text(value, what)}]
     if not isinstance(value, list):
         raise DataError(f"{what} is neither a text nor a list of messages")
     if not value:
@@ -86,7 +86,7 @@ def _check_role(given: Mapping[str, Any], what: str) -> None:
 
 def _text(content: Any, what: str) -> str:
     if isinstance(content, str):
-        return content
+        return _whole(content, what)
     if not isinstance(content, list):
         raise DataError(f"{what} has the content {shown(content)}: expected a text or a list of text parts")
     parts = []
@@ -97,4 +97,16 @@ def _text(content: Any, what: str) -> str:
                 f"{what} has a part of the type {kind!r}: only text can be trained on. Leave the part out, or drop the row"
             )
         parts.append(part["text"])
-    return "".join(parts)
+    return _whole("".join(parts), what)
+
+
+def _whole(text: str, what: str) -> str:
+    """The text, if it is one: JSON can write half of a surrogate pair, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{what} has half of a character, {text[error.start]!r}, at place {error.start}: it was cut there, or written "
+            "wrongly. Mend the text, or drop the row"
+        ) from error
+    return text

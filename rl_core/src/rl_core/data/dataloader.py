@@ -16,6 +16,8 @@ from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
 
+_GO_BACK = "Give the data that it was, or begin anew (`--resume never`)"
+
 
 class BatchedDataLoader:
     """Batches of a map-style dataset; each `for` runs to the end of the current epoch.
@@ -31,6 +33,7 @@ class BatchedDataLoader:
         drop_last: Leave out an epoch's last rows where they do not fill a batch.
         collate: From the rows to a batch; by default `collate_rows`.
         mixture: How the rows are mixed, where the dataset is several ones after each other.
+        fingerprint: Of what the rows are made of: a state of other rows is refused; None where it is not known.
 
     Raises:
         DataError: The dataset is empty, smaller than the one batch that `drop_last` allows, or not of the mixture's size.
@@ -46,6 +49,7 @@ class BatchedDataLoader:
         drop_last: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
         mixture: Mixture | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size is {batch_size}: give at least 1")
@@ -64,6 +68,7 @@ class BatchedDataLoader:
         self.drop_last = drop_last
         self.collate = collate or collate_rows
         self.mixture = mixture
+        self.fingerprint = fingerprint
         self._epoch = 0
         self._cursor = 0
 
@@ -101,33 +106,41 @@ class BatchedDataLoader:
 
         Returns:
             `seed` and `shuffle` of the order, `epoch` (whole passes done), `cursor` (rows of the current pass handed out)
-            and `rows` of the dataset; of a mixture its members as well. JSON.
+            and `rows` of the dataset, their `fingerprint` where it is known; of a mixture its members as well. JSON.
         """
-        state = {
+        state: dict[str, Any] = {
             "seed": self.seed,
             "shuffle": self.shuffle,
             "epoch": self._epoch,
             "cursor": self._cursor,
             "rows": len(self.dataset),
         }
+        if self.fingerprint is not None:
+            state["fingerprint"] = self.fingerprint
         return state if self.mixture is None else {**state, "mixture": self.mixture.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, under its seed; the batch size may be another.
 
         Raises:
-            DataError: The state is of a dataset of another size, or of another kind of order.
+            DataError: The state is of other rows, or of another kind of order.
         """
         if state["rows"] != len(self.dataset) or state["shuffle"] != self.shuffle:
             raise DataError(
                 f"the state is of {state['rows']} rows with shuffle={state['shuffle']}, the loader has {len(self.dataset)} "
-                f"rows with shuffle={self.shuffle}: the order would not be the one that was interrupted"
+                f"rows with shuffle={self.shuffle}: the order would not be the one that was interrupted. {_GO_BACK}"
+            )
+        own = (state.get("fingerprint"), self.fingerprint)
+        if None not in own and own[0] != own[1]:
+            raise DataError(
+                "the rows are not those of the state: some have changed, or they stand in another order, so that some would be "
+                f"seen twice and others never. {_GO_BACK}"
             )
         members = None if self.mixture is None else self.mixture.state()
         if state.get("mixture") != members:
             raise DataError(
                 f"the state is of the mixture {state.get('mixture')}, the loader has {members} (rows, and rows an epoch, of "
-                "each member): the order would not be the one that was interrupted"
+                f"each member): the order would not be the one that was interrupted. {_GO_BACK}"
             )
         self.seed, self._epoch, self._cursor = state["seed"], state["epoch"], state["cursor"]
         if len(self.dataset) - self._cursor < (self.batch_size if self.drop_last else 1):

@@ -20,6 +20,7 @@ class Chosen(Sequence[Any]):
 
     Attributes:
         firsts: Those of them that the dataset has as the first of a kind.
+        fingerprint: The dataset's and theirs; None where the dataset has none.
     """
 
     def __init__(self, records: Any, numbers: Sequence[int]) -> None:
@@ -27,6 +28,9 @@ class Chosen(Sequence[Any]):
         self._numbers = numbers
         wanted = set(getattr(records, "firsts", ()))
         self.firsts = tuple(index for index, number in enumerate(numbers) if number in wanted)
+        whole = getattr(records, "fingerprint", None)
+        chosen = hashlib.blake2b(f"{whole} {list(numbers)}".encode(), digest_size=8)
+        self.fingerprint = None if whole is None else chosen.hexdigest()
 
     def __len__(self) -> int:
         return len(self._numbers)

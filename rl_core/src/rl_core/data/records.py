@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
@@ -73,6 +75,7 @@ class Records(Sequence[RecordT]):
         skipped: Bad rows left out, under `on_bad_row: skip`.
         reasons: Why, with their places: of the first few.
         firsts: Numbers of records: of every kind that there is, the first.
+        fingerprint: Of all records in their order: another one, and a resumed run would see other rows than it would have.
 
     Raises:
         DataError: There is no good row, or a row is bad; names its place.
@@ -85,6 +88,7 @@ class Records(Sequence[RecordT]):
         self._form = form
         self._index: list[tuple[int, int]] = []
         kinds: dict[Any, int] = {}
+        seen = hashlib.blake2b(digest_size=8)
         for number in range(len(rows)):
             try:
                 made = form.records(rows[number])
@@ -98,7 +102,10 @@ class Records(Sequence[RecordT]):
                 for part, record in enumerate(made):
                     kinds.setdefault(form.kind(record), len(self._index))
                     self._index.append((number, part))
+                    # What JSON has no word for counts by its type: a repr may hold an address, which no two processes share.
+                    seen.update(json.dumps(record, skipkeys=True, default=lambda value: type(value).__name__).encode())
         self.firsts = tuple(kinds.values())
+        self.fingerprint = seen.hexdigest()
         if not self._index:
             why = f"{self.skipped} bad rows skipped; the first: {self.reasons[0]}" if self.reasons else "it is empty"
             raise DataError(f"{rows.name} has no {form.called} to train on ({why})")
