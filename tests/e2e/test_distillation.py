@@ -205,3 +205,37 @@ def test_over_ray_pupil_and_teacher_are_workers_of_their_own(teacher, tmp_path):
     steps = distil(tmp_path, teacher, {"distillation": small, "cluster": {"backend": "ray"}})
     assert steps[2]["validation/kl_forward"] < steps[0]["validation/kl_forward"]
     assert steps[2]["refit/weight_version"] == 1
+
+
+def test_given_answers_are_distilled_in_the_steps_that_are_not_sampled(teacher, tmp_path):
+    steps = distil(
+        tmp_path,
+        teacher,
+        {
+            "distillation": {"student_data_fraction": 0.5, "max_num_steps": 10},
+            "data": {"train": {"with_response": True}},
+        },
+    )
+    sampled = {step: numbers["rollout/sampled"] for step, numbers in steps.items() if step > 0}
+    assert set(sampled.values()) == {0.0, 1.0}
+    for step, is_sampled in sampled.items():
+        assert ("length/mean" in steps[step]) == ("staleness/mean" in steps[step]) == bool(is_sampled)
+        assert steps[step]["distillation/kl_forward"] > 0
+    # Seen: 0.61 to 0.78.
+    assert steps[10]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.05
+
+
+def test_distillation_of_given_answers_alone_learns_from_the_teacher_and_not_from_the_answers(teacher, tmp_path):
+    # Three of ten answers that need a carry forget it; the teacher seldom does, and is believed.
+    steps = distil(
+        tmp_path,
+        teacher,
+        {
+            "distillation": {"student_data_fraction": 0.0, "max_num_steps": 25},
+            "data": {"train": {"with_response": True, "forgotten_carries": 0.3}},
+        },
+    )
+    assert {numbers["rollout/sampled"] for step, numbers in steps.items() if step > 0} == {0.0}
+    # Seen: 0.20 to 0.07 nats, 0.61 to 0.87.
+    assert steps[25]["validation/kl_forward"] < steps[0]["validation/kl_forward"] * 0.6
+    assert steps[25]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.1
