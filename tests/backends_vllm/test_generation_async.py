@@ -4,6 +4,7 @@ import asyncio
 import os
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -19,9 +20,11 @@ from readable_model import (
     random_batch,
     rows_of,
 )
+from tiny_models import take_step
 from transformers import AutoModelForCausalLM
 
 from rl_backends_hf import HuggingFacePolicy
+from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig, VllmGeneration
 from rl_core.cluster import RayVirtualCluster
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -48,6 +51,17 @@ def engine(engines, kind):
     assert requests_in(made) == 0, "a test left rows behind"
 
 
+@pytest.fixture(scope="module")
+def long(engines, kind):
+    """Tokens that take the engine two seconds, however fast the machine is: time enough to do something beside them."""
+    few = random_batch(rows=5, max_new_tokens=torch.full((5,), 50))
+    engine = engines(**kind)
+    engine.generate(few)
+    began = time.perf_counter()
+    engine.generate(few)
+    return min(max(int(50 * 2.0 / (time.perf_counter() - began)), 400), LONG)
+
+
 def requests_in(engine):
     """Requests that vLLM itself has under way."""
     worker = engine.group.worker
@@ -55,19 +69,34 @@ def requests_in(engine):
     return worker._running._engine.output_processor.get_num_unfinished_requests()
 
 
+class Trained:
+    """A policy with the readable model's weights, which change as a whole when it is asked to."""
+
+    def __init__(self, model, folder):
+        self.policy = HuggingFacePolicy(
+            config=HFPolicyConfig(
+                model_name=model, max_total_sequence_length=64, generation={"backend": "hf", "temperature": TEMPERATURE}
+            )
+        )
+        self.policy.wait_ready()
+        self._folder, self._noise = folder, torch.Generator().manual_seed(0)
+
+    def change(self):
+        """Other weights, one version on; the model that has them, by Transformers alone."""
+        take_step(self.policy, 1)
+        with torch.no_grad():
+            for _, tensor in self.policy.group.worker.iter_weights():
+                tensor.add_(0.05 * torch.randn(tensor.shape, generator=self._noise))
+        folder = self._folder / str(self.policy.weight_version)
+        self.policy.save_checkpoint(str(folder))
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 @pytest.fixture(scope="module")
-def changed(readable, tmp_path_factory):
-    """The model with other weights, as a policy, and by Transformers alone."""
-    policy = HuggingFacePolicy(readable, generation={"backend": "hf", "temperature": TEMPERATURE})
-    generator = torch.Generator().manual_seed(0)
-    policy.wait_ready()
-    with torch.no_grad():
-        for _, tensor in policy.group.worker.iter_weights():
-            tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
-    folder = tmp_path_factory.mktemp("changed")
-    policy.save_checkpoint(str(folder))
-    yield policy, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    policy.shutdown()
+def trained(readable, tmp_path_factory):
+    made = Trained(readable, tmp_path_factory.mktemp("trained"))
+    yield made
+    made.policy.shutdown()
 
 
 def synchronizer(policy, engine):
@@ -82,6 +111,17 @@ def synchronizer(policy, engine):
 
 async def collected(engine, batch, greedy=False):
     return [item async for item in engine.generate_async(batch, greedy)]
+
+
+async def collected_from_one_step_on(engine, batch):
+    """The rows of an engine that was held until it had all of them."""
+    worker = engine.group.worker
+    worker._running.hold()
+    rows = asyncio.create_task(collected(engine, batch))
+    while len(worker._rows) < batch.size:
+        await asyncio.sleep(0.01)
+    worker._go_on()
+    return await rows
 
 
 def in_order(items):
@@ -107,7 +147,7 @@ def test_rows_come_as_they_end_and_are_those_of_generate(engine):
     mask = (torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]).long()
     batch = BatchedDataDict({**batch, "attention_mask": mask, "notes": ["no business of the engine's"] * 4})
     del batch["input_lengths"]
-    items = asyncio.run(collected(engine, batch))
+    items = asyncio.run(collected_from_one_step_on(engine, batch))
     assert [row for row, _ in items] == [3, 1, 2, 0]
     same_rows(items, engine.generate(batch))
 
@@ -173,38 +213,41 @@ async def refit_after_the_first(engine, batch, sync):
     return items
 
 
-def test_rows_under_way_at_a_refit_keep_their_tokens_and_go_on_under_the_new_weights(engines, kind, plain, changed):
-    policy, new_model = changed
-    engine = engines(**kind)  # `in_flight: recompute` is the default
+def test_rows_under_way_at_a_refit_keep_their_tokens_and_go_on_under_the_new_weights(engine, long, trained):
+    sync = synchronizer(trained.policy, engine)
+    old_model = trained.change()
+    sync.sync()
+    old_version = trained.policy.weight_version
     # The first is long enough that the others are well under way when it ends: each reaches the engine on its own.
     first = 40
-    batch = random_batch(rows=5, max_new_tokens=torch.tensor([first, LONG, LONG, LONG, LONG]))
-    before = engine.generate(batch)
-    items = asyncio.run(refit_after_the_first(engine, batch, synchronizer(policy, engine)))
+    batch = random_batch(rows=5, max_new_tokens=torch.tensor([first, long, long, long, long]))
+    before = engine.generate(batch_of_same(batch, max_new_tokens=torch.full((5,), first)))
+    new_model = trained.change()
+    items = asyncio.run(refit_after_the_first(engine, batch, sync))
     assert requests_in(engine) == 0
     kept_by = {}
     for row, output in items:
         [(prompt, tokens, logprobs)] = rows_of(output)
-        old = (plain_scores(plain, tokens, temperature=TEMPERATURE)[prompt - 1 :] - logprobs).abs() < 1e-4
+        old = (plain_scores(old_model, tokens, temperature=TEMPERATURE)[prompt - 1 :] - logprobs).abs() < 1e-4
         new = (plain_scores(new_model, tokens, temperature=TEMPERATURE)[prompt - 1 :] - logprobs).abs() < 1e-4
         kept = int(old.long().cumprod(0).sum())
         assert new[kept:].all()
         # Its keys and values are those of the new weights from the first token of the prompt on, or `new` would fail.
         # A row is stamped with the weights that it began with.
-        assert int(output["weight_version"]) == (-1 if kept else 0)
+        assert int(output["weight_version"]) == (old_version if kept else old_version + 1)
         kept_by[row] = kept
-        assert completions(output)[0][:kept] == completions(before)[row][:kept]
+        assert completions(output)[0][: min(kept, first)] == completions(before)[row][: min(kept, first)]
     assert kept_by[0] == first
     assert any(3 < kept < completion_lengths(items)[row] for row, kept in kept_by.items() if row != 0)
 
 
-def test_rows_that_arrive_in_a_refit_wait_for_its_weights(engine, changed):
-    policy, new_model = changed
-    sync = synchronizer(policy, engine)
+def test_rows_that_arrive_in_a_refit_wait_for_its_weights(engine, trained):
+    new_model = trained.change()
+    sync = synchronizer(trained.policy, engine)
     batch = random_batch(rows=3, max_new_tokens=torch.tensor([5, 6, 7]))
 
     async def arrive():
-        engine.prepare_refit_info(policy.prepare_refit_info())
+        engine.prepare_refit_info(trained.policy.prepare_refit_info())
         rows = asyncio.create_task(collected(engine, batch))
         await asyncio.sleep(0.3)
         assert not rows.done()
@@ -212,29 +255,40 @@ def test_rows_that_arrive_in_a_refit_wait_for_its_weights(engine, changed):
         return await rows
 
     for output in in_order(asyncio.run(arrive())):
-        assert output["weight_version"].tolist() == [0]
+        assert output["weight_version"].tolist() == [trained.policy.weight_version]
         expected = expected_logprobs(new_model, output, temperature=TEMPERATURE)
         torch.testing.assert_close(found_logprobs(output), expected, atol=1e-5, rtol=0)
 
 
-def test_rows_under_way_at_a_refit_begin_again_where_that_is_asked_for(engines, kind, changed):
-    policy, new_model = changed
-    engine = engines(**kind, in_flight="restart")
-    batch = random_batch(rows=5, max_new_tokens=torch.tensor([4, LONG, LONG, LONG, LONG]))
-    sync = synchronizer(policy, engine)
+def test_rows_under_way_at_a_refit_begin_again_where_that_is_asked_for(engine, long, trained, monkeypatch):
+    worker = engine.group.worker
+    cfg = worker._config.vllm_cfg.model_copy(update={"in_flight": "restart"})
+    monkeypatch.setattr(worker, "_config", worker._config.model_copy(update={"vllm_cfg": cfg}))
+    sync = synchronizer(trained.policy, engine)
+    trained.change()
+    sync.sync()
+    old = trained.policy.weight_version
+    new_model = trained.change()
+    batch = random_batch(rows=5, max_new_tokens=torch.tensor([4, long, long, long, long]))
     items = asyncio.run(refit_after_the_first(engine, batch, sync))
     assert requests_in(engine) == 0
-    assert {row: int(output["weight_version"]) for row, output in items} == {0: -1, 1: 0, 2: 0, 3: 0, 4: 0}
-    again = [item for item in items if item[0] != 0]
-    expected = engine.generate(batch.slice(1, 5))
-    same_rows(again, expected)
-    scores = expected_logprobs(new_model, expected, temperature=TEMPERATURE)
-    torch.testing.assert_close(found_logprobs(expected), scores, atol=1e-5, rtol=0)
+    assert {row: int(output["weight_version"]) for row, output in items} == {0: old} | dict.fromkeys([1, 2, 3, 4], old + 1)
+    # From the start: the tokens are those of the seeds under the new weights.
+    begins = batch_of_same(batch.slice(1, 5), max_new_tokens=torch.full((4,), 60))
+    expected = engine.generate(begins)
+    assert [completions(output)[0][:60] for output in in_order(items)[1:]] == completions(expected)
+    for output in in_order(items)[1:]:
+        scores = expected_logprobs(new_model, output, temperature=TEMPERATURE)
+        torch.testing.assert_close(found_logprobs(output), scores, atol=1e-5, rtol=0)
+
+
+def batch_of_same(batch, **columns):
+    return BatchedDataDict({**batch, **columns})
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, readable, monkeypatch, tmp_path, asynchronous):
-    engines(max_new_tokens=1).shutdown()  # the shared one makes room
+    engines.shutdown()  # one engine at a time in this process
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     children, threads, segments = processes(), set(threading.enumerate()), shared_memory()
@@ -280,8 +334,8 @@ def cluster():
 
 
 @pytest.mark.slow
-def test_two_replicas_answer_as_one_stream_as_one_and_take_a_refit_as_one(cluster, readable, plain, changed):
-    policy, new_model = changed
+def test_two_replicas_answer_as_one_stream_as_one_and_take_a_refit_as_one(cluster, readable, plain, trained):
+    new_model = trained.change()
     config = VllmConfig(
         model_name=readable,
         max_new_tokens=100,
@@ -314,12 +368,13 @@ def test_two_replicas_answer_as_one_stream_as_one_and_take_a_refit_as_one(cluste
         same_rows(items, whole)
         assert loads == [5, 4]
 
-        sync = synchronizer(policy, generator)
+        sync = synchronizer(trained.policy, generator)
+        version = trained.policy.weight_version
         _, items = asyncio.run(refit_beside(generator, batch, sync))
         assert sync.is_stale is False
-        assert {int(output["weight_version"]) for _, output in items} <= {-1, 0}
+        assert {int(output["weight_version"]) for _, output in items} <= {-1, version}
         again = generator.generate(batch)
-        assert again["weight_version"].tolist() == [0] * 9
+        assert again["weight_version"].tolist() == [version] * 9
         expected = expected_logprobs(new_model, again, temperature=TEMPERATURE)
         torch.testing.assert_close(found_logprobs(again), expected, atol=1e-5, rtol=0)
     finally:
@@ -328,12 +383,12 @@ def test_two_replicas_answer_as_one_stream_as_one_and_take_a_refit_as_one(cluste
 
 
 async def watched(generator, batch):
-    items, loads = [], None
-    async for item in generator.generate_async(batch):
-        loads = loads or generator._stream.load
-        items.append(item)
-        # The first row to end had been under way beside the eight others.
-    return [load + (rank == 1) for rank, load in enumerate(loads)] if sum(loads) == 8 else loads, items
+    """How the rows are spread before any has ended, and the rows."""
+    rows = asyncio.create_task(collected(generator, batch))
+    while not sum(generator._stream.load):
+        await asyncio.sleep(0)
+    loads = generator._stream.load
+    return loads, await rows
 
 
 async def refit_beside(generator, batch, sync):
@@ -364,4 +419,12 @@ def test_a_plain_mapping_configures_a_replica_on_a_cluster(cluster, readable):
         pids = generator.group.pids()
     finally:
         generator.shutdown()
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert not [pid for pid in pids if lives(pid)]
+
+
+def lives(pid):
+    """Whether it is there and is no zombie, which Ray takes away when it comes to it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
