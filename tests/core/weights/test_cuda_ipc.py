@@ -8,12 +8,12 @@ import multiprocessing
 
 import pytest
 import torch
+from gpu_processes import MIB, read_buckets
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid, open_buffer
 
-MIB = 2**20
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -36,15 +36,6 @@ def test_torch_rebuilds_from_the_arguments_that_are_changed_and_read_here():
 def test_a_receiver_on_the_cpu_is_told_that_the_weights_lie_on_a_gpu():
     with pytest.raises(WeightSyncError, match="computes on the CPU"):
         open_buffer({}, torch.device("cpu"))
-
-
-def read_buckets(inbox, outbox):
-    """Adds up what it is sent, until it is sent None."""
-    while (devices := inbox.get(timeout=120)) is not None:
-        opened = open_buffer(devices, torch.device("cuda"))
-        outbox.put(int(opened[: 10 * MIB].to(torch.int64).sum()))
-        del opened
-    outbox.put("done")
 
 
 @pytest.fixture

@@ -96,6 +96,9 @@ class WeightCollective:
                 "NCCL_SOCKET_IFNAME name the interface."
             ) from error
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        if self._device.type == "cuda":
+            # NCCL connects in the first broadcast and waits there without end: let that be now, when all have just come.
+            self._wait(self._broadcast(self._buffer(0, 0)))
 
     def send(
         self,
