@@ -32,6 +32,7 @@ from rl_core.cluster.remote_actor import (
     own_options,
     pack_worker,
     plain_class,
+    wait_gone,
 )
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_context import WorkerContext
@@ -183,8 +184,7 @@ class ActorPool(Pool):
         if ray.is_initialized():
             for slot in slots:
                 slot.actor.kill()
-            for slot in slots:
-                slot.actor.wait_gone()
+            wait_gone([slot.actor for slot in slots])
         self._lease.release()
 
     def _fill(self, index: int) -> _Slot:
@@ -248,7 +248,7 @@ class ActorPool(Pool):
         error = exceeded(round(report.seconds, 1), [report], [])
         call, slot.call = slot.call, None
         slot.actor.kill()
-        slot.actor.wait_gone()
+        wait_gone([slot.actor])
         self._replace(index, call, error, job)
 
     def _replace(self, index: int, call: int | None, error: WorkerDiedError | DeadlineExceededError, job: _Job) -> None:

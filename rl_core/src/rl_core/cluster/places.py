@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.remote_actor import Flight, RemoteActor
+from rl_core.cluster.remote_actor import Flight, RemoteActor, wait_gone
 from rl_core.cluster.virtual_cluster import Bundle, RayVirtualCluster
 from rl_core.errors import ResourceInsufficientError
 
@@ -78,8 +78,7 @@ class Places:
         self._holders = {}
         for holder in holders:
             holder.kill()
-        for holder in holders:
-            holder.wait_gone()
+        wait_gone(holders)
 
     def _all(self, rank: int) -> Sequence[Bundle]:
         return self._cluster.bundles[rank * self._per_worker : (rank + 1) * self._per_worker]

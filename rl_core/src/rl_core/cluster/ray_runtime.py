@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import tempfile
-import uuid
 from pathlib import Path
 
 import psutil
@@ -41,7 +40,6 @@ class _Runtime:
         self.claims = 0
         self._ours = not ray.is_initialized()
         self._temp_dir: Path | None = None
-        self._marker = uuid.uuid4().hex
         if self._ours:
             self._connect()
             atexit.register(self.stop)
@@ -63,7 +61,7 @@ class _Runtime:
         if ray.is_initialized() and _session() == self.session:
             ray.shutdown()
         if self._temp_dir is not None:
-            guard.sweep(MARKER, self._marker)
+            guard.sweep(MARKER, str(self._temp_dir))
             self._guard.terminate()
             self._guard.wait()
             shutil.rmtree(self._temp_dir, ignore_errors=True)  # a killed daemon may still write its last line
@@ -75,9 +73,9 @@ class _Runtime:
             ray.init(address=address, logging_level=logging.ERROR)
             return
         self._temp_dir = Path(tempfile.mkdtemp(prefix="rlcore-ray-"))
-        self._guard = guard.start_guard(MARKER, self._marker)
+        self._guard = guard.start_guard(MARKER, str(self._temp_dir))
         # Ray's daemons inherit the mark, their workers from them; the driver's own later children must not.
-        os.environ[MARKER] = self._marker
+        os.environ[MARKER] = str(self._temp_dir)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             ray.init(

@@ -14,7 +14,7 @@ from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.places import Places, strategy_of
 from rl_core.cluster.ray_calls import PendingRayCall, collect
-from rl_core.cluster.remote_actor import Flight, RemoteActor, own_options, pack_worker
+from rl_core.cluster.remote_actor import Flight, RemoteActor, own_options, pack_worker, wait_gone
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_context import WorkerContext
@@ -175,8 +175,8 @@ class RayWorkerGroup(WorkerGroup):
         for one in ranks:
             self._sharding.get_worker_coords(one)
             self._actors[one].kill()
+        wait_gone([self._actors[one] for one in ranks])
         for one in ranks:
-            self._actors[one].wait_gone()
             self._actors[one] = self._start(one)
         if rank is None:
             self._contexts = {}  # a new meeting point: the old port may still be held by a dying peer
@@ -201,8 +201,7 @@ class RayWorkerGroup(WorkerGroup):
             return
         for actor in actors:
             actor.kill()
-        for actor in actors:
-            actor.wait_gone()
+        wait_gone(actors)
         self._places.give_back()
 
     def _start(self, rank: int) -> RemoteActor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
@@ -71,6 +71,9 @@ class RemoteActor:
         options: Ray actor options (CPUs, GPUs, placement).
         env: Environment variables that its process starts with.
         runtime_env: Ray runtime environment, such as another Python.
+
+    Attributes:
+        marker: By which `guard` knows its process and what that starts.
     """
 
     def __init__(
@@ -79,8 +82,8 @@ class RemoteActor:
         self.label = label
         self._identity: Identity | None = None
         self._death_seen = False
-        self._marker = uuid.uuid4().hex
-        own_env = {**runtime_env.get("env_vars", {}), **env, MARKER: self._marker}
+        self.marker = uuid.uuid4().hex
+        own_env = {**runtime_env.get("env_vars", {}), **env, MARKER: self.marker}
         self._handle = (
             ray.remote(ActorHost)
             .options(
@@ -127,16 +130,6 @@ class RemoteActor:
     def kill(self) -> None:
         """Ends the process at once, and what it started."""
         ray.kill(self._handle, no_restart=True)
-
-    def wait_gone(self, timeout_s: float = 3.0) -> None:
-        """Waits for the end of a killed process on this host, then insists; elsewhere its node sees to it."""
-        if self.identity is None or self.identity.host != gethostname():
-            return
-        until = time.monotonic() + timeout_s
-        while self.process_here() is not None and time.monotonic() < until:
-            time.sleep(0.02)
-        # Ray asks the process to exit; one that is stopped does not hear it. With it goes what it started.
-        guard.sweep(MARKER, self._marker)
 
     def process_here(self) -> psutil.Process | None:
         """The process, where it runs on this host and is not gone."""
@@ -189,6 +182,17 @@ class RemoteActor:
         text = log.read_text(errors="replace").splitlines()
         tail = [line for line in text if line.strip() and not line.startswith((":job_id:", ":actor_name:"))][-lines:]
         return f"The end of its log, {log}:\n" + "\n".join(f"    {line}" for line in tail) if tail else ""
+
+
+def wait_gone(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
+    """Waits for the end of killed processes on this host, then insists; elsewhere their nodes see to it."""
+    here = [actor for actor in actors if actor.identity is not None and actor.identity.host == gethostname()]
+    until = time.monotonic() + timeout_s
+    while any(actor.process_here() is not None for actor in here) and time.monotonic() < until:
+        time.sleep(0.02)
+    if here:
+        # Ray asks a process to exit; one that is stopped does not hear it. With it goes what it started.
+        guard.sweep(MARKER, *(actor.marker for actor in here))
 
 
 class Flight:
