@@ -16,7 +16,7 @@ from rl_core.errors import WorkerDiedError, WorkerError
 
 # A rank that dies makes its peers fail in their collective, often before Ray has noticed the death: after the first
 # failure, wait this long for the root cause.
-_GRACE_S = 1.0
+_GRACE_S = 5.0
 
 
 class PendingRayCall(PendingCall):
