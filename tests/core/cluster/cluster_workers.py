@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
+
 
 class Worker:
     """Knows its context and misbehaves on request."""
@@ -58,32 +60,39 @@ class Worker:
 
         raise Local(1, 2)
 
-    def sleep_on(self, rank, seconds):
+    def sleep_on(self, rank, beds):
+        """That rank sleeps until its file `asleep-<pid>` in the folder is taken away."""
         if self.context.rank == rank:
-            self.wait_for_a_peer_that_never_comes(seconds)
+            self.wait_for_a_peer_that_never_comes(Path(beds) / f"asleep-{os.getpid()}")
 
-    def wait_for_a_peer_that_never_comes(self, seconds):
-        time.sleep(seconds)
+    def wait_for_a_peer_that_never_comes(self, bed):
+        bed.touch()
+        while bed.exists():
+            time.sleep(0.02)
 
-    def hold_the_lock_on(self, rank, seconds):
-        """Busy in C code that keeps the interpreter lock."""
+    def hold_the_lock_on(self, rank, beds):
+        """Busy in C code that keeps the interpreter lock, until its process is ended."""
         if self.context.rank == rank:
-            self.long_c_call(seconds)
+            (Path(beds) / f"asleep-{os.getpid()}").touch()
+            self.long_c_call()
 
-    def long_c_call(self, seconds):
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            sum(range(30_000_000))
+    def long_c_call(self):
+        while True:
+            sum(range(10_000_000))
 
-    def stop_on(self, rank):
-        if self.context.rank == rank:
-            os.kill(os.getpid(), signal.SIGSTOP)
+    def stop(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def meet(self, folder, mine, other):
+        """Returns once both have come."""
+        (Path(folder) / mine).touch()
+        while not (Path(folder) / other).exists():
+            time.sleep(0.02)
 
     def die_on(self, rank):
         """One rank dies; its peers fail before it is known to be dead, as in a broken collective."""
         if self.context.rank != rank:
             raise RuntimeError("my peer hung up")
-        time.sleep(0.3)
         print("last words", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -121,6 +130,23 @@ class Worker:
         return float(array.sum()), bool(array.flags.writeable)
 
 
+def wait_until(condition, timeout_s=120.0):
+    """Whether it came to be."""
+    until = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return bool(condition())
+
+
+def lives(process):
+    """Whether that process, or one of that pid, is there and is no zombie."""
+    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class ContextFree:
     """A policy class that knows nothing of ranks."""
 
@@ -151,7 +177,7 @@ class Scorer:
 
     def hang_once(self, x, name):
         if self._first(name):
-            time.sleep(600)
+            time.sleep(3600)
         return x * x
 
     def die_always(self, x):
@@ -171,10 +197,12 @@ class Scorer:
     def divide(self, x):
         return 1 / x
 
-    def slow_square(self, x):
-        with (self.folder / "slow").open("a") as started:
-            started.write(f"{x}\n")
-        time.sleep(1.0)
+    def square_or_wait_for_death(self, x):
+        """Notes its call and its process; the first try of 1 ends with its process alone."""
+        with (self.folder / "calls").open("a") as calls:
+            calls.write(f"{x} {os.getpid()}\n")
+        if x == 1 and self._first("waited"):
+            time.sleep(3600)
         return x * x
 
     def where(self):

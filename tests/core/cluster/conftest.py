@@ -4,7 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 from ray import cloudpickle
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -12,13 +11,3 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cluster_workers  # it lies beside this file, which no import path names
 
 cloudpickle.register_pickle_by_value(cluster_workers)
-
-
-@pytest.fixture(scope="module")
-def local_ray():
-    """One local Ray for the module: the clusters of its tests come and go on it."""
-    from rl_core.cluster.ray_runtime import RayLease
-
-    lease = RayLease()
-    yield
-    lease.release()

@@ -1,26 +1,28 @@
+"""Workers over several nodes and with several bundles each, on a Ray that believes in GPUs."""
+
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import psutil
 import pytest
 import ray
-from cluster_workers import Worker
+from cluster_workers import Worker, lives, wait_until
 from ray.cluster_utils import Cluster
 
-from rl_core.cluster import ActorPool, NamedSharding, RayVirtualCluster, RayWorkerGroup, remote_actor
+from rl_core.cluster import ActorPool, Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, remote_actor
 from rl_core.errors import DeadlineExceededError, ResourceInsufficientError, WorkerDiedError
 
 
 @pytest.fixture(scope="module")
-def nodes():
-    """A Ray of two nodes of two CPUs each, on this machine."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    made.add_node(num_cpus=2)
+def nodes(no_ray):
+    """A Ray of two nodes on this machine, one with four GPUs and one with one, as far as Ray can tell."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "num_gpus": 4, "include_dashboard": False})
+    made.add_node(num_cpus=3, num_gpus=1)
     made.wait_for_nodes()
     ray.init(address=made.address, logging_level="ERROR")
     yield made
@@ -36,7 +38,8 @@ def cluster(nodes):
 
 @pytest.fixture(scope="module")
 def group(cluster):
-    with RayWorkerGroup(cluster, Worker, sharding=NamedSharding.grid(data=2, tensor=2)) as made:
+    grid, deadlines = NamedSharding.grid(data=2, tensor=2), Deadlines(stack_s=120.0)
+    with RayWorkerGroup(cluster, Worker, sharding=grid, deadlines=deadlines) as made:
         yield made
 
 
@@ -67,13 +70,17 @@ def test_three_nodes_where_there_are_two_is_an_error_that_counts_them(nodes):
         RayVirtualCluster([1, 1, 1], use_gpus=False)
 
 
-def test_the_stack_of_a_worker_on_another_host_is_fetched_from_its_node(group, monkeypatch):
+def test_the_stack_of_a_worker_on_another_host_is_fetched_from_its_node(group, monkeypatch, tmp_path):
     # The nodes share this machine: a driver that believes to be elsewhere must ask the node.
     monkeypatch.setattr(remote_actor, "gethostname", lambda: "another-host")
+    pending = group.submit_all("sleep_on", 3, str(tmp_path))
+    bed = Path(tmp_path / f"asleep-{group.pids()[3]}")
+    assert wait_until(bed.exists)
     with pytest.raises(DeadlineExceededError, match="wait_for_a_peer_that_never_comes"):
-        group.run_all("sleep_on", 3, 4.0, deadline_s=0.3)
+        pending.result(deadline_s=0.1)
     assert group.workers_alive() == [True] * 4
     monkeypatch.undo()
+    bed.unlink()
     assert group.run_all("add", 1) == [1] * 4
 
 
@@ -96,10 +103,8 @@ def test_a_driver_that_joined_and_is_killed_leaves_nothing_on_the_nodes(nodes, c
     left = [psutil.Process(int(pid)) for pid in line.split()[1:]]
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    until = time.monotonic() + 20
-    while any(map(_lives, left)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert [process.pid for process in left if _lives(process)] == []
+    wait_until(lambda: not any(map(lives, left)))
+    assert [process.pid for process in left if lives(process)] == []
     assert len(ray.nodes()) == 2, "the cluster itself must live on"
 
 
@@ -108,15 +113,42 @@ def test_a_pool_on_the_cluster_serves_while_its_bundles_are_taken(cluster, group
         assert pool.map("add", [1, 2, 3]) == [2, 3, 4]
 
 
-def test_the_loss_of_a_node_is_reported_for_each_of_its_ranks(nodes, cluster):
+def started_processes():
+    return {process.pid for process in psutil.Process().children(recursive=True) if lives(process)}
+
+
+def gpus_of(environ):
+    return set(environ["CUDA_VISIBLE_DEVICES"].split(","))
+
+
+def test_a_worker_of_two_bundles_sees_the_gpus_of_both_and_nobody_elses(nodes):
+    with RayVirtualCluster([4], use_gpus=True, max_colocated_worker_groups=2) as cluster:
+        before = started_processes()
+        with (
+            RayWorkerGroup(cluster, Worker, bundles_per_worker=2, name="sampler") as pairs,
+            RayWorkerGroup(cluster, Worker, name="trainer") as singles,
+        ):
+            seen = [gpus_of(environ) for environ in pairs.run_all("environ")]
+            assert [len(gpus) for gpus in seen] == [2, 2]
+            assert set.union(*seen) == {"0", "1", "2", "3"}
+            # Bundles are given in rank order: trainers 0 and 1 are on the GPUs of sampler 0.
+            alone = [gpus_of(environ) for environ in singles.run_all("environ")]
+            assert [alone[0] | alone[1], alone[2] | alone[3]] == seen
+            pairs.restart(0)
+            assert gpus_of(pairs.run_one("environ")) == seen[0]
+        assert wait_until(lambda: started_processes() <= before), started_processes() - before
+
+
+def test_bundles_that_are_too_few_or_lie_on_two_nodes_are_refused_with_what_to_change(nodes):
+    with RayVirtualCluster([3, 1], use_gpus=True) as cluster:
+        with pytest.raises(ResourceInsufficientError, match="bundles of worker 1 lie on 2 nodes"):
+            RayWorkerGroup(cluster, Worker, bundles_per_worker=2, num_workers=2)
+        with pytest.raises(ResourceInsufficientError, match=r"2 workers of 3 bundles each were asked for, .* has 4 bundles"):
+            RayWorkerGroup(cluster, Worker, bundles_per_worker=3, num_workers=2)
+
+
+def test_the_loss_of_a_node_is_reported_for_each_of_its_ranks(nodes, cluster, tmp_path):
     with RayWorkerGroup(cluster, Worker, name="lost") as group:
         nodes.remove_node(nodes.list_all_nodes()[1], allow_graceful=False)
         with pytest.raises(WorkerDiedError, match=r"rank [23] .*of 'lost'"):
-            group.run_all("sleep_on", 3, 30.0, deadline_s=60.0)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+            group.run_all("sleep_on", 3, str(tmp_path), deadline_s=240.0)

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cluster_workers import lives, wait_until
+
+from rl_core.cluster import guard
 
 _DRIVER = """
 import multiprocessing, os, subprocess, sys, time
@@ -67,7 +70,7 @@ class _Driver:
 
     def descendants_when_ready(self) -> list[psutil.Process]:
         assert self.process.stdout is not None
-        assert any(line.startswith("ready") for line in self.process.stdout)
+        assert any(line.startswith("ready") for line in self.process.stdout), f"it ended with {self.process.wait()}"
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self, sign: signal.Signals | None) -> int:
@@ -77,7 +80,7 @@ class _Driver:
         if sign is not None:
             time.sleep(0.5)
             os.killpg(self.process.pid, sign) if sign is signal.SIGINT else self.process.send_signal(sign)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=180)
 
 
 @pytest.fixture(scope="module")
@@ -101,16 +104,23 @@ def test_nothing_outlives_a_driver_that_ends_by(end, drivers):
     assert names.count("sleep") == 2, names
     returned = drivers[end].end(sign)
     assert returned == status if status is not None else returned != 0
-    until = time.monotonic() + 60  # Ray's agents take their time on a busy machine
-    while any(map(_lives, started)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert [(process.pid, process.name()) for process in started if _lives(process)] == []
+    left = {process.pid: " ".join([process.name(), *process.cmdline()])[:200] for process in started if lives(process)}
+    wait_until(lambda: not any(map(lives, started)))
+    assert {pid: name for pid, name in left.items() if lives(pid)} == {}
     if end != "kill":
         assert glob.glob(f"{drivers[end].scratch}/rlcore-ray-*") == []
 
 
-def _lives(process: psutil.Process) -> bool:
+def test_a_process_that_wrote_its_title_over_its_environment_is_known_by_where_its_output_goes(tmp_path):
+    with (tmp_path / "agent.out").open("w") as output:
+        agent = subprocess.Popen(["sleep", "600"], env={}, stdout=output)
+        bystander = subprocess.Popen(["sleep", "600"], env={}, stdout=subprocess.DEVNULL)
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        assert guard.marked_processes("RLCORE_TEST", str(tmp_path)) == [agent.pid]
+        guard.sweep("RLCORE_TEST", str(tmp_path))
+        assert agent.wait(timeout=60) == -signal.SIGKILL
+        assert lives(bystander.pid)
+    finally:
+        agent.kill()
+        bystander.kill()
+        bystander.wait()

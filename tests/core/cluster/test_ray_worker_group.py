@@ -1,15 +1,23 @@
 from __future__ import annotations
 
 import os
-import time
+import signal
 
 import numpy as np
 import psutil
 import pytest
 import ray
-from cluster_workers import ContextFree, Worker
+from cluster_workers import ContextFree, Worker, lives, wait_until
 
-from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, wait_together
+from rl_core.cluster import (
+    Deadlines,
+    NamedSharding,
+    RayVirtualCluster,
+    RayWorkerGroup,
+    ray_calls,
+    wait_together,
+    worker_group,
+)
 from rl_core.errors import (
     CheckpointError,
     DeadlineExceededError,
@@ -25,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 @pytest.fixture(scope="module")
 def cluster(local_ray):
     # Half a CPU a bundle: four ranks on a machine of two cores.
-    with RayVirtualCluster([4], use_gpus=False, cpus_per_bundle=0.5, max_colocated_worker_groups=2) as made:
+    with RayVirtualCluster([4], use_gpus=False, cpus_per_bundle=0.5, max_colocated_worker_groups=3) as made:
         yield made
 
 
@@ -37,11 +45,23 @@ def square(cluster):
         yield group
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair(cluster):
-    """Two workers that a test may ruin."""
+    """Two more workers; a test that ruins one restarts it."""
     with RayWorkerGroup(cluster, Worker, num_workers=2, name="pair", deadlines=Deadlines(stop_s=1.0)) as group:
         yield group
+
+
+@pytest.fixture
+def beds(tmp_path):
+    """Where workers note that they sleep; at the end all are woken."""
+    yield tmp_path
+    for bed in tmp_path.glob("asleep-*"):
+        bed.unlink()
+
+
+def wait_asleep(beds, *pids):
+    assert wait_until(lambda: all((beds / f"asleep-{pid}").exists() for pid in pids)), [path.name for path in beds.iterdir()]
 
 
 def test_every_rank_is_told_its_place(square):
@@ -98,25 +118,28 @@ def test_methods_run_on_the_main_thread_and_coroutines_are_awaited(square):
     assert square.run_one("later", 1) == 2
 
 
-def test_calls_of_two_groups_are_under_way_together(square, pair):
-    started = time.monotonic()
-    results = wait_together(
-        [square.submit_one("sleep_on", 0, 3.0, rank=0), pair.submit_all("sleep_on", 0, 3.0)], deadline_s=60.0
-    )
-    assert results == [None, [None, None]]
-    assert time.monotonic() - started < 5.5  # one after the other they take 6
+def test_calls_of_two_groups_are_under_way_together(square, pair, tmp_path):
+    """Each waits for the other's, so that one after the other they would never end."""
+    calls = [
+        square.submit_one("meet", str(tmp_path), "square", "pair", rank=3),
+        pair.submit_one("meet", str(tmp_path), "pair", "square"),
+    ]
+    assert wait_together(calls, deadline_s=120.0) == [None, None]
 
 
-def test_the_failure_of_one_group_ends_the_wait_for_both(square, pair):
-    hanging = pair.submit_one("sleep_on", 0, 6.0)
+def test_the_failure_of_one_group_ends_the_wait_for_both(square, pair, beds, monkeypatch):
+    monkeypatch.setattr(worker_group, "_GRACE_S", 0.2)  # nobody dies here
+    hanging = pair.submit_one("sleep_on", 0, str(beds))
     with pytest.raises(WorkerError, match="the sender failed"):
-        wait_together([hanging, square.submit_all("raise_on", 1, RuntimeError("the sender failed"))], deadline_s=60.0)
+        wait_together([hanging, square.submit_all("raise_on", 1, RuntimeError("the sender failed"))], deadline_s=3600.0)
     assert not hanging.poll(0.0), "the other group was waited for"
 
 
-def test_two_groups_that_hang_are_both_in_the_report(square, pair):
+def test_two_groups_that_hang_are_both_in_the_report(square, pair, beds):
+    calls = [group.submit_one("sleep_on", 0, str(beds)) for group in (square, pair)]
+    wait_asleep(beds, square.pids()[0], pair.pids()[0])
     with pytest.raises(DeadlineExceededError, match=r"(?s)of 'square'.*of 'pair'"):
-        wait_together([square.submit_one("sleep_on", 0, 1.5), pair.submit_one("sleep_on", 0, 1.5)], deadline_s=0.3)
+        wait_together(calls, deadline_s=0.1)
 
 
 def test_ranks_meet_at_the_address_and_port_of_their_context(pair):
@@ -154,9 +177,12 @@ def test_a_class_that_knows_nothing_of_ranks_is_built_as_it_is(cluster):
         assert group.run_all("get_size") == [3]
 
 
-def test_the_deadline_report_names_the_rank_and_the_function_that_hangs(pair):
+def test_the_deadline_report_names_the_rank_and_the_function_that_hangs(pair, beds):
+    pending = pair.submit_all("sleep_on", 1, str(beds), deadline_s=0.1)
+    wait_asleep(beds, pair.pids()[1])
+    pair.run_one("whoami", rank=0)  # answered after what it was asked before
     with pytest.raises(DeadlineExceededError) as caught:
-        pair.run_all("sleep_on", 1, 60.0, deadline_s=0.5)
+        pending.result()
     text = str(caught.value)
     for part in ("rank 1 (data=1) of 'pair'", f"pid {pair.pids()[1]}", "sleep_on()", "wait_for_a_peer_that_never_comes"):
         assert part in text
@@ -165,22 +191,29 @@ def test_the_deadline_report_names_the_rank_and_the_function_that_hangs(pair):
     assert pair.run_all("add", 1) == [1, 1]
 
 
-def test_the_stack_is_seen_even_of_a_worker_that_holds_the_interpreter_lock(pair):
+def test_the_stack_is_seen_even_of_a_worker_that_holds_the_interpreter_lock(pair, beds):
+    pending = pair.submit_all("hold_the_lock_on", 0, str(beds))
+    wait_asleep(beds, pair.pids()[0])
     with pytest.raises(DeadlineExceededError, match="long_c_call"):
-        pair.run_all("hold_the_lock_on", 0, 3.0, deadline_s=0.5)
+        pending.result(deadline_s=0.1)
+    pair.restart(0)
 
 
 def test_a_stopped_worker_is_said_to_answer_nothing_and_is_ended_all_the_same(cluster):
     deadlines = Deadlines(stop_s=0.5, stack_s=0.5)
     group = RayWorkerGroup(cluster, Worker, num_workers=1, deadlines=deadlines)
     process = psutil.Process(group.pids()[0])
+    pending = group.submit_all("stop")
+    assert wait_until(lambda: process.status() == psutil.STATUS_STOPPED), process.status()
     with pytest.raises(DeadlineExceededError, match="state: stopped"):
-        group.run_all("stop_on", 0, deadline_s=0.5)
+        pending.result(deadline_s=0.1)
     group.shutdown()
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert not lives(process)
 
 
-def test_a_dead_worker_is_the_reported_cause_and_not_its_peers_hang_up(pair):
+def test_a_dead_worker_is_the_reported_cause_and_not_its_peers_hang_up(pair, monkeypatch):
+    # A busy machine may see the death late; once it is seen, nobody waits.
+    monkeypatch.setattr(ray_calls, "_GRACE_S", 120.0)
     with pytest.raises(WorkerDiedError) as caught:
         pair.run_all("die_on", 1)
     text = str(caught.value)
@@ -206,17 +239,15 @@ def test_what_a_worker_started_ends_with_it_even_in_a_session_of_its_own(cluster
     with RayWorkerGroup(cluster, Worker, num_workers=1) as group:
         pids = group.run_one("spawn")
         assert all(psutil.pid_exists(pid) for pid in pids)
-        os.kill(group.pids()[0], 9)
-        until = time.monotonic() + 10
-        while any(map(_lives, pids)) and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not any(map(_lives, pids))
+        os.kill(group.pids()[0], signal.SIGKILL)
+        wait_until(lambda: not any(map(lives, pids)))
+        assert [psutil.Process(pid).name() for pid in pids if lives(pid)] == []
 
 
-def test_a_third_group_on_bundles_for_two_is_refused_at_once(cluster, square):
+def test_a_group_too_many_on_the_same_bundles_is_refused_at_once(cluster, square, pair):
     with (
         RayWorkerGroup(cluster, ContextFree, num_workers=1),
-        pytest.raises(ResourceInsufficientError, match="max_colocated_worker_groups=3"),
+        pytest.raises(ResourceInsufficientError, match="max_colocated_worker_groups=4"),
     ):
         RayWorkerGroup(cluster, ContextFree, num_workers=1)
 
@@ -227,11 +258,10 @@ def test_more_workers_than_bundles_are_refused(cluster):
 
 
 def test_eight_and_eight_on_a_laptop_is_a_prompt_error_that_teaches(local_ray):
-    started = time.monotonic()
     with pytest.raises(ResourceInsufficientError) as caught:
         RayVirtualCluster([8, 8])
-    assert time.monotonic() - started < 15.0
     text = str(caught.value)
+    assert "other work" not in text, "it was waited for resources that nobody can give back"
     for part in ("[8, 8]", "16 bundles", "Ray has 1 node", "Change:"):
         assert part in text
 
@@ -240,10 +270,3 @@ def test_resources_that_other_work_holds_are_told_from_resources_that_are_not_th
     total = ray.cluster_resources()["CPU"]
     with pytest.raises(ResourceInsufficientError, match="other work holds what is missing"):
         RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=total)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
