@@ -1,13 +1,27 @@
 """Whole runs of `rlcore train`, each in a folder of its own."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from e2e_runs import TINY, TrainingProcess, merged
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The order of sums, and with it the last bits, depends on the number of threads; on a busy machine a second one costs
+    more than it brings to models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -27,3 +41,39 @@ def train(tmp_path):
             process.kill()
         run.process.wait()
         run.log.close()
+
+
+@pytest.fixture
+def rlcore(monkeypatch, capfd):
+    """The command in this process, which has imported what a new one takes seconds for: exit code, and all that it said."""
+    from rlcore_cli.main import main
+
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the command itself sets it, for good
+
+    def call(*arguments, folder):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["rlcore", *arguments])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        capfd.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code or 0
+        said = capfd.readouterr()
+        return code, said.out + said.err
+
+    return call
+
+
+@pytest.fixture
+def train_here(rlcore, tmp_path):
+    """`rlcore train` on the tiny config, changed, in this process: exit code, and all that it said."""
+
+    def run(changes=None, *arguments, folder=tmp_path):
+        folder.mkdir(exist_ok=True)
+        path = folder / "run.yaml"
+        path.write_text(json.dumps(merged(TINY, changes or {})))
+        return rlcore("train", str(path), *arguments, folder=folder)
+
+    return run

@@ -60,7 +60,7 @@ class TrainingProcess:
             start_new_session=True,
         )
 
-    def wait(self, timeout=240):
+    def wait(self, timeout=400):
         code = self.process.wait(timeout)
         return code, self.output()
 
@@ -68,7 +68,7 @@ class TrainingProcess:
         self.log.flush()
         return Path(self.log.name).read_text()
 
-    def wait_for(self, condition, timeout=120):
+    def wait_for(self, condition, timeout=300):
         until = time.monotonic() + timeout
         while time.monotonic() < until:
             if condition():
@@ -89,7 +89,7 @@ class TrainingProcess:
                 continue
         return found
 
-    def assert_gone(self, timeout=30):
+    def assert_gone(self, timeout=120):
         until = time.monotonic() + timeout
         while time.monotonic() < until:
             left = self.descendants()

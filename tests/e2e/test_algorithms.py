@@ -27,7 +27,7 @@ COMMON = {
 }
 OFTEN = {"seed": 3, "val_at_start": True, "val_at_end": True}
 SUMS = {
-    "grpo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 8, "max_num_steps": 15, **OFTEN},
+    "grpo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 8, "max_num_steps": 8, **OFTEN},
     "policy": {"generation": {"backend": "hf", "max_new_tokens": 5}},
     "data": {
         "train": {"dataset_name": "arithmetic", "num_samples": 4096, "min_digits": 2},
@@ -56,15 +56,6 @@ def run(folder, changes, name="run"):
     path.write_text(json.dumps(merged(COMMON, {**changes, "logger": {"log_dir": str(folder / "runs")}})))
     train(path, resume="never", console=False)
     return metrics_of(folder, name)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other spin; on a busy machine a second one costs more than it brings to a model this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 SEVERAL_UPDATES = {"policy": {"train_global_batch_size": 64}}
@@ -111,9 +102,9 @@ VARIANTS = {
 def test_rewards_teach_sums_that_were_never_asked(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "two_rewards", sys.modules[__name__])
     steps = run(tmp_path, merged(SUMS, VARIANTS[name]))
-    # 0.60 of the held-out sums are right at first, and 0.85 to 0.92 after 15 steps; the standard error of 256 answers is 0.03.
-    assert steps[15]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.1
-    assert steps[15]["grad_norm"] > 0
+    # 0.61 of the held-out sums are right at first, and 0.81 to 0.88 after 8 steps; the standard error of 256 answers is 0.03.
+    assert steps[8]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.1
+    assert steps[8]["grad_norm"] > 0
 
 
 def write_pairs(path, split, number):

@@ -5,7 +5,6 @@ import random
 import sys
 
 import pytest
-import torch
 from datasets import Dataset, DatasetDict
 from e2e_runs import MODEL, merged
 
@@ -19,15 +18,6 @@ BASE = {
     "checkpointing": {"enabled": False},
 }
 ANSWERED = {"response_key": "answer", "output_key": None}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The order of sums, and with it the last bits, depends on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

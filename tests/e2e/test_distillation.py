@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import torch
 from e2e_runs import MODEL, metrics_of
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
@@ -43,14 +42,6 @@ DISTIL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def start(folder, *sections, name="run"):
     """The steps of a whole run in this process: step to numbers. Later sections win, key by key."""
     config = {}
@@ -72,8 +63,6 @@ def laid_over(base, changes):
 def teacher(tmp_path_factory):
     """The pupil after 80 batches of right sums: it forgets to carry less often."""
     folder = tmp_path_factory.mktemp("teacher")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     start(
         folder,
         {
@@ -83,7 +72,6 @@ def teacher(tmp_path_factory):
             "checkpointing": {"enabled": True, "save_period": 80},
         },
     )
-    torch.set_num_threads(before)
     return str(folder / "runs" / "run" / "checkpoints" / "step_000080" / "policy" / "weights")
 
 
@@ -200,7 +188,7 @@ def test_more_candidates_than_tokens_are_refused(tmp_path):
     assert refused.value.exit_code == 2
 
 
-def test_over_ray_pupil_and_teacher_are_workers_of_their_own(teacher, tmp_path):
+def test_over_ray_pupil_and_teacher_are_workers_of_their_own(teacher, tmp_path, local_ray):
     small = {"max_num_steps": 2, "num_prompts_per_step": 16}
     steps = distil(tmp_path, teacher, {"distillation": small, "cluster": {"backend": "ray"}})
     assert steps[2]["validation/kl_forward"] < steps[0]["validation/kl_forward"]

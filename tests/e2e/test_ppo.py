@@ -14,7 +14,7 @@ from rl_core.algorithms import MseValueLossFn, PPOTrainer
 from rl_core.algorithms.critic import assign_credit, critic_rows
 from rl_core.algorithms.passes import train_in_passes
 from rl_core.algorithms.ppo_config import GAEConfig
-from rl_core.assembly.launch import train as train_here
+from rl_core.assembly import launch
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError
 from rl_envs import ArithmeticEnvironment
@@ -34,22 +34,12 @@ SMALL = {
 """Two optimizer steps a pass, two passes, and one step for the critic alone: over the tiny run of GRPO."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Sums in the same order everywhere, and no threads that wait for each other."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run_here(folder, changes, name="run"):
     """The steps of a whole run in this process: step to numbers."""
     path = folder / f"{name}.yaml"
     log = {"logger": {"log_dir": str(folder / "runs")}, "checkpointing": {"enabled": False}}
     path.write_text(json.dumps(merged(merged(merged(TINY, SMALL), log), changes)))
-    train_here(path, resume="never", console=False)
+    launch.train(path, resume="never", console=False)
     return metrics_of(folder, name)
 
 
@@ -89,9 +79,9 @@ def test_rewards_and_a_critic_teach_sums_that_were_never_asked(tmp_path):
     assert steps[3]["staleness/mean"] == 0
 
 
-def test_a_run_that_was_killed_goes_on_as_one_that_was_never_stopped(train, tmp_path):
+def test_a_run_that_was_killed_goes_on_as_one_that_was_never_stopped(train, train_here, tmp_path):
     kept = {**SMALL, "loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.05}}
-    code, output = train(kept, folder=tmp_path / "straight").wait()
+    code, output = train_here(kept, folder=tmp_path / "straight")
     assert code == 0, output
     straight = metrics_of(tmp_path / "straight")
     assert sorted(straight) == [1, 2, 3, 4, 5, 6]
@@ -103,20 +93,18 @@ def test_a_run_that_was_killed_goes_on_as_one_that_was_never_stopped(train, tmp_
     time.sleep(pause)
     killed.kill()
     killed.process.wait()
-    code, output = train(kept, folder=stopped).wait()
+    code, output = train_here(kept, folder=stopped)
     assert code == 0, output
     assert metrics_of(stopped) == straight, f"killed after step {at} and {pause:.3f} s"
     checkpoint = stopped / "runs" / "run" / "checkpoints" / "step_000006"
     assert {path.name for path in checkpoint.iterdir()} >= {"policy", "value"}
 
 
-def test_two_ranks_of_policy_and_critic_over_ray_take_the_steps_of_one(train, tmp_path):
+def test_two_ranks_of_policy_and_critic_over_ray_take_the_steps_of_one(train_here, tmp_path, local_ray):
     here = run_here(tmp_path, {"ppo": {"max_num_steps": 2}})
     two = {"cluster": {"backend": "ray", "workers_per_node": 2}, "checkpointing": {"enabled": False}}
-    run = train({**SMALL, **two, "ppo": {**SMALL["ppo"], "max_num_steps": 2}}, folder=tmp_path / "ray")
-    code, output = run.wait()
+    code, output = train_here({**SMALL, **two, "ppo": {**SMALL["ppo"], "max_num_steps": 2}}, folder=tmp_path / "ray")
     assert code == 0, output
-    run.assert_gone()
     there = metrics_of(tmp_path / "ray")
     for step in (1, 2):
         assert there[step]["reward/mean"] == here[step]["reward/mean"]
@@ -243,17 +231,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_ends_with_its_reason_and_without_a_traceback(name, train):
+def test_what_cannot_be_ends_with_its_reason_and_without_a_traceback(name, train_here):
     changes, says = WRONG[name]
-    code, output = train({**SMALL, **changes}).wait()
+    code, output = train_here({**SMALL, **changes})
     assert code == 2, output
     assert says in " ".join(output.split())
     assert "Traceback" not in output
 
 
-def test_a_critic_that_reads_other_words_is_refused_before_anything_runs(train, tmp_path):
+def test_a_critic_that_reads_other_words_is_refused_before_anything_runs(train_here, tmp_path):
     model = other_tokenizer(tmp_path / "other")
-    code, output = train({**SMALL, "value": {**CRITIC, "model_name": str(model)}}).wait()
+    code, output = train_here({**SMALL, "value": {**CRITIC, "model_name": str(model)}})
     assert code == 2, output
     assert "has another tokenizer than the policy's" in " ".join(output.split())
     assert "Traceback" not in output

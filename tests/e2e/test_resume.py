@@ -1,28 +1,52 @@
-"""A run that is killed and resumed equals, bit for bit, one that was never stopped; nothing outlives it."""
+"""A run that is stopped in any way and resumed equals, bit for bit, one that was never stopped; nothing outlives it."""
 
 import json
 import os
 import random
 import signal
+import textwrap
 import time
 
 import pytest
-from e2e_runs import metrics_of
+from e2e_runs import TINY, TrainingProcess, merged, metrics_of
 
 pytestmark = pytest.mark.slow
+
+HELD = textwrap.dedent(
+    """
+    import time
+    from pathlib import Path
+    from rl_envs import ArithmeticEnvironment
+
+    class HeldEnvironment(ArithmeticEnvironment):
+        '''Its n-th answer waits, where the file `hold` says n, until that is taken away; `held` says that it waits.'''
+
+        def __init__(self, cfg):
+            super().__init__({})
+            self.folder, self.calls = Path(cfg["folder"]), 0
+
+        def step(self, message_log_batch, metadata):
+            self.calls += 1
+            hold = self.folder / "hold"
+            if hold.exists() and int(hold.read_text()) == self.calls:
+                (self.folder / "held").touch()
+                while hold.exists():
+                    time.sleep(0.02)
+            return super().step(message_log_batch, metadata)
+    """
+)
+EIGHT_STEPS = {"grpo": {"max_num_steps": 8}}
 
 
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory):
-    """The metrics of a run of eight steps."""
-    from e2e_runs import TINY, TrainingProcess, merged
-
-    folder = tmp_path_factory.mktemp("never_stopped")
-    run = TrainingProcess(folder, merged(TINY, {"grpo": {"max_num_steps": 8}}))
-    code, output = run.wait()
-    assert code == 0, output
-    run.assert_gone()
-    return metrics_of(folder)
+    """A run of eight steps, under way."""
+    run = TrainingProcess(tmp_path_factory.mktemp("never_stopped"), merged(TINY, EIGHT_STEPS))
+    yield run
+    for process in run.descendants():
+        process.kill()
+    run.process.wait()
+    run.log.close()
 
 
 def newest_step(folder):
@@ -30,68 +54,95 @@ def newest_step(folder):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_kill_9_of_the_driver_then_resume_equals_never_stopped(train, tmp_path, never_stopped):
-    at, pause = random.randint(2, 6), random.random()
-    run = train({"grpo": {"max_num_steps": 8}})
+def status_of(folder):
+    return json.loads((folder / "runs" / "run" / "status.json").read_text())
+
+
+@pytest.fixture
+def held(train, tmp_path):
+    """Starts or resumes a run whose n-th step from there waits for `let_go`."""
+
+    class Held:
+        def __call__(self, step):
+            (tmp_path / "held").unlink(missing_ok=True)
+            (tmp_path / "hold").write_text(str(step))
+            return train(merged(EIGHT_STEPS, self.environment))
+
+        def __init__(self):
+            (tmp_path / "held_environment.py").write_text(HELD)
+            section = {"env_cls": "held_environment.HeldEnvironment", "num_workers": 1, "folder": str(tmp_path)}
+            self.environment = {"env": {"arithmetic": section}}
+
+        def waits(self):
+            return (tmp_path / "held").exists()
+
+        def let_go(self):
+            (tmp_path / "hold").unlink()
+
+    return Held()
+
+
+def test_a_run_that_is_killed_that_loses_a_worker_and_that_is_interrupted_ends_as_one_that_was_never_stopped(
+    never_stopped, held, tmp_path
+):
+    at, pause = random.randint(2, 4), random.random()
+    run = held(5)
     run.wait_for(lambda: newest_step(tmp_path) >= at)
-    time.sleep(pause)  # somewhere in the middle of a step
+    time.sleep(pause)  # somewhere in the middle of a step, of the fifth at the latest
     run.kill()
     run.process.wait()
     run.assert_gone()
-    again = train({"grpo": {"max_num_steps": 8}})
-    code, output = again.wait()
-    assert code == 0, output
-    again.assert_gone()
-    assert metrics_of(tmp_path) == never_stopped, f"killed after step {at} and {pause:.3f} s"
+    held.let_go()
+    told = f"killed after step {at} and {pause:.3f} s"
 
-
-def test_kill_9_of_a_policy_worker_names_it_and_resume_equals_never_stopped(train, tmp_path, never_stopped):
-    run = train({"grpo": {"max_num_steps": 8}})
-    run.wait_for(lambda: newest_step(tmp_path) >= 3)
-    [worker] = json.loads((tmp_path / "runs" / "run" / "status.json").read_text())["workers"]["policy"]
+    run = held(2)
+    run.wait_for(held.waits)
+    [worker] = status_of(tmp_path)["workers"]["policy"]
     os.kill(worker, signal.SIGKILL)
+    held.let_go()
     code, output = run.wait()
-    assert code == 1, output
+    assert code == 1, (told, output)
     assert "'policy'" in output
     assert "rank 0" in output
     run.assert_gone()
-    assert json.loads((tmp_path / "runs" / "run" / "status.json").read_text())["state"] == "failed"
-    code, output = train({"grpo": {"max_num_steps": 8}}).wait()
-    assert code == 0, output
-    assert metrics_of(tmp_path) == never_stopped
+    assert status_of(tmp_path)["state"] == "failed"
 
-
-def test_ctrl_c_finishes_the_step_with_a_checkpoint_and_the_same_command_goes_on(train, tmp_path, never_stopped):
-    run = train({"grpo": {"max_num_steps": 8}})
-    run.wait_for(lambda: newest_step(tmp_path) >= 3)
+    run = held(2)
+    run.wait_for(held.waits)
     run.kill(signal.SIGINT)
+    held.let_go()
     code, output = run.wait()
-    assert code == 130, output
+    assert code == 130, (told, output)
     run.assert_gone()
     done = newest_step(tmp_path)
-    assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{done:06d}").is_dir()
-    code, output = train({"grpo": {"max_num_steps": 8}}).wait()
-    assert code == 0, output
+    assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{done:06d}").is_dir(), output
+
+    run = held(9)
+    code, output = run.wait()
+    assert code == 0, (told, output)
     assert f"{done} steps done" in output
-    assert metrics_of(tmp_path) == never_stopped
-
-
-def test_another_config_is_refused_unless_told_and_a_longer_run_goes_on(train, tmp_path):
-    in_process = {"cluster": {"backend": "in_process"}, "env": {"arithmetic": {"num_workers": 1}}}
-    code, output = train({**in_process, "grpo": {"max_num_steps": 2}}).wait()
+    run.assert_gone()
+    code, output = never_stopped.wait()
     assert code == 0, output
-    code, output = train({**in_process, "grpo": {"max_num_steps": 4, "num_prompts_per_step": 6}}).wait()
-    assert code == 2
+    never_stopped.assert_gone()
+    assert metrics_of(tmp_path) == metrics_of(never_stopped.folder), told
+
+
+def test_another_config_is_refused_unless_told_and_a_longer_run_goes_on(train_here, tmp_path):
+    in_process = {"cluster": {"backend": "in_process"}}
+    code, output = train_here({**in_process, "grpo": {"max_num_steps": 2}})
+    assert code == 0, output
+    code, output = train_here({**in_process, "grpo": {"max_num_steps": 4, "num_prompts_per_step": 6}})
+    assert code == 2, output
     assert "grpo.num_prompts_per_step: 4 then, 6 now" in output
     assert "Traceback" not in output
-    code, output = train({**in_process, "grpo": {"max_num_steps": 4}}).wait()
+    code, output = train_here({**in_process, "grpo": {"max_num_steps": 4}})
     assert code == 0, output
     assert sorted(metrics_of(tmp_path)) == [1, 2, 3, 4]
-    code, output = train(
-        {**in_process, "grpo": {"max_num_steps": 5, "num_prompts_per_step": 6}}, "--allow-config-change"
-    ).wait()
+    changed = {**in_process, "grpo": {"max_num_steps": 5, "num_prompts_per_step": 6}}
+    code, output = train_here(changed, "--allow-config-change")
     assert code == 0, output
     assert sorted(metrics_of(tmp_path)) == [1, 2, 3, 4, 5]
-    code, output = train({**in_process, "grpo": {"max_num_steps": 2}}, "--resume", "never").wait()
+    code, output = train_here({**in_process, "grpo": {"max_num_steps": 2}}, "--resume", "never")
     assert code == 0, output
     assert sorted(metrics_of(tmp_path, "run-2")) == [1, 2]

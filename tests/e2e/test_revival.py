@@ -68,9 +68,7 @@ def assert_nothing_is_left_of(run, folder):
 
 
 def test_a_run_whose_generation_workers_are_killed_takes_the_steps_of_an_undisturbed_one(train, tmp_path):
-    code, output = train(TWO_RANKS, folder=tmp_path / "undisturbed").wait()
-    assert code == 0, output
-    expected = metrics_of(tmp_path / "undisturbed")
+    undisturbed = train(TWO_RANKS, folder=tmp_path / "undisturbed")
     # One replica in the second step's sampling, the other in the refit that follows from it.
     deaths = ("generate-2-1", "load-3-0")
     folder = tmp_path / "killed"
@@ -79,7 +77,9 @@ def test_a_run_whose_generation_workers_are_killed_takes_the_steps_of_an_undistu
     code, output = run.wait()
     assert code == 0, output
     assert [where for where in deaths if not (folder / where).exists()] == []
-    found = metrics_of(folder)
+    code, output = undisturbed.wait()
+    assert code == 0, output
+    found, expected = metrics_of(folder), metrics_of(tmp_path / "undisturbed")
     assert sorted(found) == sorted(expected) == [1, 2, 3, 4]
     assert [found[step].pop("generation/restarts") for step in found] == [0, 2, 0, 0]
     for step in expected:

@@ -28,23 +28,11 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The order of sums, and with it the last bits, depends on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
     """The folder of a run of the example in this process."""
     folder = tmp_path_factory.mktemp("rm")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     train(EXAMPLE, ["cluster.backend=in_process", f"logger.log_dir={folder / 'runs'}"], resume="never", console=False)
-    torch.set_num_threads(threads)
     return folder
 
 
@@ -177,7 +165,7 @@ def test_pairs_take_the_same_steps_in_every_kind_of_microbatch(plan):
         assert other["preference/margin"] == pytest.approx(one["preference/margin"], rel=1e-3, abs=1e-5)
 
 
-def test_two_ranks_of_a_cluster_take_the_steps_of_one():
+def test_two_ranks_of_a_cluster_take_the_steps_of_one(local_ray):
     from rl_core.cluster import RayVirtualCluster
 
     section = {"max_num_steps": 2, "global_batch_size": 3}

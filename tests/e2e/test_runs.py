@@ -13,14 +13,14 @@ pytestmark = pytest.mark.slow
 IN_PROCESS = {"cluster": {"backend": "in_process"}}
 
 
-def test_a_run_folder_holds_what_a_run_was(train, tmp_path):
-    code, output = train(
+def test_a_run_folder_holds_what_a_run_was(train_here, tmp_path):
+    code, output = train_here(
         {
             **IN_PROCESS,
             "grpo": {"max_num_steps": 2, "val_at_start": True, "val_at_end": True, "max_val_samples": 8},
             "data": {"validation": {"dataset_name": "arithmetic", "num_samples": 8, "split": "validation"}},
         }
-    ).wait()
+    )
     assert code == 0, output
     folder = tmp_path / "runs" / "run"
     steps = metrics_of(tmp_path)
@@ -44,9 +44,9 @@ def test_a_run_folder_holds_what_a_run_was(train, tmp_path):
     assert AutoTokenizer.from_pretrained(weights).eos_token == "<eos>"
 
 
-def test_the_epochs_end_a_run_that_would_have_more_steps(train, tmp_path):
+def test_the_epochs_end_a_run_that_would_have_more_steps(train_here, tmp_path):
     changes = {"grpo": {"max_num_steps": 50, "max_num_epochs": 1}, "data": {"train": {"num_samples": 12}}}
-    code, output = train({**IN_PROCESS, **changes}).wait()
+    code, output = train_here({**IN_PROCESS, **changes})
     assert code == 0, output
     assert sorted(metrics_of(tmp_path)) == [1, 2, 3]
     assert "3 steps done" in output
@@ -54,7 +54,7 @@ def test_the_epochs_end_a_run_that_would_have_more_steps(train, tmp_path):
 
 def test_plain_lines_are_printed_when_piped(train):
     code, output = train({**IN_PROCESS, "grpo": {"max_num_steps": 2}}).wait()
-    assert code == 0
+    assert code == 0, output
     steps = [line for line in output.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["1/2", "2/2"]
     assert "\x1b" not in output
@@ -73,11 +73,18 @@ def test_plain_lines_are_printed_when_piped(train):
     ],
     ids=["typo", "no such model", "group of one", "backend not installed", "unknown environment", "too little data", "no room"],
 )
-def test_a_wrong_config_ends_with_exit_code_2_and_no_traceback(train, changes, says):
-    code, output = train({**IN_PROCESS, **changes}).wait()
+def test_a_wrong_config_ends_with_exit_code_2_and_no_traceback(train_here, changes, says):
+    code, output = train_here({**IN_PROCESS, **changes})
     assert code == 2, output
     assert says in output
     assert "Traceback" not in output
+
+
+def test_the_process_of_a_wrong_config_says_its_mistake_and_nothing_else(train):
+    code, output = train({**IN_PROCESS, "policy": {"modle_name": "x"}}).wait()
+    assert code == 2, output
+    assert output.startswith("error: "), output
+    assert "Did you mean 'model_name'" in output
 
 
 SLOW_ENVIRONMENT = textwrap.dedent(
@@ -95,7 +102,7 @@ SLOW_ENVIRONMENT = textwrap.dedent(
             with (self.folder / "called").open("a") as file:
                 file.write(f"{os.getpid()}\\n")
             if not (self.folder / "killed").exists():
-                time.sleep(60)
+                time.sleep(3600)
             return super().step(message_log_batch, metadata)
     """
 )
@@ -120,11 +127,11 @@ def test_kill_9_of_an_environment_worker_in_the_middle_of_a_step_completes_the_s
     run.assert_gone()
 
 
-def test_two_data_parallel_ranks_take_the_same_steps_as_one(train, tmp_path):
+def test_two_data_parallel_ranks_take_the_same_steps_as_one(train_here, tmp_path, local_ray):
     changes = {"grpo": {"max_num_steps": 3}}
-    code, output = train({**changes, **IN_PROCESS}, folder=tmp_path / "one").wait()
+    code, output = train_here({**changes, **IN_PROCESS}, folder=tmp_path / "one")
     assert code == 0, output
-    code, output = train({**changes, "cluster": {"workers_per_node": 2}}, folder=tmp_path / "two").wait()
+    code, output = train_here({**changes, "cluster": {"workers_per_node": 2}}, folder=tmp_path / "two")
     assert code == 0, output
     one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
     for step in one:
@@ -173,7 +180,7 @@ def test_a_tensor_that_is_poisoned_on_its_way_stops_the_run(train, tmp_path):
     run.assert_gone()
 
 
-def test_several_turns_train_on_the_models_words_alone(train, tmp_path):
+def test_several_turns_train_on_the_models_words_alone(train_here, tmp_path):
     changes = {
         "data": {
             "train": {
@@ -188,8 +195,7 @@ def test_several_turns_train_on_the_models_words_alone(train, tmp_path):
         "grpo": {"max_num_steps": 2, "max_rollout_turns": 3},
         "policy": {"max_total_sequence_length": 64},
     }
-    run = train({**IN_PROCESS, **changes})
-    code, output = run.wait()
+    code, output = train_here({**IN_PROCESS, **changes})
     assert code == 0, output
     assert metrics_of(tmp_path)[1]["rollout/turns"] > 1
     [*rows] = (json.loads(line) for line in (tmp_path / "runs/run/rollouts/step_000001.jsonl").read_text().splitlines())
@@ -197,18 +203,14 @@ def test_several_turns_train_on_the_models_words_alone(train, tmp_path):
     assert [m["role"] for m in longest["messages"]][:3] == ["user", "assistant", "environment"]
 
 
-def test_an_example_of_supervised_training_lowers_the_held_out_loss(train, tmp_path):
-    example = Path(MODEL).parents[1] / "sft_addition.yaml"
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-m", "rlcore_cli.main", "train", str(example), f"policy.model_name={MODEL}", "sft.max_num_steps=8",
-         "sft.global_batch_size=64", "sft.val_period=4", "sft.val_at_start=true", "sft.val_accuracy=false",
-         "cluster.backend=in_process", "data.train.forgotten_carries=0.0", "data.validation.forgotten_carries=0.0",
-         "policy.optimizer.kwargs.lr=1e-4"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+def test_an_example_of_supervised_training_lowers_the_held_out_loss(rlcore, tmp_path):
+    code, output = rlcore(
+        "train", str(Path(MODEL).parents[1] / "sft_addition.yaml"), f"policy.model_name={MODEL}", "sft.max_num_steps=8",
+        "sft.global_batch_size=64", "sft.val_period=4", "sft.val_at_start=true", "sft.val_accuracy=false",
+        "cluster.backend=in_process", "data.train.forgotten_carries=0.0", "data.validation.forgotten_carries=0.0",
+        "policy.optimizer.kwargs.lr=1e-4",
+        folder=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert code == 0, output
     steps = metrics_of(tmp_path, "sft_addition")
     assert steps[8]["validation/loss"] < steps[0]["validation/loss"]

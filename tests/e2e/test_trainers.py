@@ -30,15 +30,6 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The order of sums, and with it the last bits, depends on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def policy():
     policy = HuggingFacePolicy(str(MODEL), optimizer=OPTIMIZER, **LIMITS)
@@ -110,7 +101,7 @@ def test_grpo_from_python_takes_the_steps_of_the_config(policy, tmp_path):
     assert found[0]["reward/mean"] > 0
 
 
-def test_a_policy_made_without_a_cluster_trains_over_the_one_that_the_trainer_is_given(policy):
+def test_a_policy_made_without_a_cluster_trains_over_the_one_that_the_trainer_is_given(policy, local_ray):
     from rl_core.cluster import RayVirtualCluster
 
     alone = HuggingFacePolicy(str(MODEL), optimizer=OPTIMIZER, **LIMITS)

@@ -36,8 +36,8 @@ def test_a_run_on_vllm_trains_on_tokens_that_its_policy_would_have_sampled(train
         ({"vllm_cfg": {"kv_cache_gib": 0}}, "more than 0.0"),
     ],
 )
-def test_a_wrong_section_for_vllm_ends_with_exit_code_2_before_anything_starts(train, changes, says):
-    code, output = train({"policy": {"generation": {"backend": "vllm", **changes}}}).wait()
+def test_a_wrong_section_for_vllm_ends_with_exit_code_2_before_anything_starts(train_here, changes, says):
+    code, output = train_here({"policy": {"generation": {"backend": "vllm", **changes}}})
     assert code == 2, output
     assert says in output
     assert "run.yaml" in output
