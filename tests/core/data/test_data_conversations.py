@@ -9,6 +9,7 @@ from rl_core.data.conversations import read_messages
 from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
 from rl_core.data.datasets import RecordDataset
 from rl_core.data.preferences import PreferenceDataset
+from rl_core.data.processors import conversation_datum
 from rl_core.errors import ConfigError, DataError
 
 ASKED, ANSWERED = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
@@ -74,6 +75,14 @@ def test_a_completion_must_end_with_the_assistant_and_a_template_is_for_texts(re
         read({"question": [ASKED]}, output_key=None, prompt="generic/math")
 
 
+def test_conversations_and_questions_without_the_key_of_their_answer_are_told_which_it_is(read, chat_tokenizer):
+    with pytest.raises(DataError, match="Where there is none to give, say `output_key: null`"):
+        read({"messages": [ASKED, ANSWERED]}, input_key="messages")
+    [record] = read({"question": "6*7?", "expected_answer": "42"})
+    with pytest.raises(DataError, match=r"nothing to train on\. Name the field of the answer \(`response_key`\)"):
+        conversation_datum(record, idx=0, tokenizer=chat_tokenizer)
+
+
 def test_a_system_prompt_takes_the_place_of_the_templates_and_not_of_the_rows(read, tmp_path):
     (tmp_path / "p.yaml").write_text('system: from the template\nuser: "{}"\n')
     template = str(tmp_path / "p.yaml")
@@ -100,6 +109,27 @@ def test_a_packaged_function_reads_rows_of_a_well_known_form(read, name, row, an
     assert record["extra_env_info"] == ({"expected_answer": "1042"} if name == "gsm8k" else {})
     with pytest.raises(DataError, match=r"rows\.jsonl:1: "):
         read({"other": 1}, record_fn=name)
+
+
+def test_calls_and_observations_of_sharegpt_are_calls_and_results(read):
+    row = {
+        "conversations": [
+            {"from": "human", "value": "Is it wet?"},
+            {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Bern"}}'},
+            {"from": "observation", "value": "rain"},
+            {"from": "gpt", "value": "Yes."},
+        ],
+        "system": "Be brief.",
+        "tools": '[{"name": "weather", "parameters": {}}]',
+    }
+    [record] = read(row, record_fn="sharegpt")
+    assert [message["role"] for message in record["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    [call] = record["messages"][2]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": {"city": "Bern"}}
+    assert record["tools"][0]["function"]["name"] == "weather"
+    row["conversations"][1]["value"] = "weather in Bern"
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the call in turn 1 is the text 'weather in Bern': no JSON"):
+        read(row, record_fn="sharegpt")
 
 
 def halves(row):

@@ -121,6 +121,13 @@ def test_a_field_that_the_record_lacks_and_an_unknown_name_are_named():
         load_prompt("generic/maths")
 
 
+@pytest.mark.parametrize("value", [None, ["a", "b"], {"a": 1}])
+def test_what_is_neither_a_text_nor_a_number_fills_no_template(value):
+    with pytest.raises(DataError, match=r"asks for \{level\}, and the record has .* there: a template takes texts and numbers"):
+        PromptTemplate(user="{level}").fill({"level": value})
+    assert PromptTemplate(user="{level}").fill({"level": 3})[0]["content"] == "3"
+
+
 def test_a_dataset_fills_its_prompt_template(tmp_path):
     dataset = dataset_of(tmp_path, {"problem": "6*7?", "expected_answer": 42}, input_key="problem", prompt="generic/math")
     assert dataset[0]["messages"][0]["content"].endswith("6*7?")

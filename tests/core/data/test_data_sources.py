@@ -7,7 +7,7 @@ import sys
 
 import pyarrow
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, Image
 
 from rl_core.data.dataset_config import (
     HuggingFaceDatasetConfig,
@@ -257,3 +257,10 @@ def test_files_that_are_no_lines_are_told_with_what_to_do(content, says, tmp_pat
         RecordDataset(JsonlDatasetConfig(path=path))
     with pytest.raises(DataError, match="is a folder: give the path of a file of JSON lines"):
         RecordDataset(JsonlDatasetConfig(path=tmp_path))
+
+
+def test_pictures_beside_the_text_are_not_decoded(tmp_path):
+    rows = [{**row, "picture": {"bytes": b"no picture", "path": None}} for row in ROWS]
+    features = Features({**Dataset.from_list(ROWS).features, "picture": Image()})
+    Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    assert len(RecordDataset(ParquetDatasetConfig(path=tmp_path / "rows.parquet"))) == 2

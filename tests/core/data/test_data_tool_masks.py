@@ -266,6 +266,15 @@ def test_a_template_that_leaves_anything_of_tools_out_is_an_error_and_not_silenc
     assert says in str(caught.value)
 
 
+def test_calls_in_openais_own_writing_are_rendered_as_those_that_were_read(tokenizers):
+    raw = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": '{"a":1}'}}]}
+    for tokenizer in tokenizers.values():
+        one, other = (get_formatted_message_log([ASKED, message], tokenizer) for message in (raw, CALL))
+        assert [message["token_ids"].tolist() for message in one] == [message["token_ids"].tolist() for message in other]
+    with pytest.raises(DataError, match=r"`arguments` of call 0 of message 1 is the text '\{': no JSON"):
+        get_formatted_message_log([ASKED, {**raw, "tool_calls": [{"name": "clock", "arguments": "{"}]}], tokenizer)
+
+
 def test_a_template_that_is_replaced_is_asked_anew():
     tokenizer = tokenizer_of(Style(CHATML, IM, hermes))
     with pytest.raises(DataError, match="leaves out"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class ArrowRows:
     def __init__(self, tables: Sequence[tuple[str, Any]], *, name: str) -> None:
         self.name = name
         self._names = [table_name for table_name, _ in tables]
-        self._tables = [table for _, table in tables]
+        self._tables = [_undecoded(table) for _, table in tables]
         self._nested = [_nested(table.features) for table in self._tables]
         self._rows = Joined(self._tables)
 
@@ -97,6 +98,15 @@ def hugging_face_rows(
     elif saved and split is not None:
         split = _the_split(found, split, name)
     return ArrowRows([(f"{name}[{split}]" if split else name, found)], name=name)
+
+
+def _undecoded(table: Any) -> Any:
+    """A table that leaves its pictures and sounds as they are: nothing reads them, and decoding needs packages and time."""
+    json = _library().Json
+    for name, kind in table.features.items():
+        if hasattr(kind, "decode") and not isinstance(kind, json):
+            table = table.cast_column(name, replace(kind, decode=False))
+    return table
 
 
 def _nested(features: Mapping[str, Any]) -> dict[str, Any]:

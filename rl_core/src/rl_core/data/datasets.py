@@ -171,7 +171,8 @@ def _texts(values: Any) -> list[str]:
 
 def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_key: str) -> Any:
     if key not in row:
-        raise DataError(f"the field {key!r} (`{config_key}`) is absent: the row has {sorted(row)}")
+        none = ". Where there is none to give, say `output_key: null`" if config_key == "output_key" else ""
+        raise DataError(f"the field {key!r} (`{config_key}`) is absent: the row has {sorted(row)}{none}")
     if not isinstance(row[key], kind) or row[key] is None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         names = " or ".join("a value" if each is object else each.__name__ for each in kinds)

@@ -13,7 +13,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.padding import cat_right_padded
-from rl_core.data.rendering import ToolForm, check_names, form_for, render
+from rl_core.data.rendering import ToolForm, check_names, form_for, render, with_calls_read
 from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
 
@@ -80,7 +80,7 @@ def get_formatted_message_log(
     The tokenizer's BOS token, if it has one, opens the first message; its EOS token closes every assistant message.
 
     Args:
-        message_log: Messages of `role` and `content`, with `tool_calls` (arguments as objects) where tools are called.
+        message_log: Messages of `role` and `content`, with `tool_calls` in OpenAI's form where tools are called.
         tokenizer: A Transformers tokenizer.
         add_generation_prompt: Whether the last message is followed by the header of an assistant turn (template only).
         tools: Functions that are offered, for the template.
@@ -207,6 +207,7 @@ def _template_pieces(
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None,
 ) -> list[list[int]]:
+    message_log = with_calls_read(message_log)
     form = form_for(message_log, tokenizer, tools=tools)
     pieces, texts = list[list[int]](), list[str]()
     text, tokens = "", list[int]()

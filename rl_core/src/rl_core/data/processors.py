@@ -69,7 +69,10 @@ def conversation_datum(
     """
     roles = [message["role"] for message in record["messages"]]
     if not set(roles) & set(roles_to_train_on):
-        raise DataError(f"record {idx} has messages of {roles}, none of {list(roles_to_train_on)}: nothing to train on")
+        raise DataError(
+            f"record {idx} has messages of {roles}, none of {list(roles_to_train_on)}: nothing to train on. "
+            "Name the field of the answer (`response_key`), or give whole conversations (`input_key: messages`)"
+        )
     log = get_formatted_message_log(record["messages"], tokenizer, tools=record.get("tools"))
     add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final, tokenizer=tokenizer)
     _refuse_untrained(log, idx)

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from rl_core.data.shown import shown
 from rl_core.errors import DataError
 
 PACKAGED = Path(__file__).parent / "prompt_configs"
@@ -43,7 +44,7 @@ class PromptTemplate:
             input_key: The field that a lone `{}` takes.
 
         Raises:
-            DataError: The template asks for a field that the record lacks, or its braces do not match.
+            DataError: The template asks for a field that the record lacks or that is neither a text nor a number.
         """
         messages = [] if self.system is None else [{"role": "system", "content": self._filled(self.system, record, input_key)}]
         return [*messages, {"role": "user", "content": self._filled(self.user, record, input_key)}]
@@ -58,6 +59,11 @@ class PromptTemplate:
                 raise DataError(
                     f"{self.source} asks for {{{name}}}, which the record lacks: it has {sorted(record)} "
                     "(write {{ and }} for literal braces)"
+                )
+            if not isinstance(record[name], str | int | float):
+                raise DataError(
+                    f"{self.source} asks for {{{name}}}, and the record has {shown(record[name])} there: a template takes "
+                    "texts and numbers. Make the text with a `record_fn` of your own"
                 )
         lone = [record[name] for name, field in zip(names, fields, strict=True) if not field]
         return text.format(*lone, **{name: record[name] for name in names})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_core.data.shown import shown
+from rl_core.data.tool_calls import from_text
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.component import is_path
 from rl_core.plugins.dotted import resolve
@@ -47,22 +48,36 @@ def record(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: row[key] for key in _RECORD if row.get(key) is not None}
 
 
-_SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 
 
 def sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{conversations: [{from, value}]}, `from` one of system, human, user, gpt, assistant."""
+    """{conversations: [{from, value}]}, with `system` and `tools` where they are; a `function_call` has JSON for its value."""
     turns = row.get("conversations")
     if not isinstance(turns, list):
         raise DataError(f"the field 'conversations' is {shown(turns)}: expected a list of {{from, value}}")
-    messages = []
+    messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns):
         if not isinstance(turn, Mapping) or turn.get("from") not in _SHAREGPT_ROLES:
             raise DataError(
                 f"turn {number} of 'conversations' is {shown(turn)}: expected `from` in {', '.join(_SHAREGPT_ROLES)}"
             )
-        messages.append({"role": _SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")})
-    return {"messages": messages}
+        message = {"role": _SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
+        if turn["from"] == "function_call":
+            called = from_text(turn.get("value"), f"the call in turn {number}")
+            message.update(content="", tool_calls=called if isinstance(called, list) else [called])
+        messages.append(message)
+    if row.get("system") and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return {"messages": messages, "tools": row.get("tools") or []}
 
 
 PACKAGED: Mapping[str, RecordFunction] = {"alpaca": alpaca, "gsm8k": gsm8k, "record": record, "sharegpt": sharegpt}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rl_core.data.tool_calls import read_calls
 from rl_core.errors import DataError
 
 Message = Mapping[str, Any]
@@ -36,7 +37,7 @@ class ToolForm:
         """A message as the template takes it, without the tensors, which are ours."""
         plain = {key: value for key, value in message.items() if not isinstance(value, torch.Tensor)}
         if plain.get("tool_calls"):
-            plain["content"] = plain["content"] or self.empty_content
+            plain["content"] = plain.get("content") or self.empty_content
             if self.arguments_as_text:
                 plain["tool_calls"] = [_with_text(call) for call in plain["tool_calls"]]
         return plain
@@ -60,11 +61,25 @@ class Said:
 FORMS = tuple(ToolForm(arguments_as_text=text, empty_content=empty) for text in (False, True) for empty in ("", None))
 
 
+def with_calls_read(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with their calls in the one form that `tool_calls.read_calls` gives, whoever made them.
+
+    Raises:
+        DataError: A call is none.
+    """
+    return [
+        {**message, "tool_calls": read_calls(message["tool_calls"], f"message {number}")}
+        if message.get("tool_calls")
+        else message
+        for number, message in enumerate(messages)
+    ]
+
+
 def form_for(messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any] | None) -> ToolForm:
     """The form in which the tokenizer's template says all that a conversation has of tools.
 
     Args:
-        messages: The whole conversation, arguments as objects.
+        messages: The whole conversation, as `with_calls_read` gives it.
         tokenizer: A Transformers tokenizer with a chat template.
         tools: What is offered.
 

@@ -40,8 +40,8 @@ def load_tokenizer(
         raise DataError(f"reading {str(name_or_path)!r} needs a package that is not here: {error}") from error
     except (OSError, ValueError) as error:
         raise DataError(
-            f"no tokenizer could be read from {str(name_or_path)!r}: {error}. Give a model's name, a folder with its "
-            "tokenizer files, or a .gguf file"
+            f"no tokenizer could be read from {str(name_or_path)!r}: {str(error).rstrip('.')}. Give a model's name, a "
+            "folder with its tokenizer files, or a .gguf file"
         ) from error
     if chat_template is not None:
         tokenizer.chat_template = _template_text(chat_template)

@@ -28,7 +28,7 @@ def read_tools(value: Any, what: str) -> list[Tool]:
     Raises:
         DataError: It is no list of functions.
     """
-    listed = _from_text(value, what)
+    listed = from_text(value, what)
     if listed is None:
         return []
     if not isinstance(listed, list):
@@ -107,7 +107,7 @@ def check_tool_use(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool])
 
 
 def _tool(tool: Any, what: str) -> Tool:
-    tool = _from_text(tool, what)
+    tool = from_text(tool, what)
     if not isinstance(tool, Mapping):
         raise DataError(f"{what} is {shown(tool)}: expected {_SPEC}")
     if tool.get("type", "function") != "function":
@@ -118,7 +118,7 @@ def _tool(tool: Any, what: str) -> Tool:
         raise DataError(f"{what} is {shown(tool)}, which has no name: expected {_SPEC}")
     spec = dict(spec)
     if "parameters" in spec:
-        spec["parameters"] = _from_text(spec["parameters"], f"`parameters` of {what}")
+        spec["parameters"] = from_text(spec["parameters"], f"`parameters` of {what}")
         if not isinstance(spec["parameters"], Mapping):
             raise DataError(f"`parameters` of {what} is {shown(spec['parameters'])}: expected a JSON schema, an object")
     return {"type": "function", **({} if is_bare else tool), "function": spec}
@@ -130,7 +130,7 @@ def _call(call: Any, what: str) -> Call:
         raise DataError(f"{what} is {shown(call)}, which names no function: expected {_CALL}")
     if call.get("type", "function") != "function":
         raise DataError(f"{what} is of the type {call['type']!r}: only functions can be called")
-    arguments = _from_text(function.get("arguments"), f"`arguments` of {what}")
+    arguments = from_text(function.get("arguments"), f"`arguments` of {what}")
     if not isinstance(arguments, Mapping):
         raise DataError(
             f"`arguments` of {what} is {shown(function.get('arguments'))}: expected a JSON object, as one or as its text "
@@ -163,7 +163,16 @@ def _without_answered(waiting: list[Call], result: Mapping[str, Any], what: str)
     return [call for call in waiting if call is not matching[0]]
 
 
-def _from_text(value: Any, what: str) -> Any:
+def from_text(value: Any, what: str) -> Any:
+    """A value that may be written as its JSON.
+
+    Args:
+        value: The value, or the text.
+        what: What errors call it.
+
+    Raises:
+        DataError: It is a text and no JSON.
+    """
     if not isinstance(value, str):
         return value
     try:
