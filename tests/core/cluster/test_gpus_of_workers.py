@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
+from ray import cloudpickle
 
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
 from rl_core.cluster.worker_context import WorkerContext
@@ -13,6 +16,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("local_ray"),
 ]
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a module of tests
 
 
 class Looks:
@@ -34,13 +40,16 @@ class Looks:
 
 
 def test_groups_that_share_a_bundle_see_its_gpu_and_no_other():
-    with RayVirtualCluster([1], use_gpus=True, max_colocated_worker_groups=3) as cluster:
-        with RayWorkerGroup(cluster, Looks) as one, RayWorkerGroup(cluster, Looks) as other:
-            [(device, seen)] = one.run_all("gpus")
-            assert device == "cuda"
-            assert len(seen) == 1
-            assert other.run_all("gpus") == [("cuda", seen)]
-            assert one.run_all("computes") == other.run_all("computes") == [512.0]
+    with (
+        RayVirtualCluster([1], use_gpus=True, max_colocated_worker_groups=3) as cluster,
+        RayWorkerGroup(cluster, Looks) as one,
+        RayWorkerGroup(cluster, Looks) as other,
+    ):
+        [(device, seen)] = one.run_all("gpus")
+        assert device == "cuda"
+        assert len(seen) == 1
+        assert other.run_all("gpus") == [("cuda", seen)]
+        assert one.run_all("computes") == other.run_all("computes") == [512.0]
 
 
 def test_every_rank_has_a_gpu_of_its_own():
