@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.assembly.launch import train
+from rl_core.assembly.pair import plan_pair
 from rl_core.config.loader import load_config
 from rl_core.config.optimizer_steps import optimizer_steps
 from rl_core.errors import CheckpointError, ConfigError
@@ -116,3 +117,8 @@ def test_a_run_goes_on_at_another_length_only_when_it_is_told_to_for_its_schedul
         train(config_of(longer), console=False, resume=str(first.folder))
     train(config_of(longer), console=False, resume=str(first.folder), allow_config_change=True)
     assert steps_of(first.folder)[-1]["lr"] == pytest.approx(LR / 11)
+
+
+def test_models_that_are_only_examined_need_no_length_either(config_of):
+    with plan_pair(config_of(RUNS["grpo"]), num_prompts=2).started() as pair:
+        assert pair.policy.weight_version == pair.generation.weight_version == 0

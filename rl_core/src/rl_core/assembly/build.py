@@ -18,7 +18,6 @@ from rl_core.config.schedule_lengths import (
     schedule_conflicts,
     schedule_warnings,
     with_lengths_of,
-    with_schedule_lengths,
 )
 from rl_core.config.schema import RunConfig
 from rl_core.config.written import dotted
@@ -54,7 +53,7 @@ def build_run(config: RunConfig, *, resolved: Mapping[str, Any], folder: Path, r
     refuse_other_tokenizers(config, tokenizer)
     train, validation = read_sources(config, registry)
     loaders = Loaders(config, tokenizer, train=train, validation=validation)
-    config = with_schedule_lengths(loaders.settled(config))
+    config = loaders.settled(config)
     resolved = with_lengths_of(resolved, config)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=_cluster(config, exits))
     loss_fn = registry.find("loss", config.loss_fn.name or config.algorithm.default_loss).load()(config.loss_fn)

@@ -15,6 +15,7 @@ from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import wait_together
 from rl_core.config.parts import COMPANIONS
+from rl_core.config.schedule_lengths import with_schedule_lengths
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, RunConfig
 from rl_core.dispatch.environments import EnvironmentPool
 from rl_core.dispatch.group import OverWorkers, device_here
@@ -114,8 +115,9 @@ class Builder:
     def policy(self) -> ColocatablePolicyInterface:
         """The policy; it loads while the caller goes on."""
         component = self.registry.find("policy", self.run.policy.backend)
+        section = with_schedule_lengths(self.run).policy
         policy: ColocatablePolicyInterface = component.load()(
-            config=self.run.policy, cluster=self.cluster, deadlines=self.run.cluster.deadlines
+            config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines
         )
         self.exits.callback(policy.shutdown)
         return policy
@@ -127,7 +129,7 @@ class Builder:
         """
         made: dict[str, DistributedPolicy] = {}
         for name in COMPANIONS:
-            section = getattr(self.run, name)
+            section = getattr(with_schedule_lengths(self.run), name)
             if section is not None:
                 section = section.model_copy(update={"generation": self.run.policy.generation})
                 make = self.registry.find("policy", section.backend).load()

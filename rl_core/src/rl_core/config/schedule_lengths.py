@@ -58,9 +58,9 @@ def with_schedule_lengths(run: RunConfig) -> RunConfig:
 
 
 def with_lengths_of(resolved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
-    """A config as plain values with the schedules of `run`, so that a run that is resumed at another length is told."""
+    """A config as plain values with the schedules that `run` has, so that a run that is resumed at another length is told."""
     out = dict(resolved)
-    for model, scheduler, _ in _named_schedules(run):
+    for model, scheduler, _ in _named_schedules(with_schedule_lengths(run)):
         out[model] = {**out[model], "scheduler": {**out[model]["scheduler"], "kwargs": dict(scheduler.kwargs)}}
     return out
 
