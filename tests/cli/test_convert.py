@@ -157,6 +157,9 @@ def test_the_command_ends_with_code_2_where_it_cannot(tmp_path):
     assert result.returncode == 2
     assert "is no checkpoint: it has no manifest.json" in result.stderr
     assert "Traceback" not in result.stderr
+    (tmp_path / "checkpoints" / "step_000010").mkdir(parents=True)
+    result = rlcore("convert", tmp_path, tmp_path / "out")
+    assert f"It is a run folder: name {tmp_path}/checkpoints/step_000010.\n" in result.stderr
 
 
 def test_wrong_input_is_explained_and_leaves_nothing_behind(whole, tmp_path):

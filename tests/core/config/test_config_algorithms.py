@@ -13,7 +13,11 @@ def test_settings_of_one_section_that_contradict_each_other_are_told_at_their_se
     assert error.startswith("config.yaml:1:1: loss_fn: sequence_level_importance_ratios makes a sequence the unit")
     text = good.replace("num_prompts_per_step: 8", "adv_estimator: {name: rlooo}")
     [error] = files.errors(text)
-    assert error.startswith("config.yaml:2:3: grpo.adv_estimator: adv_estimator 'rlooo' is unknown")
+    assert error.startswith("config.yaml:2:19: grpo.adv_estimator.name: no estimator is named 'rlooo': use grpo, rloo")
+    assert error.endswith("Did you mean 'rloo'?")
+    text = good.replace("model_name: some/model", "model_name: some/model\n  optimizer: {name: adamw}")
+    [error] = files.errors(text)
+    assert "policy.optimizer.name: 'adamw' is no dotted name. Write it in full, such as torch.optim.AdamW." in error
 
 
 def test_settings_that_two_sections_cannot_honour_together_are_told_at_the_key_to_blame(files, good):

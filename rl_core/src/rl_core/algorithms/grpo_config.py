@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl_core.algorithms.losses.config import ClippedPGLossConfig
 from rl_core.algorithms.rewarded_config import RewardedConfig
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.schema import RunConfig, Section
 from rl_core.config.written import Path
+from rl_core.plugins.component import did_you_mean, is_path
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo")
 
@@ -46,11 +47,16 @@ class AdvantageConfig(Section):
         """Whether a reward is compared with the others of its group alone."""
         return self.name == "rloo" if self.use_leave_one_out_baseline is None else self.use_leave_one_out_baseline
 
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if not is_path(name) and name not in ESTIMATORS:
+            meant = did_you_mean(name, list(ESTIMATORS)).rstrip()
+            raise ValueError(f"no estimator is named {name!r}: use {', '.join(ESTIMATORS)} or a dotted path.{meant}")
+        return name
+
     @model_validator(mode="after")
     def _only_its_own_keys(self) -> AdvantageConfig:
-        is_path = "." in self.name
-        if not is_path and self.name not in ESTIMATORS:
-            raise ValueError(f"adv_estimator {self.name!r} is unknown: use {', '.join(ESTIMATORS)} or a dotted path")
         of_groups = self.name in ("grpo", "rloo", "gdpo")
         belongs = {
             "normalize_rewards": of_groups or self.normalize_rewards is None,
@@ -58,7 +64,7 @@ class AdvantageConfig(Section):
             "minus_baseline": self.name == "reinforce_plus_plus" or not self.minus_baseline,
             "reward_weights": self.name == "gdpo" or not self.reward_weights,
             "normalize_batch": self.name == "gdpo" or self.normalize_batch,
-            "kwargs": is_path or not self.kwargs,
+            "kwargs": is_path(self.name) or not self.kwargs,
         }
         for key, fits in belongs.items():
             if not fits:

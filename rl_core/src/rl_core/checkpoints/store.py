@@ -116,11 +116,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / _MANIFEST
     if not path.is_file():
+        steps = sorted(checkpoint.glob("checkpoints/step_*"))
         there = sorted(entry.name for entry in checkpoint.iterdir())[:8] if checkpoint.is_dir() else None
         raise CheckpointError(
             f"{checkpoint} is no checkpoint: it has no {_MANIFEST}"
             + (f" (it holds {', '.join(there) or 'nothing'})." if there is not None else " (there is no such folder).")
-            + " Name a folder such as runs/NAME/checkpoints/step_000010."
+            + (
+                f" It is a run folder: name {steps[-1]}."
+                if steps
+                else " Name a folder such as runs/NAME/checkpoints/step_000010."
+            )
         )
     manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return manifest

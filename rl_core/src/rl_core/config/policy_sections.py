@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl_core.config.paths import NAME_OR_PATH
 from rl_core.config.section import Section
 from rl_core.config.written import Path
+from rl_core.plugins.component import is_path
 
 if TYPE_CHECKING:
     from rl_core.config.schema import ClusterConfig, RunConfig
@@ -35,6 +36,13 @@ class OptimizerConfig(Section):
     """Any class that takes parameters and keyword arguments."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: dict(_ADAMW_DEFAULTS))
     """Its keyword arguments; AdamW keeps those of its defaults that are not given, other optimizers have their own."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_path(cls, name: str) -> str:
+        if not is_path(name):
+            raise ValueError(f"{name!r} is no dotted name. Write it in full, such as {_ADAMW}")
+        return name
 
     @model_validator(mode="before")
     @classmethod
