@@ -316,7 +316,8 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
 
     def _bring(self, *, weights: torch.device, state: torch.device | None = None) -> None:
         """Move weights, and optimizer state where it is named, between the device and CPU memory."""
-        if self._parallel.device == _CPU or self._config.hf_cfg.device_map is not None:
+        # Quantised weights are placed when they are loaded, as a device map's are, and stay there.
+        if self._parallel.device == _CPU or self._config.hf_cfg.device_map is not None or self._quantised:
             return
         if next(self._scoring.parameters()).device != weights:
             self._scoring.to(weights)
