@@ -35,7 +35,7 @@ PANELS = (
     Panel(title="Loss", metrics=("loss", "loss/*"), note="What is minimised. In policy gradients its height means little."),
     Panel(
         title="KL to the reference",
-        metrics=("kl/*",),
+        metrics=("kl/reference",),
         unit="nats",
         note="How far the policy has moved, where the loss or the reward has the penalty.",
     ),
