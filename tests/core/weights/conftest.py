@@ -19,5 +19,6 @@ def my_segments() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_segment_is_left():
+    sweep()  # what others left is not this test's
     yield
     assert my_segments() == []

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
+import psutil
 import pytest
 import torch
 from refit_processes import ProcessEngine, ProcessPolicy, WorkerProcess
@@ -25,6 +26,9 @@ from rl_core.errors import WeightSyncError
 from rl_core.weights.collective import CollectiveTransport, WeightCollective, call_off
 from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer, free_loopback_port
+
+LIMIT_S = 120.0
+"""Far below the deadlines of these refits, of which none may be waited for."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def sides(processes):
     return make
 
 
-def synchronizer(policy, engine, transport, *, buffer_bytes: int = 700, deadline_s: float = 60.0):
+def synchronizer(policy, engine, transport, *, buffer_bytes: int = 700, deadline_s: float = 3600.0):
     name = transport.name
     return WeightSynchronizer(
         policy,
@@ -68,7 +72,7 @@ def assert_equal_on_all(policy, engine) -> None:
     sent = policy.weights()
     for rank in engine.ranks:
         held = rank.submit("weights").result()
-        assert all(torch.equal(sent[name].to(tensor.dtype), tensor) for name, tensor in held.items())
+        assert [name for name, tensor in held.items() if not torch.equal(sent[name].to(tensor.dtype), tensor)] == []
 
 
 TRANSPORTS = pytest.mark.parametrize("transport", [SharedMemoryTransport, CollectiveTransport])
@@ -121,8 +125,8 @@ def test_a_policy_that_breaks_in_the_middle_of_a_broadcast_leaves_no_engine_wait
     with pytest.raises(OSError, match=r"k\.weight is gone"):
         synchronizer(policy, engine, CollectiveTransport).sync()
     for rank in engine.ranks:
-        assert rank.submit("get_weight_version").result(timeout=20) == -1
-    assert time.monotonic() - started < 20
+        assert rank.submit("get_weight_version").result(timeout=LIMIT_S) == -1
+    assert time.monotonic() - started < LIMIT_S
 
 
 def test_a_policy_that_is_killed_in_the_middle_of_a_refit_leaves_nothing_in_shared_memory(processes):
@@ -139,8 +143,10 @@ def test_a_policy_that_is_killed_in_the_middle_of_a_refit_leaves_nothing_in_shar
             return self._all("update_weights", handles)
 
     sync = synchronizer(policy, KilledInTheMiddle(*engine.ranks), SharedMemoryTransport)
+    process = psutil.Process(pid)
     with pytest.raises(BrokenProcessPool):
         sync.sync()
+    psutil.wait_procs([process], timeout=LIMIT_S)
     sync.close()
     assert kept
     assert not any((DIRECTORY / name).exists() for name in kept)
@@ -151,13 +157,13 @@ def test_an_engine_that_never_joins_is_an_error_within_the_deadline():
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="Rank 0 of 2 could not join"):
         WeightCollective(*free_loopback_port(), 2, rank=0, device="cpu", timeout_s=2.0).join()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < LIMIT_S
 
 
 def test_a_rank_that_comes_after_the_joining_was_called_off_is_let_go_at_once():
     """Rank 0 has given up by then; its closed port would keep the one that is late knocking for the whole of its timeout."""
     ip, port = free_loopback_port()
-    ranks = [WeightCollective(ip, port, 3, rank=rank, device="cpu", timeout_s=60.0) for rank in range(2)]
+    ranks = [WeightCollective(ip, port, 3, rank=rank, device="cpu", timeout_s=3600.0) for rank in range(2)]
     started = time.monotonic()
     with ThreadPoolExecutor(1) as beside:
         joining = beside.submit(ranks[0].join)
@@ -166,6 +172,6 @@ def test_a_rank_that_comes_after_the_joining_was_called_off_is_let_go_at_once():
             joining.result()
     with pytest.raises(WeightSyncError, match="another rank died"):
         ranks[1].join()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < LIMIT_S
     for rank in ranks:
         rank.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import psutil
 import pytest
 import tiny_refit_workers
 import torch
@@ -31,7 +32,7 @@ cloudpickle.register_pickle_by_value(tiny_refit_workers)
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(local_ray):
     with RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=2) as made:
         yield made
 
@@ -75,7 +76,7 @@ def synchronizer(policy, engine, transport):
 def assert_equal_on_all(policy, engine):
     sent = policy.group.run_one("weights")
     for held in engine.group.run_all("weights"):
-        assert all(torch.equal(sent[name].to(tensor.dtype), tensor) for name, tensor in held.items())
+        assert [name for name, tensor in held.items() if not torch.equal(sent[name].to(tensor.dtype), tensor)] == []
 
 
 def test_both_transports_bring_every_step_to_every_replica(sides):
@@ -114,7 +115,9 @@ def test_a_policy_actor_that_is_killed_in_the_middle_of_a_refit_is_named_and_lea
 
     engine.update_weights = kill_and_push
     sync = synchronizer(policy, engine, SharedMemoryTransport)
+    process = psutil.Process(victim)
     with pytest.raises(WorkerDiedError):
         sync.sync()
+    psutil.wait_procs([process], timeout=120)
     sync.close()
     assert sweep() == []

@@ -25,8 +25,8 @@ from rl_core.weights.synchronizer import WeightSynchronizer
 
 FOLDER = "RLCORE_TEST_DEATHS"
 REPLICAS = 3
-LIMIT_S = 30.0
-"""Far below the deadline of a refit and the 600 s that a broadcast may take; a restart alone takes some 4 s here."""
+LIMIT_S = 120.0
+"""Far below the deadline of a refit and the 600 s that a broadcast may take; a restart takes 4 s on a quiet machine."""
 
 
 def die_if_told(verb, rank):
@@ -84,7 +84,7 @@ def deaths(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(local_ray):
     with RayVirtualCluster([REPLICAS], use_gpus=False, cpus_per_bundle=0.5, max_colocated_worker_groups=2) as made:
         yield made
 
@@ -130,7 +130,7 @@ def synchronizers(sides):
             policy_capabilities=[transport.name],
             generation_capabilities=[transport.name],
             buffer_bytes=700,
-            deadline_s=300.0,
+            deadline_s=3600.0,
             num_receivers=REPLICAS,
             wait=wait_together,
         )
@@ -146,7 +146,7 @@ def synchronizers(sides):
 def assert_equal_on_all(policy, engine):
     sent = policy.group.run_one("weights")
     for held in engine.group.run_all("weights"):
-        assert all(torch.equal(sent[name].to(tensor.dtype), tensor) for name, tensor in held.items())
+        assert [name for name, tensor in held.items() if not torch.equal(sent[name].to(tensor.dtype), tensor)] == []
 
 
 @pytest.mark.parametrize(
