@@ -389,6 +389,15 @@ def test_a_dataset_by_name_and_a_share_that_is_held_out_are_taken_over(folder, t
     assert lines["data.train.split_validation_size"].targets == ("data.split.validation",)
 
 
+def test_a_dataset_of_the_older_layout_is_told_where_the_newer_one_has_it(tmp_path):
+    older = {"dataset_name": "OpenMathInstruct-2", "prompt_file": "cot.txt"}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"grpo": {}, "data": older}))
+    lines = import_config(tmp_path / "theirs.yaml", NEMO_RL).lines
+    told = {line.key: line for line in lines if line.key.startswith("data.")}
+    assert told.keys() == {"data.dataset_name", "data.prompt_file"}
+    assert all(line.outcome == "not honoured" and "move it to data.train" in line.reason for line in told.values())
+
+
 def test_several_datasets_are_not_taken_over_and_each_of_their_keys_says_so(tmp_path):
     several = [{"dataset_name": "ResponseDataset", "data_path": "a.jsonl"}, {"dataset_name": "gsm8k"}]
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"grpo": {}, "data": {"train": several}}))

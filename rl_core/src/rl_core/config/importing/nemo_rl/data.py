@@ -7,15 +7,15 @@ from typing import Any
 
 from rl_core.config.importing.nemo_rl.facts import algorithm_of, has_pairs, held_out_share, samples
 from rl_core.config.importing.nemo_rl.sources import FILES, SPLITS, dataset, source_of
-from rl_core.config.importing.rows import LEFT_OPEN, Added, Becomes, Decision, Refused, Row, Theirs, Unneeded, by
+from rl_core.config.importing.rows import LEFT_OPEN, Added, Becomes, Decision, Refused, Row, Theirs, Unneeded, by, never
 
 _PROCESSORS = ("math_hf_data_processor", "sft_processor", "preference_processor")
 _Value = Callable[[Any, str, Theirs], Decision]
 
 
 def rows() -> list[Row]:
-    """A row for each key of a dataset, under each of the sections that may hold it."""
-    found = []
+    """A row for each key of a dataset, under each of the sections that may hold it; older configs had none of these."""
+    found = never("data", " ".join(_KEYS), "an older layout: move it to data.train, and to data.validation, and import again")
     for key, value in _KEYS.items():
         found.append(by(f"data.default.{key}", _default(key, value)))
         for split in SPLITS:
