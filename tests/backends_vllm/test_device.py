@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_backends_vllm.device import quiet_import, set_environment_here, worker_environment
+from rl_backends_vllm.device import precision_of_products, quiet_import, set_environment_here, worker_environment
 from rl_backends_vllm.leftovers import sweep_leftovers, unname_here
 
 
@@ -25,6 +25,12 @@ def test_vllm_reports_errors_alone_unless_the_user_asks_for_more(monkeypatch, ow
 def test_what_the_engine_depends_on_is_not_the_users_to_change_in_a_worker(monkeypatch):
     monkeypatch.setattr(os, "environ", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert worker_environment(use_gpus=False)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_float32_on_a_gpu_is_not_compared_as_exact():
+    assert precision_of_products("float32", device="cpu") == "float32"
+    assert precision_of_products("float32", device="cuda") == "tf32"
+    assert precision_of_products("bfloat16", device="cuda") == "bfloat16"
 
 
 def test_what_a_cpu_needs_is_kept_from_an_engine_on_a_gpu(monkeypatch):

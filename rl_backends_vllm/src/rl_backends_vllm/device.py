@@ -121,6 +121,11 @@ def greedy_processor(device: str) -> str:
     )
 
 
+def precision_of_products(dtype: str, *, device: str) -> str:
+    """What a model of `dtype` computes in: on a GPU vLLM's attention multiplies float32 numbers as TF32, which has ten bits."""
+    return "tf32" if dtype == "float32" and device != "cpu" else dtype
+
+
 def can_sleep(device: str) -> bool:
     """Whether memory that the engine frees is of use to anyone else."""
     return device != "cpu"

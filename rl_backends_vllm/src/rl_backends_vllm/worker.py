@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_backends_vllm.config import VllmConfig
-from rl_backends_vllm.device import can_sleep, engine_arguments, greedy_processor, quiet_import, set_environment_here
+from rl_backends_vllm.device import (
+    can_sleep,
+    engine_arguments,
+    greedy_processor,
+    precision_of_products,
+    quiet_import,
+    set_environment_here,
+)
 from rl_backends_vllm.engine import Engine
 from rl_backends_vllm.leftovers import remove_replica_folder, replica_folder, sweep_leftovers, unname_registration
 from rl_backends_vllm.model_folder import ModelFiles, model_files
@@ -72,7 +79,7 @@ class VllmGenerationWorker(GenerationWorker):
             "max_model_len": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
             "device": self.context.device,
-            "precision": str(model.dtype).removeprefix("torch."),
+            "precision": precision_of_products(str(model.dtype).removeprefix("torch."), device=self.context.device),
             "reads_text": self._sampling.has_tokenizer,
         }
 
