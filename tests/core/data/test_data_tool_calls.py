@@ -5,7 +5,12 @@ import json
 import pytest
 from datasets import Dataset
 
-from rl_core.data.dataset_config import JsonlDatasetConfig, ParquetDatasetConfig, PreferenceDatasetConfig
+from rl_core.data.dataset_config import (
+    HuggingFaceDatasetConfig,
+    JsonlDatasetConfig,
+    ParquetDatasetConfig,
+    PreferenceDatasetConfig,
+)
 from rl_core.data.datasets import RecordDataset
 from rl_core.data.preferences import PreferenceDataset
 from rl_core.errors import DataError
@@ -77,8 +82,12 @@ def test_tables_give_the_same_calls_and_tools_as_lines_though_each_has_keys_of_i
     rows = [{"messages": TALK, "tools": [WEATHER, CLOCK]}, {"messages": [ASKED, asks], "tools": [CLOCK]}]
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     config = ParquetDatasetConfig(path=tmp_path / "rows.parquet", input_key="messages", output_key=None)
-    table = list(RecordDataset(config))
-    assert table == read(*rows)
+    table, lines = list(RecordDataset(config)), read(*rows)
+    assert table == lines
+    (tmp_path / "files").mkdir()
+    (tmp_path / "rows.jsonl").rename(tmp_path / "files" / "train.jsonl")
+    config = HuggingFaceDatasetConfig(path=str(tmp_path / "files"), input_key="messages", output_key=None)
+    assert list(RecordDataset(config)) == lines
     assert table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
 
 
