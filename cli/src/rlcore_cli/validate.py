@@ -42,7 +42,7 @@ def validate(
         _print_errors(error, config, as_json=as_json)
         raise typer.Exit(error.exit_code) from None
     if as_json:
-        print(json.dumps({"valid": True, "config": loaded.resolved}, indent=2))
+        print(json.dumps({"valid": True, "warnings": _warnings(loaded), "config": loaded.resolved}, indent=2))
     elif resolved:
         print("\n".join(_annotated(loaded)))
     else:
@@ -71,9 +71,6 @@ def _print_errors(error: InvalidConfigError, config: Path, *, as_json: bool) -> 
 
 
 def _summary(loaded: LoadedConfig) -> list[str]:
-    from rl_core.config.schedule_lengths import schedule_warnings
-    from rl_core.config.written import dotted
-
     run = loaded.run
     policy, generation, cluster = run.policy, run.policy.generation, run.cluster
     sampler = "none" if generation is None else f"{generation.backend}, up to {generation.max_new_tokens} new tokens"
@@ -90,8 +87,16 @@ def _summary(loaded: LoadedConfig) -> list[str]:
         "env": ", ".join(_environment(task, section) for task, section in run.env.items()) or "none",
         "cluster": f"{cluster.backend}, {cluster.num_nodes} x {cluster.workers_per_node} policy ranks",
     }
-    warnings = [f"warning: {dotted(path)}: {message}" for path, message in schedule_warnings(run)]
+    warnings = [f"warning: {text}" for text in _warnings(loaded)]
     return [f"{loaded.path} is valid", *(f"  {name:<12}{value}" for name, value in rows.items()), *warnings]
+
+
+def _warnings(loaded: LoadedConfig) -> list[str]:
+    """What would run and is probably not meant."""
+    from rl_core.config.schedule_lengths import schedule_warnings
+    from rl_core.config.written import dotted
+
+    return [f"{dotted(path)}: {message}" for path, message in schedule_warnings(loaded.run)]
 
 
 def _environment(task: str, section: Any) -> str:

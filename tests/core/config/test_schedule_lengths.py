@@ -1,5 +1,6 @@
 """Learning-rate schedules count optimizer steps, and users steps of the algorithm: the config says where the two do not fit."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,8 @@ def test_a_warmup_that_the_run_does_not_come_to_the_end_of_is_a_warning_for_a_sh
         "makes 4 (4 steps x 1 for 512 rows): the learning rate comes to 67% of `optimizer.kwargs.lr` and no further."
     ) in output
     assert "warning" not in refusal(GRPO)[1]
+    [warning] = json.loads(refusal(GRPO, "grpo.max_num_steps=4", "--json")[1])["warnings"]
+    assert f"warning: {warning}" in output
 
 
 def test_a_schedule_that_may_end_early_is_a_warning():
