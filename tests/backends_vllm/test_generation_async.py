@@ -79,14 +79,16 @@ class Trained:
             )
         )
         self.policy.wait_ready()
+        self._weights = self.policy.group.worker.iter_weights
+        self._first = {name: tensor.detach().clone() for name, tensor in self._weights()}
         self._folder, self._noise = folder, torch.Generator().manual_seed(0)
 
     def change(self):
-        """Other weights, one version on; the model that has them, by Transformers alone."""
+        """Other weights around the first, one version on; the model that has them, by Transformers alone."""
         take_step(self.policy, 1)
         with torch.no_grad():
-            for _, tensor in self.policy.group.worker.iter_weights():
-                tensor.add_(0.05 * torch.randn(tensor.shape, generator=self._noise))
+            for name, tensor in self._weights():
+                tensor.copy_(self._first[name] + 0.05 * torch.randn(tensor.shape, generator=self._noise))
         folder = self._folder / str(self.policy.weight_version)
         self.policy.save_checkpoint(str(folder))
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -278,8 +280,9 @@ def test_rows_under_way_at_a_refit_begin_again_where_that_is_asked_for(engine, l
     expected = engine.generate(begins)
     assert [completions(output)[0][:60] for output in in_order(items)[1:]] == completions(expected)
     for output in in_order(items)[1:]:
+        # Long rows sum more in float32; other weights are tenths of a nat away.
         scores = expected_logprobs(new_model, output, temperature=TEMPERATURE)
-        torch.testing.assert_close(found_logprobs(output), scores, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found_logprobs(output), scores, atol=1e-4, rtol=0)
 
 
 def batch_of_same(batch, **columns):
