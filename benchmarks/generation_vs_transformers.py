@@ -103,11 +103,21 @@ def theirs(model: transformers.PreTrainedModel, prompts: list[list[int]], length
 
 
 def tokens_per_second(run: Callable[[], int], device: str) -> float:
-    start = time.perf_counter()
+    def clock() -> float:
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    start = clock()
     tokens = run()
+    return tokens / (clock() - start)
+
+
+def peak_mib(device: str) -> float:
+    """Of the device's memory, or of the process's on a CPU."""
     if device != "cpu":
-        torch.accelerator.synchronize()
-    return tokens / (time.perf_counter() - start)
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def main() -> None:
@@ -147,7 +157,7 @@ def main() -> None:
     for name, values in speeds.items():
         print(f"{name:16} {medians[name]:8.1f} tokens/s   (runs: {', '.join(f'{value:.1f}' for value in values)})")
     print(f"{'ratio':16} {ratio:8.2f}")
-    print(f"{'peak memory':16} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:8.0f} MiB, both in one process")
+    print(f"{'peak memory':16} {peak_mib(arguments.device):8.0f} MiB, both in one process")
     if arguments.json is not None:
         with arguments.json.open("a") as file:
             file.write(json.dumps({**settings, "tokens_per_s": medians, "ratio": ratio}) + "\n")

@@ -76,7 +76,7 @@ def run_trl(arguments):
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             bf16=False,
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             optim="adamw_torch",
             save_strategy="no",
             logging_strategy="no",
@@ -227,6 +227,12 @@ def measure(side, arguments):
     return {**found, "peak_gib": memory.peak / 2**30}
 
 
+def machine():
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
 def table(results, arguments):
     trl = results["trl"]
     lines = [
@@ -234,7 +240,7 @@ def table(results, arguments):
         "",
         f"{Path(arguments.model).name}, {arguments.dtype}, {PROMPTS_PER_STEP} prompts x {GROUP} samples, prompts of "
         f"{trl['mean_prompt']:.0f} tokens, at most {MAX_NEW_TOKENS} new ones, {arguments.steps} steps after one of warm-up, "
-        f"{arguments.threads} threads, no GPU.",
+        f"{arguments.threads} threads, {machine()}.",
         "",
         "| | trained tokens/s | against TRL | s/step | mean completion | peak memory, GiB |",
         "|---|---|---|---|---|---|",

@@ -61,6 +61,9 @@ def make_rows(given: argparse.Namespace, vocab_size: int) -> BatchedDataDict:
 def seconds(action) -> dict[str, float]:
     start = {name: clock() for name, clock in _CLOCKS.items()}
     action()
+    if torch.cuda.is_available():
+        # What is left of a step on the device is this action's, not the next one's.
+        torch.cuda.synchronize()
     return {name: clock() - start[name] for name, clock in _CLOCKS.items()}
 
 

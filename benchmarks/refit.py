@@ -1,9 +1,10 @@
 """How long a refit takes, item by item, against a memcpy of the same bytes in the same run.
 
-    python benchmarks/refit.py [--rounds 5] [--write]
+    python benchmarks/refit.py [--rounds 5] [--device cuda] [--write]
 
 134.5 million float32 parameters in the shapes of SmolLM2-135M go from a policy process to a generation process on one machine,
-over shared memory and over gloo; every refit is proven. `--write` puts the table into benchmarks/results/refit.md.
+over shared memory (of one GPU: by CUDA IPC) and over gloo; every refit is proven. `--write` puts the table into
+benchmarks/results/refit.md, or refit_cuda.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from rl_core.weights.sink import WeightSink
 from rl_core.weights.source import WeightSource
 from rl_core.weights.synchronizer import WeightSynchronizer
 
-RESULTS = Path(__file__).parent / "results" / "refit.md"
+RESULTS = Path(__file__).parent / "results"
+DEVICE = "RLCORE_BENCHMARK_DEVICE"
+"""The variable that tells both processes where they compute."""
 LAYERS, HIDDEN, KEYS, INNER, VOCABULARY = 30, 576, 192, 1536, 49152
 
 
@@ -55,8 +58,9 @@ class Timed:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self.context = SimpleNamespace(rank=0, device="cpu")
-        self.weights = {name: torch.randn(shape) for name, shape in shapes().items()}
+        device = os.environ.get(DEVICE, "cpu")
+        self.context = SimpleNamespace(rank=0, device=device)
+        self.weights = {name: torch.randn(shape, device=device) for name, shape in shapes().items()}
         self.seconds: dict[str, float] = {}
 
     def timed(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +73,12 @@ class Timed:
     def take_seconds(self) -> dict[str, float]:
         taken, self.seconds = self.seconds, {}
         return taken
+
+    def clock(self) -> float:
+        """Now, when everything that was asked of the device is done."""
+        if self.context.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 class Policy(Timed, WeightSource):
@@ -97,16 +107,16 @@ class Policy(Timed, WeightSource):
         """Seconds to copy the same tensors within this process, into memory that has been touched before."""
         if not hasattr(self, "copy"):
             self.copy = {name: tensor.clone() for name, tensor in self.weights.items()}
-        started = time.perf_counter()
+        started = self.clock()
         for name, tensor in self.weights.items():
             self.copy[name].copy_(tensor)
-        return time.perf_counter() - started
+        return self.clock() - started
 
     def digest_seconds(self, kind: str) -> float:
-        started = time.perf_counter()
+        started = self.clock()
         for tensor in self.weights.values():
             tensor_digest(tensor, kind=kind)  # type: ignore[arg-type]
-        return time.perf_counter() - started
+        return self.clock() - started
 
 
 class Engine(Timed, WeightSink):
@@ -199,8 +209,11 @@ def table(name: str, found: dict[str, float]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
+    os.environ[DEVICE] = options.device
+    machine = "no GPU" if options.device == "cpu" else f"on one {torch.cuda.get_device_name()}"
     policy, engine = Face(Policy), Face(Engine)
     try:
         size = sum(torch.Size(shape).numel() for shape in shapes().values()) * 4
@@ -208,7 +221,7 @@ def main() -> None:
             "# Refit",
             "",
             f"`python benchmarks/refit.py`: {size / 4e6:.1f} million float32 parameters ({size / 1e6:.0f} MB, {len(shapes())}"
-            f" tensors), one policy process, one generation process, one thread each; {os.cpu_count()} cores, no GPU. "
+            f" tensors), one policy process, one generation process, one thread each; {os.cpu_count()} cores, {machine}. "
             f"Median of {options.rounds} refits, each with a memcpy of the same tensors (one thread, touched memory) just "
             "before it. Verbs of the two sides overlap, so they add up to more than the push.",
             "",
@@ -223,8 +236,8 @@ def main() -> None:
         engine.pool.shutdown()
     print("\n".join(lines))
     if options.write:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines) + "\n")
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / ("refit.md" if options.device == "cpu" else "refit_cuda.md")).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,13 @@ def without_end(model_name: str, folder: Path, dtype: str, *, with_tokenizer: bo
     return folder
 
 
+def on_gpu() -> bool:
+    """Whether all sides compute on a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def requests_of(options: argparse.Namespace, vocabulary: int) -> Any:
     """`prompts` random prompts, `samples` rows of each, with seeds of their own."""
     import torch
@@ -75,6 +82,9 @@ def section(options: argparse.Namespace, model: str) -> dict[str, Any]:
             "max_num_seqs": options.max_num_seqs,
             "kv_cache_gib": 1.0,
             "load_format": "auto",
+            # Three engines share a GPU.
+            "gpu_memory_utilization": 0.25,
+            "enforce_eager": True,
         },
     }
 
@@ -94,7 +104,9 @@ def raw(options: argparse.Namespace, model: str, batch: Any) -> dict[str, Run]:
         max_num_seqs=options.max_num_seqs,
         kv_cache_memory_bytes=2**30,
         enforce_eager=True,
-        enable_chunked_prefill=False,  # with seeds, pieces of prompts are an error on a CPU
+        gpu_memory_utilization=0.25,
+        # With seeds, pieces of prompts are an error on a CPU.
+        enable_chunked_prefill=None if on_gpu() else False,
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
@@ -129,7 +141,7 @@ def sides(options: argparse.Namespace, model: str) -> Iterator[dict[str, Run]]:
     batch = requests_of(options, AutoConfig.from_pretrained(model).vocab_size)
     found = raw(options, model, batch)
     here = VllmGeneration(None, section(options, model))
-    cluster = RayVirtualCluster([1], use_gpus=False)
+    cluster = RayVirtualCluster([1], use_gpus=on_gpu())
     there = VllmGeneration(cluster, section(options, model))
     try:
         yield found | {"ours": ours(here, batch), "ours over Ray": ours(there, batch)}
@@ -213,7 +225,7 @@ def start_up(options: argparse.Namespace) -> dict[str, Any]:
     # With nothing set at all, vLLM takes nine tenths of the machine's memory for its KV cache.
     plain = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     variants = {
-        "ours": (START["ours"], {**os.environ, **worker_environment(use_gpus=False)}),
+        "ours": (START["ours"], {**os.environ, **worker_environment(use_gpus=on_gpu())}),
         "vllm.LLM, KV size and enforce_eager": (START["vllm.LLM"].replace("EAGER", "True"), plain),
         "vllm.LLM, KV size": (START["vllm.LLM"].replace("EAGER", "False"), plain),
     }
@@ -287,7 +299,7 @@ def main() -> None:
         # OpenMP's runtime and threads are chosen when a process starts.
         from rl_backends_vllm.device import worker_environment
 
-        environment = {**os.environ, **worker_environment(use_gpus=False), "OMP_NUM_THREADS": str(options.threads)}
+        environment = {**os.environ, **worker_environment(use_gpus=on_gpu()), "OMP_NUM_THREADS": str(options.threads)}
         sys.exit(subprocess.call([sys.executable, *sys.argv, "--inside"], env=environment))
     found = start_up(options) if options.start_up else throughput(options)
     settings = {key: str(value) for key, value in vars(options).items() if key not in ("json", "inside")}
