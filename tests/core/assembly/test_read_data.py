@@ -264,6 +264,19 @@ def test_a_resume_goes_on_with_the_same_rows_in_any_file_and_is_refused_with_oth
             loader(*other).load_state_dict(state)
 
 
+def test_a_dataset_of_which_every_row_is_dropped_is_refused_and_one_kept_row_is_enough(lines, registry, tokenizer):
+    long = [{"question": "1+" * 20, "answer": str(n)} for n in range(5)]
+    for rows in (long, [*long, *answered(sums(1, 1))]):
+        path = lines("rows", *rows)
+        data = DataConfig(train=section(path, output_key=None, response_key="answer"), on_long_prompt="drop")
+        source, _ = read_data(data, registry)
+        if rows is not long:
+            assert len(conversation_loader(source, run_of(data), tokenizer, batch_size=2, shuffle=True)) == 3
+            continue
+        with pytest.raises(DataError, match="of the 5 records of jsonl all are dropped: each has more than 16 tokens"):
+            conversation_loader(source, run_of(data), tokenizer, batch_size=2, shuffle=True)
+
+
 def test_what_a_template_refuses_is_told_before_the_first_step_though_only_a_later_row_has_it(lines, registry, tokenizer):
     from copy import deepcopy
 

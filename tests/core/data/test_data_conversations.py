@@ -78,6 +78,8 @@ def test_a_completion_must_end_with_the_assistant_and_a_template_is_for_texts(re
 def test_conversations_and_questions_without_the_key_of_their_answer_are_told_which_it_is(read, chat_tokenizer):
     with pytest.raises(DataError, match="Where there is none to give, say `output_key: null`"):
         read({"messages": [ASKED, ANSWERED]}, input_key="messages")
+    with pytest.raises(DataError, match="Conversations are read with `input_key: messages` and `output_key: null`"):
+        read({"messages": [ASKED, ANSWERED]})
     [record] = read({"question": "6*7?", "expected_answer": "42"})
     with pytest.raises(DataError, match=r"nothing to train on\. Name the field of the answer \(`response_key`\)"):
         conversation_datum(record, idx=0, tokenizer=chat_tokenizer)

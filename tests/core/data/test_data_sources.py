@@ -198,6 +198,8 @@ def test_what_is_no_dataset_is_refused_with_what_to_give(tmp_path):
     for name, says in (("empty", "0 bytes"), ("wrong", "magic bytes")):
         with pytest.raises(DataError, match=rf"{name}\.parquet cannot be loaded: .*{says}"):
             RecordDataset(ParquetDatasetConfig(path=tmp_path / f"{name}.parquet"))
+    with pytest.raises(DataError, match="is a file: read it with `dataset_name: parquet` or `jsonl`"):
+        RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path / "wrong.parquet")))
     Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "no_rows.parquet")
     with pytest.raises(DataError, match=r"no_rows\.parquet has no row to train on \(it is empty\)"):
         RecordDataset(ParquetDatasetConfig(path=tmp_path / "no_rows.parquet"))

@@ -243,7 +243,9 @@ def _loader(
 ) -> BatchedDataLoader:
     def tokenised(one: Source) -> TokenisedRows:
         made = partial(_process_of(one, process, is_trained=is_trained), **limits)
-        return _tokenised(one, made, tasks)
+        rows = _tokenised(one, made, tasks)
+        _refuse_all_dropped(rows, one, limits["max_length"])
+        return rows
 
     mixture = None
     if source.members is None:
@@ -304,6 +306,15 @@ def _tokenised(source: Source, process: Callable[..., Any], tasks: Collection[st
         )
     source.bad_rows.add_places(source.name, reasons)
     return TokenisedRows(Chosen(source.records, good), process, task_name=task_name, name=source.name)
+
+
+def _refuse_all_dropped(rows: TokenisedRows, source: Source, max_length: int) -> None:
+    """Refuse a dataset of which nothing would be trained; as a rule, the first row is all that is looked at."""
+    if len(rows) and not any(rows[index]["loss_multiplier"] for index in range(len(rows))):
+        raise DataError(
+            f"of the {len(rows)} records of {source.name} all are dropped: each has more than {max_length} tokens. Raise "
+            "policy.max_total_sequence_length (and data.max_input_seq_length, where it is set)"
+        )
 
 
 def _process_of(source: Source, process: Callable[..., Any], *, is_trained: bool) -> Callable[..., Any]:

@@ -81,6 +81,8 @@ def hugging_face_rows(
             reached, and the cache has no copy, or none of the revision.
     """
     datasets = _library()
+    if Path(path).is_file():
+        raise DataError(f"dataset {path} is a file: read it with `dataset_name: parquet` or `jsonl`, or give its folder")
     saved = any((Path(path) / name).is_file() for name in _SAVED)
     if saved and subset is not None:
         raise DataError(f"dataset {path} was written by save_to_disk and has no subsets: leave out `subset: {subset}`")
@@ -208,7 +210,7 @@ def _why(error: Exception) -> tuple[str, str]:
     why = error.__cause__ or error
     return f"{type(why).__name__}: {str(why).rstrip('.')}", (
         "Give what exists: a parquet file, a folder that save_to_disk wrote, a folder of data files, or the name of a dataset "
-        "of the hub"
+        "of the hub; lines of JSON are read with `dataset_name: jsonl`"
     )
 
 

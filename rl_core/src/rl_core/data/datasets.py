@@ -171,10 +171,18 @@ def _texts(values: Any) -> list[str]:
 
 def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_key: str) -> Any:
     if key not in row:
-        none = ". Where there is none to give, say `output_key: null`" if config_key == "output_key" else ""
-        raise DataError(f"the field {key!r} (`{config_key}`) is absent: the row has {sorted(row)}{none}")
+        raise DataError(f"the field {key!r} (`{config_key}`) is absent: the row has {sorted(row)}{_remedy(config_key, row)}")
     if not isinstance(row[key], kind) or row[key] is None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         names = " or ".join("a value" if each is object else each.__name__ for each in kinds)
         raise DataError(f"the field {key!r} (`{config_key}`) is {shown(row[key])}: expected {names}")
     return row[key]
+
+
+def _remedy(config_key: str, row: dict[str, Any]) -> str:
+    """What to say about a field that is absent, where there is more to say than its key."""
+    if config_key == "output_key":
+        return ". Where there is none to give, say `output_key: null`"
+    if config_key == "input_key" and "messages" in row:
+        return ". Conversations are read with `input_key: messages` and `output_key: null`"
+    return ""
