@@ -176,7 +176,7 @@ def test_a_page_without_room_for_rollouts_says_so(write_run, tmp_path, page_of):
         ({"provenance": None}, "does not say where the values come from"),
         ({"environment": None}, "does not say what ran it"),
         ({"rows": 0}, "The run folder has none."),
-        ({"steps": 0}, "No step is recorded yet."),
+        ({"steps": 0}, "No step is recorded."),
         ({"texts": None}, "The run folder has no texts of tokens: they are shown as ids."),
     ],
 )

@@ -108,7 +108,15 @@ const filters = {
   truncated: (row) => row.truncated,
 };
 
-function show() {
+// What lies below the rollouts stays within reach: so many at first, the rest on demand.
+const ROWS_AT_FIRST = 64;
+
+function atFirst(blocks) {
+  let rows = 0;
+  return blocks.filter((block) => (rows += block.length) <= Math.max(ROWS_AT_FIRST, blocks[0].length));
+}
+
+function show(every = false) {
   const part = rollouts[chosen.step.selectedIndex];
   const groups = Map.groupBy ? Map.groupBy(part.rows, (row) => row.group) : grouped(part.rows);
   const colouring = colourings[chosen.colour.value];
@@ -122,10 +130,16 @@ function show() {
   // Prompts with one short sample each leave room for others beside them.
   const isNarrow = ([row, ...others]) => !others.length && !isLong(row) && part.prompts[row.group].length < 300;
   place.className = blocks.every(isNarrow) ? "side" : "";
-  for (const rows of blocks) {
+  const visible = every ? blocks : atFirst(blocks);
+  for (const rows of visible) {
     const samples = written("div", "samples", ...rows.map((row) => sample(row, colouring, limit)));
     const title = rows[0].task ? `prompt, ${rows[0].task}` : "prompt";
     place.append(written("section", "panel group", written("h3", "soft", title), written("pre", "", part.prompts[rows[0].group]), samples));
+  }
+  if (visible.length < blocks.length) {
+    const more = written("button", "more", `Show ${blocks.length - visible.length} more`);
+    more.addEventListener("click", () => show(true));
+    place.append(more);
   }
   if (!blocks.length) place.append(written("p", "soft", "None of the rollouts shown of this step."));
   const of = part.total == null ? "" : ` of ${part.total}`;
@@ -164,5 +178,5 @@ const move = (by) => {
 };
 document.getElementById("earlier").addEventListener("click", () => move(-1));
 document.getElementById("later").addEventListener("click", () => move(1));
-for (const control of Object.values(chosen)) control.addEventListener("change", show);
+for (const control of Object.values(chosen)) control.addEventListener("change", () => show());
 show();
