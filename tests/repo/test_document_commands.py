@@ -107,7 +107,8 @@ def test_the_commands_of_the_readme_run_in_their_order(monkeypatch, tmp_path, ca
     (tmp_path / "config.yaml").write_text(json.dumps(small))
     (tmp_path / "theirs.yaml").write_text(THEIRS)
     rows = [{"question": f"{a}+{a + 1}=", "expected_answer": str(2 * a + 1)} for a in range(10, 60)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, own in {"train.jsonl": rows[8:], "test.jsonl": rows[:8]}.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in own))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the command itself sets it, for good
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -123,6 +124,6 @@ def test_the_commands_of_the_readme_run_in_their_order(monkeypatch, tmp_path, ca
             main()
         assert not left.value.code, (words, capfd.readouterr())
         done.append(words[0])
-    assert {"validate", "train", "check-logprobs", "convert", "report", "compare", "list-backends"} <= set(done)
+    assert {"validate", "train", "eval", "check-logprobs", "convert", "report", "compare", "list-backends"} <= set(done)
     assert (tmp_path / "runs" / "config" / "report.html").is_file()
     assert (tmp_path / "converted" / "model.safetensors").is_file()
