@@ -8,6 +8,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from rl_backends_hf.master import MasterWeights
 from rl_backends_hf.training_state import TrainingState, _room_for
+from rl_backends_hf.worker import HFPolicyWorker
+from rl_core.errors import UserError
 
 ELSEWHERE = torch.device("meta")
 """A device that every machine has beside its CPU; it keeps no numbers."""
@@ -36,3 +38,9 @@ def test_a_count_of_steps_is_read_from_a_checkpoint_to_where_the_optimizer_reads
     stored = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([]), [])
     room = _room_for(stored, torch.nn.Parameter(torch.empty(2, 3, device="meta")), counts_on_device=on_device)
     assert room.device.type == ("meta" if on_device else "cpu")
+
+
+def test_flash_attention_in_float32_is_refused_with_what_to_set(parts):
+    config = parts.make_config("never/loaded", precision="float32", hf={"attn_implementation": "flash_attention_2"})
+    with pytest.raises(UserError, match="bfloat16"):
+        HFPolicyWorker(parts.make_context(), config).setup()

@@ -22,12 +22,27 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 _UNPACKED = "Set `policy.sequence_packing.enabled: false` and use `policy.dynamic_batching`"
 
 
-def probe_scoring(scoring: ScoringModel, *, device: torch.device, packing: bool, variable_length_kernel: bool) -> None:
+def probe_scoring(
+    scoring: ScoringModel,
+    *,
+    device: torch.device,
+    packing: bool,
+    variable_length_kernel: bool,
+    computed_in: torch.dtype | None = None,
+) -> None:
     """Compare scoring with the model's own answer, and packed rows with the same rows alone.
+
+    Args:
+        scoring: the model.
+        device: where it is.
+        packing: whether rows will be packed.
+        variable_length_kernel: see `packed_input`.
+        computed_in: the type that its products are rounded to; the model's by default.
 
     Raises:
         NotSupportedError: they differ.
     """
+    computed_in = computed_in or scoring.model.dtype
     ids, lengths = _tokens(scoring)
     is_token = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
     with torch.no_grad(), _telling_head(scoring):
@@ -38,12 +53,14 @@ def probe_scoring(scoring: ScoringModel, *, device: torch.device, packing: bool,
             own,
             padded,
             is_token & is_told,
+            computed_in,
             found="The model's own answer is not its head applied to its backbone",
             advice="This backend cannot train it: use a model whose head is a plain matrix",
         )
         if packing:
             packed = _packed_numbers(scoring, ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
-            _compare(scoring, padded, packed, is_token, found="Packed rows see each other in this model", advice=_UNPACKED)
+            found = "Packed rows see each other in this model"
+            _compare(scoring, padded, packed, is_token, computed_in, found=found, advice=_UNPACKED)
 
 
 def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,12 +124,13 @@ def _compare(
     own: torch.Tensor,
     ours: torch.Tensor,
     where: torch.Tensor,
+    computed_in: torch.dtype,
     *,
     found: str,
     advice: str,
 ) -> None:
     difference = float((own - ours).abs()[where.to(own.device)].max())
-    tolerance = _TOLERANCE.get(scoring.model.dtype, 0.25)
+    tolerance = _TOLERANCE.get(computed_in, 0.25)
     if not difference <= tolerance:
         raise NotSupportedError(
             f"{type(scoring.model).__name__}: {found} ({scoring.column} of a test input differ by {difference:.3g}, "

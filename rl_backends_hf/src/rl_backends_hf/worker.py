@@ -85,12 +85,16 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         self._names = CheckpointNames(model, {name: shape for name, (shape, _) in self._handed_on.manifest().items()})
         self._scoring = self._make_scoring(model)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        probe_scoring(
-            self._scoring,
-            device=device,
-            packing=self._microbatcher.packing,
-            variable_length_kernel=self._microbatcher.variable_length_kernel,
-        )
+        # Flash attention takes no float32; masters that will be shards are rounded for it only once they are gathered.
+        rounded = self._dtype if self._microbatcher.variable_length_kernel else model.dtype
+        with torch.autocast(device.type, dtype=rounded, enabled=rounded != model.dtype):
+            probe_scoring(
+                self._scoring,
+                device=device,
+                packing=self._microbatcher.packing,
+                variable_length_kernel=self._microbatcher.variable_length_kernel,
+                computed_in=rounded,
+            )
         if self._config.activation_checkpointing:
             checkpoint_activations(model)
         self._parallel.distribute(self._scoring)
@@ -259,6 +263,11 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
                 "`data_parallel: replicate`."
             )
 
+        if hf.attn_implementation == "flash_attention_2" and self._dtype == torch.float32:
+            raise UserError(
+                "`attn_implementation: flash_attention_2` computes in bfloat16, and `policy.precision` is float32. Set it to "
+                "bfloat16, or leave attn_implementation out: `sdpa` takes both."
+            )
         if self._config.head == "scalar" and (hf.load_in_8bit or hf.load_in_4bit):
             raise UserError(
                 "A model with a scalar head is there to be trained, and quantised weights cannot be: leave load_in_8bit and "
