@@ -139,6 +139,11 @@ def test_a_worker_of_two_bundles_sees_the_gpus_of_both_and_nobody_elses(nodes):
         assert wait_until(lambda: started_processes() <= before), started_processes() - before
 
 
+def test_a_group_on_cpus_sees_no_gpu_of_its_node(nodes):
+    with RayVirtualCluster([1], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+        assert group.run_one("environ")["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_bundles_that_are_too_few_or_lie_on_two_nodes_are_refused_with_what_to_change(nodes):
     with RayVirtualCluster([3, 1], use_gpus=True) as cluster:
         with pytest.raises(ResourceInsufficientError, match="bundles of worker 1 lie on 2 nodes"):
