@@ -11,17 +11,18 @@ from rlcore_cli.main import main
 
 ROOT = Path(__file__).parents[2]
 IMPATIENT = """
+import os
 import signal
 
 from rl_envs import ArithmeticEnvironment
 
 
 class Impatient(ArithmeticEnvironment):
-    steps = 0
+    steps, presses = 0, int(os.environ["PRESSES"])
 
     def step(self, *arguments, **named):
         Impatient.steps += 1
-        if Impatient.steps == 2:
+        for _ in range(Impatient.presses if Impatient.steps == 2 else 0):
             signal.raise_signal(signal.SIGINT)
         return super().step(*arguments, **named)
 """
@@ -65,8 +66,9 @@ def config(tmp_path):
     return path
 
 
-def test_ctrl_c_is_answered_at_once_and_its_end_is_no_error(rlcore, config, tmp_path):
+def test_ctrl_c_is_answered_at_once_and_its_end_is_no_error(rlcore, config, tmp_path, monkeypatch):
     (tmp_path / "impatient.py").write_text(IMPATIENT)
+    monkeypatch.setenv("PRESSES", "1")
     code, out, err = rlcore("train", config, "++env.arithmetic.env_cls=impatient.Impatient")
     assert code == 130
     assert out.splitlines()[:2] == ["run folder runs/run", "starting policy hf, generation hf, env arithmetic"]
@@ -75,6 +77,19 @@ def test_ctrl_c_is_answered_at_once_and_its_end_is_no_error(rlcore, config, tmp_
         "warning: Ctrl-C: stopping after this step, with a checkpoint; once more stops at once",
         "Stopped after step 2: its checkpoint is written; the same command goes on from there.",
     ]
+
+
+def test_ctrl_c_twice_ends_the_run_within_its_step(rlcore, config, tmp_path, monkeypatch):
+    (tmp_path / "hasty.py").write_text(IMPATIENT)
+    monkeypatch.setenv("PRESSES", "2")
+    code, out, err = rlcore("train", config, "++env.arithmetic.env_cls=hasty.Impatient")
+    assert code == 130
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == ["1/5"]
+    first, second = err.splitlines()[-2:]
+    assert first.startswith("warning: Ctrl-C: stopping after this step")
+    assert second == "warning: Ctrl-C again: stopping at once; what the last checkpoint does not hold is lost"
+    status = json.loads((tmp_path / "runs" / "run" / "status.json").read_text())
+    assert (status["state"], status["during"]) == ("interrupted", "rollout")
 
 
 def test_an_attempt_that_ended_before_its_first_step_leaves_its_folder_to_the_next(rlcore, config, tmp_path):

@@ -148,6 +148,7 @@ def _attended(run: Run, manager: PluginManager) -> Iterator[None]:
 
     def stop(*_: object) -> None:
         if run.stop_requested:
+            _log.warning("Ctrl-C again: stopping at once; what the last checkpoint does not hold is lost")
             raise KeyboardInterrupt
         run.stop_requested = True
         how = "with a checkpoint" if run.checkpoints is not None else "without a checkpoint: checkpointing is off"
