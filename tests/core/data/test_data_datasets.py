@@ -121,6 +121,16 @@ def test_a_field_that_the_record_lacks_and_an_unknown_name_are_named():
         load_prompt("generic/maths")
 
 
+def test_a_byte_order_mark_of_a_template_is_no_part_of_it(tmp_path, chat_tokenizer):
+    (tmp_path / "p.txt").write_text("{}?", encoding="utf-8-sig")
+    (tmp_path / "p.yaml").write_text("user: '{}?'", encoding="utf-8-sig")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8-sig")
+    assert {load_prompt(tmp_path / name).user for name in ("p.txt", "p.yaml")} == {"{}?"}
+    chat_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer", chat_template=tmp_path / "chat.jinja")
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
+
+
 @pytest.mark.parametrize("value", [None, ["a", "b"], {"a": 1}])
 def test_what_is_neither_a_text_nor_a_number_fills_no_template(value):
     with pytest.raises(DataError, match=r"asks for \{level\}, and the record has .* there: a template takes texts and numbers"):

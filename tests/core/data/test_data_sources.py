@@ -246,11 +246,12 @@ def test_compressed_lines_are_read_whatever_the_file_is_called_and_a_torn_file_i
         (b"\n\r\n \n", r"has no row to train on \(it is empty\)"),
         (b'[\n{"question": "a"}\n]', r"begins with '\[', as a file of one JSON array does: write one JSON object a line"),
         (b'{"question": "a", "question": "b"}', r"rows\.jsonl:1: the key 'question' is there twice in one object"),
+        ('{"question": "a"}'.encode("utf-16"), "is written in UTF-16: save it as UTF-8"),
         (b"PAR1....", "is a file of parquet: read it with `dataset_name: parquet`"),
         (b"{" * 100_000, r"rows\.jsonl:1: no JSON"),
         (b'{"question": ' + b"[" * 100_000, "nested too deeply"),
     ],
-    ids=["empty", "blank", "an array", "a key twice", "parquet", "no JSON", "too deep"],
+    ids=["empty", "blank", "an array", "a key twice", "UTF-16", "parquet", "no JSON", "too deep"],
 )
 def test_files_that_are_no_lines_are_told_with_what_to_do(content, says, tmp_path):
     path = tmp_path / "rows.jsonl"

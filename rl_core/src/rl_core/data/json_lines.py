@@ -10,6 +10,7 @@ from typing import Any
 from rl_core.data.strict_json import read_json
 from rl_core.errors import DataError
 
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 """How such files begin, whatever they are called."""
 
@@ -54,6 +55,8 @@ def _content(path: Path) -> bytes:
     content = path.read_bytes()
     if content.startswith(_PARQUET):
         raise DataError(f"dataset {path} is a file of parquet: read it with `dataset_name: parquet`")
+    if content.startswith(_UTF_16):
+        raise DataError(f"dataset {path} is written in UTF-16: save it as UTF-8")
     try:
         if content.startswith(_GZIP):
             return gzip.decompress(content)

@@ -79,7 +79,7 @@ def load_prompt(path_or_name: str | Path) -> PromptTemplate:
         DataError: There is no such file or name, or it holds something else.
     """
     path = _find(path_or_name)
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     is_yaml = path.suffix in (".yaml", ".yml")
     template = _from_yaml(text, path) if is_yaml else PromptTemplate(user=text, source=str(path))
     for part in (template.user, template.system or ""):

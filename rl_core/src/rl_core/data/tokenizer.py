@@ -84,4 +84,5 @@ def _template_text(chat_template: str | Path) -> str:
         return str(chat_template)
     if not Path(chat_template).is_file():
         raise DataError(f"chat_template {str(chat_template)!r} is neither a Jinja text nor a file that exists")
-    return Path(chat_template).read_text(encoding="utf-8")
+    # A byte order mark would stand at the beginning of every prompt.
+    return Path(chat_template).read_text(encoding="utf-8-sig")
