@@ -65,6 +65,23 @@ def test_a_cluster_that_holds_no_whole_copies_is_refused_when_the_config_is_read
         load_config(tmp_path / "run.yaml")
 
 
+def test_a_division_that_a_model_in_a_folder_forbids_is_refused_when_the_config_is_read(tmp_path):
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+    config = {
+        "sft": {},
+        "policy": {"backend": "megatron", "model_name": str(tmp_path), "megatron_cfg": {"pipeline_model_parallel_size": 2}},
+        "data": {"train": {"dataset_name": "arithmetic"}},
+        "cluster": {"workers_per_node": 2},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"pipeline_model_parallel_size: 3 layers do not divide evenly into 2 stages"):
+        load_config(tmp_path / "run.yaml")
+    # What the file leaves to the model's class is not known before that is imported.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3}))
+    load_config(tmp_path / "run.yaml")
+
+
 def hf(**fields):
     llama = {
         "model_type": "llama",
@@ -107,6 +124,8 @@ def hf(**fields):
             4,
             "gloo lacks",
         ),
+        ({}, {"transformer_impl": "transformer_engine"}, 1, "Transformer Engine runs on GPUs, and these ranks have CPUs"),
+        ({"num_experts": 4}, {"moe_grouped_gemm": True}, 1, "moe_grouped_gemm.*these ranks have CPUs; leave it out"),
     ],
 )
 def test_a_division_that_the_model_does_not_allow_is_refused_with_the_reason(model, fields, world, says):

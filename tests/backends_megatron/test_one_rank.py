@@ -138,6 +138,10 @@ def policy_after(policy, **fields):
     return policy(**fields)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
@@ -145,6 +149,8 @@ def policy_after(policy, **fields):
         ({"attention_bias": True}, NotSupportedError, "`attention_bias: True` in its config.json"),
         ({"num_hidden_layers": 4, "hidden_act": "gelu"}, NotSupportedError, "`hidden_act: 'gelu'`"),
         ({"intermediate_size": 49}, ConfigError, "49 wide, which does not divide into 2"),
+        ({"rope_parameters": YARN}, NotSupportedError, "rotary positions of type 'yarn'"),
+        ({"rope_parameters": HALF_TURNED}, NotSupportedError, "turns only a part of each head"),
     ],
 )
 def test_a_model_that_it_cannot_compute_is_refused_before_anything_starts(models, tmp_path, change, error, says):
@@ -155,6 +161,20 @@ def test_a_model_that_it_cannot_compute_is_refused_before_anything_starts(models
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(error, match=says):
+        MegatronPolicy(str(folder), tensor_model_parallel_size=2)
+
+
+def test_a_folder_without_weights_and_an_optimizer_that_cannot_be_are_refused_before_anything_starts(models, tmp_path):
+    from rl_backends_megatron.policy import MegatronPolicy
+
+    folder = tmp_path / "model"
+    shutil.copytree(models / "llama", folder)
+    with pytest.raises(UserError, match=r"AdamW refuses .*Invalid learning rate: -1"):
+        MegatronPolicy(str(folder), tensor_model_parallel_size=2, optimizer={"kwargs": {"lr": -1}})
+    with pytest.raises(UserError, match=r"policy\.scheduler\.name"):
+        MegatronPolicy(str(folder), tensor_model_parallel_size=2, scheduler={"name": "cosin"})
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor"):
         MegatronPolicy(str(folder), tensor_model_parallel_size=2)
 
 

@@ -21,14 +21,21 @@ def check_fit(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu:
     Raises:
         ConfigError: names every key that does not fit, and what would.
     """
-    found = [
+    found = misfits(hf, config, world_size=world_size, on_gpu=on_gpu)
+    if found:
+        raise ConfigError("\n".join(f"`policy.megatron_cfg.{key}`: {reason}" for key, reason in found))
+
+
+def misfits(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu: bool) -> list[tuple[str, str]]:
+    """Of `megatron_cfg`: each key that does not fit, and why; see `check_fit`."""
+    lines = [
         *_ranks(config.megatron_cfg, world_size),
         *_tensor(hf, config.megatron_cfg),
         *_pipeline(hf, config.megatron_cfg),
         *_experts(hf, config.megatron_cfg, world_size, on_gpu),
+        *_engine(config.megatron_cfg, on_gpu),
     ]
-    if found:
-        raise ConfigError("\n".join(f"`policy.megatron_cfg.{line}" for line in found))
+    return [(key, reason) for key, _, reason in (line.partition("`: ") for line in lines)]
 
 
 def _ranks(megatron: MegatronConfig, world_size: int) -> Iterator[str]:
@@ -106,3 +113,12 @@ def _experts(hf: Any, megatron: MegatronConfig, world_size: int, on_gpu: bool) -
             "expert_tensor_parallel_size`: divided experts that are tensor parallel as well need gathers of unequal parts, "
             "which gloo lacks; leave it at 1 on CPUs."
         )
+
+
+def _engine(megatron: MegatronConfig, on_gpu: bool) -> Iterator[str]:
+    if on_gpu:
+        return
+    if megatron.transformer_impl == "transformer_engine":
+        yield "transformer_impl`: Transformer Engine runs on GPUs, and these ranks have CPUs; set it to `auto` or `local`."
+    if megatron.moe_grouped_gemm:
+        yield "moe_grouped_gemm`: it needs Transformer Engine, which runs on GPUs, and these ranks have CPUs; leave it out."

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path as file_path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
@@ -135,7 +138,7 @@ class MegatronPolicyConfig(PolicyConfig):
     """What only this backend knows."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """A cluster whose ranks do not hold whole copies of the model."""
+        """A cluster whose ranks do not hold whole copies of the model, and a division that a model that lies here forbids."""
         # Parts that were made from Python have places of their own.
         if "cluster" not in run.model_fields_set:
             return
@@ -149,6 +152,14 @@ class MegatronPolicyConfig(PolicyConfig):
                 f"model, and the cluster has {ranks}: give it a multiple of {needed} (`cluster.backend: ray`, "
                 "`cluster.num_nodes` x `cluster.workers_per_node`).",
             )
+            return
+        described = _described(self.model_name)
+        if described is not None:
+            from rl_backends_megatron.checks import misfits
+
+            on_gpu = run.cluster.use_gpus is not False
+            for key, reason in misfits(described, self, world_size=ranks, on_gpu=on_gpu):
+                yield ("megatron_cfg", key), reason
 
     def data_ranks(self, cluster: ClusterConfig) -> int:
         """Whole copies of the model that the cluster holds."""
@@ -174,6 +185,19 @@ class MegatronPolicyConfig(PolicyConfig):
                     "it out, or use the backend `hf`"
                 )
         return self
+
+
+_SHAPE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers")
+
+
+def _described(model_name: str) -> SimpleNamespace | None:
+    """The config.json of a model's folder; None where there is none, or it leaves to the model's class what counts here."""
+    try:
+        found = json.loads((file_path(model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(found, dict) and "model_type" in found and all(isinstance(found.get(key), int) for key in _SHAPE)
+    return SimpleNamespace(**found) if whole else None
 
 
 ADAMS = ("torch.optim.AdamW", "torch.optim.Adam")

@@ -179,6 +179,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_ROPE_TYPES = ("default", "linear", "llama3")
+
+
 def family_of(hf: Any, *, model_name: str) -> Family:
     """The family of a Hugging Face config.
 
@@ -198,4 +201,19 @@ def family_of(hf: Any, *, model_name: str) -> Family:
                 f"{model_name} has `{name}: {found!r}` in its config.json, and the Megatron backend computes a "
                 f"{hf.model_type} with {' or '.join(map(repr, described))}. Use `backend: hf`."
             )
+    _refuse_other_rotary_positions(hf, model_name)
     return family
+
+
+def _refuse_other_rotary_positions(hf: Any, model_name: str) -> None:
+    kind = hf.rope_parameters["rope_type"]
+    if kind not in _ROPE_TYPES:
+        raise NotSupportedError(
+            f"{model_name} has rotary positions of type {kind!r}; the Megatron backend has {', '.join(_ROPE_TYPES)}. Use "
+            "`backend: hf`."
+        )
+    if hf.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise NotSupportedError(
+            f"{model_name} turns only a part of each head by its position (`partial_rotary_factor`), and the Megatron backend "
+            "turns all of it. Use `backend: hf`."
+        )

@@ -26,7 +26,6 @@ from rl_backends_megatron.weight_layouts import Sizes
 from rl_core.errors import NotSupportedError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,13 @@ def uses_transformer_engine(config: MegatronPolicyConfig, *, device: str) -> boo
             "`policy.megatron_cfg.transformer_impl: transformer_engine` needs a GPU and the package transformer-engine "
             f"(here: {device}, {'installed' if installed else 'not installed'}). Set it to `auto` or `local`."
         )
-    return wanted != "local" and installed and device == "cuda"
+    taken = wanted != "local" and installed and device == "cuda"
+    if config.megatron_cfg.moe_grouped_gemm and not taken:
+        raise NotSupportedError(
+            "`policy.megatron_cfg.moe_grouped_gemm` needs a GPU and the package transformer-engine "
+            f"(here: {device}, {'installed' if installed else 'not installed'}). Leave it out."
+        )
+    return taken
 
 
 def build_chunks(hf: Any, family: Family, config: MegatronPolicyConfig, *, device: str) -> Chunks:
@@ -245,16 +250,6 @@ def _engine_spec(transformer: TransformerConfig) -> Any:
 def _inverse_frequencies(hf: Any, own: torch.Tensor) -> torch.Tensor:
     """Those of Transformers: Megatron-Core has Llama 3's scaling alone, with constants of its own."""
     kind = hf.rope_parameters["rope_type"]
-    if kind not in _ROPE_TYPES:
-        raise NotSupportedError(
-            f"The model has rotary positions of type {kind!r}; the Megatron backend has {', '.join(_ROPE_TYPES)}. Use "
-            "`backend: hf`."
-        )
-    if hf.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise NotSupportedError(
-            "The model turns only a part of each head by its position (`partial_rotary_factor`), this backend turns all of it. "
-            "Use `backend: hf`."
-        )
     if kind == "default":
         return own
     frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))[0]

@@ -208,6 +208,15 @@ class Untrained:
         """There are none."""
 
 
+def check_optimizer(config: MegatronPolicyConfig) -> None:
+    """Make sure that the optimizer and the schedule take the arguments that they are given.
+
+    Raises:
+        UserError: one of them refuses.
+    """
+    build_scheduler(_leader(config.optimizer), config.scheduler)
+
+
 def _settings(config: MegatronPolicyConfig) -> MegatronOptimizerConfig:
     given = dict(_leader(config.optimizer).param_groups[0])
     fields: dict[str, Any] = {"lr": given["lr"], "weight_decay": given["weight_decay"], "clip_grad": 0.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from rl_backends_megatron.checks import check_fit
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.families import family_of
-from rl_backends_megatron.hf_folder import find_folder, read_config
+from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config
+from rl_backends_megatron.optimizer import check_optimizer
 from rl_backends_megatron.worker import MegatronPolicyWorker
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.keywords import section_from_keywords
@@ -45,7 +47,8 @@ class MegatronPolicy(DistributedPolicy):
 
     Raises:
         ConfigError: a field does not exist, or the model cannot be divided as asked.
-        UserError: there is no such model.
+        UserError: there is no such model, or its optimizer cannot be.
+        CheckpointError: its folder has no weights, or torn ones.
     """
 
     checkpoint_conversions = {"megatron": "rl_backends_megatron.convert:to_megatron"}  # noqa: RUF012
@@ -73,10 +76,16 @@ class MegatronPolicy(DistributedPolicy):
             nested={"generation": partial(GenerationConfig, backend="megatron")},
         )
         ranks = num_workers or (cluster.world_size() if cluster is not None else section.megatron_cfg.ranks_of_a_replica)
-        hf = read_config(find_folder(section.model_name, weights=False))
+        folder = find_folder(section.model_name, weights=False)
+        hf = read_config(folder)
         family_of(hf, model_name=section.model_name)
         refuse_other_head(hf, section.head, name=section.model_name)
         check_fit(hf, section, world_size=ranks, on_gpu=cluster.use_gpus if cluster is not None else torch.cuda.is_available())
+        check_optimizer(section)
+        if Path(section.model_name).expanduser().is_dir():
+            # The ranks would say the same, each for itself, a minute later. From the hub they fetch what is not here yet.
+            with SafetensorsFolder(folder):
+                pass
         # A whole config comes from a YAML, which says itself where workers run.
         alone = cluster is None and config is None and ranks > 1
         self._own_cluster = _cluster_of(ranks) if alone else None
