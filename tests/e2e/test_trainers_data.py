@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -41,6 +42,12 @@ def by_config(folder, data, **section) -> list[dict]:
     train(path, resume="never", console=False)
     steps = metrics_of(folder)
     return kept([{"step": step, **steps[step]} for step in sorted(steps)])
+
+
+@pytest.fixture(autouse=True)
+def library_cache(tmp_path, monkeypatch):
+    """The library's copies of what it loads go with the tests."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture

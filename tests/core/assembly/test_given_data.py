@@ -36,6 +36,12 @@ KEYS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def library_cache(tmp_path, monkeypatch):
+    """The library's copies of what it loads go with the tests."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 @pytest.fixture(scope="module")
 def registry() -> Registry:
     return Registry(discover())
