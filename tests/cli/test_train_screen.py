@@ -1,6 +1,7 @@
 """What `rlcore train` says while it starts and when Ctrl-C ends it, and what it says where it cannot begin."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def test_an_attempt_that_ended_before_its_first_step_leaves_its_folder_to_the_ne
     for folder in ("run", "run-2"):
         code, out, err = rlcore("train", config, "--resume", "never", "grpo.max_num_steps=1")
         assert (code, out.splitlines()[0]) == (0, f"run folder runs/{folder}"), err
+        assert re.fullmatch(r"1 step done; training took \d+ s", out.splitlines()[-2])
     assert json.loads((tmp_path / "runs" / "run" / "status.json").read_text())["state"] == "finished"
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run", "run-2"]
 

@@ -47,13 +47,14 @@ def train(
 
 def _tell(finished: Finished) -> None:
     from rlcore_cli.curve import draw, read_series
+    from rlcore_cli.report.scales import format_duration
 
-    minutes, seconds = divmod(round(finished.training_seconds), 60)
     metrics = finished.folder / "metrics.jsonl"
     for name, title in DRAWN:
         series = read_series(metrics, name)
         if len(series.steps) > 1:
             print(f"\n{title}: {series.values[0]:.3f} at step {series.steps[0]}, {series.values[-1]:.3f} at {series.steps[-1]}")
             print(draw([("braille", series)], title))
-    print(f"\n{finished.steps} steps done; training took {minutes} min {seconds} s")
+    steps = "1 step" if finished.steps == 1 else f"{finished.steps} steps"
+    print(f"\n{steps} done; training took {format_duration(finished.training_seconds)}")
     print(f"run folder: {finished.folder}")
