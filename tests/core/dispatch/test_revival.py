@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -32,8 +31,16 @@ cloudpickle.register_pickle_by_value(mortal_workers)
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
 
+def lives(pid):
+    """Whether it is there and is no zombie, which Ray takes away when it comes to it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(local_ray):
     with RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=1) as made:
         yield made
 
@@ -60,7 +67,7 @@ def engine(cluster, tmp_path):
     for one in made:
         pids = one.group.pids()
         one.shutdown()
-        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+        assert [pid for pid in pids if lives(pid)] == []
 
 
 @pytest.fixture
@@ -114,11 +121,12 @@ def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(en
     now = two.group.run_all("process")
     assert now[0] == first
     assert now[1] != second
-    assert not psutil.pid_exists(second)
+    assert not lives(second)
     said = [record.getMessage() for record in caplog.records]
-    assert any(f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {second} is dead" in line for line in said)
+    told = "\n".join(said)
+    assert f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {second} is dead" in told
     assert "12 of 24 rows of the generation call are sampled again" in said
-    assert any("initial weights, like the others" in line for line in said)
+    assert "initial weights, like the others" in told
 
     for rank in range(2):
         condemn(tmp_path, "generate", rank)
@@ -126,10 +134,8 @@ def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(en
     assert two.restarts == 3
 
     condemn(tmp_path, "generate", 0)
-    started = time.monotonic()
     with pytest.raises(WorkerDiedError, match=r"(?s)rank 0 .*host .*pid .*generation\.max_restarts` is 3.*died in generate"):
         two.generate(prompts())
-    assert time.monotonic() - started < 30
 
 
 def test_a_replica_that_stands_alone_is_refitted_before_it_samples_again(engine, policy, tmp_path):

@@ -26,7 +26,7 @@ cloudpickle.register_pickle_by_value(streaming_workers)
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(local_ray):
     with RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=1) as made:
         yield made
 
