@@ -103,7 +103,7 @@ class VllmWeightReceiver(WeightReceiver):
     def give_to_vllm(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fuse, shard, pack: vLLM's part, with nothing of the sender's memory kept."""
         with self._inside_vllm():
-            self._worker.model_runner.model.load_weights(iter(tensors.items()))
+            self._model.load_weights(iter(tensors.items()))  # type: ignore[operator]
         self._clone_what_vllm_still_holds()
 
     def weights_changed(self) -> None:
@@ -119,14 +119,16 @@ class VllmWeightReceiver(WeightReceiver):
             finalize_layerwise_reload(self._model, self._worker.model_config)
             self._pack_tied_heads_again()
         old = [name for name, module in self._model.named_modules() if self._is_old(module)]
-        old += [name for name, method in _methods_of_experts(self._model).items() if method.moe_kernel is None]
+        if self._device().type == "cpu":
+            old += [name for name, method in _methods_of_experts(self._model).items() if method.moe_kernel is None]
         if old:
             raise WeightSyncError(f"vLLM still computes with packed weights of before the refit in {', '.join(old[:5])}.")
         self._packed_before = {}
 
     @property
     def _model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self._worker.model_runner.model
+        # Out of what wraps it on a GPU to record graphs.
+        model: torch.nn.Module = self._worker.get_model()
         return model
 
     def _layers_without_all_weights(self) -> Iterator[tuple[str, str]]:
