@@ -30,6 +30,5 @@ def out(models, tmp_path_factory) -> Path:
     """What runs of four, two and one real processes wrote: one launch of each, for Megatron takes long to import."""
     folder = tmp_path_factory.mktemp("ranks")
     for world in (4, 2, 1):
-        todo = jobs(world)
-        run_ranks("megatron_ranks.py", world, models, folder, todo, ports=2 * len(todo), timeout_s=420)
+        run_ranks("megatron_ranks.py", world, models, folder, jobs(world))
     return folder

@@ -1,14 +1,13 @@
 """One of several ranks that train one model together; run as a program, and tests compare what it writes.
 
-Arguments: rank, ranks in all, folder of models by kind, folder for results, names of what to do (comma-separated), and a free
-port for each worker to be: a meeting point that was left is not safely met at again.
+Arguments: rank, ranks in all, folder of models by kind, folder for results, names of what to do (comma-separated).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from megatron_layouts import FORMS, LAYOUTS, SCALAR, SMALL_STEPS, STEPS, TRAININ
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from rl_backends_megatron.worker import MegatronPolicyWorker
+from rl_core.cluster.ports import free_port
 from rl_core.errors import NonFiniteError
 
 
@@ -93,8 +93,9 @@ def whole_masters(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
 class Rank:
     """This process's share of each check."""
 
-    def __init__(self, rank: int, world: int, models: Path, out: Path, ports: Iterator[int]) -> None:
-        self.rank, self.world, self.models, self.out, self.ports = rank, world, models, out, ports
+    def __init__(self, rank: int, world: int, models: Path, out: Path) -> None:
+        self.rank, self.world, self.models, self.out = rank, world, models, out
+        self.meetings = 0
 
     def worker(self, layout: Layout, **fields: Any) -> MegatronPolicyWorker:
         """A worker that joins the process group anew."""
@@ -103,9 +104,20 @@ class Rank:
             megatron_cfg=MegatronConfig(**layout.megatron, logprob_chunk_tokens=7),
             **{**FORMS[layout.form][0], **layout.fields, **fields},
         )
-        worker = MegatronPolicyWorker(make_context(self.rank, self.world, next(self.ports)), config)
+        worker = MegatronPolicyWorker(make_context(self.rank, self.world, self.meeting_port()), config)
         self.facts = worker.setup()
         return worker
+
+    def meeting_port(self) -> int:
+        """A port for the next worker, which rank 0 finds free and tells by a file: one that was left is not met at again."""
+        self.meetings += 1
+        told = self.out / f"port-{self.world}-{self.meetings}"
+        if self.rank == 0:
+            told.with_suffix(".new").write_text(str(free_port("127.0.0.1")))
+            told.with_suffix(".new").rename(told)
+        while not told.exists():
+            time.sleep(0.002)
+        return int(told.read_text())
 
     def shard(self, layout: Layout, rows):
         """This rank's rows, in the form that the layout asks for; and the order in which all rows were dealt."""
@@ -288,7 +300,7 @@ class Rank:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     names = sys.argv[5].split(",")
-    me = Rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), map(int, sys.argv[6:]))
+    me = Rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
     for each in names:
         verb, *arguments = each.split(":")
         getattr(me, verb)(*arguments)

@@ -10,7 +10,7 @@ from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import DataError, NotSupportedError
 
 pytestmark = pytest.mark.megatron
-over_ranks = [pytest.mark.slow, pytest.mark.timeout(600)]
+over_ranks = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ class TestOverRanks:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("vocab_size", [125, 60])
 def test_halves_of_the_logits_tell_several_targets_and_the_likeliest_without_being_gathered(out, vocab_size):
     found = [torch.load(out / f"vocabulary-{rank}.pt", weights_only=False)[vocab_size, "several"] for rank in range(2)]

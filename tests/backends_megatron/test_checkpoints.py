@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def read(out, saved, precision, file):

@@ -11,7 +11,7 @@ from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 
 pytestmark = pytest.mark.megatron
-over_ranks = [pytest.mark.slow, pytest.mark.timeout(600)]
+over_ranks = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def read(out, name):
