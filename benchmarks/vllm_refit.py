@@ -31,7 +31,15 @@ from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer
 
 LENGTH = 128
+ON_GPU = torch.cuda.is_available()
 OWN_PARTS = ("refit_begins", "give_to_vllm", "weights_changed")
+
+
+def now() -> float:
+    """The clock, once the GPU has done what it was asked for."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class Timed:
@@ -107,10 +115,10 @@ class Policy(Timed):
         torch.set_num_threads(1)
         try:
             copies = [tensor.detach().clone() for _, tensor in weights]
-            started = time.perf_counter()
+            started = now()
             for copy, (_, tensor) in zip(copies, weights, strict=True):
                 copy.copy_(tensor.detach())
-            return time.perf_counter() - started
+            return now() - started
         finally:
             torch.set_num_threads(threads)
 
@@ -159,18 +167,18 @@ class Engine(Timed):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         worker = self.inner.group.worker._engine._engine.model_executor.driver_worker.worker
-        model = worker.model_runner.model
+        model = worker.get_model()
         state = torch.load(path)
         Path(path).unlink()
         with torch.device(worker.device), set_current_vllm_config(worker.vllm_config), torch.no_grad():
-            started = time.perf_counter()
+            started = now()
             initialize_layerwise_reload(model)
             model.load_weights(iter(state.items()))
             finalize_layerwise_reload(model, worker.model_config)
             for module in model.modules():
                 if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
                     module.quant_method.process_weights_after_loading(module)
-            return time.perf_counter() - started
+            return now() - started
 
 
 _side: Any = None
@@ -247,7 +255,7 @@ def main() -> None:
         from rl_backends_vllm.device import worker_environment
 
         own = {"OMP_NUM_THREADS": str(options.threads), "REFIT_MODEL": options.model, "REFIT_DTYPE": options.dtype}
-        environment = {**os.environ, **worker_environment(use_gpus=False), **own}
+        environment = {**os.environ, **worker_environment(use_gpus=ON_GPU), **own}
         sys.exit(subprocess.call([sys.executable, *sys.argv, "--inside"], env=environment))
     policy, engine = Face(Policy), Face(Engine)
     try:
