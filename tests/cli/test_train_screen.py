@@ -107,6 +107,13 @@ def test_an_attempt_that_ended_before_its_first_step_leaves_its_folder_to_the_ne
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run", "run-2"]
 
 
+def test_a_resume_under_another_config_is_refused_before_anything_is_started(rlcore, config):
+    assert rlcore("train", config, "grpo.max_num_steps=1")[0] == 0
+    code, out, err = rlcore("train", config, "grpo.max_num_steps=2", "grpo.num_prompts_per_step=3")
+    assert (code, out) == (2, "run folder runs/run\n")
+    assert "grpo.num_prompts_per_step: 2 then, 3 now" in err
+
+
 def test_a_run_folder_that_cannot_be_made_is_a_mistake_of_the_user(rlcore, config, tmp_path):
     (tmp_path / "file").write_text("")
     code, out, err = rlcore("train", config, "logger.log_dir=file")

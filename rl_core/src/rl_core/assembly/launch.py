@@ -16,6 +16,7 @@ from rl_core.assembly.build import build_run
 from rl_core.assembly.folder import choose_start, claim
 from rl_core.assembly.origins import write_origins
 from rl_core.assembly.status import Status
+from rl_core.checkpoints.state import resumable_state
 from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schema import RunConfig
@@ -80,6 +81,9 @@ def train(
         status = exits.enter_context(Status(start.folder, since=started))
         if start.checkpoint is None:
             write_origins(start.folder, loaded, manager)
+        elif config.checkpointing.enabled:
+            # Before models are loaded: nobody should wait for them to be told that nothing goes on.
+            resumable_state(start.checkpoint, loaded.resolved, config.algorithm_name, allow_config_change=allow_config_change)
         _say(console, f"starting {_workers(config)}")
         run = build_run(config, resolved=loaded.resolved, folder=start.folder, registry=registry, exits=exits)
         if run.checkpoints is not None:

@@ -99,13 +99,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it is torn, holds weights alone, or belongs to another config.
         """
-        state = read_state(checkpoint)
-        if not state["resumable"]:
-            raise CheckpointError(
-                f"{checkpoint} holds weights alone (checkpointing.save_optimizer was false), so training cannot go on from "
-                f"it. Start a new run from the weights: policy.model_name={checkpoint / 'policy' / 'weights'}"
-            )
-        self._refuse_another_config(checkpoint, state, allow_config_change)
+        state = resumable_state(checkpoint, self.config, self.algorithm, allow_config_change=allow_config_change)
         for name, model in self.models.items():
             model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
         for name, part in self.parts.items():
@@ -114,14 +108,35 @@ class Checkpoints:
         step: int = state["step"]
         return step
 
-    def _refuse_another_config(self, checkpoint: Path, state: Mapping[str, Any], allowed: bool) -> None:
-        changes = config_changes(state["config"], self.config, self.algorithm)
-        if changes and not allowed:
-            raise CheckpointError(
-                f"{checkpoint} was written under another config:\n"
-                + "\n".join(f"  {key}: {_shown(old)} then, {_shown(new)} now" for key, (old, new) in changes.items())
-                + "\nGo on under the new one with --allow-config-change, start afresh with --resume never, or undo the changes."
-            )
+
+def resumable_state(
+    checkpoint: Path, config: Mapping[str, Any], algorithm: str, *, allow_config_change: bool = False
+) -> dict[str, Any]:
+    """The state of a checkpoint that a run of this config can go on from; it needs no part of the run.
+
+    Args:
+        checkpoint: the step folder.
+        config: the resolved config.
+        algorithm: the section that holds the algorithm's keys.
+        allow_config_change: take it although it was written under another config.
+
+    Raises:
+        CheckpointError: it is torn, holds weights alone, or belongs to another config.
+    """
+    state = read_state(checkpoint)
+    if not state["resumable"]:
+        raise CheckpointError(
+            f"{checkpoint} holds weights alone (checkpointing.save_optimizer was false), so training cannot go on from "
+            f"it. Start a new run from the weights: policy.model_name={checkpoint / 'policy' / 'weights'}"
+        )
+    changes = config_changes(state["config"], config, algorithm)
+    if changes and not allow_config_change:
+        raise CheckpointError(
+            f"{checkpoint} was written under another config:\n"
+            + "\n".join(f"  {key}: {_shown(old)} then, {_shown(new)} now" for key, (old, new) in changes.items())
+            + "\nGo on under the new one with --allow-config-change, start afresh with --resume never, or undo the changes."
+        )
+    return state
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
