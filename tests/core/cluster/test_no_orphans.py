@@ -111,10 +111,10 @@ def test_nothing_outlives_a_driver_that_ends_by(end, drivers):
         assert glob.glob(f"{drivers[end].scratch}/rlcore-ray-*") == []
 
 
-def test_a_process_that_wrote_its_title_over_its_environment_is_known_by_where_its_output_goes(tmp_path):
-    with (tmp_path / "agent.out").open("w") as output:
-        agent = subprocess.Popen(["sleep", "600"], env={}, stdout=output)
-        bystander = subprocess.Popen(["sleep", "600"], env={}, stdout=subprocess.DEVNULL)
+def test_a_process_of_ray_that_wrote_its_title_over_its_environment_is_known_by_its_logs(tmp_path):
+    with (tmp_path / "agent.log").open("w") as log:
+        agent = subprocess.Popen(["ray::Agent", "600"], executable="sleep", env={}, stderr=log)
+        bystander = subprocess.Popen(["sleep", "600"], env={}, stderr=log)
     try:
         assert guard.marked_processes("RLCORE_TEST", str(tmp_path)) == [agent.pid]
         guard.sweep("RLCORE_TEST", str(tmp_path))

@@ -2,9 +2,9 @@
 
 Ray ends its own daemons and workers when a driver dies, but not the processes that a worker started in a session of
 their own, and `kill -9` leaves nobody to do it. The guard waits for its parent's death by any cause and then kills
-every process that carries the marker in its environment. Ray's agents write their titles over theirs; where the marker's
-value is a folder, they are known by their standard output, which goes there. It reads /proc: elsewhere than on Linux it ends
-nothing.
+every process that carries the marker in its environment. Ray's agents write their titles over theirs, and wait a minute for a
+dead cluster; where the marker's value is a folder, they are known by the logs that they have open there. It reads /proc:
+elsewhere than on Linux it ends nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def start_guard(variable: str, value: str) -> subprocess.Popen[bytes]:
 
 
 def marked_processes(variable: str, *values: str) -> list[int]:
-    """Process ids that were started with the variable at one of the values, or whose output goes into a folder of that path.
+    """Process ids that were started with the variable at one of the values, or, as Ray's, log into a folder of that path.
 
     Without this process, and without zombies.
     """
@@ -52,12 +52,19 @@ def marked_processes(variable: str, *values: str) -> list[int]:
             continue
         try:
             with open(f"/proc/{entry}/environ", "rb") as environ:
-                # A zombie has neither.
-                if wanted & set(environ.read().split(b"\0")) or os.readlink(f"/proc/{entry}/fd/1").startswith(folders):
+                if wanted & set(environ.read().split(b"\0")) or _logs_into(entry, folders):  # a zombie has neither
                     found.append(int(entry))
-        except OSError:  # it ended meanwhile, belongs to somebody else, or has no output
+        except OSError:  # it ended meanwhile, or belongs to somebody else
             continue
     return found
+
+
+def _logs_into(entry: str, folders: tuple[str, ...]) -> bool:
+    with open(f"/proc/{entry}/cmdline", "rb") as cmdline:
+        if not cmdline.read().startswith(b"ray::"):
+            return False
+    descriptors = f"/proc/{entry}/fd"
+    return any(os.readlink(f"{descriptors}/{number}").startswith(folders) for number in os.listdir(descriptors))
 
 
 def sweep(variable: str, *values: str, timeout_s: float = 10.0) -> None:
