@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -182,6 +183,14 @@ def test_results_go_into_the_run_folder_and_never_over_others(config, run):
         *("step_000003-2.json", "step_000003-2.prompts.jsonl", "step_000003.json", "step_000003.prompts.jsonl"),
     ]
     assert f"results: {run / 'eval' / 'step_000003-2.json'}" in result.output
+
+
+def test_a_narrow_terminal_cuts_no_number_off(config, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # so that the output is taken for a terminal
+    table = evaluate(config, "--greedy", "--samples", "2", "grpo.max_val_samples=8").stdout
+    assert "…" not in table
+    assert len(re.findall(r"\d\.\d{4} ± \d\.\d{4}", table)) >= 8
 
 
 def test_without_a_run_folder_nothing_is_written_and_the_table_is_all(config, tmp_path):

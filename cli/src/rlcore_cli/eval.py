@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rl_core.assembly.evaluate import Evaluated, EvaluationPlan, Pass, Told
     from rl_core.rollouts.scores import Scores
 
-PIPED_WIDTH = 200
-"""Columns of a table that no terminal shows."""
+TABLE_WIDTH = 200
+"""The most columns of a table; a narrower terminal folds its lines."""
 
 
 def evaluate(
@@ -141,10 +141,8 @@ def _print_scores(passes: Sequence[Pass]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # A pipe has no width: rich would fold the table into 80 columns.
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPED_WIDTH)
+    # Of a table that is wider than a terminal, or than the 80 columns that it takes a pipe to have, rich would cut numbers off.
+    console = Console(highlight=False, width=TABLE_WIDTH)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("task", "metric", *(_title(found) for found in passes)):
         table.add_column(title, no_wrap=True)
