@@ -89,7 +89,7 @@ class PairPlan:
             builder = Builder(
                 run=self.config, registry=self.registry, exits=exits, cluster=make_cluster(self.config.cluster, exits)
             )
-            policy, generation = builder.policy(), builder.generation()
+            policy, generation = builder.policy_and_engine()
             # Without the tokenizer there is no canary: a disagreement is to be measured here, not to end the examination.
             weights = builder.weights(policy, generation)
             weights.sync()

@@ -101,16 +101,18 @@ class Builder:
         )
 
     def _start_on_gpus(self, *, samples: bool) -> Workers:
-        """The engine first, and to sleep: it measures what memory its GPU has left, which nobody else may change meanwhile."""
-        generation = self.generation() if samples else None
-        if generation is not None:
-            generation.finish_generation()
-        return Workers(
-            policy=self.policy(),
-            generation=generation,
-            environments=self.environments() if samples else {},
-            companions=self.companions(),
-        )
+        if not samples:
+            return Workers(policy=self.policy(), generation=None, environments={}, companions=self.companions())
+        policy, generation = self.policy_and_engine()
+        return Workers(policy=policy, generation=generation, environments=self.environments(), companions=self.companions())
+
+    def policy_and_engine(self) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
+        """Both; on GPUs the engine first, and to sleep: it measures what memory is left, which nobody may change meanwhile."""
+        if self.cluster is None or not self.cluster.use_gpus:
+            return self.policy(), self.generation()
+        generation = self.generation()
+        generation.finish_generation()
+        return self.policy(), generation
 
     def policy(self) -> ColocatablePolicyInterface:
         """The policy; it loads while the caller goes on."""
