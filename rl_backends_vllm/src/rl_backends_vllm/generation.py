@@ -29,8 +29,8 @@ class VllmGeneration(DistributedGeneration):
     `VllmGeneration(cluster, config)` runs one replica on every `tensor_parallel_size * pipeline_parallel_size` places of the
     cluster; without a cluster, one replica runs in this process.
 
-    On a GPU that it shares with a policy, make it first and await it (`wait_ready`): it measures what memory is left, and whoever
-    loads meanwhile takes from what it counts on.
+    On a GPU that it shares with a policy, make it first and await it (`wait_ready`): it measures what memory is left, and
+    whoever loads meanwhile takes from what it counts on.
 
     A row's seed decides its tokens: the same batch gives the same tokens. In another batch a row's tokens are the same as far
     as vLLM's arithmetic is, which does not depend on the batch in float32 but for rounding, and does in bfloat16.
