@@ -1,10 +1,11 @@
 """A refit of vLLM from a Transformers policy, item by item, against a memcpy of the same bytes and vLLM's own loading.
 
-    python benchmarks/vllm_refit.py --model path/to/SmolLM2-135M-Instruct.gguf --dtype bfloat16
+    python benchmarks/vllm_refit.py --model path/to/SmolLM2-135M-Instruct.gguf --dtype float32 --engine-dtype bfloat16
 
 Policy and engine are processes of their own; the weights go over shared memory, as in `rlcore train`, and every refit is proven
 by digests, by the layers that took them and by a canary. `vLLM alone` is vLLM's reload of the same weights from a state dict in
-the engine's own memory, with the packing of a tied head that it leaves out, and with no digest, check or copy of ours.
+the engine's own memory, with the packing of a tied head that it leaves out, and with no digest, check or copy of ours. It and
+the memcpy have the weights in the dtype in which they travel, the narrower of the two.
 """
 
 from __future__ import annotations
@@ -105,22 +106,28 @@ class Policy(Timed):
     def save_state(self) -> str:
         """A file with the weights, for the engine to have them in its own memory."""
         path = f"/dev/shm/vllm_refit-{os.getpid()}.pt"
-        torch.save({name: tensor.detach() for name, tensor in self.inner.group.worker.iter_weights()}, path)
+        torch.save(dict(self._as_sent()), path)
         return path
 
     def memcpy(self) -> float:
         """Seconds to copy all weights within this process on one thread, into memory that has been touched before."""
-        weights = list(self.inner.group.worker.iter_weights())
+        weights = [tensor for _, tensor in self._as_sent()]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            copies = [tensor.detach().clone() for _, tensor in weights]
+            copies = [tensor.clone() for tensor in weights]
             started = now()
-            for copy, (_, tensor) in zip(copies, weights, strict=True):
-                copy.copy_(tensor.detach())
+            for copy, tensor in zip(copies, weights, strict=True):
+                copy.copy_(tensor)
             return now() - started
         finally:
             torch.set_num_threads(threads)
+
+    def _as_sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        dtypes = [getattr(torch, os.environ[name]) for name in ("REFIT_DTYPE", "REFIT_ENGINE_DTYPE")]
+        narrower = min(dtypes, key=lambda dtype: dtype.itemsize)
+        for name, tensor in self.inner.group.worker.iter_weights():
+            yield name, tensor.detach().to(narrower)
 
 
 class Engine(Timed):
@@ -145,7 +152,7 @@ class Engine(Timed):
             {
                 "model_name": os.environ["REFIT_MODEL"],
                 "max_new_tokens": 16,
-                "vllm_cfg": {"precision": os.environ["REFIT_DTYPE"], "max_model_len": LENGTH, "kv_cache_gib": 0.25},
+                "vllm_cfg": {"precision": os.environ["REFIT_ENGINE_DTYPE"], "max_model_len": LENGTH, "kv_cache_gib": 0.25},
             },
         )
         self.inner.wait_ready()
@@ -202,13 +209,14 @@ class Face(refit.Face):
 
 def measure(options: argparse.Namespace, policy: Any, engine: Any) -> dict[str, float]:
     """Median seconds of each item; a memcpy and a load by vLLM alone before each refit."""
+    exact = not ON_GPU and options.dtype == "float32" and options.engine_dtype in (None, "float32")
     sync = WeightSynchronizer(
         policy,
         engine,
         transports=[SharedMemoryTransport],
         policy_capabilities=["shared_memory"],
         generation_capabilities=["shared_memory"],
-        canary=lambda: make_canary(range(100, 40_000), num_receivers=1, max_length=LENGTH, exact=options.dtype == "float32"),
+        canary=lambda: make_canary(range(100, 40_000), num_receivers=1, max_length=LENGTH, exact=exact),
     )
     collected: list[dict[str, float]] = []
     for number in range(options.rounds + 1):
@@ -244,7 +252,8 @@ def show(found: dict[str, float]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder of Transformers, or a GGUF file")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the policy's weights")
+    parser.add_argument("--engine-dtype", choices=["float32", "bfloat16"], help="of the engine's; the policy's by default")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2, help="of each side, as over Ray on a machine of so many cores")
     parser.add_argument("--json", type=Path, help="append the figures, one object a line")
@@ -254,7 +263,12 @@ def main() -> None:
         # OpenMP's runtime and threads are chosen when a process starts.
         from rl_backends_vllm.device import worker_environment
 
-        own = {"OMP_NUM_THREADS": str(options.threads), "REFIT_MODEL": options.model, "REFIT_DTYPE": options.dtype}
+        own = {
+            "OMP_NUM_THREADS": str(options.threads),
+            "REFIT_MODEL": options.model,
+            "REFIT_DTYPE": options.dtype,
+            "REFIT_ENGINE_DTYPE": options.engine_dtype or options.dtype,
+        }
         environment = {**os.environ, **worker_environment(use_gpus=ON_GPU), **own}
         sys.exit(subprocess.call([sys.executable, *sys.argv, "--inside"], env=environment))
     policy, engine = Face(Policy), Face(Engine)
@@ -266,7 +280,7 @@ def main() -> None:
     print("\n".join(show(found)))
     if options.json is not None:
         with options.json.open("a") as file:
-            file.write(json.dumps({"dtype": options.dtype, "found": found}) + "\n")
+            file.write(json.dumps({"dtype": options.dtype, "engine_dtype": options.engine_dtype, "found": found}) + "\n")
 
 
 if __name__ == "__main__":
