@@ -44,6 +44,14 @@ def test_equal_tensors_have_equal_digests_wherever_they_lie_in_memory(kind, shap
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7, 5), (300, 500)])
+def test_a_digest_in_another_dtype_is_that_of_the_tensor_in_it(kind, shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.bfloat16, torch.float64, torch.float32):
+        assert tensor_digest(tensor, kind=kind, dtype=dtype) == tensor_digest(tensor.to(dtype), kind=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES[:-1]), seed=st.integers(0, 10**6))
 @settings(max_examples=100, deadline=None)
 def test_one_flipped_bit_changes_the_digest(kind, data, dtype, seed):

@@ -169,7 +169,7 @@ class WeightSource(ABC):
         digests = {}
         for name, tensor in self.iter_weights():
             dtype = dtype_of(wanted[name]) if name in wanted else tensor.dtype
-            digests[name] = tensor_digest(tensor.detach().to(dtype), kind=kind or "xxh3")
+            digests[name] = tensor_digest(tensor, kind=kind or "xxh3", dtype=dtype)
         return digests
 
     def weight_fingerprint(self, *, dtypes: Mapping[str, str] | None = None, kind: Kind | None = None) -> str:
