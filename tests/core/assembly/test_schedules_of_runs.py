@@ -1,6 +1,7 @@
 """The optimizer steps that a config implies are those that a run makes, and its learning-rate schedule ends with it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,18 @@ def test_a_run_goes_on_at_another_length_only_when_it_is_told_to_for_its_schedul
 def test_models_that_are_only_examined_need_no_length_either(config_of):
     with plan_pair(config_of(RUNS["grpo"]), num_prompts=2).started() as pair:
         assert pair.policy.weight_version == pair.generation.weight_version == 0
+
+
+def test_a_run_that_epochs_end_goes_on_under_the_schedule_that_it_had(config_of):
+    config = {
+        **RUNS["sft"],
+        "sft": {"max_num_steps": 100, "max_num_epochs": 1, "global_batch_size": 6},
+        "checkpointing": {"save_period": 2},
+    }
+    path = config_of(config)
+    whole = train(path, console=False)
+    before = steps_of(whole.folder)
+    shutil.rmtree(whole.folder / "checkpoints" / "step_000004")
+    again = train(path, console=False)
+    assert (again.folder, again.resumed_from) == (whole.folder, 2)
+    assert [step["lr"] for step in steps_of(again.folder)] == [step["lr"] for step in before]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,15 @@ from rl_core.run import Run
 _log = logging.getLogger("rlcore")
 
 
-def build_run(config: RunConfig, *, resolved: Mapping[str, Any], folder: Path, registry: Registry, exits: ExitStack) -> Run:
+def build_run(
+    config: RunConfig,
+    *,
+    resolved: Mapping[str, Any],
+    folder: Path,
+    registry: Registry,
+    exits: ExitStack,
+    before_models: Callable[[Mapping[str, Any]], None] = lambda _: None,
+) -> Run:
     """Make every part that the config asks for; data and tokenizer first, since they fail in seconds.
 
     Args:
@@ -46,6 +54,8 @@ def build_run(config: RunConfig, *, resolved: Mapping[str, Any], folder: Path, r
         folder: the run folder.
         registry: where components are found.
         exits: closes every part, in the reverse order.
+        before_models: told the plain values of the settled config; nobody should wait for models to be told that nothing
+            goes on.
     """
     tokenizer = load_tokenizer(
         config.policy.tokenizer.name or config.policy.model_name, chat_template=config.policy.tokenizer.chat_template
@@ -55,6 +65,7 @@ def build_run(config: RunConfig, *, resolved: Mapping[str, Any], folder: Path, r
     loaders = Loaders(config, tokenizer, train=train, validation=validation)
     config = loaders.settled(config)
     resolved = with_lengths_of(resolved, config)
+    before_models(resolved)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=_cluster(config, exits))
     loss_fn = registry.find("loss", config.loss_fn.name or config.algorithm.default_loss).load()(config.loss_fn)
     parts = builder.start(samples=loaders.samples)

@@ -81,11 +81,15 @@ def train(
         status = exits.enter_context(Status(start.folder, since=started))
         if start.checkpoint is None:
             write_origins(start.folder, loaded, manager)
-        elif config.checkpointing.enabled:
-            # Before models are loaded: nobody should wait for them to be told that nothing goes on.
-            resumable_state(start.checkpoint, loaded.resolved, config.algorithm_name, allow_config_change=allow_config_change)
+
+        def can_go_on(resolved: Mapping[str, Any]) -> None:
+            if start.checkpoint is not None and config.checkpointing.enabled:
+                resumable_state(start.checkpoint, resolved, config.algorithm_name, allow_config_change=allow_config_change)
+
         _say(console, f"starting {_workers(config)}")
-        run = build_run(config, resolved=loaded.resolved, folder=start.folder, registry=registry, exits=exits)
+        run = build_run(
+            config, resolved=loaded.resolved, folder=start.folder, registry=registry, exits=exits, before_models=can_go_on
+        )
         if run.checkpoints is not None:
             run.checkpoints.store.sweep()
         if start.checkpoint is not None and run.checkpoints is not None:
