@@ -82,13 +82,18 @@ def train(
         if start.checkpoint is None:
             write_origins(start.folder, loaded, manager)
 
-        def can_go_on(resolved: Mapping[str, Any]) -> None:
+        def before_models(resolved: Mapping[str, Any]) -> None:
             if start.checkpoint is not None and config.checkpointing.enabled:
                 resumable_state(start.checkpoint, resolved, config.algorithm_name, allow_config_change=allow_config_change)
+            _say(console, f"starting {_workers(config)}")
 
-        _say(console, f"starting {_workers(config)}")
         run = build_run(
-            config, resolved=loaded.resolved, folder=start.folder, registry=registry, exits=exits, before_models=can_go_on
+            config,
+            resolved=loaded.resolved,
+            folder=start.folder,
+            registry=registry,
+            exits=exits,
+            before_models=before_models,
         )
         if run.checkpoints is not None:
             run.checkpoints.store.sweep()

@@ -1,0 +1,55 @@
+"""A run that fails while it is built leaves a status with the reason, and nothing outlives it."""
+
+import json
+import shutil
+import signal
+
+import pytest
+from e2e_runs import MODEL
+
+pytestmark = pytest.mark.slow
+
+
+def status_of(folder):
+    return json.loads((folder / "runs" / "run" / "status.json").read_text())
+
+
+def test_ctrl_c_while_a_run_is_built_ends_it_and_says_so(train, tmp_path):
+    run = train()
+    run.wait_for(lambda: (tmp_path / "runs" / "run" / "status.json").exists())
+    run.kill(signal.SIGINT)
+    code, output = run.wait()
+    assert code == 130, output
+    status = status_of(tmp_path)
+    assert (status["state"], status["during"]) == ("interrupted", "building")
+    run.assert_gone()
+
+
+def test_a_worker_that_cannot_read_its_model_fails_the_building_with_its_name_and_its_error(train, tmp_path):
+    torn = tmp_path / "model"
+    shutil.copytree(MODEL, torn)
+    weights = torn / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    run = train({"policy": {"model_name": str(torn), "generation": {"model_name": str(MODEL)}}})
+    code, output = run.wait()
+    assert code != 0, output
+    status = status_of(tmp_path)
+    assert (status["state"], status["during"]) == ("failed", "building")
+    assert "rank 0" in status["error"]
+    assert "'policy'" in status["error"]
+    run.assert_gone()
+
+
+@pytest.mark.vllm
+def test_an_engine_that_refuses_its_arguments_fails_the_building_with_its_own_words(train, tmp_path):
+    # A known argument with a value that only the engine can refuse.
+    generation = {"backend": "vllm", "vllm_cfg": {"max_num_seqs": 16}, "vllm_kwargs": {"block_size": -7}}
+    run = train({"policy": {"generation": generation}, "cluster": {"backend": "in_process"}})
+    code, output = run.wait()
+    assert code != 0, output
+    status = status_of(tmp_path)
+    assert (status["state"], status["during"]) == ("failed", "building")
+    assert "'generation'" in status["error"]
+    assert "block_size" in status["error"]
+    assert "greater than 0" in status["error"]
+    run.assert_gone()

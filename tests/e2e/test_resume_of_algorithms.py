@@ -1,0 +1,104 @@
+"""Whatever the algorithm, a run that is resumed equals, bit for bit, one that was never stopped; also over two ranks."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from e2e_runs import MODEL, ROOT, metrics_of
+from safetensors.torch import load_file
+
+from rl_core.assembly.launch import train
+
+pytestmark = pytest.mark.slow
+
+PAIRS = {"train": {"dataset_name": "preference", "path": str(ROOT / "examples" / "addition" / "preferences" / "train.jsonl")}}
+POLICY = {
+    "backend": "hf",
+    "model_name": str(MODEL),
+    "max_total_sequence_length": 16,
+    "train_global_batch_size": 8,
+    "optimizer": {"kwargs": {"lr": 1.0e-4, "weight_decay": 0.01}},
+    "scheduler": {"name": "cosine", "kwargs": {"num_warmup_steps": 2}},
+}
+SAMPLES = {
+    "policy": {**POLICY, "generation": {"backend": "hf", "max_new_tokens": 5}},
+    "data": {"train": {"dataset_name": "arithmetic", "num_samples": 40}},
+    "env": {"arithmetic": {"num_workers": 1}},
+}
+KL = {
+    "use_kl_in_reward": True,
+    "reference_policy_kl_penalty": 0.05,
+    "reference_policy_kl_type": "k1",
+    "adaptive_kl": {"target": 0.01, "horizon": 100},
+}
+RUNS = {
+    "sft": {
+        "sft": {"global_batch_size": 16},
+        "policy": POLICY,
+        "data": {"train": {"dataset_name": "arithmetic", "num_samples": 40, "with_response": True}},
+    },
+    "dpo": {"dpo": {"global_batch_size": 8}, "policy": POLICY, "data": PAIRS},
+    "rm": {"rm": {"global_batch_size": 8}, "policy": POLICY, "data": PAIRS},
+    "distillation": {
+        "distillation": {"num_prompts_per_step": 16, "student_data_fraction": 0.5},
+        "loss_fn": {"topk": 4},
+        **SAMPLES,
+        "data": {"train": {"dataset_name": "arithmetic", "num_samples": 40, "with_response": True}},
+        "teacher": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
+    },
+    "grpo": {"grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4}, "loss_fn": KL, **SAMPLES},
+    "ppo": {
+        "ppo": {"num_prompts_per_step": 16, "ppo_epochs": 2},
+        "loss_fn": KL,
+        **SAMPLES,
+        "value": POLICY,
+    },
+}
+IN_PROCESS = {"backend": "in_process"}
+TWO_RANKS = {"workers_per_node": 2, "cpus_per_worker": 1, "use_gpus": False}
+CASES = [
+    ("sft", TWO_RANKS),
+    ("dpo", TWO_RANKS),
+    ("rm", TWO_RANKS),
+    ("distillation", TWO_RANKS),
+    ("grpo", IN_PROCESS),
+    ("ppo", IN_PROCESS),
+]
+STEPS, STOPPED_AFTER = 4, 2
+
+
+def weights_of(run, step):
+    """Every tensor of a checkpoint, by model and name."""
+    files = sorted((run / "checkpoints" / f"step_{step:06d}").glob("*/weights/*.safetensors"))
+    assert files
+    return {(file.parts[-3], name): tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def differing(one, other):
+    assert one.keys() == other.keys()
+    return [name for name, tensor in one.items() if not tensor.equal(other[name])]
+
+
+@pytest.mark.parametrize(("algorithm", "cluster"), CASES, ids=[algorithm for algorithm, _ in CASES])
+def test_a_run_that_is_resumed_equals_one_that_was_never_stopped(algorithm, cluster, tmp_path, local_ray):
+    config = {
+        **RUNS[algorithm],
+        algorithm: {**RUNS[algorithm][algorithm], "max_num_steps": STEPS, "seed": 3},
+        "cluster": cluster,
+        "checkpointing": {"save_period": STOPPED_AFTER, "keep_latest_k": 2},
+        "logger": {"log_dir": str(tmp_path / "runs")},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(config))
+    whole = train(path, console=False).folder
+    # As a kill leaves it: the checkpoint of the middle, and metrics of steps that are to come again.
+    stopped = tmp_path / "runs" / "stopped"
+    middle = Path("checkpoints") / f"step_{STOPPED_AFTER:06d}"
+    shutil.copytree(whole / middle, stopped / middle)
+    shutil.copy(whole / "metrics.jsonl", stopped)
+    resumed = train(path, console=False, resume=str(stopped))
+    assert (resumed.folder, resumed.resumed_from) == (stopped, STOPPED_AFTER)
+    assert metrics_of(tmp_path, "stopped") == metrics_of(tmp_path)
+    assert differing(weights_of(whole, STEPS), weights_of(stopped, STEPS)) == []
+    assert differing(weights_of(whole, STEPS), weights_of(whole, STOPPED_AFTER)), "nothing was learnt in between"
