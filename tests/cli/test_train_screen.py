@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -107,11 +108,13 @@ def test_an_attempt_that_ended_before_its_first_step_leaves_its_folder_to_the_ne
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run", "run-2"]
 
 
-def test_a_resume_under_another_config_is_refused_before_anything_is_started(rlcore, config):
+def test_a_resume_under_another_config_is_refused_before_any_model_is_loaded(rlcore, config, tmp_path):
     assert rlcore("train", config, "grpo.max_num_steps=1")[0] == 0
-    code, out, err = rlcore("train", config, "grpo.max_num_steps=2", "grpo.num_prompts_per_step=3")
-    assert (code, out) == (2, "run folder runs/run\n")
-    assert "grpo.num_prompts_per_step: 2 then, 3 now" in err
+    model = tmp_path / "without_weights"
+    shutil.copytree(ROOT / "examples" / "addition" / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
+    code, _, err = rlcore("train", config, "grpo.max_num_steps=2", f"policy.model_name={model}")
+    assert code == 2
+    assert f"/examples/addition/model' then, '{model}' now" in err
 
 
 def test_a_run_folder_that_cannot_be_made_is_a_mistake_of_the_user(rlcore, config, tmp_path):
