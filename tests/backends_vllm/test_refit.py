@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SPEAKS = ("shared_memory",)
 REFITS = dict.fromkeys(FAMILIES, 20) | {"qwen3-moe": 6, "mixtral": 6}
 EVERY = "RLCORE_FRESH_ENGINE_AFTER_EVERY_REFIT"
-"""With this variable set, a fresh engine is started after every refit: a minute or two a family."""
+"""With this variable set, a fresh engine is started after every refit: about two minutes a family."""
 
 
 def make_policy(path, lr=5e-3):
