@@ -47,11 +47,15 @@ def test_float32_copies_of_bfloat16_weights_are_gone_on_from(out, saved, name):
     # They are the optimizer's own, and not what the saved weights would give: those are rounded.
     assert largest_difference(found["masters"], expected["masters"]) == 0.0
     assert any((tensor != tensor.bfloat16()).any() for tensor in found["masters"].values())
-    # Another division rounds activations differently; what then differs is one unit in the last of 8 bits. In a mixture a
-    # token may go to another expert for it, and Adam moves a weight by the learning rate whatever the gradient's size.
-    atol = 2 * expected["result"].lr if is_mixture(name) else 1e-3
+    # Another division rounds activations differently; what then differs is one unit in the last of 8 bits. Adam moves a weight
+    # by the learning rate whatever the gradient's size, so where a gradient is all rounding its weight may go the other way:
+    # rare, but for a mixture, where a token may go to another expert.
+    most = 2 * expected["result"].lr
     for key, tensor in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][key].float(), tensor.float(), rtol=2**-7, atol=atol)
+        apart, unit = (found["weights"][key].float() - tensor.float()).abs(), 2**-7 * tensor.float().abs()
+        assert float((apart - unit).max()) <= most, key
+        if not is_mixture(name):
+            assert float((apart > unit + 1e-3).float().mean()) < 2e-3, key
     if name == saved:
         assert largest_difference(found["weights"], expected["weights"]) == 0.0
 
