@@ -57,6 +57,23 @@ def _ray_of_the_folder(request, _shared_ray):
 
 
 @pytest.fixture(scope="module")
+def one_thread():
+    """Torch of the module's tests, and of the processes that they start, computes on one thread.
+
+    A second one costs models this small more than it brings, and the order of sums, with it the last bits, depends on their
+    number. A vLLM in this process has put a function that does nothing in the place of torch's own.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        torch._C.set_num_threads(1)
+        yield
+        torch._C.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
 def local_ray(_shared_ray):
     """The clusters of the module come and go on one local Ray, which the next module may find still there."""
     _shared_ray.hold()

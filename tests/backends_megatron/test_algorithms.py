@@ -6,14 +6,13 @@ One policy serves all runs, and goes back to the checkpoint of before its first 
 from pathlib import Path
 
 import pytest
-import torch
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.algorithms import DistillationTrainer, DPOTrainer, GRPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
 FIELDS = {
@@ -89,15 +88,6 @@ def one_rank():
     policy = HuggingFacePolicy(str(MODEL), **FIELDS)
     yield policy
     policy.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other spin, and a model this small has nothing for a second one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sums(split, number):

@@ -9,16 +9,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Several are slower with models of this size, and slower by far where other processes want the cores."""
-    import torch
-
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # of processes that an engine starts
-        torch._C.set_num_threads(1)  # vLLM puts another function in the place of torch's own
-        yield
-        torch._C.set_num_threads(before)
+def _one_thread(one_thread):
+    """Several are slower by far where other processes want the cores."""
 
 
 @pytest.fixture(scope="session")

@@ -21,14 +21,10 @@ ALGORITHM = ROOT / "examples" / "custom_algorithm"
 
 
 @pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
+def at_the_root(monkeypatch, one_thread):
     """As `rlcore` does: what a dotted path names is looked for in the working directory."""
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(config, folder, *overrides):

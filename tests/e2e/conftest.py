@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -13,15 +12,8 @@ from e2e_runs import TINY, TrainingProcess, merged
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The order of sums, and with it the last bits, depends on the number of threads; on a busy machine a second one costs
-    more than it brings to models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OMP_NUM_THREADS", "1")
-        yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread):
+    """Runs in this process and in others are compared to the bit."""
 
 
 @pytest.fixture

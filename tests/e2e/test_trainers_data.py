@@ -4,7 +4,6 @@ import json
 
 import datasets
 import pytest
-import torch
 from datasets import Dataset
 from e2e_runs import MODEL, merged, metrics_of
 
@@ -22,7 +21,6 @@ def kept(steps: list[dict]) -> list[dict]:
 
 
 def trained(trainer, data, **given) -> list[dict]:
-    torch.set_num_threads(1)
     policy = HuggingFacePolicy(str(MODEL), **LIMITS)
     try:
         return kept(trainer(policy, config=given.pop("config", SECTION)).train(data, **given))

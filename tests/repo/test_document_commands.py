@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 
 from rl_core.config.catalogue import catalogue
@@ -76,14 +75,6 @@ def test_every_name_that_the_documents_import_is_there():
     names = set(imported_names())
     assert len(names) > 15
     assert [name for name in names if not hasattr(importlib.import_module(name[1]), name[2])] == []
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -68,8 +68,12 @@ def with_lengths_of(resolved: Mapping[str, Any], run: RunConfig) -> dict[str, An
 def _named_schedules(run: RunConfig) -> Iterator[tuple[str, SchedulerConfig, OptimizerSteps | None]]:
     for model in _TRAINED:
         section = getattr(run, model)
-        if section is not None and section.scheduler is not None and section.scheduler.name in SCHEDULES:
-            yield model, section.scheduler, optimizer_steps(run, model)
+        if section is None or section.scheduler is None or section.scheduler.name not in SCHEDULES:
+            continue
+        steps = optimizer_steps(run, model)
+        # A model that no step trains has no schedule to run out; whether it may be so is the algorithm's to say.
+        if steps is None or steps.most > 0:
+            yield model, section.scheduler, steps
 
 
 def _arguments(scheduler: SchedulerConfig) -> tuple[str, ...]:
