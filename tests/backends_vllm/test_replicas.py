@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -93,14 +94,18 @@ def family_of(engine):
 
 
 def held_by(processes):
-    """What they have mapped, opened or bound in shared memory and in the folder for temporary files, but for Ray's own."""
+    """What they have mapped, opened or bound in shared memory and in the folder for temporary files, but for Ray's own.
+
+    The libraries that they have mapped are no leftovers, wherever they are installed.
+    """
     found = set()
     for process in processes:
         found.update(mapped.path for mapped in process.memory_maps())
         found.update(opened.path for opened in process.open_files())
         found.update(bound.laddr for bound in process.net_connections("unix"))
     places = ("/dev/shm/", tempfile.gettempdir())
-    return {Path(path) for path in found if path.startswith(places) and "session_" not in path and "plasma" not in path}
+    own = {path for path in found if path.startswith(places) and not path.startswith(sys.prefix)}
+    return {Path(path) for path in own if "session_" not in path and "plasma" not in path}
 
 
 def lives(process):

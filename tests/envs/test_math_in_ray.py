@@ -19,13 +19,13 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def local_ray():
+def ray_alone(no_ray):
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()
 
 
-def test_it_grades_in_an_actor_and_its_processes_end_with_the_actor(local_ray):
+def test_it_grades_in_an_actor_and_its_processes_end_with_the_actor(ray_alone):
     actor = ray.remote(MathEnvironment).remote({"num_processes": 2})
     conversations = [[{"role": "assistant", "content": rf"\boxed{{{n}}}"}] for n in (1, 2, 3)]
     graded = ray.get(actor.step.remote(conversations, [{"expected_answer": "2"}] * 3), timeout=120)
