@@ -151,6 +151,7 @@ def _lives(pid: int) -> bool:
 
 
 def _remove(path: Path) -> None:
+    """Whatever is left of it; vLLM and other drivers take their part of it away at the same time."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

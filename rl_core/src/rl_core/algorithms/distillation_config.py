@@ -43,6 +43,11 @@ class DistillationConfig(AlgorithmConfig):
         """B, the rows that a step trains on, sampled or given."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
+    @property
+    def sampled_fraction(self) -> float:
+        """See `AlgorithmConfig`."""
+        return self.student_data_fraction
+
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step)
 

@@ -117,7 +117,7 @@ def connect(
                 run.rollouts = SampledOrGiven(
                     run.rollouts,
                     loaders.answers,
-                    sampled_fraction=getattr(config.algorithm, "student_data_fraction", 1.0),
+                    sampled_fraction=config.algorithm.sampled_fraction,
                     seed=config.algorithm.seed,
                 )
             builder.exits.callback(run.rollouts.close)
@@ -161,7 +161,7 @@ class Loaders:
         if algorithm.needs_generation:
             per_draw = getattr(algorithm, "prompts_per_draw", 1)
             self.prompts = prompt_loader(train, config, tokenizer, batch_size=per_draw, shuffle=shuffle)
-            if getattr(algorithm, "student_data_fraction", 1.0) < 1.0:
+            if algorithm.sampled_fraction < 1.0:
                 rows = per_draw * getattr(algorithm, "num_generations_per_prompt", 1)
                 self.answers = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
             return

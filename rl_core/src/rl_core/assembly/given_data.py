@@ -13,6 +13,7 @@ from rl_core.assembly.data import BadRows, Source, read_data, read_source
 from rl_core.config.parts import section_of
 from rl_core.config.paths import looks_like_path
 from rl_core.config.schema import DataConfig, DatasetConfig
+from rl_core.config.shorthands import expand_data_paths
 from rl_core.config.written import dotted
 from rl_core.data.arrow_rows import ArrowRows, is_split, is_table
 from rl_core.data.dataset_config import (
@@ -129,9 +130,7 @@ def _data_section(given: Any, registry: Registry) -> DataConfig | None:
     if not isinstance(given, Mapping) or "dataset_name" in given or is_split(given):
         return None
     values = dict(given)
-    for short, key in (("train_data_path", "train"), ("val_data_path", "validation")):
-        if values.get(short) is not None and values.get(key) is None:
-            values[key] = {"dataset_name": "jsonl", "path": values.pop(short)}
+    expand_data_paths(values)
     for key in ("train", "validation"):
         if values.get(key) is not None:
             values[key] = _dataset_section(values[key], f"data.{key}", registry)

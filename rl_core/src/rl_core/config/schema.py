@@ -80,6 +80,11 @@ class AlgorithmConfig(Section):
         """What of the run's other sections the algorithm cannot work with: each key that is to blame, and why."""
         yield from ()
 
+    @property
+    def sampled_fraction(self) -> float:
+        """With what probability a step samples its rows; in other steps they are answers that the training data gives."""
+        return 1.0
+
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         """How it trains the model of a section (`policy`, `value`), for schedules that count optimizer steps.
 

@@ -9,23 +9,31 @@ from rl_core.config.written import Path, Written
 _DATA_PATHS = {"train_data_path": "train", "val_data_path": "validation"}
 
 
+def expand_data_paths(data: dict[str, Any]) -> list[tuple[str, str]]:
+    """Write out, in place, the paths that stand for datasets in a section `data`: the short keys, and what each became.
+
+    Where both forms are there nothing is done: the model of `data` refuses that.
+    """
+    expanded = [
+        (short, split) for short, split in _DATA_PATHS.items() if data.get(short) is not None and data.get(split) is None
+    ]
+    for short, split in expanded:
+        data[split] = {"dataset_name": "jsonl", "path": data.pop(short)}
+    return expanded
+
+
 def expand_shorthands(
     values: dict[str, Any], *, written: Written, through: dict[Path, str]
 ) -> tuple[dict[str, Any], Written, dict[Path, str]]:
     """The config with its shorthands written out; each value keeps the place at which the user wrote it.
-
-    Where both forms are there nothing is done: the model of `data` refuses that.
 
     Args:
         values: The plain values; changed in place.
         written: The same as it was written.
         through: The interpolations by path.
     """
-    for short, split in _DATA_PATHS.items():
-        data = values.get("data")
-        if not isinstance(data, dict) or data.get(short) is None or data.get(split) is not None:
-            continue
-        data[split] = {"dataset_name": "jsonl", "path": data.pop(short)}
+    data = values.get("data")
+    for short, split in expand_data_paths(data) if isinstance(data, dict) else ():
         section = written.at(("data",))
         if section is not None and isinstance(section.value, dict):
             path = section.value[short]

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from rl_core.errors import WeightSyncError
-from rl_core.weights.manifest import dtype_name
+from rl_core.weights.manifest import ON_ONE_THREAD, dtype_name
 
 Kind = Literal["xxh3", "wsum"]
 
@@ -27,8 +27,6 @@ _WORDS = 1 << 18
 """Words of one chunk: its weights are computed once a device, and its products (2 MiB) stay in a CPU's cache."""
 _CHUNKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 _MASK = (1 << 64) - 1
-_PIECE = 2**15 - 64
-"""Numbers; torch rounds more of them on all of its threads, which the receiver needs at that time."""
 
 
 def natural_kind(device: torch.device) -> Kind:
@@ -105,8 +103,8 @@ def _xxh3(flat: torch.Tensor) -> str:
 
 def _xxh3_in_pieces(flat: torch.Tensor, dtype: torch.dtype) -> str:
     """Of a tensor in another dtype; fresh memory for all of it would cost several times the hash."""
-    digest, piece = xxhash.xxh3_128(), torch.empty(_PIECE, dtype=dtype)
-    for part in flat.split(_PIECE) if flat.numel() else ():
+    digest, piece = xxhash.xxh3_128(), torch.empty(ON_ONE_THREAD, dtype=dtype)
+    for part in flat.split(ON_ONE_THREAD) if flat.numel() else ():
         digest.update(piece[: part.numel()].copy_(part).view(torch.uint8).numpy().data)
     return str(digest.hexdigest())
 

@@ -15,8 +15,8 @@ from rl_core.interfaces.policy import RefitManifest
 
 ALIGNMENT = 64
 """Bytes; every tensor of a bucket starts at a multiple of it, so that any dtype can be viewed in place."""
-_ON_ONE_THREAD = 2**15 - ALIGNMENT
-"""Numbers; torch rounds 2**15 or more of them on all of its threads."""
+ON_ONE_THREAD = 2**15 - 64
+"""Numbers; torch rounds 2**15 or more of them on all of its threads, which the other side of a refit needs at that time."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
     elif tensor.dtype == into.dtype:
         np.copyto(into.view(-1).view(torch.uint8).numpy(), tensor.view(-1).view(torch.uint8).numpy())
     else:
-        for part, source in zip(into.view(-1).split(_ON_ONE_THREAD), tensor.view(-1).split(_ON_ONE_THREAD), strict=True):
+        for part, source in zip(into.view(-1).split(ON_ONE_THREAD), tensor.view(-1).split(ON_ONE_THREAD), strict=True):
             part.copy_(source)
 
 
