@@ -73,6 +73,25 @@ def test_a_gguf_file_is_trained_and_saved_like_any_model(parts, model_folder, tm
     assert (tmp_path / "saved" / "tokenizer.json").is_file()
 
 
+def test_a_gguf_file_is_read_once_for_bfloat16_weights_and_their_float32_masters(parts, model_folder, tmp_path, monkeypatch):
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    write_gguf(tmp_path / "tiny.gguf", plain)
+    original, reads = transformers.AutoModelForCausalLM.from_pretrained, []
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *args, **kwargs: reads.append(kwargs["gguf_file"]) or original(*args, **kwargs),
+    )
+    worker = HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path / "tiny.gguf"), precision="bfloat16"))
+    worker.setup()
+    assert reads == ["tiny.gguf"]
+    masters = worker._state.masters.parameters
+    for name, tensor in worker.iter_weights():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(masters[name].detach(), plain.get_parameter(name)), "a master starts at the file's float32 value"
+        assert torch.equal(masters[name].detach().to(torch.bfloat16), tensor)
+
+
 def test_a_gguf_file_takes_a_scalar_head_like_any_model(parts, model_folder, tmp_path):
     plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama"))
     write_gguf(tmp_path / "tiny.gguf", plain)

@@ -53,6 +53,39 @@ def load_model(
     Raises:
         UserError: there is no such model, its head is another, or the options cannot be honoured; nothing was loaded.
     """
+    model = _load_as_stored(name, options=options, dtype=dtype, device=device, head=head)
+    return _rounded(model, dtype, model.device) if _is_gguf(name) else model
+
+
+def load_model_with_exact_weights(
+    name: str, *, options: HFModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu", head: Head = "tokens"
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A model as `load_model` returns it, and the float32 weights on the CPU that its parameters are rounded from.
+
+    The weights are keyed by parameter name. There are none if the files already store `dtype`. A GGUF file is read and
+    dequantized once for both, because reading it takes seconds.
+
+    Args:
+        name: as `load_model` takes it.
+        options: how to load it.
+        dtype: float32 or bfloat16.
+        device: where the model's weights go.
+        head: what the model ends in.
+
+    Raises:
+        UserError: as `load_model`.
+    """
+    if not _is_gguf(name) or options.device_map is not None:
+        model = load_model(name, options=options, dtype=dtype, device=device, head=head)
+        return model, exact_weights(name, options=options, dtype=dtype, head=head)
+    stored = _load_as_stored(name, options=options, dtype=torch.float32, device="cpu", head=head)
+    return _rounded(stored, dtype, device), dict(stored.named_parameters())
+
+
+def _load_as_stored(
+    name: str, *, options: HFModelConfig, dtype: torch.dtype, device: str | torch.device, head: Head
+) -> PreTrainedModel:
+    """The model that Transformers makes of the files; one read from GGUF still refuses `save_pretrained`."""
     _check_options(options, name)
     where = _where(name)
     config = _load_config(name, where, options)
@@ -77,8 +110,6 @@ def load_model(
     model, report = _explained(name, options, lambda: AUTO_CLASSES[head].from_pretrained(**arguments), head=head)
     if head == "scalar":
         settle_head(model, report["missing_keys"], name=name)
-    if "gguf_file" in where:
-        model = _plain(model, dtype)
     if "device_map" not in arguments:
         model.to(device)
     _refuse_offloaded(model, name)
@@ -94,8 +125,7 @@ def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head
         dtype: what the model was loaded as.
         head: what it ends in.
     """
-    where = _where(name)
-    if "gguf_file" not in where and _load_config(name, where, options).dtype == dtype:
+    if not _is_gguf(name) and _load_config(name, _where(name), options).dtype == dtype:
         return {}
     on_cpu = options.model_copy(update={"device_map": None})
     return dict(load_model(name, options=on_cpu, dtype=torch.float32, head=head).named_parameters())
@@ -217,8 +247,12 @@ def _explained(name: str, options: HFModelConfig, load: Any, *, head: Head = "to
         ) from error
 
 
-def _plain(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The same weights in a model that knows nothing of quantisation: one read from GGUF refuses `save_pretrained`."""
+def _is_gguf(name: str) -> bool:
+    return Path(name).suffix == ".gguf"
+
+
+def _rounded(model: PreTrainedModel, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
+    """The weights of a dequantized model as `dtype`, in a model without a quantization config, so that it can be saved."""
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -231,7 +265,8 @@ def _plain(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     )
     if model.can_generate():
         plain.generation_config = model.generation_config
-    return plain
+    plain.to(device)
+    return plain.eval()
 
 
 def _refuse_offloaded(model: PreTrainedModel, name: str) -> None:

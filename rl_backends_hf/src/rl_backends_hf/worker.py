@@ -15,7 +15,7 @@ from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.lora import LoraAdapters
 from rl_backends_hf.master import MasterWeights
 from rl_backends_hf.microbatches import Microbatcher
-from rl_backends_hf.model import DTYPES, checkpoint_activations, exact_weights, is_quantised, load_model
+from rl_backends_hf.model import DTYPES, checkpoint_activations, is_quantised, load_model, load_model_with_exact_weights
 from rl_backends_hf.optimizer import build_optimizer
 from rl_backends_hf.parallel import Parallel, make_parallel
 from rl_backends_hf.probe import probe_scoring
@@ -59,6 +59,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         self._adapters: LoraAdapters | None = None
         self._state: TrainingState | None = None
         self._sampler: Any = None
+        self._exact_weights: dict[str, torch.Tensor] = {}
 
     def setup(self) -> Mapping[str, Any]:
         self._check_config()
@@ -70,7 +71,12 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         # Shards are float32 masters themselves, and rounded as they are gathered.
         keeps_masters = self._parallel.shards and hf.lora is None and not self._config.frozen
         loaded_as = torch.float32 if keeps_masters else self._dtype
-        model = load_model(self._config.model_name, options=hf, dtype=loaded_as, device=self._parallel.device, head=head)
+        rounds_masters = hf.lora is None and not self._config.frozen and loaded_as != torch.float32
+        source: dict[str, Any] = {"options": hf, "dtype": loaded_as, "device": self._parallel.device, "head": head}
+        if rounds_masters and not (hf.load_in_8bit or hf.load_in_4bit):
+            model, self._exact_weights = load_model_with_exact_weights(self._config.model_name, **source)
+        else:
+            model = load_model(self._config.model_name, **source)
         if hf.device_map is not None:
             # Tokens go to where the map has put their embeddings.
             self._parallel.device = model.get_input_embeddings().weight.device
@@ -291,9 +297,8 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         published = self._dtype if self._adapters is None else torch.float32
         masters = MasterWeights(self._scoring.model, published=published)
         if self._adapters is None and masters.are_copies:
-            masters.refine(
-                exact_weights(self._config.model_name, options=self._config.hf_cfg, dtype=self._dtype, head=self._config.head)
-            )
+            masters.refine(self._exact_weights)
+        self._exact_weights = {}
         optimizer = build_optimizer(masters.parameters, self._config.optimizer)
         return TrainingState(masters=masters, optimizer=optimizer, scheduler=build_scheduler(optimizer, self._config.scheduler))
 

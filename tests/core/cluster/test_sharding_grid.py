@@ -43,6 +43,23 @@ def test_a_layout_that_is_no_grid_of_distinct_ranks_is_refused(layout, names):
         NamedSharding(layout, names)
 
 
+@pytest.mark.parametrize("layout", [[0.5, 1.2], [0.0, 1.0], [True, False], ["0", "1"], [None, 1]])
+def test_ranks_that_are_not_integers_are_refused_instead_of_truncated(layout):
+    with pytest.raises(UserError, match="ranks must be integers"):
+        NamedSharding(layout, ["data"])
+
+
+def test_a_ragged_layout_is_refused():
+    with pytest.raises(UserError, match="ragged"):
+        NamedSharding([[0, 1], [2]], ["data", "tensor"])
+
+
+@pytest.mark.parametrize("size", [1.5, 2.0, True, "2", 0])
+def test_an_axis_size_that_is_not_a_positive_integer_is_refused(size):
+    with pytest.raises(UserError, match="integer size of at least 1"):
+        NamedSharding.grid(data=size)
+
+
 def test_an_unknown_axis_rank_or_coordinate_is_named_in_the_error():
     grid = NamedSharding.grid(data=2)
     for call, word in [

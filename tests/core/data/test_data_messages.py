@@ -133,6 +133,17 @@ def test_a_field_of_another_length_than_its_tokens_is_refused():
         message_log_to_flat_messages(log)
 
 
+@pytest.mark.parametrize("flatten", [message_log_to_flat_messages, lambda log: batched_message_log_to_flat_message([log])])
+def test_messages_without_tokens_are_refused_with_the_function_that_tokenizes_them(flatten):
+    with pytest.raises(DataError, match=r"A 'user' message has no token_ids.*get_formatted_message_log"):
+        flatten([{"role": "user", "content": "hello"}])
+
+
+def test_a_loss_mask_needs_tokenized_messages():
+    with pytest.raises(DataError, match="has no token_ids"):
+        add_loss_mask_to_message_log([[{"role": "user", "content": "hello"}]])
+
+
 def test_the_first_difference_of_two_texts():
     assert get_first_index_that_differs("abc", "abd") == 2
     assert get_first_index_that_differs("ab", "abc") == 2

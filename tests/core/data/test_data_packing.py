@@ -86,7 +86,7 @@ def test_metrics_count_over_calls_until_reset():
 
 
 def test_an_unknown_algorithm_and_a_capacity_of_zero_are_refused():
-    with pytest.raises(DataError, match="'best_fit' is unknown: choose one of"):
+    with pytest.raises(DataError, match="Unknown packing algorithm 'best_fit': choose one of"):
         get_packer("best_fit", 10)
     with pytest.raises(DataError, match="bin_capacity is 0"):
         get_packer("concatenative", 0)
@@ -144,3 +144,9 @@ def test_gradients_flow_through_unpacking_to_tokens_and_not_to_padding():
 def test_a_pack_refuses_lengths_beyond_its_rows():
     with pytest.raises(DataError, match="where 'input_ids' has 8 tokens"):
         pack_rows({**rows_of([1]), "input_lengths": torch.tensor([9])})
+
+
+@pytest.mark.parametrize("algorithm", [7, None, ["concatenative"]])
+def test_a_packing_algorithm_of_a_wrong_type_is_refused_with_the_known_names(algorithm):
+    with pytest.raises(DataError, match=r"Unknown packing algorithm .*: choose one of"):
+        get_packer(algorithm, 50)

@@ -19,11 +19,18 @@ class NamedSharding:
         names: The axis names, outermost first.
 
     Raises:
-        UserError: Names and dimensions differ in number, a name or a rank comes twice, or the layout is empty.
+        UserError: Names and dimensions differ in number, a name or a rank comes twice, a rank is not an integer, or the
+            layout is empty.
     """
 
     def __init__(self, layout: Sequence[Any] | NDArray[np.integer[Any]], names: Sequence[str]) -> None:
-        grid = np.asarray(layout, dtype=np.int64)
+        try:
+            given = np.asarray(layout)
+        except ValueError:
+            raise UserError(f"the layout is ragged: its rows differ in length, found {layout}") from None
+        if given.size and not np.issubdtype(given.dtype, np.integer):
+            raise UserError(f"ranks must be integers, found {given.ravel().tolist()} ({given.dtype})")
+        grid = given.astype(np.int64)
         self._names = tuple(names)
         if grid.ndim != len(self._names):
             raise UserError(
@@ -45,8 +52,8 @@ class NamedSharding:
         `NamedSharding.grid(data=2, tensor=2)` puts ranks 0 and 1 at data=0. Give the axes in the order
         pipeline, data, context, tensor, so that tensor-parallel ranks are neighbours (one node).
         """
-        if not sizes or any(size < 1 for size in sizes.values()):
-            raise UserError(f"every axis needs a size of at least 1, found {sizes or 'no axis'}")
+        if not sizes or any(not _is_size(size) for size in sizes.values()):
+            raise UserError(f"every axis needs an integer size of at least 1, found {sizes or 'no axis'}")
         return cls(np.arange(int(np.prod(list(sizes.values())))).reshape(tuple(sizes.values())), tuple(sizes))
 
     @property
@@ -117,3 +124,7 @@ class NamedSharding:
 
     def __repr__(self) -> str:
         return f"NamedSharding({', '.join(f'{name}={size}' for name, size in self.shape.items())})"
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1

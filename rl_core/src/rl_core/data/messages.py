@@ -123,15 +123,19 @@ def add_loss_mask_to_message_log(
         roles_to_train_on: The roles that are trained.
         only_unmask_final: Train only the last message of these roles.
         tokenizer: Knows the special tokens; None trains all tokens of a message.
+
+    Raises:
+        DataError: A message has no `token_ids`.
     """
     for log in message_logs:
         trained = [number for number, message in enumerate(log) if message["role"] in roles_to_train_on]
         trained = trained[-1:] if only_unmask_final else trained
         for number, message in enumerate(log):
             is_trained = number in trained and message.get("weight") != 0
-            mask = torch.full_like(message["token_ids"], float(is_trained), dtype=torch.float32)
+            tokens = _tokenized(message)
+            mask = torch.full_like(tokens, float(is_trained), dtype=torch.float32)
             if is_trained and tokenizer is not None:
-                mask[len(mask) - _never_sampled(message["token_ids"].tolist(), tokenizer) :] = 0.0
+                mask[len(mask) - _never_sampled(tokens.tolist(), tokenizer) :] = 0.0
             message["token_loss_mask"] = mask
 
 
@@ -142,7 +146,7 @@ def message_log_to_flat_messages(message_log: Sequence[Mapping[str, Any]]) -> di
     field with None.
 
     Raises:
-        DataError: A per-token tensor has another length than its message's `token_ids`.
+        DataError: A message has no `token_ids`, or a per-token tensor whose length differs from theirs.
     """
     return _flat(message_log, _tensor_fields([message_log]))
 
@@ -297,8 +301,19 @@ def _flat(message_log: Sequence[Mapping[str, Any]], fields: Mapping[str, torch.d
 
 
 def _tokens_of(message: Mapping[str, Any], key: str, dtype: torch.dtype) -> torch.Tensor:
-    length = len(message["token_ids"])
+    length = len(_tokenized(message))
     value: torch.Tensor = message.get(key, torch.full((length,), pad_value(key), dtype=dtype))
     if len(value) != length:
         raise DataError(f"a {message['role']!r} message has {length} token_ids and {len(value)} {key}: one a token")
     return value
+
+
+def _tokenized(message: Mapping[str, Any]) -> torch.Tensor:
+    """The message's `token_ids`."""
+    if "token_ids" not in message:
+        raise DataError(
+            f"A {message.get('role')!r} message has no token_ids, only {sorted(message)}: tokenize the messages first, with "
+            "get_formatted_message_log."
+        )
+    tokens: torch.Tensor = message["token_ids"]
+    return tokens

@@ -277,12 +277,12 @@ def get_packer(
         bin_count_multiple: Make a multiple of this many bins.
 
     Raises:
-        DataError: No algorithm of that name.
+        DataError: No algorithm of that name, or neither a name nor a `PackingAlgorithm`.
     """
-    if isinstance(algorithm, str):
+    if not isinstance(algorithm, PackingAlgorithm):
         names = {known.value: known for known in PackingAlgorithm}
-        if algorithm.lower() not in names:
-            raise DataError(f"packing algorithm {algorithm!r} is unknown: choose one of {sorted(names)}")
+        if not isinstance(algorithm, str) or algorithm.lower() not in names:
+            raise DataError(f"Unknown packing algorithm {algorithm!r}: choose one of {sorted(names)} or a PackingAlgorithm.")
         algorithm = names[algorithm.lower()]
     return _PACKERS[algorithm](
         bin_capacity,
