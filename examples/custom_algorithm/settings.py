@@ -2,12 +2,12 @@
 
 from pydantic import Field
 
+from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig
 
 
 class BestOfNConfig(AlgorithmConfig):
     default_loss = "nll"  # what `loss_fn` means where it names none
-    needs_generation = True  # the run has an engine, prompts and environments
 
     num_prompts_per_step: int = Field(default=32, ge=1)
     """P, the prompts drawn each step."""
@@ -17,5 +17,10 @@ class BestOfNConfig(AlgorithmConfig):
     """A group whose best earns no more is left out."""
 
     @property
-    def prompts_per_draw(self) -> int:
-        return self.num_prompts_per_step
+    def runtime_needs(self) -> RuntimeNeeds:
+        """Rollouts: the run has an engine, prompts and environments, and draws so many at once."""
+        return RuntimeNeeds(
+            rollouts=RolloutNeeds(
+                prompts_per_draw=self.num_prompts_per_step, samples_per_prompt=self.num_generations_per_prompt
+            )
+        )

@@ -87,13 +87,17 @@ class GuessNumberEnvironmentConfig(EnvironmentConfig):
     """`env.guess`: the model says numbers until it hits the secret one."""
 
     max_guesses: int = Field(default=7, ge=1)
-    """The game is lost after so many; the algorithm's `max_rollout_turns` must allow as many turns."""
+    """Guesses after which the game is lost. Each takes a turn; a lower `max_rollout_turns` ends the game earlier."""
     higher: str = Field(default="higher", min_length=1)
     """What the environment says where the secret number is higher; a tiny tokenizer may want `+`."""
     lower: str = Field(default="lower", min_length=1)
     """What it says where the secret number is lower."""
     unreadable: str = Field(default="Say one whole number.", min_length=1)
     """What it says where the message is no whole number, which costs a guess."""
+
+    @property
+    def turns_needed(self) -> int:
+        return self.max_guesses
 
 
 class RewardModelEnvironmentConfig(EnvironmentConfig):

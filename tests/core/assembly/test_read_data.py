@@ -8,12 +8,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from rl_core.algorithms.sft_config import SFTConfig
 from rl_core.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
 from rl_core.assembly.evaluate import plan_evaluation
 from rl_core.assembly.pair import plan_pair
 from rl_core.config.loader import load_config
 from rl_core.config.schema import (
-    AlgorithmConfig,
     DataConfig,
     DatasetConfig,
     EnvironmentConfig,
@@ -64,7 +64,7 @@ def answered(rows: list[dict]) -> list[dict]:
 def run_of(data: DataConfig, *, tasks: tuple[str, ...] = (), **algorithm) -> RunConfig:
     return RunConfig(
         algorithm_name="sft",
-        algorithm=AlgorithmConfig(**algorithm),
+        algorithm=SFTConfig(**algorithm),
         loss_fn=LossConfig(),
         policy=PolicyConfig(backend="hf", model_name=str(MODEL), max_total_sequence_length=16),
         data=data,

@@ -65,6 +65,7 @@ class Acme:
 ACME_MODELS = """
     from typing import ClassVar
     from pydantic import BaseModel, model_validator
+    from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
     from rl_core.config.schema import AlgorithmConfig, PolicyConfig
 
     class NoSection(BaseModel):
@@ -77,8 +78,11 @@ ACME_MODELS = """
 
     class Filtered(AlgorithmConfig):
         default_loss: ClassVar[str] = "clipped_pg"
-        needs_generation: ClassVar[bool] = True
         allows_filtered_sampling: ClassVar[bool] = True
+
+        @property
+        def runtime_needs(self):
+            return RuntimeNeeds(rollouts=RolloutNeeds(prompts_per_draw=2, samples_per_prompt=2))
 
     class Valuer(PolicyConfig):
         def conflicts(self, run):
@@ -87,17 +91,25 @@ ACME_MODELS = """
 
     class Critical(AlgorithmConfig):
         default_loss: ClassVar[str] = "clipped_pg"
-        needs_training_data: ClassVar[bool] = False
-        companions: ClassVar[tuple[str, ...]] = ("value", "teacher")
+
+        @property
+        def runtime_needs(self):
+            return RuntimeNeeds(companions=("value", "teacher"))
 
     class Scoring(AlgorithmConfig):
         default_loss: ClassVar[str] = "nll"
-        needs_training_data: ClassVar[bool] = False
         head: ClassVar[str] = "scalar"
+
+        @property
+        def runtime_needs(self):
+            return RuntimeNeeds()
 
     class Untrained(AlgorithmConfig):
         default_loss: ClassVar[str] = "nll"
-        needs_training_data: ClassVar[bool] = False
+
+        @property
+        def runtime_needs(self):
+            return RuntimeNeeds()
 """
 
 

@@ -11,6 +11,7 @@ from rl_core.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
 from rl_core.algorithms.losses.distillation_config import DistillationLossConfig
 from rl_core.algorithms.losses.preference_config import PreferenceLossConfig
 from rl_core.config.optimizer_steps import TrainingPlan
+from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig, RunConfig
 from rl_core.config.written import Path
 
@@ -19,9 +20,6 @@ class DistillationConfig(AlgorithmConfig):
     """On-policy distillation: the student answers, a teacher says at each token what it would have said."""
 
     default_loss: ClassVar[str] = "distillation"
-    needs_generation: ClassVar[bool] = True
-    needs_rewards: ClassVar[bool] = False
-    companions: ClassVar[tuple[str, ...]] = ("teacher",)
 
     num_prompts_per_step: int = Field(default=64, ge=1)
     """P, the prompts drawn each step."""
@@ -30,23 +28,26 @@ class DistillationConfig(AlgorithmConfig):
     student_data_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """GKD's lambda: with this probability the rows of a step are answers of the student, else answers that the training data
     gives."""
-    max_rollout_turns: int = Field(default=1, ge=1)
-    """Most turns of one rollout; without an environment there is one."""
+    max_rollout_turns: int | None = Field(default=None, ge=1)
+    """Most turns of one rollout; null means as many as the environment needs. Without an environment there is one."""
 
     @property
-    def prompts_per_draw(self) -> int:
-        """Prompts that are drawn at once."""
-        return self.num_prompts_per_step
+    def runtime_needs(self) -> RuntimeNeeds:
+        return RuntimeNeeds(
+            rollouts=RolloutNeeds(
+                prompts_per_draw=self.num_prompts_per_step,
+                samples_per_prompt=self.num_generations_per_prompt,
+                sampled_fraction=self.student_data_fraction,
+                rewarded=False,
+            ),
+            max_turns=self.max_rollout_turns,
+            companions=("teacher",),
+        )
 
     @property
     def rows_per_step(self) -> int:
         """B, the rows that a step trains on, sampled or given."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
-
-    @property
-    def sampled_fraction(self) -> float:
-        """See `AlgorithmConfig`."""
-        return self.student_data_fraction
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from rl_core.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
 from rl_core.config.optimizer_steps import TrainingPlan
+from rl_core.config.runtime_needs import RecordNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig, RunConfig
 from rl_core.config.written import Path
 
@@ -17,12 +18,15 @@ class DPOConfig(AlgorithmConfig):
     """Direct preference optimisation and its relatives."""
 
     default_loss: ClassVar[str] = "dpo"
-    needs_preferences: ClassVar[bool] = True
 
     global_batch_size: int = Field(default=32, ge=1)
     """Pairs of one step; `policy.train_global_batch_size` (in rows, two a pair) splits them into optimizer steps."""
     val_batch_size: int = Field(default=128, ge=1)
     """Pairs of one validation batch."""
+
+    @property
+    def runtime_needs(self) -> RuntimeNeeds:
+        return RuntimeNeeds(records=RecordNeeds(records_per_step=self.global_batch_size, pairs=True))
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         return TrainingPlan(steps=self.max_num_steps, rows=2 * self.global_batch_size, rows_per_unit=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from dataclasses import replace
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,7 @@ from rl_core.algorithms.losses.config import ClippedPGLossConfig
 from rl_core.algorithms.losses.value_config import MseValueLossConfig
 from rl_core.algorithms.rewarded_config import RewardedConfig
 from rl_core.config.optimizer_steps import TrainingPlan
+from rl_core.config.runtime_needs import RuntimeNeeds
 from rl_core.config.schema import RunConfig, Section
 from rl_core.config.written import Path
 from rl_core.errors import ConfigError
@@ -46,8 +47,6 @@ class GAEConfig(Section):
 class PPOConfig(RewardedConfig):
     """Proximal policy optimisation with a critic."""
 
-    companions: ClassVar[tuple[str, ...]] = ("value",)
-
     num_generations_per_prompt: int = Field(default=1, ge=1)
     """G, the samples drawn for each prompt; the critic is the baseline, so one is enough."""
     ppo_epochs: int = Field(default=4, ge=1)
@@ -66,6 +65,10 @@ class PPOConfig(RewardedConfig):
                 f"value_loss.name is {self.value_loss.name!r}, and the critic's loss is {VALUE_LOSS}: remove the name"
             )
         return self
+
+    @property
+    def runtime_needs(self) -> RuntimeNeeds:
+        return replace(super().runtime_needs, companions=("value",))
 
     def takes_one_step(self, run: RunConfig) -> bool:
         """Whether a step's rollouts are one optimizer step of the policy, so that they are always its own."""

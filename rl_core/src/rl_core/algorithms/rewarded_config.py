@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from rl_core.algorithms.losses.config import MOST_ERROR, ClippedPGLossConfig, NLLLossConfig
 from rl_core.algorithms.losses.preference_config import PreferenceLossConfig
 from rl_core.config.optimizer_steps import TrainingPlan
+from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig, RunConfig, Section
 from rl_core.config.written import Path
 
@@ -56,14 +57,13 @@ class RewardedConfig(AlgorithmConfig):
     """An algorithm that samples, is rewarded, and takes policy-gradient steps."""
 
     default_loss: ClassVar[str] = "clipped_pg"
-    needs_generation: ClassVar[bool] = True
 
     num_prompts_per_step: int = Field(default=32, ge=1)
     """P, the prompts drawn each step."""
     num_generations_per_prompt: int = Field(default=1, ge=1)
     """G, the samples drawn for each prompt."""
-    max_rollout_turns: int = Field(default=1, ge=1)
-    """Most turns of one rollout."""
+    max_rollout_turns: int | None = Field(default=None, ge=1)
+    """Most turns of one rollout; null means as many as the environment needs."""
     reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
     """Scales and bounds rewards, before anything else is done with them."""
     reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
@@ -83,6 +83,14 @@ class RewardedConfig(AlgorithmConfig):
     def prompts_per_draw(self) -> int:
         """Prompts that are drawn at once."""
         return self.num_prompts_per_step
+
+    @property
+    def runtime_needs(self) -> RuntimeNeeds:
+        return RuntimeNeeds(
+            rollouts=RolloutNeeds(prompts_per_draw=self.prompts_per_draw, samples_per_prompt=self.num_generations_per_prompt),
+            max_turns=self.max_rollout_turns,
+            val_samples_per_prompt=self.val_num_generations_per_prompt,
+        )
 
     @property
     def rows_per_step(self) -> int:
@@ -135,7 +143,7 @@ class RewardedConfig(AlgorithmConfig):
         shaping, at = self.reward_shaping, (run.algorithm_name, "reward_shaping")
         if not shaping.enabled or run.policy.generation is None:
             return
-        turns = max([self.max_rollout_turns, *(section.max_rollout_turns or 1 for section in run.env.values())])
+        turns = max(run.max_turns.values(), default=1)
         if shaping.max_response_length is None and turns > 1:
             yield at, "max_response_length must be set where rollouts have several turns: max_new_tokens limits one turn alone."
         limit = shaping.max_response_length or run.policy.generation.max_new_tokens

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from rl_core.config.optimizer_steps import TrainingPlan
+from rl_core.config.runtime_needs import RecordNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig, RunConfig
 from rl_core.config.written import Path
 
@@ -16,13 +17,16 @@ class RewardModelConfig(AlgorithmConfig):
     """A reward model, learnt from preferences."""
 
     default_loss: ClassVar[str] = "bradley_terry"
-    needs_preferences: ClassVar[bool] = True
     head: ClassVar[Literal["tokens", "scalar"]] = "scalar"
 
     global_batch_size: int = Field(default=32, ge=1)
     """Pairs of one step; `policy.train_global_batch_size` (in rows, two a pair) splits them into optimizer steps."""
     val_batch_size: int = Field(default=128, ge=1)
     """Pairs of one validation batch."""
+
+    @property
+    def runtime_needs(self) -> RuntimeNeeds:
+        return RuntimeNeeds(records=RecordNeeds(records_per_step=self.global_batch_size, pairs=True))
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         return TrainingPlan(steps=self.max_num_steps, rows=2 * self.global_batch_size, rows_per_unit=2)

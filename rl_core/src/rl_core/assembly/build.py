@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rl_core.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
+from rl_core.assembly.data import BadRows, Source, conversation_loader, preference_loader, prompt_loader, read_data
 from rl_core.assembly.parts import Builder, Workers, make_cluster
 from rl_core.checkpoints.state import Checkpoints, Stateful
 from rl_core.checkpoints.store import CheckpointStore, Retention
@@ -67,7 +67,7 @@ def build_run(
     resolved = with_lengths_of(resolved, config)
     before_models(resolved)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=_cluster(config, exits))
-    loss_fn = registry.find("loss", config.loss_fn.name or config.algorithm.default_loss).load()(config.loss_fn)
+    loss_fn = _loss_of(config, registry)
     parts = builder.start(samples=loaders.samples)
     parts.wait_ready()
     return connect(builder, parts, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
@@ -110,14 +110,14 @@ def connect(
         run.generation = parts.generation
         run.weights = builder.weights(parts.policy, parts.generation, tokenizer)
         collector = make_collector(config, parts.generation, parts.environments, tokenizer)
-        if loaders.prompts is not None:
-            group_size = getattr(config.algorithm, "num_generations_per_prompt", 1)
-            run.rollouts = OnDemandSource(collector, loaders.prompts, group_size=group_size)
+        needs = config.algorithm.runtime_needs
+        if loaders.prompts is not None and needs.rollouts is not None:
+            run.rollouts = OnDemandSource(collector, loaders.prompts, group_size=needs.rollouts.samples_per_prompt)
             if loaders.answers is not None:
                 run.rollouts = SampledOrGiven(
                     run.rollouts,
                     loaders.answers,
-                    sampled_fraction=config.algorithm.sampled_fraction,
+                    sampled_fraction=needs.rollouts.sampled_fraction,
                     seed=config.algorithm.seed,
                 )
             builder.exits.callback(run.rollouts.close)
@@ -126,7 +126,7 @@ def connect(
                 collector=collector,
                 prompts=loaders.validation_prompts,
                 max_samples=config.algorithm.max_val_samples,
-                samples_per_prompt=getattr(config.algorithm, "val_num_generations_per_prompt", 1),
+                samples_per_prompt=needs.val_samples_per_prompt,
                 greedy=config.policy.generation is not None and config.policy.generation.val_temperature == 0.0,
             )
     if loaders.bad_rows.count:
@@ -143,32 +143,32 @@ class Loaders:
     Args:
         config: the run.
         tokenizer: the policy's.
-        train: the training data.
+        train: the training data; None for an algorithm that needs none.
         validation: the held-out data, where the algorithm validates.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Any, *, train: Source, validation: Source | None) -> None:
+    def __init__(self, config: RunConfig, tokenizer: Any, *, train: Source | None, validation: Source | None) -> None:
         self.prompts = self.validation_prompts = None
         self.batches: TrainingBatches | None = None
         self.answers: TrainingBatches | None = None
         self.validation_batches: TrainingBatches | None = None
-        algorithm, shuffle = config.algorithm, config.data.shuffle
-        self.samples = algorithm.needs_generation or getattr(algorithm, "val_accuracy", False)
-        self.bad_rows = train.bad_rows
-        val_size = algorithm.val_batch_size
+        needs, shuffle = config.algorithm.runtime_needs, config.data.shuffle
+        self.samples = needs.samples
+        self.bad_rows = train.bad_rows if train is not None else BadRows()
+        val_size = config.algorithm.val_batch_size
         if self.samples and validation is not None:
             self.validation_prompts = prompt_loader(validation, config, tokenizer, batch_size=val_size, shuffle=False)
-        if algorithm.needs_generation:
-            per_draw = getattr(algorithm, "prompts_per_draw", 1)
+        if needs.rollouts is not None and train is not None:
+            per_draw = needs.rollouts.prompts_per_draw
             self.prompts = prompt_loader(train, config, tokenizer, batch_size=per_draw, shuffle=shuffle)
-            if algorithm.sampled_fraction < 1.0:
-                rows = per_draw * getattr(algorithm, "num_generations_per_prompt", 1)
+            if needs.rollouts.sampled_fraction < 1.0:
+                rows = needs.rollouts.rows_per_draw
                 self.answers = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
-            return
-        rows = getattr(algorithm, "global_batch_size", 1)
-        self.batches = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
-        if validation is not None:
-            self.validation_batches = _answer_batches(validation, config, tokenizer, batch_size=val_size, shuffle=False)
+        if needs.records is not None and train is not None:
+            rows = needs.records.records_per_step
+            self.batches = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
+            if validation is not None:
+                self.validation_batches = _answer_batches(validation, config, tokenizer, batch_size=val_size, shuffle=False)
 
     def settled(self, config: RunConfig) -> RunConfig:
         """The config with epochs counted in steps, which shows whether learning-rate schedules fit the run.
@@ -189,14 +189,14 @@ class Loaders:
         return config
 
 
-def read_sources(config: RunConfig, registry: Registry) -> tuple[Source, Source | None]:
-    """The training data, and the held-out data where the algorithm validates.
+def read_sources(config: RunConfig, registry: Registry) -> tuple[Source | None, Source | None]:
+    """The training data where the algorithm needs any, and the held-out data where it validates.
 
     Raises:
         ConfigError: the config names none, or lacks what samples and scores.
     """
-    algorithm, data = config.algorithm, config.data
-    if not data.has_training_data:
+    algorithm, data, needs = config.algorithm, config.data, config.algorithm.runtime_needs
+    if needs.training_data and not data.has_training_data:
         raise ConfigError("data.train names no training data. Add `data: {train: {dataset_name: ...}}`.")
     validates = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
     if validates and not data.has_validation_data:
@@ -204,13 +204,11 @@ def read_sources(config: RunConfig, registry: Registry) -> tuple[Source, Source 
             "The algorithm validates (val_period, val_at_start or val_at_end), and data.validation names no data. "
             "Add `data: {validation: {dataset_name: ...}}` or `data: {split: {validation: 0.05}}`, or switch validation off."
         )
-    samples = algorithm.needs_generation or getattr(algorithm, "val_accuracy", False)
-    if samples and (config.policy.generation is None or (algorithm.needs_rewards and not config.env)):
+    if needs.samples and (config.policy.generation is None or (algorithm.needs_rewards and not config.env)):
         raise ConfigError(
             f"{config.algorithm_name} samples and scores completions: it needs `policy.generation` and a section in `env`."
         )
     train, validation = read_data(data if validates else data.model_copy(update={"validation": None}), registry)
-    assert train is not None
     return train, validation if validates else None
 
 
@@ -234,6 +232,14 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
             )
 
 
+def _loss_of(config: RunConfig, registry: Registry) -> LossFunction:
+    name = config.loss_fn.name or config.algorithm.default_loss
+    if name is None:
+        raise ConfigError(f"loss_fn.name is required: {config.algorithm_name} has no default loss.")
+    loss_fn: LossFunction = registry.find("loss", name).load()(config.loss_fn)
+    return loss_fn
+
+
 def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:
     companions = sum(getattr(config, name) is not None for name in COMPANIONS)
     return make_cluster(config.cluster, exits, models=1 + companions)
@@ -251,13 +257,12 @@ def make_collector(
     config: RunConfig, generation: GenerationInterface, environments: Mapping[str, EnvironmentInterface], tokenizer: Any
 ) -> Collector:
     """What plays the config's rollouts."""
-    turns = getattr(config.algorithm, "max_rollout_turns", 1)
     return Collector(
         generation=generation,
         environments=environments,
         tokenizer=tokenizer,
         seed=config.algorithm.seed,
-        max_turns={task: section.max_rollout_turns or turns for task, section in config.env.items()},
+        max_turns=config.max_turns,
         max_total_length=config.policy.max_total_sequence_length,
     )
 

@@ -194,14 +194,15 @@ def prompt_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size:
 
 def conversation_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
     """Conversations that end with the assistant's message."""
+    records = run.algorithm.runtime_needs.records
+    only_final = records is not None and records.only_final_answer
 
     def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
         if "messages" not in record:
             raise DataError(
                 f"it has {sorted(record)} and no `messages`: a dataset of conversations is wanted, not one of pairs"
             )
-        final = getattr(run.algorithm, "only_unmask_final", False)
-        return conversation_datum(record, idx=idx, only_unmask_final=final, **limits)
+        return conversation_datum(record, idx=idx, only_unmask_final=only_final, **limits)
 
     return _loader(source, run, process, _limits(run, tokenizer), batch_size=batch_size, shuffle=shuffle, is_trained=True)
 

@@ -250,7 +250,7 @@ def _askings(config: RunConfig, *, samples: int | None, greedy: bool, ks: Sequen
         ways.append((False, samples))
     if not ways:
         section = config.policy.generation
-        as_validated = getattr(config.algorithm, "val_num_generations_per_prompt", 1)
+        as_validated = config.algorithm.runtime_needs.val_samples_per_prompt
         ways.append((section is not None and section.val_temperature == 0.0, as_validated))
     most = max(count for _, count in ways)
     wrong = [k for k in ks if not 1 <= k <= most]

@@ -166,8 +166,12 @@ class Trainer:
             return given, section if isinstance(section, LossConfig) else LossConfig()
         algorithm = self._registry.find("algorithm", self.algorithm).load_config()
         assert algorithm is not None
+        assert issubclass(algorithm, AlgorithmConfig)
         named = given.get("name") if isinstance(given, Mapping) else getattr(given, "name", None)
-        component = self._registry.find("loss", named or getattr(algorithm, "default_loss"))  # noqa: B009
+        name = named or algorithm.default_loss
+        if name is None:
+            raise ConfigError(f"{self.algorithm} has no default loss: give {type(self).__name__} `loss_fn`.")
+        component = self._registry.find("loss", name)
         section = (
             given if isinstance(given, LossConfig) else section_from(component.load_config() or LossConfig, given, "loss_fn")
         )
@@ -203,7 +207,7 @@ class Trainer:
                 f"{self.algorithm} samples and scores: give {type(self).__name__} `generation` and `environments`."
             )
         self._refuse_teacher()
-        if "value" in algorithm.companions and self.value is None:
+        if "value" in algorithm.runtime_needs.companions and self.value is None:
             raise ConfigError(f"{self.algorithm} has a critic: give {type(self).__name__} `value`, made with head='scalar'.")
         conflicts = (
             *algorithm.conflicts(self.config),
@@ -215,7 +219,7 @@ class Trainer:
             raise ConfigError("\n".join(found))
 
     def _refuse_teacher(self) -> None:
-        wanted = "teacher" in self.config.algorithm.companions
+        wanted = "teacher" in self.config.algorithm.runtime_needs.companions
         if wanted != (self.teacher is not None):
             raise ConfigError(f"{self.algorithm} {'learns from a teacher: give it' if wanted else 'has no use for'} `teacher`.")
         temperatures = [

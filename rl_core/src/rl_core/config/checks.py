@@ -45,7 +45,7 @@ def _what_the_algorithm_needs(run: RunConfig) -> Iterator[Finding]:
         yield ("policy", "generation"), f"must be set: {name} samples from the policy. Say which `backend` generates."
     if algorithm.needs_generation and algorithm.needs_rewards and not run.env:
         yield ("env",), f"must be set: {name} trains on the rewards of an environment. Name one, such as `math:`."
-    if algorithm.needs_training_data and not run.data.has_training_data:
+    if algorithm.runtime_needs.training_data and not run.data.has_training_data:
         yield ("data", "train"), f"must be set: {name} trains on it. Say `dataset_name`, or `data.train_data_path`."
     if (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end) and not run.data.has_validation_data:
         asked = next(key for key in ("val_period", "val_at_start", "val_at_end") if getattr(algorithm, key))
@@ -83,7 +83,7 @@ def companion_conflicts(run: RunConfig) -> Iterator[Finding]:
     if run.policy.frozen:
         yield ("policy", "frozen"), f"{name} trains the policy: leave it out."
     for companion in COMPANIONS:
-        model, wanted = getattr(run, companion), companion in algorithm.companions
+        model, wanted = getattr(run, companion), companion in algorithm.runtime_needs.companions
         if model is not None and wanted:
             yield from _as_its_place_says(companion, model)
         elif model is not None:

@@ -167,7 +167,7 @@ class _Chooser:
         self._problems = problems
         self._default_loss: str | None = None
         self._has_algorithm = False
-        self._head = "tokens"
+        self._head: str = "tokens"
 
     def algorithm(self) -> str | None:
         """The one section that is an algorithm's."""
@@ -180,10 +180,9 @@ class _Chooser:
         self._section((component.name,))
         self._add((component.name,), Kind.ALGORITHM, component)
         part = self.parts.get((component.name,))
-        if part is not None:
+        if part is not None and issubclass(part.model, schema.AlgorithmConfig):
             self._has_algorithm = True
-            self._default_loss = getattr(part.model, "default_loss", None)
-            self._head = getattr(part.model, "head", "tokens")
+            self._default_loss, self._head = part.model.default_loss, part.model.head
         return component.name
 
     def loss(self) -> None:

@@ -7,12 +7,11 @@ a dataset's `DatasetConfig`, an algorithm's `AlgorithmConfig`, a loss's `LossCon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from rl_core.config.optimizer_steps import TrainingPlan
+from rl_core.config.algorithm_section import AlgorithmConfig as AlgorithmConfig
 from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
 from rl_core.config.policy_sections import (
     DynamicBatchingConfig as DynamicBatchingConfig,
@@ -36,61 +35,6 @@ from rl_core.config.policy_sections import (
     TokenizerConfig as TokenizerConfig,
 )
 from rl_core.config.section import Section as Section
-from rl_core.config.written import Path
-
-
-class AlgorithmConfig(Section):
-    """What every algorithm's section has."""
-
-    default_loss: ClassVar[str]
-    """The loss component that `loss_fn` means when it names none."""
-    needs_generation: ClassVar[bool] = False
-    """Whether it samples: `policy.generation` must then be there."""
-    needs_rewards: ClassVar[bool] = True
-    """Whether what it samples must be scored: `env` must then be there as well."""
-    needs_training_data: ClassVar[bool] = True
-    """Whether `data.train` must be there."""
-    needs_preferences: ClassVar[bool] = False
-    """Whether its records are pairs of a chosen and a rejected answer."""
-    head: ClassVar[Literal["tokens", "scalar"]] = "tokens"
-    """What the model that it trains ends in; `policy.head` means it where the file does not say."""
-    companions: ClassVar[tuple[str, ...]] = ()
-    """The models that it has beside the policy: `value` (a critic, trained as well), `teacher` (frozen)."""
-    allows_filtered_sampling: ClassVar[bool] = False
-    """Whether it may train on samples drawn with top-p or top-k, whose log-probabilities are of the filtered distribution."""
-
-    max_num_steps: int = Field(default=100, ge=1)
-    """Steps to run in all, resumed ones included."""
-    max_num_epochs: int | None = Field(default=None, ge=1)
-    """Passes over the training data after which the run ends, if that comes before `max_num_steps`."""
-    seed: int = 42
-    """Seed of everything that is drawn: data order, sampling, initialisation."""
-    val_period: int = Field(default=0, ge=0)
-    """Validate after every so many steps; 0 never."""
-    val_at_start: bool = False
-    """Validate before the first step."""
-    val_at_end: bool = False
-    """Validate after the last step."""
-    val_batch_size: int = Field(default=256, ge=1)
-    """Rows of one validation batch."""
-    max_val_samples: int | None = Field(default=None, ge=1)
-    """Validate on the first so many records; all by default."""
-
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """What of the run's other sections the algorithm cannot work with: each key that is to blame, and why."""
-        yield from ()
-
-    @property
-    def sampled_fraction(self) -> float:
-        """With what probability a step samples its rows; in other steps they are answers that the training data gives."""
-        return 1.0
-
-    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
-        """How it trains the model of a section (`policy`, `value`), for schedules that count optimizer steps.
-
-        None, the default, leaves that open: a schedule must then say its own length.
-        """
-        return None
 
 
 class LossConfig(Section):
@@ -121,9 +65,15 @@ class EnvironmentConfig(Section):
     num_workers: int = Field(default=1, ge=1)
     """Processes that score."""
     max_rollout_turns: int | None = Field(default=None, ge=1)
-    """Most turns of a rollout of this task; the algorithm's own by default."""
+    """Most turns of a rollout of this task. By default the algorithm's `max_rollout_turns`, and where that is null as many as
+    the environment needs."""
     step_timeout_s: float = Field(default=600.0, gt=0.0)
     """A worker that takes longer over one call is replaced and the call made again."""
+
+    @property
+    def turns_needed(self) -> int:
+        """Most turns that the environment itself has use for; 1 where its section does not say more."""
+        return 1
 
     @model_validator(mode="after")
     def _one_implementation(self) -> EnvironmentConfig:
@@ -343,6 +293,12 @@ class RunConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
     logger: LoggingConfig = Field(default_factory=LoggingConfig)
+
+    @property
+    def max_turns(self) -> dict[str, int]:
+        """Most turns of a rollout, by task: what its environment's section says, else the algorithm, else what it needs."""
+        asked = self.algorithm.runtime_needs.max_turns
+        return {task: env.max_rollout_turns or asked or env.turns_needed for task, env in self.env.items()}
 
 
 class OpenPolicyConfig(PolicyConfig):

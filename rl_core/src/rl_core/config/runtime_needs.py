@@ -1,0 +1,90 @@
+"""What an algorithm needs from the runtime: prompts, samples, turns, records, models. Imports no torch.
+
+The runtime reads these values and no field of an algorithm's section by its name, so a custom algorithm may name its settings
+as it likes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutNeeds:
+    """The rollouts of a step."""
+
+    prompts_per_draw: int
+    """P, prompts of one call of `RolloutSource.next_batch`; at least 1."""
+    samples_per_prompt: int
+    """G, rollouts of each prompt; at least 1."""
+    sampled_fraction: float = 1.0
+    """Probability that a step samples its rows. The rows of all other steps are answers from the training data."""
+    rewarded: bool = True
+    """Whether rollouts must be scored, so that the config must have a section `env`."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(prompts_per_draw=self.prompts_per_draw, samples_per_prompt=self.samples_per_prompt)
+        if not 0.0 <= self.sampled_fraction <= 1.0:
+            raise ValueError(f"sampled_fraction is {self.sampled_fraction}: it is a probability, from 0 to 1")
+
+    @property
+    def rows_per_draw(self) -> int:
+        """B = P x G."""
+        return self.prompts_per_draw * self.samples_per_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordNeeds:
+    """The records of a step, for an algorithm that trains on the data itself."""
+
+    records_per_step: int
+    """Conversations, or pairs of a chosen and a rejected answer, of one batch; at least 1."""
+    pairs: bool = False
+    """Whether a record is a pair of answers."""
+    only_final_answer: bool = False
+    """Train the last message of the assistant and no earlier one."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(records_per_step=self.records_per_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeNeeds:
+    """Everything that an algorithm asks the runtime for.
+
+    With neither `rollouts` nor `records` the algorithm needs no training data.
+    """
+
+    rollouts: RolloutNeeds | None = None
+    """The rollouts of a step (`run.rollouts`); needs `policy.generation`."""
+    records: RecordNeeds | None = None
+    """The records of a step (`run.batches`)."""
+    max_turns: int | None = None
+    """Most turns of a rollout, in training and in validation. None means as many as the environment needs."""
+    samples_in_validation: bool = False
+    """Whether validation samples and scores answers although training does not; `rollouts` imply it."""
+    val_samples_per_prompt: int = 1
+    """Rollouts of each validation prompt; at least 1."""
+    companions: tuple[str, ...] = ()
+    """Models beside the policy: `value` (a critic, trained as well), `teacher` (frozen)."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(max_turns=self.max_turns, val_samples_per_prompt=self.val_samples_per_prompt)
+        if self.rollouts is not None and self.records is not None:
+            raise ValueError("a step has rollouts or records: answers from the data among rollouts are `sampled_fraction`")
+
+    @property
+    def samples(self) -> bool:
+        """Whether the run needs an engine, environments and, for validation, prompts."""
+        return self.rollouts is not None or self.samples_in_validation
+
+    @property
+    def training_data(self) -> bool:
+        """Whether the run needs training data."""
+        return self.rollouts is not None or self.records is not None
+
+
+def _at_least_one(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}: it must be at least 1")
