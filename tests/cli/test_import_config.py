@@ -230,10 +230,36 @@ policy:
   generation: {vllm_cfg: {tensor_parallel_size: 4}}
 """
 
+DISTILLATION = """\
+defaults: models.yaml
+distillation:
+  num_prompts_per_step: 32
+  max_num_steps: 50
+  val_period: 10
+  val_at_start: false
+  val_batch_size: 16
+  max_val_samples: 64
+  topk_logits_k: 32
+loss_fn: {kl_type: reverse, mixed_kl_weight: 0.5, zero_outside_topk: false}
+teacher:
+  model_name: acme/large
+  tokenizer: {name: acme/large}
+  precision: bfloat16
+  train_global_batch_size: 64
+  logprob_batch_size: 2
+  max_total_sequence_length: 512
+  max_grad_norm: 1.0
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 1}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 1.0}}
+  generation: {backend: vllm, max_new_tokens: 8}
+"""
+
 FILES = {"base.yaml": BASE, "grpo.yaml": GRPO, "sft.yaml": SFT, "dpo.yaml": DPO, "rm.yaml": RM, "hub.yaml": HUB}
 FILES["shared.yaml"] = GRPO.partition("grpo:\n")[0] + "loss_fn:\n" + GRPO.partition("loss_fn:\n")[2]
 FILES |= {"megatron.yaml": MEGATRON, "ppo.yaml": PPO}
-NAMES = ["grpo.yaml", "ppo.yaml", "sft.yaml", "dpo.yaml", "rm.yaml", "megatron.yaml"]
+FILES["models.yaml"] = "defaults: base.yaml\npolicy:\n" + GRPO.partition("policy:\n")[2]
+FILES["distillation.yaml"] = DISTILLATION
+NAMES = ["grpo.yaml", "ppo.yaml", "sft.yaml", "dpo.yaml", "rm.yaml", "megatron.yaml", "distillation.yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -379,6 +405,129 @@ def test_a_config_of_a_reward_model_means_the_same_here(folder, tmp_path):
     assert {key for key, line in lines.items() if line.outcome == "not honoured"} == set()
 
 
+def test_a_distillation_config_means_the_same_here(folder, tmp_path):
+    ours, lines = ours_of(folder, tmp_path, "distillation.yaml")
+    assert (ours.algorithm_name, ours.loss_fn.name) == ("distillation", "distillation")
+    algorithm, loss = ours.algorithm, ours.loss_fn
+    assert (algorithm.num_prompts_per_step, algorithm.max_num_steps, algorithm.max_val_samples) == (32, 50, 64)
+    assert (loss.divergence, loss.topk, loss.beyond_topk) == ("reverse_kl", 32, "renormalize")
+    assert (ours.teacher.model_name, ours.teacher.backend, ours.teacher.logprob_batch_size) == ("acme/large", "hf", 2)
+    assert ours.teacher.hf_cfg.data_parallel == "fsdp2"
+    assert lines["teacher.optimizer.kwargs.lr"].outcome == "needs nothing"
+    assert lines["teacher.generation.max_new_tokens"].outcome == "needs nothing"
+    assert {key for key, line in lines.items() if line.outcome == "not honoured"} == set()
+
+
+def imported_with(folder, tmp_path, changes, base="grpo.yaml"):
+    """A config of theirs with some keys changed, imported."""
+    tree = {"defaults": str(folder / base)}
+    for key, value in changes.items():
+        *way, last = key.split(".")
+        holder = tree
+        for part in way:
+            holder = holder.setdefault(part, {})
+        holder[last] = value
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(tree))
+    imported = import_config(tmp_path / "theirs.yaml", NEMO_RL)
+    (tmp_path / "ours.yaml").write_text(imported.to_yaml())
+    return imported, {line.key: line for line in imported.lines}
+
+
+def test_the_chat_template_default_is_the_tokenizers_own(folder, tmp_path):
+    imported, lines = imported_with(folder, tmp_path, {"policy.tokenizer.chat_template": "default"})
+    assert "chat_template" not in imported.values["policy"]["tokenizer"]
+    assert lines["policy.tokenizer.chat_template"].outcome == "needs nothing"
+
+
+def test_a_null_chat_template_concatenates_the_contents_of_the_messages(folder, tmp_path):
+    import jinja2
+
+    imported, lines = imported_with(folder, tmp_path, {"policy.tokenizer.chat_template": None})
+    template = imported.values["policy"]["tokenizer"]["chat_template"]
+    messages = [{"role": "user", "content": "1 + 1 = "}, {"role": "assistant", "content": "2"}]
+    assert jinja2.Template(template).render(messages=messages) == "1 + 1 = 2"
+    assert "no template" in lines["policy.tokenizer.chat_template"].reason
+    load_config(tmp_path / "ours.yaml")
+
+
+def test_switches_in_the_env_section_are_not_tasks(folder, tmp_path):
+    changes = {"env.should_use_nemo_gym": True, "env.should_log_nemo_gym_responses": False}
+    imported, lines = imported_with(folder, tmp_path, changes)
+    assert set(imported.values["env"]) == {"math"}
+    assert lines["env.should_use_nemo_gym"].outcome == "not honoured"
+    load_config(tmp_path / "ours.yaml")
+
+
+def test_references_to_environment_variables_stay_references(folder, tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_FOLDER", raising=False)
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    changes = {
+        "checkpointing.checkpoint_dir": "${oc.env:NO_SUCH_FOLDER}/checkpoints",
+        "logger.log_dir": "${checkpointing.checkpoint_dir}/logs",
+        "logger.wandb_enabled": True,
+        "logger.wandb.project": "${oc.env:SECRET_TOKEN}",
+        "logger.wandb.name": "${oc.env:NO_SUCH_NAME,trial}",
+    }
+    imported, _ = imported_with(folder, tmp_path, changes)
+    text = imported.to_yaml()
+    assert "hunter2" not in text
+    assert imported.values["checkpointing"]["checkpoint_dir"] == "${oc.env:NO_SUCH_FOLDER}/checkpoints"
+    assert imported.values["logger"]["log_dir"] == "${oc.env:NO_SUCH_FOLDER}/checkpoints/logs"
+    monkeypatch.setenv("NO_SUCH_FOLDER", str(tmp_path))
+    ours = load_config(tmp_path / "ours.yaml").run
+    assert str(ours.logger.log_dir) == f"{tmp_path}/checkpoints/logs"
+    assert (ours.logger.loggers["wandb"].project, ours.logger.loggers["wandb"].name) == ("hunter2", "trial")
+
+
+def test_one_of_our_own_configs_is_refused(tmp_path):
+    (tmp_path / "ours.yaml").write_text("grpo: {max_num_steps: 3}\npolicy: {backend: hf, model_name: acme/small}\n")
+    with pytest.raises(ConfigError, match=r"is a config of rlcore already \(policy\.backend is set"):
+        import_config(tmp_path / "ours.yaml", NEMO_RL)
+
+
+def test_the_defaults_of_ppo_are_written_out(tmp_path):
+    (tmp_path / "theirs.yaml").write_text("ppo: {seed: 1}\npolicy: {model_name: acme/small}\n")
+    imported = import_config(tmp_path / "theirs.yaml", NEMO_RL)
+    assert imported.values["ppo"]["num_generations_per_prompt"] == 16
+    assert imported.values["loss_fn"]["reference_policy_kl_penalty"] == 0.01
+
+
+def test_reinforce_plus_plus_subtracts_the_group_mean_by_default(folder, tmp_path):
+    (tmp_path / "theirs.yaml").write_text("grpo: {adv_estimator: {name: reinforce_plus_plus}}\npolicy: {model_name: a/b}\n")
+    imported = import_config(tmp_path / "theirs.yaml", NEMO_RL)
+    assert imported.values["grpo"]["adv_estimator"]["minus_baseline"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "note"),
+    [
+        ({"grpo.adv_estimator.use_leave_one_out_baseline": True}, None, "standard deviation of the whole group"),
+        ({"grpo.use_dynamic_sampling": True}, None, "before scaling and shaping"),
+        (
+            {"grpo.reward_shaping": {"enabled": True, "overlong_buffer_penalty": 1.0}},
+            "grpo.reward_shaping.overlong_buffer_penalty",
+            "bounded",
+        ),
+        ({"loss_fn.reference_policy_kl_penalty": 0.02}, None, "score-function term"),
+        ({"loss_fn.use_importance_sampling_correction": True}, None, "truncated at 2.0"),
+        (
+            {
+                "loss_fn.sequence_level_importance_ratios": True,
+                "loss_fn.token_level_loss": False,
+                "loss_fn.use_importance_sampling_correction": True,
+            },
+            "loss_fn.use_importance_sampling_correction",
+            "one per sequence",
+        ),
+    ],
+)
+def test_a_key_whose_meaning_differs_has_a_note(folder, tmp_path, changes, key, note):
+    _, lines = imported_with(folder, tmp_path, changes)
+    line = lines[key or next(iter(changes))]
+    assert line.outcome == "renamed"
+    assert note in line.reason
+
+
 def test_a_dataset_by_name_and_a_share_that_is_held_out_are_taken_over(folder, tmp_path):
     ours, lines = ours_of(folder, tmp_path, "hub.yaml")
     train = ours.data.train
@@ -475,7 +624,7 @@ def test_a_value_that_takes_more_than_another_name_becomes_ours(folder, tmp_path
         ("data.train.dataset_name", "squad", "JSON lines"),
         ("data.train.data_path", "rows.csv", "not here"),
         ("data.train.split_validation_size", "0.05", "data.validation"),
-        ("distillation.topk_logits_k", "64", "by hand"),
+        ("distillation.topk_logits_k", "64", "a file of its own"),
         ("logger.monitor_gpus", "true", "GPUs"),
     ],
 )

@@ -6,8 +6,9 @@ A key of theirs is a leaf of its file: a value, a list of values, or an empty se
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -28,7 +29,9 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "max": lambda a, b: max(a, b),
 }
 _UNKNOWN = "no such key of {framework} is known"
-_ORDER = ("loss_fn", "policy", "data", "env", "cluster", "checkpointing", "logger")
+_ORDER = ("loss_fn", "policy", "value", "teacher", "data", "env", "cluster", "checkpointing", "logger")
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:([^${}]*)\}")
+_HELD = re.compile("\ue000([^\ue000\ue001]*)\ue001")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +84,9 @@ class Imported:
     added: tuple[Added, ...]
 
     def to_yaml(self) -> str:
-        """Our config as a file's text."""
-        return yaml.safe_dump(escape(self.values), sort_keys=False, allow_unicode=True, width=120)
+        """Our config as a file's text; references to environment variables stay references."""
+        text = yaml.safe_dump(escape(self.values), sort_keys=False, allow_unicode=True, width=120)
+        return re.sub(r"\\+\$\{oc\.env:", "${oc.env:", text)
 
 
 def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
@@ -93,7 +97,7 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
         table: What is known of the framework.
 
     Raises:
-        ConfigError: The file cannot be read, is no YAML or no mapping, or holds no key that the table knows.
+        ConfigError: The file cannot be read, is not a YAML mapping, has no key that the table knows, or is one of ours.
     """
     problems = Problems()
     written = read_sources(path, problems=problems)
@@ -101,6 +105,11 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
     values = _resolved(written, problems)
     problems.raise_if_any()
     theirs = Theirs(values)
+    if theirs.get(table.only_ours) is not None:
+        raise ConfigError(
+            f"{os.fspath(path)} is a config of rlcore already ({table.only_ours} is set, which {table.framework} does not "
+            "have): there is nothing to import. Check it with `rlcore validate`."
+        )
     lines = [_line(path, value, written, table, theirs) for path, value in _leaves(values)]
     if not any(line.key.split(".")[0] in table.sections for line in lines):
         found = listed(sorted({line.key.split(".")[0] for line in lines})) or "nothing"
@@ -119,7 +128,8 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
 
 
 def _resolved(written: Written, problems: Problems) -> dict[str, Any]:
-    """The plain values; what is left open (`???`) stays so, for whoever completes the file."""
+    """The plain values. `???` and `${oc.env:...}` stay as they are, for the user who completes the file and its environment."""
+    written = _with_environment_held(written)
     left_open = [path for path, leaf in written.leaves() if leaf.value == LEFT_OPEN]
     before = {name for name in _ARITHMETIC if OmegaConf.has_resolver(name)}
     for name in _ARITHMETIC.keys() - before:
@@ -135,7 +145,38 @@ def _resolved(written: Written, problems: Problems) -> dict[str, Any]:
         for part in path[:-1]:
             holder = holder[part]
         holder[path[-1]] = LEFT_OPEN
-    return values
+    released: dict[str, Any] = _with_environment_released(values)
+    return released
+
+
+def _with_environment_held(written: Written) -> Written:
+    """The tree with every `${oc.env:...}` that is no argument of another interpolation put out of the resolver's reach.
+
+    A variable need not be set where a config is imported, and its value (a secret, a folder of this machine) must not be
+    written into ours.
+    """
+    value = written.value
+    if isinstance(value, dict):
+        value = {key: _with_environment_held(item) for key, item in value.items()}
+    elif isinstance(value, list):
+        value = [_with_environment_held(item) for item in value]
+    elif isinstance(value, str):
+        value = _ENVIRONMENT.sub(_held, value)
+    return replace(written, value=value)
+
+
+def _held(found: re.Match[str]) -> str:
+    before = found.string[: found.start()]
+    is_argument = before.count("${") > before.count("}")
+    return found.group() if is_argument else f"\ue000{found.group(1)}\ue001"
+
+
+def _with_environment_released(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_environment_released(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_environment_released(item) for item in value]
+    return _HELD.sub(r"${oc.env:\1}", value) if isinstance(value, str) else value
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -133,6 +133,7 @@ class Table:
         defaults: What theirs holds where its file is silent and ours would hold something else, by algorithm section.
         additions: Keys that ours needs besides, given theirs and what was taken over so far by dotted key.
         sections: Names that its files begin with, for the error of a file that has none of them.
+        only_ours: A key that every config of ours has and theirs never, by which one of ours is recognized.
     """
 
     framework: str
@@ -142,6 +143,7 @@ class Table:
     defaults: Mapping[str, Mapping[str, Any]]
     additions: Callable[[Theirs, Mapping[str, Any]], Iterator[Added]]
     sections: Sequence[str]
+    only_ours: str
 
 
 def same(prefix: str, names: str) -> list[Row]:

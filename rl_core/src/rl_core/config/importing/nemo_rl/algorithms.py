@@ -10,6 +10,10 @@ from rl_core.config.importing.rows import Becomes, Decision, Refused, Theirs, Un
 
 _GROUPS = ("grpo", "gdpo")
 _PAIR_LOSSES = {"dpo": "dpo", "ipo": "ipo"}
+_STD_OF_ALL = (
+    "rewards are divided by the standard deviation of the whole group; NeMo RL leaves the sample itself out of it, so that its "
+    "advantages differ"
+)
 _METRICS = {
     "val:accuracy": "validation/accuracy",
     "val:reward": "validation/reward",
@@ -53,9 +57,15 @@ def of_groups(key: str) -> Callable[[Any, Theirs], Decision]:
     def decide(value: Any, theirs: Theirs) -> Decision:
         if theirs.get("grpo.adv_estimator.name", "grpo") not in _GROUPS:
             return Unneeded("the estimator compares no groups")
-        return Becomes({f"grpo.adv_estimator.{key}": value})
+        note = _STD_OF_ALL if key == "use_leave_one_out_baseline" and value is True and _normalizes(theirs) else ""
+        return Becomes({f"grpo.adv_estimator.{key}": value}, note)
 
     return decide
+
+
+def _normalizes(theirs: Theirs) -> bool:
+    key = "normalize_rewards"
+    return theirs.get(f"grpo.adv_estimator.{key}", theirs.get(f"grpo.{key}", True)) is True
 
 
 def older_place(key: str) -> Callable[[Any, Theirs], Decision]:
@@ -106,6 +116,50 @@ def epochs(value: Any, theirs: Theirs) -> Decision:
     if isinstance(value, int) and value < 0:
         return Unneeded("no limit by default")
     return Becomes({f"{algorithm}.max_num_epochs": value})
+
+
+def dynamic_sampling(value: Any, theirs: Theirs) -> Decision:
+    """Whether groups of equal rewards are replaced."""
+    if value is not True:
+        return Becomes({"grpo.use_dynamic_sampling": value})
+    return Becomes(
+        {"grpo.use_dynamic_sampling": True},
+        "whole groups are filtered, by the environment's rewards before scaling and shaping; NeMo RL 0.6 filters by shaped "
+        "rewards, and single rows under leave-one-out",
+    )
+
+
+def overlong_penalty(algorithm: str) -> Callable[[Any, Theirs], Decision]:
+    """The penalty of answers close to the length limit."""
+
+    def decide(value: Any, theirs: Theirs) -> Decision:
+        note = "the penalty is bounded by this value; NeMo RL's keeps growing beyond the limit, and counts the first turn only"
+        is_on = theirs.get(f"{algorithm}.reward_shaping.enabled") is True
+        if value is None:
+            return Unneeded("the default is used")
+        return Becomes({f"{algorithm}.reward_shaping.overlong_buffer_penalty": value}, note if is_on else "")
+
+    return decide
+
+
+def kl_penalty(value: Any, theirs: Theirs) -> Decision:
+    """The weight of the KL to the reference policy."""
+    in_loss = bool(value) and theirs.get("loss_fn.use_kl_in_reward") is not True
+    note = (
+        "the gradient is that of the estimator alone; NeMo RL adds a score-function term to it, so the same weight pulls "
+        "differently"
+    )
+    return Becomes({"loss_fn.reference_policy_kl_penalty": value}, note if in_loss else "")
+
+
+def importance_correction(value: Any, theirs: Theirs) -> Decision:
+    """Weights that correct for the sampler's log-probabilities."""
+    notes = []
+    if value is True and theirs.get("loss_fn.sequence_level_importance_ratios") is True:
+        notes.append("each token has its own correction weight; NeMo RL has one per sequence with sequence-level ratios")
+    if value is True and theirs.get("loss_fn.truncated_importance_sampling_ratio") is None:
+        notes.append("weights are truncated at 2.0 by default; NeMo RL leaves them unbounded unless a bound is set")
+    return Becomes({"loss_fn.use_importance_sampling_correction": value}, "; ".join(notes))
 
 
 def kl_type(value: Any, theirs: Theirs) -> Decision:

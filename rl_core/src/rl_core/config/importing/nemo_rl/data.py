@@ -10,6 +10,7 @@ from rl_core.config.importing.nemo_rl.sources import FILES, SPLITS, dataset, sou
 from rl_core.config.importing.rows import LEFT_OPEN, Added, Becomes, Decision, Refused, Row, Theirs, Unneeded, by, never
 
 _PROCESSORS = ("math_hf_data_processor", "sft_processor", "preference_processor")
+_ONE_ANSWER = ("sft", "grpo", "ppo", "distillation")
 _Value = Callable[[Any, str, Theirs], Decision]
 
 
@@ -92,7 +93,7 @@ def _path(given: Any, split: str, theirs: Theirs) -> Decision:
 def _answer(given: Any, split: str, theirs: Theirs) -> Decision:
     """The field of the answer: what is trained on for sft, what is expected otherwise."""
     key = "response_key" if algorithm_of(theirs) == "sft" else "output_key"
-    return _of_source(key, only=("sft", "grpo", "ppo"))(given, split, theirs)
+    return _of_source(key, only=_ONE_ANSWER)(given, split, theirs)
 
 
 def _part(ours: str) -> _Value:
@@ -153,9 +154,9 @@ def _unless_null(since: str, reason: str) -> _Value:
 _KEYS: dict[str, _Value] = {
     "dataset_name": _name,
     "data_path": _path,
-    "input_key": _of_source("input_key", only=("sft", "grpo", "ppo")),
+    "input_key": _of_source("input_key", only=_ONE_ANSWER),
     "output_key": _answer,
-    "chat_key": _of_source("input_key", only=("sft", "grpo", "ppo"), note="a list of messages is a conversation"),
+    "chat_key": _of_source("input_key", only=_ONE_ANSWER, note="a list of messages is a conversation"),
     "prompt_key": _of_source("prompt_key", only=("dpo", "rm")),
     "chosen_key": _of_source("chosen_key", only=("dpo", "rm")),
     "rejected_key": _of_source("rejected_key", only=("dpo", "rm")),
@@ -207,6 +208,7 @@ def additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
         if "path" not in implied and f"{at}.path" not in ours:
             yield Added(key=f"{at}.path", value=LEFT_OPEN, reason="left open: the file to read")
     tasks = theirs.get("env")
-    for task in tasks if samples(theirs) and isinstance(tasks, Mapping) else ():
-        if not any(key.startswith(f"env.{task}.") for key in ours):
+    for task, section in tasks.items() if samples(theirs) and isinstance(tasks, Mapping) else ():
+        # `env` also has switches (`should_use_...: false`), which are not tasks.
+        if isinstance(section, Mapping | None) and not any(key.startswith(f"env.{task}.") for key in ours):
             yield Added(key=f"env.{task}", value={}, reason="the task, with its defaults")

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config.importing.rows import Added, Becomes, Decision, Theirs, Unneeded
 
-ALGORITHMS = ("grpo", "ppo", "sft", "dpo", "rm")
+ALGORITHMS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation")
 """Their algorithms that are taken over; the first section found counts."""
 
 COLOCATED = "policy and engine share the places of the cluster here"
@@ -25,7 +25,7 @@ def is_megatron(theirs: Theirs) -> bool:
 
 def samples(theirs: Theirs) -> bool:
     """Whether the algorithm samples."""
-    return algorithm_of(theirs) in ("grpo", "ppo")
+    return algorithm_of(theirs) in ("grpo", "ppo", "distillation")
 
 
 def ranks(theirs: Theirs) -> int:
@@ -88,7 +88,7 @@ def additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
     algorithm = algorithm_of(theirs)
     if algorithm is not None and not any(key.startswith(f"{algorithm}.") for key in ours):
         yield Added(key=algorithm, value={}, reason="the algorithm, with its defaults")
-    for section in ("policy", "value"):
+    for section in ("policy", "value", "teacher"):
         if not any(key.startswith(f"{section}.") for key in ours):
             continue
         backend = ours.get(f"{section}.backend")

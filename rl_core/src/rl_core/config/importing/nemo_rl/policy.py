@@ -11,6 +11,21 @@ from rl_core.config.importing.rows import Becomes, Decision, Refused, Theirs, Un
 _SCHEDULERS = "torch.optim.lr_scheduler"
 
 
+_CONTENT_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def chat_template(value: Any, theirs: Theirs) -> Decision:
+    """The chat template: `default` is the tokenizer's own, and null is none at all."""
+    if value == "default":
+        return Unneeded("the tokenizer's own template is the default")
+    if value is None:
+        return Becomes(
+            {"policy.tokenizer.chat_template": _CONTENT_ALONE},
+            "null means no template in NeMo RL: the contents of messages are concatenated. Null here is the tokenizer's own",
+        )
+    return Becomes({"policy.tokenizer.chat_template": value})
+
+
 def pairs_as_rows(key: str) -> Callable[[Any, Theirs], Decision]:
     """A number of pairs, where ours counts rows; the same number for algorithms without pairs."""
 

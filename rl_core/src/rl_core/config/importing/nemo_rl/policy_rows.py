@@ -12,7 +12,8 @@ _EXPERTS = "of no consequence for a dense model; a mixture trains with Megatron-
 _OFF = "off there"
 
 _POLICY: list[Row] = [
-    *same("policy", "model_name precision max_total_sequence_length tokenizer.name tokenizer.chat_template"),
+    *same("policy", "model_name precision max_total_sequence_length tokenizer.name"),
+    Row(pattern="policy.tokenizer.chat_template", decide=policy.chat_template),
     *only("policy.tokenizer", "chat_template_kwargs", [], since="none", reason="put them into the template's text"),
     *only("policy.tokenizer", "use_fastokens", [False], since=_OFF, reason="the tokenizer is Transformers' own"),
     by("policy.train_global_batch_size", policy.global_batch),

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl_core.config.importing.nemo_rl import algorithms, data, facts
+from rl_core.config.importing.nemo_rl import algorithms, data, distillation, facts
+from rl_core.config.importing.nemo_rl.model_sections import rows_for, switches_for
 from rl_core.config.importing.nemo_rl.policy_rows import POLICY
-from rl_core.config.importing.nemo_rl.ppo import PPO, as_critic, switches_of_critic
+from rl_core.config.importing.nemo_rl.ppo import PPO
 from rl_core.config.importing.rows import Added, Row, Switch, Table, Theirs, by, never, nothing, only, same, to
 
 _PENALTIES = "advantages and rewards are the estimator's and the environment's: write it there"
@@ -19,7 +20,7 @@ _OFF = "off there"
 
 _SECTIONS = (
     *facts.ALGORITHMS,
-    *("loss_fn", "value_loss_fn", "policy", "value", "data", "env", "logger", "cluster", "checkpointing"),
+    *("loss_fn", "value_loss_fn", "policy", "value", "teacher", "data", "env", "logger", "cluster", "checkpointing"),
 )
 
 _ALWAYS: list[Row] = [
@@ -67,10 +68,12 @@ _SWITCHES: list[Switch] = [
 
 _GRPO: list[Row] = [
     *same("grpo", "num_prompts_per_step num_generations_per_prompt max_rollout_turns seed overlong_filtering"),
-    *same("grpo", "advantage_clip_low advantage_clip_high use_dynamic_sampling dynamic_sampling_max_gen_batches"),
+    *same("grpo", "advantage_clip_low advantage_clip_high dynamic_sampling_max_gen_batches"),
+    by("grpo.use_dynamic_sampling", algorithms.dynamic_sampling),
     *same("grpo", "max_val_samples val_num_generations_per_prompt"),
     *same("grpo.reward_scaling", "enabled source_min source_max target_min target_max"),
-    *same("grpo.reward_shaping", "enabled overlong_buffer_length overlong_buffer_penalty max_response_length"),
+    *same("grpo.reward_shaping", "enabled overlong_buffer_length max_response_length"),
+    by("grpo.reward_shaping.overlong_buffer_penalty", algorithms.overlong_penalty("grpo")),
     *only("grpo.reward_shaping", "stop_properly_penalty_coef", [], since=_OFF, reason=_PENALTIES),
     by("grpo.max_num_steps", algorithms.steps),
     by("grpo.max_num_epochs", algorithms.epochs),
@@ -105,9 +108,11 @@ _GRPO: list[Row] = [
 ]
 
 _LOSS: list[Row] = [
-    *same("loss_fn", "reference_policy_kl_penalty kl_input_clamp_value kl_output_clamp_value ratio_clip_min ratio_clip_max"),
-    *same("loss_fn", "ratio_clip_c use_importance_sampling_correction sequence_level_importance_ratios token_level_loss"),
+    *same("loss_fn", "kl_input_clamp_value kl_output_clamp_value ratio_clip_min ratio_clip_max"),
+    *same("loss_fn", "ratio_clip_c sequence_level_importance_ratios token_level_loss"),
     *same("loss_fn", "use_cispo disable_ppo_ratio name"),
+    by("loss_fn.reference_policy_kl_penalty", algorithms.kl_penalty),
+    by("loss_fn.use_importance_sampling_correction", algorithms.importance_correction),
     by("loss_fn.reference_policy_kl_type", algorithms.kl_type),
     by("loss_fn.use_kl_in_reward", algorithms.kl_in_reward),
     by("loss_fn.force_on_policy_ratio", algorithms.on_policy),
@@ -164,6 +169,8 @@ _REST: list[Row] = [
     *never("data", "add_bos add_eos add_generation_prompt", "the chat template says which special tokens there are"),
     *data.rows(),
     *only("data", "train validation default", [], since="none", reason="must be a section"),
+    *only("env", "should_use_nemo_gym should_use_async_rollouts", [False], since=_OFF, reason="NeMo Gym is not supported"),
+    *nothing("env", "should_log_nemo_gym_responses", _LOGGED),
     by("env.*.env_cls", data.environment_class),
     *same("env", "*.num_workers"),
     *only("env", "*.math_verify_impl", ["hf_math_verify"], since="so it is", reason="answers are compared by math-verify"),
@@ -194,11 +201,6 @@ _REST: list[Row] = [
     *only("cluster", "segment_size", [], since=_OFF, reason="nodes are placed by Ray alone"),
     *never("", "data_plane.**", "rows travel by Ray's object store"),
     *only("", " ".join(_SECTIONS), [], since="the section's defaults", reason="must be a section with keys below it"),
-    *(
-        row
-        for section in ("distillation", "teacher")
-        for row in never("", f"{section}.**", "grpo, ppo, sft, dpo and rm are taken over: write this one by hand")
-    ),
 ]
 
 
@@ -209,21 +211,41 @@ def _additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
 
 NEMO_RL = Table(
     framework="NeMo RL",
-    always=[*_ALWAYS, *as_critic(_ALWAYS)],
-    switches=[*_SWITCHES, *switches_of_critic(_SWITCHES)],
-    rows=[*_GRPO, *PPO, *as_critic(POLICY), *_LOSS, *_SUPERVISED, *POLICY, *_REST],
+    always=[*_ALWAYS, *rows_for("value", _ALWAYS), *rows_for("teacher", _ALWAYS)],
+    switches=[*_SWITCHES, *switches_for("value", _SWITCHES), *switches_for("teacher", _SWITCHES)],
+    rows=[
+        *_GRPO,
+        *PPO,
+        *distillation.DISTILLATION,
+        *rows_for("value", POLICY),
+        *rows_for("teacher", POLICY),
+        *_LOSS,
+        *_SUPERVISED,
+        *POLICY,
+        *_REST,
+    ],
     defaults={
         "grpo": {
             "grpo.use_leave_one_out_baseline": True,
             "grpo.num_generations_per_prompt": 16,
+            "grpo.adv_estimator.minus_baseline": True,
             "loss_fn.reference_policy_kl_penalty": 0.01,
         },
-        "ppo": {"loss_fn.reference_policy_kl_penalty": 0.01},
+        "ppo": {
+            "ppo.num_generations_per_prompt": 16,
+            "ppo.max_num_steps": 100_000,
+            "ppo.val_period": 20,
+            "ppo.val_at_start": True,
+            "ppo.max_val_samples": 256,
+            "loss_fn.reference_policy_kl_penalty": 0.01,
+        },
+        "distillation": distillation.DEFAULTS,
         "dpo": {"dpo.sft_average_log_probs": False},
         "sft": {},
         "rm": {},
     },
     additions=_additions,
     sections=_SECTIONS,
+    only_ours="policy.backend",
 )
 """What is known of NeMo RL's files, as of its release 0.6."""
