@@ -18,7 +18,7 @@ from rl_core.assembly.launch import train
 from rl_core.assembly.status import Status
 from rl_core.cluster import RayVirtualCluster
 from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.errors import CheckpointError, DataError, NonFiniteError, RLCoreError, RunInterrupted
+from rl_core.errors import DataError, NonFiniteError, RLCoreError, RunInterrupted
 from rlcore_cli.report.ending import ending_of
 from rlcore_cli.report.page import render
 from rlcore_cli.report.run_folder import read_run_folder
@@ -123,22 +123,6 @@ def test_a_model_folder_that_is_torn_fails_the_building_and_names_the_policy(lau
     assert (status["state"], status["during"]) == ("failed", "building")
     assert "'policy'" in status["error"]
     assert ending.state == "failed"
-
-
-def test_a_resume_that_is_refused_says_so_and_leaves_the_config_that_the_run_has(launch, tmp_path):
-    launch()
-    folder = tmp_path / "runs" / "run"
-    assert read(folder).items() >= {"state": "finished", "steps": 2}.items()
-    written = (folder / "config.yaml").read_text()
-    with pytest.raises(CheckpointError, match="another config"):
-        launch({"sft": {"max_num_steps": 3, "global_batch_size": 1}}, resume=str(folder))
-    status, ending = told(folder)
-    assert (status["state"], status["during"]) == ("failed", "building")
-    assert "sft.global_batch_size: 2 then, 1 now" in status["error"]
-    assert ending.sentence == "Failed while it was being built, after 2 of 2 steps."
-    assert (folder / "config.yaml").read_text() == written
-    launch({"sft": {"max_num_steps": 3, "global_batch_size": 2}}, resume=str(folder))
-    assert read(folder).items() >= {"state": "finished", "steps": 3}.items()
 
 
 def test_a_run_that_breaks_in_a_step_names_the_phase(launch, tmp_path):

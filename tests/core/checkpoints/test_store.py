@@ -88,6 +88,110 @@ def test_rewriting_a_step_replaces_it(tmp_path):
     assert json.loads((store.latest() / "manifest.json").read_text())["metrics"] == {"m": 1.0}
 
 
+KILLED = textwrap.dedent(
+    """
+    import os, shutil, sys
+    from pathlib import Path
+    from rl_core.checkpoints.store import CheckpointStore, Retention
+
+    CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+    def fill(text):
+        def write(folder):
+            (folder / "deep").mkdir()
+            for name in ("a", "deep/b"):
+                (folder / name).write_text(text)
+        return write
+
+    def content(folder):
+        return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+    def in_child(work, kill_at):
+        # Run `work` and exit just before its n-th change of the file system, or with 0 at its end.
+        child = os.fork()
+        if child == 0:
+            counted = 0
+            def count(event, arguments):
+                nonlocal counted
+                writes = event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]
+                if event in CHANGES or writes:
+                    counted += 1
+                    if counted == kill_at:
+                        os._exit(9)
+            sys.addaudithook(count)
+            work()
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def store(folder):
+        return CheckpointStore(folder, Retention(keep_latest_k=2))
+
+    root, rewritten = Path(sys.argv[1]), int(sys.argv[2])
+    good, reference = root / "good", root / "reference"
+    for step in (1, 2):
+        store(good).write(step, fill("old"), {})
+    old = {step: content(store(good).find(step)) for step in (1, 2)}
+    shutil.copytree(good, reference)
+    store(reference).write(rewritten, fill("new"), {})
+    new = content(store(reference).find(rewritten))
+    kill_at, ended = 0, 9
+    while ended != 0:
+        kill_at += 1
+        folder = root / f"c{kill_at}"
+        shutil.copytree(good, folder)
+        ended = in_child(lambda: store(folder).write(rewritten, fill("new"), {}), kill_at)
+        for swept in (False, True):
+            found = store(folder)
+            if swept:
+                # The sweep itself may be killed too; the next one completes it.
+                in_child(found.sweep, 1 + kill_at % 4)
+                found.sweep()
+                assert all(entry.name[5:].isdigit() for entry in folder.iterdir()), list(folder.iterdir())
+            steps = found.steps()
+            assert steps in ([1, 2], [1, 2, 3], [2, 3]), (kill_at, swept, steps)
+            for step in steps:
+                allowed = [old[step]] if step in old else []
+                allowed += [new] if step == rewritten else []
+                assert content(found.find(step)) in allowed, (kill_at, swept, step)
+    assert content(store(folder).find(rewritten)) == new
+    print(kill_at - 1, "kills")
+    """
+)
+
+
+@pytest.mark.parametrize("rewritten", [2, 1, 3])
+def test_a_kill_at_any_file_operation_of_a_write_leaves_only_complete_checkpoints_and_loses_none(tmp_path, rewritten):
+    script = [sys.executable, "-c", KILLED, str(tmp_path), str(rewritten)]
+    ended = subprocess.run(script, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    # It makes two folders and three files, renames, and deletes as many.
+    assert int(ended.stdout.split()[0]) >= 10, ended.stdout
+
+
+def test_the_checkpoint_just_written_is_kept_even_if_later_steps_exist(tmp_path):
+    store = CheckpointStore(tmp_path / "c", Retention(keep_latest_k=1, keep_top_k=1, metric_name="m"))
+    store.write(9, fill, {"m": 0.9})
+    assert store.write(3, fill, {"m": 0.1}).is_dir()
+    assert store.steps() == [3, 9]
+
+
+def test_checkpoints_later_than_the_one_resumed_from_are_set_aside_and_never_pruned(tmp_path):
+    store = CheckpointStore(tmp_path / "c", Retention(keep_latest_k=3))
+    for step in (2, 4, 6):
+        store.write(step, lambda folder, step=step: (folder / "a").write_text(f"first {step}"), {})
+    assert store.set_aside(after=6) is None
+    assert store.set_aside(after=2) == tmp_path / "c" / "abandoned_1"
+    assert store.steps() == [2]
+    store.write(4, lambda folder: (folder / "a").write_text("second 4"), {})
+    assert store.set_aside(after=2) == tmp_path / "c" / "abandoned_2"
+    for step in (3, 4, 5, 6):
+        store.write(step, fill, {})
+    store.sweep()
+    aside = sorted((tmp_path / "c").glob("abandoned_*/step_*/a"))
+    assert [path.read_text() for path in aside] == ["first 4", "first 6", "second 4"]
+    assert [read_manifest(path.parent)["step"] for path in aside] == [4, 6, 4]
+
+
 def test_a_folder_that_is_no_checkpoint_says_what_it_holds(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no manifest.json \(it holds config.json\)"):

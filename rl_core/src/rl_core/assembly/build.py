@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.assembly.data import BadRows, Source, conversation_loader, preference_loader, prompt_loader, read_data
+from rl_core.assembly.folder import checkpoint_store
 from rl_core.assembly.parts import Builder, Workers, make_cluster
 from rl_core.checkpoints.state import Checkpoints, Stateful
-from rl_core.checkpoints.store import CheckpointStore, Retention
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schedule_lengths import (
@@ -276,17 +276,8 @@ def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, r
         parts["rollouts"] = run.rollouts
     if run.batches is not None:
         parts["batches"] = run.batches
-    store = CheckpointStore(
-        Path(section.checkpoint_dir) if section.checkpoint_dir else folder / "checkpoints",
-        Retention(
-            keep_latest_k=section.keep_latest_k,
-            keep_top_k=section.keep_top_k,
-            metric_name=section.metric_name,
-            higher_is_better=section.higher_is_better,
-        ),
-    )
     return Checkpoints(
-        store=store,
+        store=checkpoint_store(section, folder),
         models={"policy": run.policy} | ({"value": run.value} if run.value is not None else {}),
         parts=parts,
         config=resolved,

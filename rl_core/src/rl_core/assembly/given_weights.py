@@ -66,7 +66,7 @@ def find_weights(path: Path, *, best: bool = False) -> GivenWeights:
         return _of_step(path)
     store = _store_in(path)
     if store is not None and store.steps():
-        return _of_step(_best(store) if best else store.path(store.steps()[-1]))
+        return _of_step(_best(store) if best else store.find(store.steps()[-1]))
     if (path / MODEL_FILE).is_file():
         if best:
             raise CheckpointError(f"{path} is a model and no run folder, so there is no best of it. Leave --best out.")
@@ -97,7 +97,7 @@ def _store_in(path: Path) -> CheckpointStore | None:
 
 
 def _best(store: CheckpointStore) -> Path:
-    section: dict[str, Any] = read_state(store.path(store.steps()[-1]))["config"]["checkpointing"]
+    section: dict[str, Any] = read_state(store.find(store.steps()[-1]))["config"]["checkpointing"]
     name = section["metric_name"]
     if name is None:
         raise CheckpointError(
@@ -105,11 +105,11 @@ def _best(store: CheckpointStore) -> Path:
             "Leave --best out for the newest, or name a step folder."
         )
     sign = 1.0 if section["higher_is_better"] else -1.0
-    found = {step: read_manifest(store.path(step))["metrics"].get(name, math.nan) for step in store.steps()}
+    found = {step: read_manifest(store.find(step))["metrics"].get(name, math.nan) for step in store.steps()}
     ranked = sorted((sign * value, step) for step, value in found.items() if not math.isnan(value))
     if not ranked:
         raise CheckpointError(
             f"No checkpoint in {store.folder} has {name}: validation was due at none of their steps. "
             "Leave --best out for the newest, or name a step folder."
         )
-    return store.path(ranked[-1][1])
+    return store.find(ranked[-1][1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schema import RunConfig
 from rl_core.metrics.console import ConsoleLogger
-from rl_core.metrics.jsonl import JsonlLogger
+from rl_core.metrics.jsonl import METRICS, JsonlLogger
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_core.run import Run
@@ -74,17 +75,20 @@ def train(
     config = loaded.run
     with ExitStack() as exits:
         start = choose_start(config, name=config.logger.run_name or Path(config_path).stem, resume=resume)
-        claim(start.folder, exits)
+        start = claim(start, config.checkpointing, exits)
         exits.enter_context(_logging_to(start.folder))
         _say(console, f"run folder {start.folder}")
+        if not config.checkpointing.enabled:
+            _say(console, "checkpointing.enabled is false: a new run, which cannot be resumed")
         # Entered before every part, so that it is left after the last of them was closed.
-        status = exits.enter_context(Status(start.folder, since=started))
+        status = exits.enter_context(Status(start.folder, since=started, resumes=start.checkpoint is not None))
         if start.checkpoint is None:
             write_origins(start.folder, loaded, manager)
 
         def before_models(resolved: Mapping[str, Any]) -> None:
-            if start.checkpoint is not None and config.checkpointing.enabled:
+            if start.checkpoint is not None:
                 resumable_state(start.checkpoint, resolved, config.algorithm_name, allow_config_change=allow_config_change)
+                status.building()
             _say(console, f"starting {_workers(config)}")
 
         run = build_run(
@@ -95,13 +99,12 @@ def train(
             exits=exits,
             before_models=before_models,
         )
-        if run.checkpoints is not None:
-            run.checkpoints.store.sweep()
         if start.checkpoint is not None and run.checkpoints is not None:
             run.first_step = run.checkpoints.restore(start.checkpoint, allow_config_change=allow_config_change)
             # Not before: a config that is refused is not the run's.
             write_origins(run.folder, loaded, manager)
             _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
+            _set_later_checkpoints_aside(run, console)
         _say(console, f"ready after {time.perf_counter() - started:.0f} s")
         _attach_loggers(run, loaded, console, exits)
         _announce(run, manager, status)
@@ -116,6 +119,19 @@ def train(
         seconds=ended - started,
         training_seconds=ended - loop_started,
     )
+
+
+def _set_later_checkpoints_aside(run: Run, console: bool) -> None:
+    """Keep what the run did after the step that it goes back to, where no later resume mistakes it for the run's own."""
+    assert run.checkpoints is not None
+    aside = run.checkpoints.store.set_aside(after=run.first_step)
+    if aside is None:
+        return
+    metrics = run.folder / METRICS
+    if metrics.is_file():
+        shutil.copyfile(metrics, aside / METRICS)
+    names = ", ".join(sorted(path.name for path in aside.glob("step_*")))
+    _say(console, f"set aside in {aside}: {names}, which are later than the step resumed from; delete them to free the disk")
 
 
 def _workers(config: RunConfig) -> str:

@@ -8,12 +8,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from rl_core.dispatch.group import OverWorkers
-from rl_core.errors import RLCoreError, RunInterrupted
+from rl_core.errors import CheckpointError, RLCoreError, RunInterrupted
 
 STATUS = "status.json"
 BUILDING = "building"
@@ -25,14 +26,21 @@ class Status:
     Entering it says that the run is being built, `running` that it trains, and leaving it how it ended: finished, interrupted
     by Ctrl-C, or failed with an error, in the phase that it was in. Each writing replaces the file at once.
 
+    A resume says nothing before `building`: until then it may be refused, and a refused resume does not change the status
+    of the run. Neither does a `CheckpointError` before the first step.
+
     Args:
         folder: the run folder; this process holds it.
         since: when the run began, by `time.perf_counter`.
+        resumes: whether the folder holds a run that is to be resumed.
     """
 
-    def __init__(self, folder: Path, *, since: float) -> None:
+    def __init__(self, folder: Path, *, since: float, resumes: bool = False) -> None:
         self._folder = folder
         self._since = since
+        self._resumes = resumes
+        self._before: bytes | None = None
+        self._written = False
         self._started = _now() - datetime.timedelta(seconds=time.perf_counter() - since)
         self._phase: Callable[[], str | None] = lambda: BUILDING
         self._parts: Mapping[str, object] = {}
@@ -40,8 +48,16 @@ class Status:
         self._workers: Mapping[str, list[int]] | None = None
 
     def __enter__(self) -> Self:
-        self._write(BUILDING, pid=os.getpid())
+        if self._resumes:
+            with suppress(FileNotFoundError):
+                self._before = (self._folder / STATUS).read_bytes()
+        else:
+            self.building()
         return self
+
+    def building(self) -> None:
+        """Say that the run is being built: the resume, if it is one, is accepted."""
+        self._write(BUILDING, pid=os.getpid())
 
     def attend(self, parts: Mapping[str, object], *, phase: Callable[[], str | None], steps: int) -> None:
         """Tell of these parts from now on: the run is built.
@@ -61,7 +77,11 @@ class Status:
             self._workers = workers
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is None:
+        if self._resumes and not self._written:
+            return
+        if isinstance(error, CheckpointError) and self._before is not None and self._phase() == BUILDING:
+            self._replace(self._before)
+        elif error is None:
             self._ended("finished", steps=self._steps)
         elif isinstance(error, KeyboardInterrupt | RunInterrupted):
             self._ended("interrupted", during=self._phase(), error=str(error))
@@ -77,9 +97,13 @@ class Status:
         started = self._started.isoformat(timespec="seconds")
         known = {name: fact for name, fact in facts.items() if fact is not None}
         content = {"state": state, "started": started, "host": socket.gethostname(), **known}
+        self._replace(json.dumps(content, indent=1).encode())
+
+    def _replace(self, content: bytes) -> None:
         partial = self._folder / f"{STATUS}.tmp"
-        partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        partial.write_bytes(content)
         os.replace(partial, self._folder / STATUS)
+        self._written = True
 
 
 def _now() -> datetime.datetime:

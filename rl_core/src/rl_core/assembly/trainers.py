@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_core.assembly.build import Loaders, connect, refuse_other_tokenizers
+from rl_core.assembly.folder import claim, start_in
 from rl_core.assembly.given_data import read_given, section_from
 from rl_core.assembly.parts import Builder, Workers
 from rl_core.config.checks import backend_conflicts, companion_conflicts
@@ -140,6 +141,7 @@ class Trainer:
         history: list[dict[str, float]] = []
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
+            claim(start_in(folder), config.checkpointing, exits)
             builder = Builder(run=loaders.settled(config), registry=self._registry, exits=exits, cluster=self.cluster)
             run = connect(
                 builder,
@@ -155,6 +157,9 @@ class Trainer:
                 resolved=config.model_dump(mode="json", serialize_as_any=True),
                 folder=folder,
             )
+            if run.checkpoints is not None:
+                # Of an earlier call of `train` with this folder: this one counts its steps from 1 again.
+                run.checkpoints.store.set_aside(after=0)
             run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
             run.on_step = lambda step, metrics: history.append({"step": step, **metrics})
             self._registry.find("algorithm", self.algorithm).load()(algorithm, run)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_core.checkpoints.store import CheckpointStore, read_manifest
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, UserError, WorkerError
 from rl_core.interfaces.trainable import TrainableInterface
 
 FREE_TO_CHANGE = (
@@ -101,7 +101,12 @@ class Checkpoints:
         """
         state = resumable_state(checkpoint, self.config, self.algorithm, allow_config_change=allow_config_change)
         for name, model in self.models.items():
-            model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
+            try:
+                model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
+            except WorkerError as error:
+                if isinstance(error.__cause__, UserError):
+                    raise CheckpointError(str(error)) from error
+                raise
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
         self._found = state.get("algorithm", {})

@@ -11,6 +11,8 @@ from typing import Any
 
 from rl_core.interfaces.logger import Logger
 
+METRICS = "metrics.jsonl"
+"""In the run folder: one object a step."""
 TOKEN_TEXTS = "token_texts.jsonl"
 """In the folder of rollouts: one object a token id, `id` and `text`; a part of a character reads as U+FFFD."""
 
@@ -26,7 +28,7 @@ class JsonlLogger(Logger):
 
     def __init__(self, folder: Path, *, resume_from: int | None = None, token_text: Callable[[int], str] | None = None) -> None:
         self._folder = folder
-        self._metrics = folder / "metrics.jsonl"
+        self._metrics = folder / METRICS
         self._rollouts = folder / "rollouts"
         self._rollouts.mkdir(parents=True, exist_ok=True)
         self._token_text = token_text

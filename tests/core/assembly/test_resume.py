@@ -1,0 +1,106 @@
+"""Real runs in this process that are resumed: from where, under which config, and what a refused resume leaves alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rl_core.assembly.launch import train
+from rl_core.errors import CheckpointError
+
+MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
+RUN = {
+    "sft": {"max_num_steps": 4, "global_batch_size": 2},
+    "policy": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
+    "data": {"train": {"dataset_name": "arithmetic", "num_samples": 40, "with_response": True}},
+    "cluster": {"backend": "in_process"},
+    "checkpointing": {"save_period": 2, "keep_latest_k": 2},
+}
+
+
+def merged(base, changes):
+    return {
+        key: merged(base.get(key, {}), changes[key]) if isinstance(changes.get(key), dict) else changes.get(key, base.get(key))
+        for key in {**base, **changes}
+    }
+
+
+def launch_in(parent, changes=None, **options):
+    path = parent / "run.yaml"
+    path.write_text(json.dumps({**merged(RUN, changes or {}), "logger": {"log_dir": str(parent / "runs")}}))
+    return train(path, **options)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """Four steps, with checkpoints of the second and the fourth."""
+    parent = tmp_path_factory.mktemp("finished")
+    launch_in(parent, console=False)
+    return parent / "runs"
+
+
+@pytest.fixture
+def launch(finished_run, tmp_path):
+    """Start again, in a copy of the finished run."""
+    shutil.copytree(finished_run, tmp_path / "runs")
+    return lambda changes=None, **options: launch_in(tmp_path, changes, **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "runs" / "run"
+
+
+def contents(folder):
+    """Every file, without the log, the locks, and the identity, which has the path of this copy."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in ("driver.log", ".lock", "run.json")
+    }
+
+
+def metrics_of(folder):
+    return {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+
+
+def test_going_back_to_an_earlier_checkpoint_sets_the_later_ones_aside(launch, folder, capsys):
+    first = folder / "checkpoints" / "step_000004"
+    old = contents(first)
+    changes = {"sft": {"max_num_steps": 3}, "checkpointing": {"save_period": 10, "keep_latest_k": 1}}
+    launch(changes, resume=str(folder / "checkpoints" / "step_000002"))
+    steps = sorted(path.name for path in (folder / "checkpoints").iterdir() if path.is_dir())
+    assert steps == ["abandoned_1", "step_000003"]
+    assert contents(folder / "checkpoints" / "abandoned_1" / "step_000004") == old
+    kept = (folder / "checkpoints" / "abandoned_1" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == [1, 2, 3, 4]
+    assert f"set aside in {folder / 'checkpoints' / 'abandoned_1'}: step_000004" in capsys.readouterr().out
+    # The next start continues the new branch.
+    again = launch({"sft": {"max_num_steps": 4}}, console=False)
+    assert (again.folder, again.resumed_from) == (folder, 3)
+
+
+def test_a_start_without_checkpointing_leaves_the_earlier_run_alone(launch, folder, capsys):
+    before = contents(folder)
+    new = launch({"checkpointing": {"enabled": False}, "sft": {"max_num_steps": 5}})
+    assert (new.folder.name, new.resumed_from) == ("run-2", 0)
+    assert "checkpointing.enabled is false: a new run, which cannot be resumed" in capsys.readouterr().out
+    assert contents(folder) == before
+    with pytest.raises(CheckpointError, match=r"checkpointing\.enabled is false"):
+        launch({"checkpointing": {"enabled": False}, "sft": {"max_num_steps": 5}}, resume=str(folder))
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("refusal", ["config", "damage"])
+def test_a_refused_resume_leaves_the_status_and_the_files_of_a_finished_run_alone(launch, folder, refusal):
+    changes = {"sft": {"max_num_steps": 6}}
+    if refusal == "config":
+        changes["sft"]["global_batch_size"] = 1
+    else:  # found only when the optimizer is read, after the models were loaded
+        (folder / "checkpoints" / "step_000004" / "policy" / "optimizer" / "trainer.pt").write_bytes(b"damaged")
+    before = contents(folder)
+    with pytest.raises(CheckpointError):
+        launch(changes, console=False)
+    assert contents(folder) == before
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"

@@ -1,0 +1,169 @@
+"""Which run folder and which checkpoint a start means, and what it refuses before anything is written."""
+
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from rl_core.assembly.folder import choose_start, claim
+from rl_core.checkpoints.ownership import read_identity
+from rl_core.checkpoints.store import CheckpointStore
+from rl_core.config.loader import load_config
+from rl_core.errors import CheckpointError, UserError
+
+MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The config of a run of twenty steps, changed."""
+
+    def load(**checkpointing):
+        path = tmp_path / "config.yaml"
+        sections = {
+            "sft": {"max_num_steps": 20, "global_batch_size": 2},
+            "policy": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
+            "data": {"train": {"dataset_name": "arithmetic", "num_samples": 8, "with_response": True}},
+            "logger": {"log_dir": str(tmp_path / "runs")},
+            "checkpointing": checkpointing,
+        }
+        path.write_text(json.dumps(sections))
+        return load_config(path).run
+
+    return load
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Choose and claim a run folder as a start of `rlcore train` does, write checkpoints, and end."""
+
+    def run(config, *, name="run", resume="auto", steps=()):
+        with ExitStack() as exits:
+            chosen = claim(choose_start(config, name=name, resume=str(resume)), config.checkpointing, exits)
+            elsewhere = config.checkpointing.checkpoint_dir
+            store = CheckpointStore(Path(elsewhere) if elsewhere else chosen.folder / "checkpoints")
+            for step in steps:
+                state = json.dumps({"step": step})
+                store.write(step, lambda folder, state=state: (folder / "state.json").write_text(state), {})
+            return chosen
+
+    return run
+
+
+def test_auto_continues_the_newest_unfinished_run_and_never_starts_the_next(config, start, tmp_path):
+    runs = tmp_path / "runs"
+    assert start(config(), steps=[10]).folder == runs / "run"
+    again = start(config())
+    assert (again.folder, again.checkpoint) == (runs / "run", runs / "run" / "checkpoints" / "step_000010")
+    assert start(config(), resume="never", steps=[20]).folder == runs / "run-2"
+    finished = start(config())
+    assert (finished.folder, finished.checkpoint) == (runs / "run-3", None)
+
+
+@pytest.mark.parametrize("name", ["run[1]", "a*b", "what?", "[!x]", "deep/run[1]"])
+def test_names_with_glob_characters_find_their_own_run(config, start, tmp_path, name):
+    start(config(), name=name, steps=[10])
+    again = start(config(), name=name)
+    assert again.folder == tmp_path / "runs" / name
+    assert again.checkpoint is not None
+    new = start(config(), name=name, resume="never")
+    assert new.folder == tmp_path / "runs" / f"{name}-2"
+
+
+def test_a_run_whose_name_looks_like_the_second_of_another_is_not_taken_for_it(config, start, tmp_path):
+    start(config(), name="run-2", steps=[10])
+    first = start(config(), name="run", steps=[20])
+    assert (first.folder, first.checkpoint) == (tmp_path / "runs" / "run", None)
+    # Folder run-2 is taken, by a run that is not the second of `run`.
+    assert start(config(), name="run", resume="never").folder == tmp_path / "runs" / "run-3"
+    assert start(config(), name="run-2").checkpoint is not None
+
+
+def test_without_checkpointing_auto_starts_a_new_run_and_a_path_is_refused(config, start, tmp_path):
+    old = start(config(), steps=[10])
+    new = start(config(enabled=False))
+    assert (new.folder, new.checkpoint) == (tmp_path / "runs" / "run-2", None)
+    for path in (old.folder, old.folder / "checkpoints" / "step_000010"):
+        with pytest.raises(CheckpointError, match=r"checkpointing\.enabled is false. Set it to true"):
+            start(config(enabled=False), resume=path)
+
+
+def test_a_second_run_does_not_share_the_checkpoint_folder_of_the_first(config, start, tmp_path):
+    shared = config(checkpoint_dir=str(tmp_path / "shared"))
+    first = start(shared, steps=[10, 20])
+    with pytest.raises(CheckpointError, match=rf"{tmp_path / 'shared'} belongs to the run {first.folder} \(steps 10 to 20\)"):
+        start(shared)
+    with pytest.raises(CheckpointError, match="belongs to the run"):
+        start(shared, name="other")
+    with pytest.raises(CheckpointError, match="belongs to the run"):
+        start(shared, resume="never")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"], "a refused start leaves no folder"
+    assert CheckpointStore(tmp_path / "shared").steps() == [10, 20]
+
+
+@pytest.mark.parametrize("by", ["auto", "run folder", "step folder"])
+def test_a_run_with_its_checkpoints_elsewhere_continues_in_its_own_folder(config, start, tmp_path, by):
+    own = config(checkpoint_dir=str(tmp_path / "elsewhere" / "checkpoints"))
+    first = start(own, steps=[10])
+    (first.folder / "config.yaml").write_text(
+        json.dumps({"checkpointing": {"checkpoint_dir": own.checkpointing.checkpoint_dir}})
+    )
+    step = tmp_path / "elsewhere" / "checkpoints" / "step_000010"
+    again = start(own, resume={"auto": "auto", "run folder": first.folder, "step folder": step}[by])
+    assert (again.folder, again.checkpoint) == (first.folder, step)
+    assert again.identity == first.identity
+
+
+def test_checkpoints_written_before_the_checkpoint_folder_changed_are_found(config, start, tmp_path):
+    start(config(), steps=[10])
+    moved = config(checkpoint_dir=str(tmp_path / "elsewhere"))
+    assert start(moved).checkpoint == tmp_path / "runs" / "run" / "checkpoints" / "step_000010"
+    start(moved, steps=[15])
+    assert start(moved).checkpoint == tmp_path / "elsewhere" / "step_000015"
+
+
+@pytest.mark.parametrize("by", ["auto", "step folder"])
+def test_a_checkpoint_folder_that_outlives_its_run_folder_is_continued(config, start, tmp_path, by):
+    own = config(checkpoint_dir=str(tmp_path / "disk"))
+    first = start(own, steps=[10])
+    shutil.rmtree(tmp_path / "runs")
+    again = start(own, resume={"auto": "auto", "step folder": tmp_path / "disk" / "step_000010"}[by])
+    assert (again.folder, again.checkpoint) == (first.folder, tmp_path / "disk" / "step_000010")
+    assert again.identity.run_id == first.identity.run_id
+    with pytest.raises(CheckpointError, match="belongs to the run"):
+        start(own, name="other")
+
+
+def test_a_run_folder_that_was_moved_is_still_the_same_run(config, start, tmp_path):
+    first = start(config(), steps=[10])
+    moved = tmp_path / "archive" / "run"
+    shutil.move(first.folder, moved)
+    again = start(config(), resume=moved / "checkpoints" / "step_000010")
+    assert (again.folder, again.identity.run_id) == (moved, first.identity.run_id)
+    assert read_identity(moved / "checkpoints").folder == str(moved)
+
+
+def test_two_processes_do_not_write_to_one_run(config, tmp_path):
+    section = config().checkpointing
+    first = choose_start(config(), name="run", resume="auto")
+    with ExitStack() as exits:
+        claim(first, section, exits)
+        with pytest.raises(UserError, match=r"runs/run is in use by process \d+ on host"), ExitStack() as others:
+            claim(first, section, others)
+        with pytest.raises(UserError, match="runs/run is in use"), ExitStack() as others:
+            # Without checkpoints, too.
+            claim(first, config(enabled=False).checkpointing, others)
+        assert choose_start(config(), name="run", resume="auto").folder == tmp_path / "runs" / "run-2"
+
+
+def test_an_interrupted_replacement_is_completed_and_resumed_from(config, start, tmp_path):
+    first = start(config(), steps=[5, 10])
+    checkpoints = first.folder / "checkpoints"
+    (checkpoints / "step_000010").rename(checkpoints / "step_000010.complete")
+    (checkpoints / "step_000015.partial").mkdir()
+    again = start(config())
+    assert again.checkpoint == checkpoints / "step_000010"
+    assert again.checkpoint.is_dir()
+    assert not (checkpoints / "step_000015.partial").exists()
