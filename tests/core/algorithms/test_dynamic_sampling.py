@@ -24,7 +24,8 @@ class Scripted(RolloutSource):
         trajectories = []
         for group, rewards in enumerate(self.draws.pop(0)):
             for sample, reward in enumerate(rewards):
-                row = Trajectory(message_log=[], metadata=None, task_name="t", group_id=group, index=group, sample=sample)
+                place = {"group_id": group, "index": group, "ordinal": group, "sample": sample}
+                row = Trajectory(message_log=[], metadata=None, task_name="t", **place)
                 row.add_answer("", torch.tensor([self.rows]), torch.tensor([-1.0]))
                 row.add_rewards({"reward": reward})
                 row.truncated = self.rows in self.truncated
@@ -39,10 +40,10 @@ class Scripted(RolloutSource):
     def load_state_dict(self, state): ...
 
 
-def draw(source, **fields):
+def draw(source, *, shape=lambda batch: {}, estimator="grpo", **fields):
     fields = {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "use_dynamic_sampling": True, **fields}
-    teaches = make_estimator(AdvantageConfig()).teaches
-    return draw_rollouts(source, 3, config=GRPOConfig(**fields), shape=lambda batch: {}, teaches=teaches)
+    teaches = make_estimator(AdvantageConfig(name=estimator)).teaches
+    return draw_rollouts(source, 3, config=GRPOConfig(**fields), shape=shape, teaches=teaches)
 
 
 ALL, NONE, ONE, MOST = [1.0] * 4, [0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]
@@ -58,6 +59,34 @@ def test_equal_groups_are_dropped_whole_and_further_prompts_are_drawn():
     assert [row.group_id for row in found.trajectories] == [0] * 4 + [1] * 4
     assert [int(row.token_ids()) for row in found.trajectories] == found.batch["input_ids"].flatten().tolist()
     assert found.batch["rewards"].tolist() == ONE + MOST
+
+
+def later_rows_lose(batch):
+    """Shaping under which the rewards of every group differ."""
+    penalty = torch.arange(batch.size) % 4 / 8
+    batch["rewards"] = batch["rewards"] - penalty
+    batch["reward_parts"] = [
+        {**parts, "overlong": -float(lost)} for parts, lost in zip(batch["reward_parts"], penalty, strict=True)
+    ]
+    return {"reward/shaped": float(batch["rewards"].mean())}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
+def test_groups_are_filtered_by_the_rewards_of_the_environment_and_trained_on_the_shaped_ones(estimator):
+    found = draw(Scripted([NONE, ONE], [ALL, MOST]), shape=later_rows_lose, estimator=estimator)
+    # A group that nobody or everybody solved is dropped although its shaped rewards differ.
+    assert found.batch["input_ids"].flatten().tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert found.batch["rewards"].tolist() == [1.0, -0.125, -0.25, -0.375, 0.0, 0.875, 0.75, 0.625]
+    assert found.metrics["dynamic_sampling/dropped_groups"] == 2.0
+
+
+def test_a_group_whose_shaped_rewards_are_equal_is_dropped_as_well():
+    def clip(batch):
+        batch["rewards"] = batch["rewards"].clamp(max=0.0)
+        return {}
+
+    found = draw(Scripted([ONE, [0.0, -1.0, 0.0, 0.0]], [[-1.0, 0.0, 0.0, 0.0], ALL]), shape=clip)
+    assert found.batch["rewards"].tolist() == [0.0, -1.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0]
 
 
 def test_what_was_thrown_away_is_counted_and_metrics_are_of_all_that_was_sampled():

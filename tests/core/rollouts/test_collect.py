@@ -8,6 +8,7 @@ from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces import EnvironmentReturn
 from rl_core.rollouts.collect import Collector
 from rl_core.rollouts.records import rollout_records
+from rl_core.rollouts.seeds import SampleStream
 from rl_core.rollouts.source import start_rollouts
 from rl_core.rollouts.summary import ask_environments, summarize
 from rl_core.rollouts.trajectory import to_batch
@@ -52,7 +53,7 @@ def test_several_environments_share_a_batch_and_rows_keep_their_order(tokenizer,
         ),
         2,
     )
-    collector(engine_for(finished("yes")), environments, tokenizer).collect(rows, stream=1)
+    collector(engine_for(finished("yes")), environments, tokenizer).collect(rows, stream=SampleStream.TRAINING)
     assert [row.reward for row in rows] == [1.25, 1.25, 2.0, 2.0, 0.25, 0.25]
     assert [row.turns for row in rows] == [1, 1, 2, 2, 1, 1]
     assert [row.group_id for row in rows] == [0, 0, 1, 1, 2, 2]
@@ -65,7 +66,7 @@ def test_the_training_sequence_of_several_turns_is_the_template_applied_to_the_c
 ):
     [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 3})), 1)
     engine = engine_for(finished("ok"))
-    collector(engine, environments, tokenizer).collect([row], stream=1)
+    collector(engine, environments, tokenizer).collect([row], stream=SampleStream.TRAINING)
     said = [
         {**message, "role": "user" if message["role"] == "environment" else message["role"]} for message in row.conversation()
     ]
@@ -77,13 +78,13 @@ def test_the_training_sequence_of_several_turns_is_the_template_applied_to_the_c
 
 def test_an_answer_that_ended_without_its_end_token_is_closed_before_the_next_turn(tokenizer, engine_for, environments):
     [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 2})), 1)
-    collector(engine_for(lambda text: ("ok!", False)), environments, tokenizer).collect([row], stream=1)
+    collector(engine_for(lambda text: ("ok!", False)), environments, tokenizer).collect([row], stream=SampleStream.TRAINING)
     assert "ok![EOS]\n<u>go 1\n<a>ok!" in tokenizer.decode(row.token_ids())
 
 
 def test_only_sampled_tokens_are_trained_and_carry_their_log_probabilities(tokenizer, engine_for, environments):
     rows = start_rollouts(prompts(tokenizer, ("question", "judge", {"expected": "a"}), ("q", "count", {"turns": 2})), 1)
-    collector(engine_for(finished("ab")), environments, tokenizer).collect(rows, stream=1)
+    collector(engine_for(finished("ab")), environments, tokenizer).collect(rows, stream=SampleStream.TRAINING)
     batch = to_batch(rows)
     for i, row in enumerate(rows):
         at = 0
@@ -101,7 +102,7 @@ def test_only_sampled_tokens_are_trained_and_carry_their_log_probabilities(token
 
 def test_a_rollout_without_room_for_the_next_turn_ends_as_truncated(tokenizer, engine_for, environments):
     [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 3})), 1)
-    collector(engine_for(finished("ok")), environments, tokenizer, longest=15).collect([row], stream=1)
+    collector(engine_for(finished("ok")), environments, tokenizer, longest=15).collect([row], stream=SampleStream.TRAINING)
     assert row.truncated
     assert row.turns == 1
     assert row.message_log[-1]["role"] == "assistant"
@@ -109,27 +110,14 @@ def test_a_rollout_without_room_for_the_next_turn_ends_as_truncated(tokenizer, e
 
 def test_a_truncated_answer_is_scored_and_ends_the_rollout(tokenizer, engine_for, environments):
     [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 3})), 1)
-    collector(engine_for(lambda text: ("ok", True)), environments, tokenizer).collect([row], stream=1)
+    collector(engine_for(lambda text: ("ok", True)), environments, tokenizer).collect([row], stream=SampleStream.TRAINING)
     assert (row.turns, row.reward, row.truncated) == (1, 1.0, True)
-
-
-def test_seeds_differ_between_samples_steps_and_turns_and_repeat_for_the_same(tokenizer, engine_for, environments):
-    def seeds(stream):
-        engine = engine_for(finished("x"))
-        rows = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 2}), ("q", "count", {"turns": 2})), 3)
-        collector(engine, environments, tokenizer).collect(rows, stream=stream)
-        return [seed for call in engine.asked for seed in call["seeds"]]
-
-    first = seeds(1)
-    assert len(set(first)) == 12
-    assert first == seeds(1)
-    assert not set(first) & set(seeds(2))
 
 
 def test_the_environments_stop_strings_reach_the_next_turn(tokenizer, engine_for, environments):
     engine = engine_for(finished("x"))
     [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 2})), 1)
-    collector(engine, environments, tokenizer).collect([row], stream=1)
+    collector(engine, environments, tokenizer).collect([row], stream=SampleStream.TRAINING)
     assert [call["stop_strings"] for call in engine.asked] == [[None], [["!"]]]
 
 
@@ -137,14 +125,14 @@ def test_a_task_without_an_environment_is_refused_before_anything_is_sampled(tok
     engine = engine_for(finished("x"))
     rows = start_rollouts(prompts(tokenizer, ("q", "chess", {})), 1)
     with pytest.raises(ConfigError, match=r"\['chess'\].*\['count', 'judge'\]"):
-        collector(engine, environments, tokenizer).collect(rows, stream=1)
+        collector(engine, environments, tokenizer).collect(rows, stream=SampleStream.TRAINING)
     assert engine.asked == []
 
 
 def test_where_there_is_no_environment_at_all_a_rollout_is_one_answer_and_has_no_reward(tokenizer, engine_for):
     engine = engine_for(finished("x"))
     rows = start_rollouts(prompts(tokenizer, ("q", "chess", {}), ("r", "count", {"turns": 2})), 2)
-    collector(engine, {}, tokenizer).collect(rows, stream=1)
+    collector(engine, {}, tokenizer).collect(rows, stream=SampleStream.TRAINING)
     assert [(row.turns, row.done, row.answer, row.reward_parts) for row in rows] == [(1, True, None, {})] * 4
     assert len(engine.asked) == 1
     metrics = summarize(rows)
@@ -161,12 +149,12 @@ def test_a_reward_that_is_no_number_stops_the_run_and_names_the_task(tokenizer, 
 
     rows = start_rollouts(prompts(tokenizer, ("q", "judge", {"expected": "a"})), 1)
     with pytest.raises(RLCoreError, match="'judge' gave row 0 the reward nan"):
-        collector(engine_for(finished("x")), {"judge": Broken()}, tokenizer).collect(rows, stream=1)
+        collector(engine_for(finished("x")), {"judge": Broken()}, tokenizer).collect(rows, stream=SampleStream.TRAINING)
 
 
 def test_records_of_rollouts_hold_what_a_log_needs(tokenizer, engine_for, environments):
     rows = start_rollouts(prompts(tokenizer, ("q", "judge", {"expected": "a"})), 2)
-    collector(engine_for(finished("a")), environments, tokenizer).collect(rows, stream=1)
+    collector(engine_for(finished("a")), environments, tokenizer).collect(rows, stream=SampleStream.TRAINING)
     [record, _] = rollout_records(rows, torch.tensor([0.5, -0.5]))
     assert record["prompt"] == "q"
     assert record["completion"] == "a"

@@ -77,6 +77,15 @@ class BatchedDataLoader:
         """Whole passes done."""
         return self._epoch
 
+    @property
+    def next_ordinal(self) -> int:
+        """The number of the next row in the loader's endless order, from 0.
+
+        Row r of the order of epoch e has the number e x rows + r. It identifies a draw: it is never repeated, and it depends on
+        neither the batch size nor on when a run was resumed. Rows that `drop_last` leaves out leave gaps.
+        """
+        return self._epoch * len(self.dataset) + self._cursor
+
     def __len__(self) -> int:
         """Batches of a whole epoch."""
         rows = len(self.dataset)

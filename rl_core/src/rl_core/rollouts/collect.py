@@ -12,7 +12,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.rollouts.seeds import sample_seed
+from rl_core.rollouts.seeds import SampleStream, rollout_seed
 from rl_core.rollouts.trajectory import Trajectory
 from rl_core.rollouts.turns import TurnFormatter
 
@@ -37,12 +37,12 @@ class Collector:
     max_turns: Mapping[str, int]
     max_total_length: int
 
-    def collect(self, trajectories: Sequence[Trajectory], *, stream: int, greedy: bool = False) -> None:
+    def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
         """Play `trajectories` to their end, in place.
 
         Args:
             trajectories: rollouts that hold their prompts alone.
-            stream: distinguishes the samples of one step (or validation) from those of another.
+            stream: what they are for; their seeds follow from it, their prompts' ordinals, their samples and turns.
             greedy: take the most likely token at each position.
         """
         unknown = {row.task_name for row in trajectories} - set(self.environments)
@@ -63,10 +63,10 @@ class Collector:
             turn += 1
         self.generation.finish_generation()
 
-    def _sample(self, rows: list[Trajectory], turn: int, stream: int, greedy: bool) -> None:
+    def _sample(self, rows: list[Trajectory], turn: int, stream: SampleStream, greedy: bool) -> None:
         prompts = [row.token_ids() for row in rows]
         lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        seeds = [sample_seed(self.seed, stream, row.index, row.group_id, row.sample, turn) for row in rows]
+        seeds = [rollout_seed(self.seed, stream, ordinal=row.ordinal, sample=row.sample, turn=turn) for row in rows]
         output = self.generation.generate(
             BatchedDataDict(
                 {

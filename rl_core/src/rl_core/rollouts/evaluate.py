@@ -11,12 +11,10 @@ from rl_core.data.dataloader import BatchedDataLoader
 from rl_core.rollouts.collect import Collector
 from rl_core.rollouts.correctness import judge
 from rl_core.rollouts.scores import grouped, score, usual_ks
+from rl_core.rollouts.seeds import SampleStream
 from rl_core.rollouts.source import start_rollouts
 from rl_core.rollouts.summary import ask_environments, summarize
 from rl_core.rollouts.trajectory import Trajectory
-
-VALIDATION_STREAM = -1
-"""Keeps the seeds of validation apart from those of every step, and the same at every validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +49,9 @@ class Evaluation:
         """
         trajectories: list[Trajectory] = []
         for prompts in self._first_prompts():
-            rows = start_rollouts(prompts, self.samples_per_prompt)
-            self.collector.collect(rows, stream=VALIDATION_STREAM, greedy=self.greedy)
+            first = len(trajectories) // self.samples_per_prompt
+            rows = start_rollouts(prompts, self.samples_per_prompt, first_ordinal=first)
+            self.collector.collect(rows, stream=SampleStream.VALIDATION, greedy=self.greedy)
             trajectories.extend(rows)
             if told is not None:
                 told(len(trajectories) // self.samples_per_prompt)

@@ -9,6 +9,7 @@ from typing import Any
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.dataloader import BatchedDataLoader
 from rl_core.rollouts.collect import Collector
+from rl_core.rollouts.seeds import SampleStream
 from rl_core.rollouts.summary import ask_environments, summarize
 from rl_core.rollouts.trajectory import Trajectory, to_batch
 
@@ -62,8 +63,9 @@ class OnDemandSource(RolloutSource):
 
     def next_batch(self, step: int) -> Rollouts:
         """See `RolloutSource`; the weight version of every row is the generation backend's of this moment."""
-        trajectories = start_rollouts(next(self._batches), self._group_size)
-        self._collector.collect(trajectories, stream=step)
+        first = self._prompts.next_ordinal
+        trajectories = start_rollouts(next(self._batches), self._group_size, first_ordinal=first)
+        self._collector.collect(trajectories, stream=SampleStream.TRAINING)
         metrics = summarize(trajectories) | ask_environments(trajectories, self._collector.environments)
         return Rollouts(batch=to_batch(trajectories), metrics=metrics, trajectories=trajectories)
 
@@ -75,8 +77,14 @@ class OnDemandSource(RolloutSource):
         self._batches = self._prompts.forever()
 
 
-def start_rollouts(prompts: BatchedDataDict[Any], group_size: int) -> list[Trajectory]:
-    """G rollouts of each prompt, G rows of a prompt side by side; a prompt's place in the batch is its group."""
+def start_rollouts(prompts: BatchedDataDict[Any], group_size: int, *, first_ordinal: int = 0) -> list[Trajectory]:
+    """G rollouts of each prompt, the G rows of a prompt next to each other; a prompt's row in the batch is its group.
+
+    Args:
+        prompts: P prompts, in the order in which they were drawn.
+        group_size: G.
+        first_ordinal: the ordinal of the first of them, see `rl_core.rollouts.seeds.rollout_seed`.
+    """
     return [
         Trajectory(
             message_log=[dict(message) for message in prompts["message_log"][row]],
@@ -84,6 +92,7 @@ def start_rollouts(prompts: BatchedDataDict[Any], group_size: int) -> list[Traje
             task_name=prompts["task_name"][row],
             group_id=row,
             index=int(prompts["idx"][row]),
+            ordinal=first_ordinal + row,
             sample=sample,
             loss_multiplier=float(prompts["loss_multiplier"][row]),
             stop_strings=prompts["stop_strings"][row] if "stop_strings" in prompts else None,

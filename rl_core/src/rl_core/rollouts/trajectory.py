@@ -26,6 +26,8 @@ class Trajectory:
     """Rows of one prompt share it."""
     index: int
     """The record that was asked."""
+    ordinal: int
+    """The prompt's number in the order in which prompts are drawn, from 0 without end; see `rl_core.rollouts.seeds`."""
     sample: int
     """Which of the group's samples this is."""
     loss_multiplier: float = 1.0
