@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rl_core.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
 from rl_core.algorithms.grpo_config import AdvantageConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import ComponentImportError, DataError, WrongKindError
+from rl_core.errors import ComponentImportError, WrongKindError
 
 
 def batch_of(rewards, groups, *, parts=None, mask=None, kept=None, penalties=None):
@@ -36,10 +36,10 @@ def are_equal(values):
     return max(values) - min(values) <= 1e-6 * max(1.0, *(abs(v) for v in values))
 
 
-def normalised(values):
+def normalised(values, deviation=statistics.pstdev):
     if not values or are_equal(values):
         return [0.0] * len(values)
-    centre, spread = statistics.fmean(values), statistics.pstdev(values)
+    centre, spread = statistics.fmean(values), deviation(values)
     return [(v - centre) / spread for v in values]
 
 
@@ -107,7 +107,7 @@ def test_gdpo_equals_a_loop_over_rewards_and_rows(rows):
     by_part = {name: within_groups([part[name] for part in batch["reward_parts"]], groups) for name in ("a", "b")}
     total = [2.0 * a + 0.5 * b for a, b in zip(by_part["a"], by_part["b"], strict=True)]
     trained = [b for b in range(len(rows)) if batch["sample_mask"][b] and batch["token_mask"][b].sum()]
-    whitened = dict(zip(trained, normalised([total[b] for b in trained]), strict=True))
+    whitened = dict(zip(trained, normalised([total[b] for b in trained], statistics.stdev), strict=True))
     for of_batch in (False, True):
         found = estimate(batch, name="gdpo", reward_weights={"a": 2.0, "b": 0.5}, normalize_batch=of_batch)
         for b in range(len(rows)):
@@ -128,9 +128,39 @@ def test_gdpo_tells_apart_what_the_sum_cannot():
     assert apart[1] == pytest.approx(-0.5 / math.sqrt(1 / 3) + 1.5, rel=1e-5)
 
 
-def test_gdpo_names_a_weight_that_no_reward_has():
-    with pytest.raises(DataError, match=r"names tone, and the environments give a, b"):
-        estimate(batch_of([1.0, 0.0], [0, 0], parts=[{"a": 1.0}, {"b": 0.0}]), name="gdpo", reward_weights={"tone": 1.0})
+def test_gdpo_continues_without_a_reward_that_no_row_has_and_warns_once(caplog):
+    config = AdvantageConfig(name="gdpo", reward_weights={"tone": 3.0, "a": 1.0})
+    estimator, plain = make_estimator(config), make_estimator(AdvantageConfig(name="gdpo"))
+    without = batch_of([1.0, 0.0], [0, 0], parts=[{"a": 1.0}, {"a": 0.0, "b": 0.5}])
+    for _ in range(2):
+        assert estimator.teaches(without).tolist() == [True, True]
+        assert torch.equal(estimator(without).values, plain(without).values)
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "reward_weights names tone" in warning
+    assert "returned a, b" in warning
+    # A step that has it counts it.
+    later = batch_of([1.0, 0.0], [0, 0], parts=[{"a": 1.0, "tone": 0.0}, {"a": 0.0, "tone": 1.0}])
+    assert estimator(later).values[:, 0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    assert len(caplog.records) == 1
+
+
+def test_gdpo_divides_by_the_unbiased_deviation_of_the_batch():
+    # Centred rewards 1, -1, 3, -3 over four rows: their squares sum to 20, divided by n - 1.
+    batch = batch_of([2.0, 0.0, 6.0, 0.0], [0, 0, 1, 1])
+    found = estimate(batch, name="gdpo", normalize_rewards=False)[:, 0]
+    assert found.tolist() == pytest.approx([value / (20 / 3) ** 0.5 for value in (1.0, -1.0, 3.0, -3.0)])
+
+
+def test_the_weight_of_the_length_penalty_changes_the_advantages_of_gdpo():
+    parts = [{"right": 1.0, "overlong": -0.5}, {"right": 0.0, "overlong": 0.0}, {"right": 1.0, "overlong": 0.0}]
+    batch = batch_of([0.5, 0.0, 1.0], [0, 0, 0], parts=parts)
+    found = [
+        estimate(batch, name="gdpo", reward_weights={"overlong": weight}, normalize_batch=False)[0, 0].item()
+        for weight in (0.0, 0.5, 1.0)
+    ]
+    # Both are 1/3 from their means; their deviations (n - 1) are sqrt(1/3) and sqrt(1/12).
+    right, overlong = (1 / 3) / (1 / 3) ** 0.5, (-1 / 3) / (1 / 12) ** 0.5
+    assert found == pytest.approx([right + weight * overlong for weight in (0.0, 0.5, 1.0)])
 
 
 def test_rloo_by_hand():

@@ -1,5 +1,6 @@
 """What an algorithm, its loss and the rest of a run cannot be together is said with its file and line."""
 
+import json
 import re
 from pathlib import Path
 
@@ -36,6 +37,22 @@ def test_settings_that_two_sections_cannot_honour_together_are_told_at_the_key_t
 def test_a_punishment_for_length_must_fit_the_lengths(files, good, shaping, says):
     [error] = files.errors(good.replace("num_prompts_per_step: 8", f"reward_shaping: {shaping}"))
     assert says in error
+
+
+def test_a_length_penalty_whose_size_gdpo_would_divide_out_is_refused(files, good):
+    def grpo(penalty, **estimator):
+        section = {
+            "reward_shaping": {"enabled": True, "overlong_buffer_length": 9, "overlong_buffer_penalty": penalty},
+            "adv_estimator": {"name": "gdpo", **estimator},
+        }
+        return good.replace("num_prompts_per_step: 8", "\n  ".join(f"{key}: {json.dumps(section[key])}" for key in section))
+
+    [error] = files.errors(grpo(0.001))
+    assert "overlong_buffer_penalty is 0.001, but adv_estimator gdpo divides each named reward" in error
+    assert error.startswith("config.yaml:1:1: grpo: ")
+    # The weight has an effect, and so has the size of a penalty that nothing divides.
+    assert files.load(grpo(1.0, reward_weights={"overlong": 0.001}))
+    assert files.load(grpo(0.001, normalize_rewards=False))
 
 
 @pytest.mark.parametrize(

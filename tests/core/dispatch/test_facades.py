@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_core.cluster import NamedSharding
+from rl_core.cluster import InProcessPool, NamedSharding
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.environments import EnvironmentPool
@@ -141,9 +141,45 @@ class Forgetful(EnvironmentInterface):
         return EnvironmentReturn([{"role": "environment", "content": ""}], metadata, [None], torch.ones(1), torch.ones(1))
 
 
-def test_an_environment_that_loses_a_row_is_named():
-    from rl_core.cluster import InProcessPool
+class Picky(EnvironmentInterface):
+    """Names a reward only in calls in which some row has it, or gives a plain reward."""
 
+    def step(self, message_log_batch, metadata):
+        n = len(metadata)
+        rewards = {"right": torch.ones(n)}
+        if "style" in metadata:
+            rewards["style"] = torch.tensor([0.5 * (state == "style") for state in metadata])
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""}] * n,
+            metadata=metadata,
+            next_stop_strings=[None] * n,
+            rewards=torch.full((n,), 3.0) if "plain" in metadata else rewards,
+            terminateds=torch.ones(n),
+        )
+
+
+class ThreeShares(InProcessPool):
+    """One instance that is asked about a batch in three shares."""
+
+    num_actors = 3
+
+
+@pytest.mark.parametrize(
+    ("states", "rewards"),
+    [
+        (["", "", "", "", "style", ""], {"right": [1.0] * 6, "style": [0, 0, 0, 0, 0.5, 0]}),
+        (["style", "", "", "", "", ""], {"right": [1.0] * 6, "style": [0.5, 0, 0, 0, 0, 0]}),
+        (["", "", "plain", "", "style"], {"right": [1, 1, 0, 0, 1], "reward": [0, 0, 3, 3, 0], "style": [0, 0, 0, 0, 0.5]}),
+        (["plain"] * 5, [3.0] * 5),
+    ],
+)
+def test_a_named_reward_that_only_some_calls_return_is_kept_and_counts_as_zero_elsewhere(states, rewards):
+    pool = EnvironmentPool(ThreeShares(Picky), task_name="chess", deadline_s=10)
+    found = pool.step([[]] * len(states), states).rewards
+    assert (found.tolist() if isinstance(found, torch.Tensor) else {k: v.tolist() for k, v in found.items()}) == rewards
+
+
+def test_an_environment_that_loses_a_row_is_named():
     pool = EnvironmentPool(InProcessPool(Forgetful), task_name="chess", deadline_s=10)
     with pytest.raises(RLCoreError, match="task 'chess' was asked about 2 rows and answered with 1 rewards"):
         pool.step([[], []], [None, None])

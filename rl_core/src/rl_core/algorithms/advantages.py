@@ -67,20 +67,21 @@ def group_advantages(
     )
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Values with mean 0 and (population) standard deviation 1 over all that is trained, and 0.0 elsewhere.
+def whiten(values: torch.Tensor, mask: torch.Tensor, *, unbiased: bool = False) -> torch.Tensor:
+    """Values with mean 0 and standard deviation 1 over all that is trained, and 0.0 elsewhere.
 
     Where they are all equal up to rounding, all are 0.0.
 
     Args:
         values: of any shape.
         mask: of the same shape; above 0 where trained.
+        unbiased: divide the sum of squares by n - 1 instead of n.
     """
     trained = mask > 0
     picked = values.double()[trained]
     if picked.numel() == 0 or bool(are_equal(picked.min(), picked.max())):
         return torch.zeros_like(values, dtype=torch.float32)
-    whitened = (values.double() - picked.mean()) / picked.std(correction=0)
+    whitened = (values.double() - picked.mean()) / picked.std(correction=int(unbiased))
     return torch.where(trained, whitened, 0.0).float()
 
 

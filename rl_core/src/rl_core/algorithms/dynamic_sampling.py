@@ -1,6 +1,8 @@
-"""Draws prompts until a step has enough groups that teach: dynamic sampling, https://arxiv.org/abs/2503.14476, section 3.2.
+"""Dynamic sampling: draws prompts until a step has enough informative groups, https://arxiv.org/abs/2503.14476, section 3.2.
 
-Whole groups are dropped, never rows: a group that lost its odd row would be compared with nothing.
+A group is informative if the environment's own rewards differ within it (equation 11, where rewards are 0 and 1). Shaped
+rewards do not count: a group that nobody solved would look informative because its answers differ in length. Groups are kept
+or dropped as a whole, because a group without its odd row has nothing to compare.
 """
 
 from __future__ import annotations
@@ -29,19 +31,20 @@ def draw_rollouts(
     shape: Callable[[Batch], dict[str, float]],
     teaches: Callable[[Batch], torch.Tensor],
 ) -> Rollouts:
-    """A step's rollouts, filtered and with their rewards shaped: one draw, or with dynamic sampling as many as it takes.
+    """A step's rollouts, filtered, with shaped rewards: one draw, or with dynamic sampling as many as it takes.
 
-    Where the bound is reached first, the step has fewer groups; the metrics say how many are missing.
+    If `dynamic_sampling_max_gen_batches` is reached first, the step has fewer groups; the metrics say how many are missing.
 
     Args:
         source: samples P groups at a time.
         step: the step that they are for.
         config: the algorithm's section.
         shape: shapes the rewards of a draw, in place; returns metrics.
-        teaches: [B] bool, False in the rows of groups that teach nothing.
+        teaches: [B] bool, False in the rows of groups whose rewards are all equal. It must hold of the environment's rewards
+            and of the shaped ones, which are equal where `reward_scaling` clips them.
 
     Raises:
-        RLCoreError: no group of any draw teaches.
+        RLCoreError: no group of any draw is informative.
     """
     if not config.use_dynamic_sampling:
         return draw_once(source, step, config=config, shape=shape)
@@ -50,10 +53,12 @@ def draw_rollouts(
     metrics: list[dict[str, float]] = []
     found = drawn = 0
     while found < wanted and len(metrics) < config.dynamic_sampling_max_gen_batches:
-        draw = draw_once(source, step, config=config, shape=shape)
+        raw = _draw(source, step, config=config)
+        informative = teaches(raw.batch)
+        draw = _shaped(raw, shape)
         metrics.append(draw.metrics)
         drawn += len(draw.batch["group_ids"].unique())
-        groups = _teaching_groups(draw.batch, teaches(draw.batch))
+        groups = _trained_groups(draw.batch, informative & teaches(draw.batch))
         if groups:
             kept.append(_select(draw, groups, first_id=found))
         found += len(groups)
@@ -76,15 +81,24 @@ def draw_once(
     source: RolloutSource, step: int, *, config: RewardedConfig, shape: Callable[[Batch], dict[str, float]]
 ) -> Rollouts:
     """One draw, without the rows that must not be trained on, and with its rewards shaped; arguments as `draw_rollouts`."""
+    return _shaped(_draw(source, step, config=config), shape)
+
+
+def _draw(source: RolloutSource, step: int, *, config: RewardedConfig) -> Rollouts:
+    """One draw with the environment's rewards; rows that must not be trained on have a `sample_mask` of 0."""
     draw = source.next_batch(step)
     if config.overlong_filtering:
         draw.batch["sample_mask"] = draw.batch["sample_mask"] * ~draw.batch["truncated"]
+    return draw
+
+
+def _shaped(draw: Rollouts, shape: Callable[[Batch], dict[str, float]]) -> Rollouts:
     return Rollouts(batch=draw.batch, metrics=draw.metrics | shape(draw.batch), trajectories=draw.trajectories)
 
 
-def _teaching_groups(batch: Batch, teaches: torch.Tensor) -> list[int]:
-    """Ids of groups that teach and have a row to train on, in the order of the batch."""
-    trained = teaches & (batch["sample_mask"] > 0)
+def _trained_groups(batch: Batch, informative: torch.Tensor) -> list[int]:
+    """Ids of informative groups that have a row to train on, in the order of the batch."""
+    trained = informative & (batch["sample_mask"] > 0)
     return list(dict.fromkeys(batch["group_ids"][trained].tolist()))
 
 

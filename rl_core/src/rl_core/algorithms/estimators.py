@@ -7,7 +7,9 @@ looks at tokens takes the sum from each token on.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,9 @@ import torch
 from rl_core.algorithms.advantages import from_here_on, group_advantages, whiten
 from rl_core.algorithms.grpo_config import AdvantageConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import DataError
 from rl_core.plugins.component import Component
+
+_log = logging.getLogger("rlcore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +87,11 @@ class ReinforcePlusPlusEstimator(AdvantageEstimator):
 class DecoupledEstimator(AdvantageEstimator):
     """Several named rewards, each compared within the group by itself: GDPO, https://arxiv.org/abs/2601.05242.
 
-    Normalising the sum, as GRPO does, gives rewards of different combinations the same advantage; normalising first keeps
-    them apart. The weighted sum of the advantages is then normalised over the batch.
+    Normalizing the sum, as GRPO does, gives different combinations of rewards the same advantage; normalizing first keeps
+    them apart. The weighted sum of the advantages is then normalized over the trained rows of the batch, with the unbiased
+    standard deviation (n - 1), as that of a group; the paper does not say which, and TRL uses the unbiased one.
+
+    A reward that a row does not have counts as 0.0. A reward that no row of a step has contributes nothing to the step.
 
     Args:
         weights: of the rewards, by name; 1 for one that is not named.
@@ -97,15 +103,17 @@ class DecoupledEstimator(AdvantageEstimator):
     def __init__(self, *, weights: dict[str, float], normalize: bool, leave_one_out: bool, normalize_batch: bool) -> None:
         self.weights, self.normalize, self.leave_one_out = weights, normalize, leave_one_out
         self.normalize_batch = normalize_batch
+        self._never_seen, self._has_warned = set(weights), False
 
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
-        total = torch.zeros(batch.size)
-        for name, rewards in self._parts(batch).items():
+        total, parts = torch.zeros(batch.size), self._parts(batch)
+        self._warn_of_absent(parts)
+        for name, rewards in parts.items():
             found = group_advantages(rewards, batch["group_ids"], normalize=self.normalize, leave_one_out=self.leave_one_out)
             total += self.weights.get(name, 1.0) * found.values
         if self.normalize_batch:
             trained = batch["sample_mask"] * (batch["token_mask"].sum(-1) > 0)
-            total = whiten(total, trained)
+            total = whiten(total, trained, unbiased=True)
         return Advantages(values=total.unsqueeze(-1) * batch["token_mask"], metrics=group_metrics(batch))
 
     def teaches(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
@@ -118,13 +126,20 @@ class DecoupledEstimator(AdvantageEstimator):
     def _parts(self, batch: BatchedDataDict[Any]) -> dict[str, torch.Tensor]:
         rows: list[dict[str, float]] = batch["reward_parts"]
         names = sorted({name for row in rows for name in row})
-        unknown = sorted(set(self.weights) - set(names))
-        if unknown:
-            raise DataError(
-                f"grpo.adv_estimator.reward_weights names {', '.join(unknown)}, and the environments give {', '.join(names)}. "
-                "Correct the names, or have the environment return its rewards as a dict of named tensors."
-            )
         return {name: torch.tensor([row.get(name, 0.0) for row in rows]) for name in names}
+
+    def _warn_of_absent(self, names: Collection[str]) -> None:
+        """Warn once of weights whose rewards have not been seen: rare rewards are fine, misspelt names are not."""
+        absent = sorted(self._never_seen - set(names))
+        if absent and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "grpo.adv_estimator.reward_weights names %s, but no rollout of this step has such a reward; the environments "
+                "returned %s. If the name is misspelt, its weight has no effect in the whole run.",
+                ", ".join(absent),
+                ", ".join(sorted(names)) or "no named reward",
+            )
+        self._never_seen -= set(names)
 
 
 def make_estimator(config: AdvantageConfig) -> AdvantageEstimator:

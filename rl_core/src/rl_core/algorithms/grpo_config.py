@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
 from rl_core.algorithms.losses.config import ClippedPGLossConfig
-from rl_core.algorithms.rewarded_config import RewardedConfig
+from rl_core.algorithms.rewarded_config import RewardedConfig, RewardShapingConfig
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.schema import RunConfig, Section
 from rl_core.config.written import Path
@@ -31,7 +31,7 @@ class AdvantageConfig(Section):
     minus_baseline: bool = False
     """`reinforce_plus_plus`: take the group's mean from its rewards before the batch is normalised."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """`gdpo`: weights of the named rewards; 1 by default."""
+    """`gdpo`: weights of the named rewards, 1 by default; `overlong` is the penalty of `reward_shaping`."""
     normalize_batch: bool = True
     """`gdpo`: normalise the weighted sum over the batch."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -82,13 +82,12 @@ class GRPOConfig(RewardedConfig):
     adv_estimator: AdvantageConfig = Field(default_factory=AdvantageConfig)
     """How rewards become advantages."""
     use_dynamic_sampling: bool = False
-    """Leave groups out that teach nothing, and draw further prompts until the step has P that do."""
+    """Leave out groups in which the environment's rewards are all equal, and draw further prompts until the step has P that
+    are not."""
     dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
     """Most draws of a step; then it goes on with the groups that there are."""
     batch_multiplier: float = Field(default=1.0, ge=1.0)
     """Dynamic sampling draws so many times P prompts at once."""
-    rollout_source: Literal["on_demand"] = "on_demand"
-    """Where a step's rollouts come from: `on_demand` samples them with the newest weights when they are asked for."""
 
     @property
     def prompts_per_draw(self) -> int:
@@ -106,6 +105,18 @@ class GRPOConfig(RewardedConfig):
             raise ValueError(
                 "use_dynamic_sampling drops groups of equal rewards, and adv_estimator reinforce_plus_plus learns from them: "
                 "it compares rewards with the whole batch. Set minus_baseline, or leave dynamic sampling off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _normalized_rewards_have_no_size(self) -> GRPOConfig:
+        default = RewardShapingConfig.model_fields["overlong_buffer_penalty"].default
+        sized = self.reward_shaping.enabled and self.reward_shaping.overlong_buffer_penalty != default
+        if sized and self.adv_estimator.name == "gdpo" and self.adv_estimator.normalizes:
+            raise ValueError(
+                f"reward_shaping.overlong_buffer_penalty is {self.reward_shaping.overlong_buffer_penalty:g}, but adv_estimator "
+                "gdpo divides each named reward by its deviation in the group, so the penalty's size would have no effect. "
+                f"Leave it at {default:g} and weigh the penalty with adv_estimator.reward_weights: {{overlong: ...}}"
             )
         return self
 

@@ -48,7 +48,7 @@ class RewardShapingConfig(Section):
     overlong_buffer_length: int = Field(default=128, ge=1)
     """So many tokens before the limit the punishment begins, and grows evenly."""
     overlong_buffer_penalty: float = Field(default=1.0, gt=0.0)
-    """What an answer at the limit loses."""
+    """What an answer at the limit loses. With `adv_estimator: {name: gdpo}` set `reward_weights.overlong` instead."""
     max_response_length: int | None = Field(default=None, ge=1)
     """The limit, in sampled tokens of all turns; `policy.generation.max_new_tokens` by default."""
 

@@ -38,7 +38,7 @@ class EnvironmentPool(EnvironmentInterface):
             observations=[message for part in parts for message in part.observations],
             metadata=[state for part in parts for state in part.metadata],
             next_stop_strings=[stops for part in parts for stops in part.next_stop_strings],
-            rewards=_joined([part.rewards for part in parts]),
+            rewards=_joined(parts),
             terminateds=torch.cat([torch.as_tensor(part.terminateds) for part in parts]),
             answers=[answer for part in parts for answer in (part.answers or [None] * len(part.observations))],
         )
@@ -66,8 +66,18 @@ class EnvironmentPool(EnvironmentInterface):
         self._pool.shutdown()
 
 
-def _joined(parts: list[torch.Tensor | Mapping[str, torch.Tensor]]) -> torch.Tensor | dict[str, torch.Tensor]:
-    named = [part for part in parts if isinstance(part, Mapping)]
-    if named:
-        return {name: torch.cat([torch.as_tensor(part[name]).float() for part in named]) for name in named[0]}
-    return torch.cat([torch.as_tensor(part).float() for part in parts])
+def _joined(parts: list[EnvironmentReturn]) -> torch.Tensor | dict[str, torch.Tensor]:
+    """The rewards of all shares; a share without one of the others' named rewards has 0.0 for it in all of its rows."""
+    if not any(isinstance(part.rewards, Mapping) for part in parts):
+        return torch.cat([torch.as_tensor(part.rewards).float() for part in parts])
+    named = [part.rewards if isinstance(part.rewards, Mapping) else {"reward": part.rewards} for part in parts]
+    sizes = [len(part.observations) for part in parts]
+    return {
+        name: torch.cat(
+            [
+                torch.as_tensor(share[name]).float() if name in share else torch.zeros(size)
+                for share, size in zip(named, sizes, strict=True)
+            ]
+        )
+        for name in dict.fromkeys(name for share in named for name in share)
+    }

@@ -25,7 +25,8 @@ class EnvironmentReturn(NamedTuple):
     next_stop_strings: list[list[str] | None]
     """Stop strings of the next turn."""
     rewards: torch.Tensor | Mapping[str, torch.Tensor]
-    """[B] float32, or named parts of that form; the parts are summed."""
+    """[B] float32, or named parts of that form; the parts are summed. A call may leave out a name that other calls return: its
+    rows then have 0.0 for it. A plain tensor counts as the part `reward`."""
     terminateds: torch.Tensor
     """[B], non-zero where the row has ended."""
     answers: list[str | None] | None = None
