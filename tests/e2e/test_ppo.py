@@ -85,7 +85,8 @@ def test_a_run_that_was_killed_goes_on_as_one_that_was_never_stopped(train, trai
     assert code == 0, output
     straight = metrics_of(tmp_path / "straight")
     assert sorted(straight) == [1, 2, 3, 4, 5, 6]
-    assert straight[6]["kl/reference"] > 0
+    # The estimate in the reward (k1) may be negative; it is 0 only where the policy is still its reference.
+    assert straight[6]["kl/reference"] != 0
     stopped, at, pause = tmp_path / "stopped", random.randint(2, 5), random.random()
     killed = train(kept, folder=stopped)
     lines = stopped / "runs" / "run" / "metrics.jsonl"

@@ -149,6 +149,18 @@ def test_the_sampled_form_is_a_policy_gradient_with_the_log_ratio_to_the_teacher
     assert float(metrics["distillation/kl_sampled"]) == pytest.approx(kl / number, rel=1e-5)
 
 
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0])
+def test_a_huge_importance_ratio_leaves_the_sampled_form_finite_where_teacher_and_policy_agree(log_ratio):
+    batch, student, _ = make_batch(5)
+    logprobs = as_a_backend(batch, student).requires_grad_()
+    batch["prev_logprobs"] = logprobs.detach() - log_ratio
+    batch["teacher_logprobs"] = batch["prev_logprobs"]  # an advantage of zero
+    found, _ = loss_fn(divergence="reverse_kl", topk=None)(logprobs, batch, *counts(batch))
+    [gradient] = torch.autograd.grad(found, logprobs)
+    assert found.item() == 0.0
+    assert torch.isfinite(gradient).all()
+
+
 def test_on_policy_the_sampled_form_has_the_gradient_of_the_k2_estimator():
     batch, student, _ = make_batch(6)
     loss = loss_fn(divergence="reverse_kl", topk=None)

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from rl_core.algorithms.kl import calculate_kl
+from rl_core.algorithms.kl_penalty import kl_in_reward
+from rl_core.algorithms.losses.config import ClippedPGLossConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
@@ -41,3 +44,76 @@ def test_the_gradient_of_k2_is_that_of_the_divergence():
 def test_clamps_hold_one_wild_token_down():
     wild = calculate_kl(torch.tensor(-50.0), torch.tensor(0.0), "k3", input_clamp_value=20.0, output_clamp_value=10.0)
     assert wild.item() == 10.0
+
+
+@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0])
+def test_estimates_of_a_huge_log_ratio_are_finite_without_any_clamp_of_the_config(kl_type, log_ratio):
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    estimate = calculate_kl(logprobs, torch.tensor([log_ratio - 1.0]), kl_type)
+    estimate.sum().backward()
+    assert torch.isfinite(estimate).all()
+    assert torch.isfinite(logprobs.grad).all()
+
+
+def exact_kl(theta, reference):
+    """KL(p || q) of two categorical distributions by their logits, in closed form."""
+    p = (theta - theta.max()).exp() / (theta - theta.max()).exp().sum()
+    q = (reference - reference.max()).exp() / (reference - reference.max()).exp().sum()
+    return (p * (p / q).log()).sum()
+
+
+def two_policies():
+    """Logits of a policy and of its reference, 50 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    theta, reference = torch.randn(2, 50, generator=generator, dtype=torch.float64) * 0.6
+    return theta.requires_grad_(), reference
+
+
+def reward_gradient(theta, reference, penalty_of):
+    """The exact policy gradient of a reward of -penalty: the sum over all tokens of p sg(penalty) d log p."""
+    logprobs = theta.log_softmax(-1)
+    penalty = penalty_of(logprobs.detach(), reference.log_softmax(-1))
+    (logprobs.detach().exp() * penalty * logprobs).sum().backward()
+    found, theta.grad = theta.grad, None
+    return found
+
+
+def cost_of_a_run(logprobs, reference):
+    """What a run with `use_kl_in_reward` and nothing else set takes from the reward of each token."""
+    batch = BatchedDataDict(
+        {
+            "token_mask": torch.ones(1, len(logprobs)),
+            "prev_logprobs": logprobs.unsqueeze(0),
+            "reference_policy_logprobs": reference.unsqueeze(0),
+        }
+    )
+    kl_in_reward(ClippedPGLossConfig(reference_policy_kl_penalty=1.0, use_kl_in_reward=True))(batch)
+    return batch["token_penalties"][0]
+
+
+def test_the_default_kl_in_the_reward_has_the_gradient_of_the_kl_and_following_it_takes_the_kl_to_zero():
+    theta, reference = two_policies()
+    found = reward_gradient(theta, reference, cost_of_a_run)
+    exact_kl(theta, reference).backward()
+    # Both sides are float64 sums of 50 terms.
+    assert torch.allclose(found, theta.grad, atol=1e-12)
+    theta.grad = None
+    before = exact_kl(theta, reference).item()
+    for _ in range(400):
+        step = reward_gradient(theta, reference, cost_of_a_run)
+        with torch.no_grad():
+            theta -= 5.0 * step
+    assert before > 0.2
+    assert exact_kl(theta, reference).item() < 1e-3
+
+
+@pytest.mark.parametrize("kl_type", ["k2", "k3"])
+def test_k2_and_k3_in_the_reward_raise_the_kl_which_is_why_they_are_refused(kl_type):
+    theta, reference = two_policies()
+    before = exact_kl(theta, reference).item()
+    for _ in range(400):
+        step = reward_gradient(theta, reference, lambda p, q: calculate_kl(p, q, kl_type))
+        with torch.no_grad():
+            theta -= 5.0 * step
+    assert exact_kl(theta, reference).item() > before

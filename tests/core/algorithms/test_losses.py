@@ -318,7 +318,48 @@ def test_a_batch_without_trained_tokens_has_no_loss_and_no_nan(name):
     assert all(math.isfinite(float(value)) for value in metrics.values())
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1e6])
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+def test_a_huge_log_ratio_gives_finite_losses_gradients_and_metrics(name, log_ratio, advantage):
+    data = BatchedDataDict(
+        {
+            "token_mask": torch.tensor([[0.0, 1.0, 1.0]]),
+            "sample_mask": torch.ones(1),
+            "advantages": torch.full((1, 3), advantage),
+            # As far from the trainer as the sampler and the reference policy are, in either direction.
+            "prev_logprobs": torch.tensor([[0.0, -1.0 - log_ratio, -1.0]]),
+            "generation_logprobs": torch.tensor([[0.0, -1.0, -1.0 - log_ratio]]),
+            "reference_policy_logprobs": torch.tensor([[0.0, -1.0 + log_ratio, -1.0]]),
+        }
+    )
+    logprobs = torch.tensor([[0.0, -1.0, -1.0]], requires_grad=True)
+    loss, metrics = ClippedPGLossFn(CONFIGS[name])(logprobs, data, torch.tensor(1.0), torch.tensor(2.0))
+    loss.backward()
+    assert math.isfinite(float(loss))
+    assert torch.isfinite(logprobs.grad).all()
+    assert all(math.isfinite(float(value)) for value in metrics.values()), metrics
+
+
+def test_log_ratios_are_clamped_to_20_nats():
+    data = random_batch(3)[1]
+    data["token_mask"], data["sample_mask"] = torch.ones(4, 6), torch.ones(4)
+    counts = (torch.tensor(4.0), torch.tensor(24.0))
+    _, metrics = ClippedPGLossFn()(data["prev_logprobs"] + 30.0, data, *counts)
+    assert float(metrics["ratio/max"]) == pytest.approx(math.exp(20.0))
+    _, metrics = ClippedPGLossFn()(data["prev_logprobs"] - 30.0, data, *counts)
+    assert float(metrics["ratio/min"]) == pytest.approx(math.exp(-20.0))
+
+
 REFUSED = {
+    "k2 in the reward": (
+        {"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": "k2", "use_kl_in_reward": True},
+        "k2 in the reward .* has a wrong gradient",
+    ),
+    "k3 in the reward": (
+        {"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": "k3", "use_kl_in_reward": True},
+        "k3 in the reward .* has a wrong gradient",
+    ),
     "k1 in the loss": ({"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": "k1"}, "expected gradient of zero"),
     "REINFORCE with a dual clip": ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "no ratio for ratio_clip_c"),
     "REINFORCE with CISPO": ({"disable_ppo_ratio": True, "use_cispo": True}, "no ratio for use_cispo"),
@@ -344,6 +385,11 @@ def test_settings_that_contradict_each_other_are_refused_with_the_reason(case):
     fields, reason = REFUSED[case]
     with pytest.raises(ValueError, match=reason):
         ClippedPGLossConfig(**fields)
+
+
+def test_the_default_estimator_is_k3_in_the_loss_and_k1_in_the_reward():
+    assert ClippedPGLossConfig(reference_policy_kl_penalty=0.1).kl_estimator == "k3"
+    assert ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_kl_in_reward=True).kl_estimator == "k1"
 
 
 def test_k1_in_the_reward_is_welcome():

@@ -70,6 +70,15 @@ def test_a_number_that_could_not_mean_what_it_says_is_refused(files, good, keys,
     assert error.startswith(says)
 
 
+def test_an_estimator_that_is_wrong_in_the_reward_is_refused_at_its_line(files, good):
+    loss = "loss_fn:\n  use_kl_in_reward: true\n  reference_policy_kl_penalty: 0.1\n  reference_policy_kl_type: k3\n"
+    [error] = files.errors(loss + good)
+    assert error.startswith(
+        "config.yaml:4:3: loss_fn.reference_policy_kl_type: k3 in the reward (use_kl_in_reward) has a wrong"
+    )
+    assert files.load(loss.replace("k3", "k1") + good).run.loss_fn.kl_estimator == "k1"
+
+
 def test_a_constant_length_may_be_interpolated(files, good):
     text = "loss_fn: {name: dr_grpo, constant_length_normalizer: '${policy.generation.max_new_tokens}'}\n" + good
     loss = files.load(text).run.loss_fn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rl_core.config.schema import LossConfig, Section
 
@@ -46,14 +46,15 @@ class ClippedPGLossConfig(LossConfig):
     """Dr. GRPO: divide each sequence's sum by so many tokens, not by its length; usually the most that it may have."""
     reference_policy_kl_penalty: float = Field(default=0.0, ge=0.0)
     """Weight of the KL penalty to the reference policy; 0 asks no reference to be kept."""
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL."""
     use_kl_in_reward: bool = False
     """Take the penalty from the reward of each token, not from the loss."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of that KL; by default k3 in the loss and k1 in the reward. In the loss k1 is refused, in the reward k2 and k3:
+    their gradients there are wrong."""
     adaptive_kl: AdaptiveKLConfig | None = None
     """Move the weight of a penalty in the reward after each step, towards a target KL; constant by default."""
-    kl_input_clamp_value: float | None = Field(default=20.0, gt=0.0)
-    """The log-ratio of the KL estimate is held within plus and minus it."""
+    kl_input_clamp_value: float | None = Field(default=20.0, gt=0.0, le=80.0)
+    """Clamp the log-ratio of the KL estimate to plus and minus this value. With null, k3 still clamps it to 20."""
     kl_output_clamp_value: float | None = Field(default=10.0, gt=0.0)
     """The KL estimate of a token is held within plus and minus it."""
     use_importance_sampling_correction: bool = False
@@ -65,6 +66,21 @@ class ClippedPGLossConfig(LossConfig):
     """Upper bound of a weight."""
     truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0.0)
     """Lower bound of a weight; none by default."""
+
+    @property
+    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator in use: `reference_policy_kl_type`, or its default."""
+        return self.reference_policy_kl_type or ("k1" if self.use_kl_in_reward else "k3")
+
+    @field_validator("reference_policy_kl_type")
+    @classmethod
+    def _has_a_gradient_of_the_kl_in_the_reward(cls, kl_type: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("use_kl_in_reward") and kl_type in ("k2", "k3"):
+            raise ValueError(
+                f"{kl_type} in the reward (use_kl_in_reward) has a wrong gradient: following it raises the KL instead of "
+                "lowering it. Use k1, the default there, or leave the penalty in the loss"
+            )
+        return kl_type
 
     @model_validator(mode="after")
     def _one_surrogate(self) -> ClippedPGLossConfig:
@@ -104,7 +120,7 @@ class ClippedPGLossConfig(LossConfig):
                 "reference_policy_kl_penalty, which is the first weight"
             )
         in_loss = self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
-        if in_loss and self.reference_policy_kl_type == "k1":
+        if in_loss and self.kl_estimator == "k1":
             raise ValueError(
                 "reference_policy_kl_type k1 has an expected gradient of zero when it is part of the loss: use k2 or k3, or "
                 "use_kl_in_reward"

@@ -6,7 +6,8 @@ On the teacher's K likeliest tokens (`topk`), the divergence itself, whose gradi
     mixed                            w times forward KL, 1 - w times reverse KL
 
 On the sampled tokens alone, reverse KL as a policy gradient (https://thinkingmachines.ai/blog/on-policy-distillation): with the
-advantage A = log p - log q before the step, without a gradient, and the importance ratio r of the token,
+advantage A = log p - log q before the step, without a gradient, and the importance ratio r of the token, whose logarithm is
+clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`),
 
     minimise -r A        whose gradient is, on policy, that of (log q - log p)² / 2, the k2 estimator of the KL
 
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from rl_core.algorithms.divergences import generalized_jsd, kl_divergence, renormalized, with_rest
+from rl_core.algorithms.log_ratio import bounded_log_ratio
 from rl_core.algorithms.losses.distillation_config import DistillationLossConfig
 from rl_core.algorithms.losses.reduce import sequence_mean, token_mean
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -106,6 +108,6 @@ class DistillationLossFn(LossFunction):
     ) -> tuple[torch.Tensor, Metrics]:
         """[B, T] the surrogate of each sampled token, and [B, T] of each metric."""
         previous = logprobs.detach() if self.on_policy else data["prev_logprobs"]
-        ratio = ((logprobs - previous) * (mask > 0)).exp()
+        ratio = bounded_log_ratio(logprobs, previous, mask).exp()
         surrogate = -ratio * (data["teacher_logprobs"] - previous)
         return surrogate, {"distillation/kl_sampled": logprobs - data["teacher_logprobs"]}

@@ -7,7 +7,8 @@ trained. With w = p_trainer / p_sampler at each sampled token (both under the we
     icepop        w where low <= w <= high, else 0             https://arxiv.org/abs/2510.18855
     seq-mask-tis  w in sequences whose geometric mean of w is within low and high, else 0
 
-What is left out keeps its place in the mean: a masked token is a zero, not a smaller divisor.
+log w is clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`), so that no weight is infinite. What is left out keeps its place
+in the mean: a masked token is a zero, not a smaller divisor.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from rl_core.algorithms.kl import calculate_kl
+from rl_core.algorithms.log_ratio import LOG_RATIO_BOUND, bounded_log_ratio
 from rl_core.algorithms.losses.config import ClippedPGLossConfig
 from rl_core.algorithms.losses.reduce import row_means, token_mean
 
@@ -33,7 +35,7 @@ def mismatch_metrics(
     difference = (previous - sampled).abs()
     return {
         "mismatch/kl": token_mean(calculate_kl(sampled, previous, "k3"), mask, global_valid_toks),
-        "mismatch/mult_prob_error": token_mean(difference.exp(), mask, global_valid_toks),
+        "mismatch/mult_prob_error": token_mean(difference.clamp(max=LOG_RATIO_BOUND).exp(), mask, global_valid_toks),
         "mismatch/max": torch.where(mask > 0, difference, torch.zeros_like(difference)).max(),
     }
 
@@ -51,7 +53,7 @@ def sampling_weights(
         [B, T] weights without a gradient, and shares of `mismatch/weight_mean` and of `mismatch/truncated_frac` (tokens held
         at a bound) or `mismatch/masked_frac` (tokens left out).
     """
-    log_weight = ((previous - sampled) * (mask > 0)).detach()
+    log_weight = bounded_log_ratio(previous, sampled, mask).detach()
     weight = log_weight.exp()
     low = config.truncated_importance_sampling_ratio_min or 0.0
     high = config.truncated_importance_sampling_ratio

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from rl_core.algorithms.kl import reference_kl
+from rl_core.algorithms.log_ratio import bounded_log_ratio
 from rl_core.algorithms.losses.config import ClippedPGLossConfig, GRPOLossConfig
 from rl_core.algorithms.losses.mismatch import mismatch_metrics, sampling_weights
 from rl_core.algorithms.losses.reduce import row_means, sequence_mean, token_mean
@@ -32,8 +33,9 @@ from rl_core.interfaces.loss import LossFunction, LossType, Reduction
 class ClippedPGLossFn(LossFunction):
     """-min(ratio · A, clip(ratio) · A) at each trained token, plus the weighted KL to the reference policy.
 
-    ratio = exp(log p now - log p before the step). With `on_policy` the two are the same number, so the batch need not hold
-    `prev_logprobs` and the ratio is 1 with the gradient of log p.
+    ratio = exp(log p now - log p before the step), the difference clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`). With
+    `on_policy` the two are the same number, so the batch need not hold `prev_logprobs` and the ratio is 1 with the gradient of
+    log p.
     """
 
     metric_reductions: ClassVar[Mapping[str, Reduction]] = {"ratio/min": "min", "ratio/max": "max", "mismatch/max": "max"}
@@ -87,7 +89,7 @@ class ClippedPGLossFn(LossFunction):
         return loss, metrics
 
     def _ratio(self, logprobs: torch.Tensor, previous: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        log_ratio = (logprobs - previous) * (mask > 0)
+        log_ratio = bounded_log_ratio(logprobs, previous, mask)
         if self.config.sequence_level_importance_ratios:
             # Of the sequence's value, with each token's own gradient: GSPO-token.
             log_ratio = row_means(log_ratio, mask).detach().unsqueeze(-1) + (log_ratio - log_ratio.detach())

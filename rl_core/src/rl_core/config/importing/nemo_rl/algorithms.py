@@ -164,9 +164,12 @@ def importance_correction(value: Any, theirs: Theirs) -> Decision:
 
 def kl_type(value: Any, theirs: Theirs) -> Decision:
     """The estimator of the KL penalty."""
-    in_loss = theirs.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0 and not theirs.get("loss_fn.use_kl_in_reward")
-    if value == "k1" and in_loss:
+    is_penalized = theirs.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
+    in_reward = theirs.get("loss_fn.use_kl_in_reward") is True
+    if value == "k1" and is_penalized and not in_reward:
         return Refused("k1 as a part of the loss has an expected gradient of zero: k3 is taken, or set use_kl_in_reward")
+    if value in ("k2", "k3") and is_penalized and in_reward:
+        return Refused(f"{value} in the reward has a wrong gradient, which raises the KL: k1 is taken")
     return Becomes({"loss_fn.reference_policy_kl_type": value})
 
 
@@ -174,7 +177,9 @@ def kl_in_reward(value: Any, theirs: Theirs) -> Decision:
     """The penalty as a part of the reward."""
     if value is True and not theirs.get("loss_fn.reference_policy_kl_penalty", 0.01):
         return Unneeded("reference_policy_kl_penalty is 0, so nothing is taken from a reward")
-    return Becomes({"loss_fn.use_kl_in_reward": value})
+    note = "the estimator in the reward is k1: k2 and k3 have a wrong gradient there"
+    says_nothing = value is True and theirs.get("loss_fn.reference_policy_kl_type") is None
+    return Becomes({"loss_fn.use_kl_in_reward": value}, note if says_nothing else "")
 
 
 def truncation(key: str) -> Callable[[Any, Theirs], Decision]:
