@@ -69,6 +69,38 @@ def test_a_metric_that_one_run_lacks_is_named_not_judged(two, write_run, tmp_pat
     assert "validation/accuracy" not in by_name
 
 
+def test_runs_of_different_length_are_compared_at_the_last_common_step(write_run, tmp_path):
+    def accuracy(step):
+        return {"validation/accuracy": 0.1 * step}
+
+    short = write_run(tmp_path / "short", steps=3, metrics=lambda step: {"validation/accuracy": 0.1 * step + 0.05})
+    long = write_run(tmp_path / "long", steps=8, metrics=accuracy)
+    comparison, by_name = verdicts(short, long)
+    found = by_name["validation/accuracy"]
+    assert found.step == 3
+    assert [step for _, step in found.finals] == [3, 3]
+    assert [step for _, step in found.bests] == [3, 3]
+    assert verdict_words(found, ("A", "B")) == "A", "the longer run is not better because it went on"
+    assert comparison.lengths_differ
+    assert "compared up to the last step that all runs have" in rlcore("compare", short, long).stdout
+
+
+def test_runs_without_a_common_step_have_no_better_one(write_run, tmp_path):
+    even = write_run(tmp_path / "even", steps=4, metrics=lambda step: {"validation/accuracy": 0.5} if step % 2 == 0 else {})
+    odd = write_run(tmp_path / "odd", steps=4, metrics=lambda step: {"validation/accuracy": 0.6} if step % 2 else {})
+    found = verdicts(even, odd)[1]["validation/accuracy"]
+    assert (found.step, found.bests, verdict_words(found, ("A", "B"))) == (None, None, "")
+
+
+@pytest.mark.parametrize(("first", "second", "words"), [(2e-13, 5e-13, "level"), (0.3, 0.3000009, "level"), (0.3, 0.31, "A")])
+def test_rounding_noise_makes_no_run_better(write_run, tmp_path, first, second, words):
+    folders = [
+        write_run(tmp_path / name, steps=2, metrics=lambda step, value=value: {"validation/loss": value})
+        for name, value in (("a", first), ("b", second))
+    ]
+    assert verdict_words(verdicts(*folders)[1]["validation/loss"], ("A", "B")) == words
+
+
 def test_three_runs_are_counted_against_the_first(two, write_run, tmp_path):
     third = write_run(tmp_path / "c", steps=3, metrics=lambda step: {"validation/accuracy": 0.7, "validation/loss": 1.0 / step})
     _, by_name = verdicts(*two, third)
@@ -91,6 +123,7 @@ def test_json_has_the_same_numbers(two):
     told = json.loads(rlcore("compare", *two, "--json").stdout)
     assert told["metrics"]["validation/accuracy"] == {
         "better": "higher",
+        "compared_at": 3,
         "final": [{"value": 0.6, "step": 3}, {"value": 0.7, "step": 3}],
         "best": [{"value": 0.9, "step": 2}, {"value": 0.7, "step": 3}],
     }

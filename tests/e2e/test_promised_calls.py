@@ -91,6 +91,38 @@ def test_the_same_policy_over_a_cluster_of_two_ranks_computes_the_same(policy, c
         over_two.shutdown()
 
 
+def test_a_policy_and_an_engine_take_text_and_return_text():
+    from transformers import AutoTokenizer
+
+    policy = HuggingFacePolicy(str(MODEL), generation={"backend": "hf", "max_new_tokens": 5})
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    prompts = ["38+72=", [{"role": "user", "content": "45+13="}]]
+    texts = policy.generate_text(prompts, greedy=True)
+    assert len(texts) == 2
+    for prompt, text in zip(("38+72=", "45+13="), texts, strict=True):
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+        ids = torch.tensor([tokenizer(rendered, add_special_tokens=False)["input_ids"]])
+        output = policy.generate(BatchedDataDict({"input_ids": ids, "attention_mask": torch.ones_like(ids)}), greedy=True)
+        assert text == tokenizer.decode(output["output_ids"][0, ids.shape[1] :], skip_special_tokens=True)
+    engine = HuggingFaceGeneration(str(MODEL), max_new_tokens=5)
+    try:
+        assert engine.generate_text(prompts, greedy=True) == texts
+        assert engine.generate_text("38+72=", greedy=True) == texts[:1]
+        for who in (policy, engine):
+            with pytest.raises(DataError, match=r"found str\. For text, call generate_text"):
+                who.generate("38+72=")
+    finally:
+        policy.shutdown()
+        engine.shutdown()
+
+
+def test_an_environment_that_is_given_generations_says_what_step_takes(policy):
+    with pytest.raises(DataError, match=r"MathEnvironment\.step takes B conversations .* found BatchedDataDict"):
+        MathEnvironment().step(policy.generate(batch_of_prompts()))
+
+
 def test_a_generation_backend_prepares_generates_and_finishes(cluster):
     generator = HuggingFaceGeneration(model_name=str(MODEL), cluster=cluster, max_new_tokens=5)
     try:

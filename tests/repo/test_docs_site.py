@@ -112,6 +112,23 @@ def test_a_page_loads_nothing_from_elsewhere(site):
         assert not re.search(r"@import|url\(\s*['\"]?(https?:)?//", sheet.read_text()), sheet
 
 
+def test_a_page_opened_from_disk_brings_the_search_index_and_the_frame_that_searches_it(site):
+    assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = {")
+    assert '<script src="iframe-worker.js">' in (site / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium (Debian: apt-get install chromium)")
+def test_the_search_finds_a_word_on_a_page_opened_from_disk(site, tmp_path):
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--dump-dom"]
+    done = subprocess.run(
+        [*command, f"{(site / 'index.html').as_uri()}?q=importance"], capture_output=True, text=True, timeout=250
+    )
+    assert 'class="md-search-result__link"' in done.stdout, done.stderr
+    assert "<mark>importance</mark>" in done.stdout
+
+
 def test_every_public_name_is_in_the_api_reference(site):
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     documented = {line.split(" ", 1)[0].rsplit(".", 1)[-1] for line in zlib.decompress(inventory).decode().splitlines()}

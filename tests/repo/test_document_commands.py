@@ -78,6 +78,22 @@ def test_every_name_that_the_documents_import_is_there():
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_the_python_of_the_readme_runs_as_printed(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    names = {}
+    try:
+        exec(compile(block, "README.md", "exec"), names)
+        assert names["policy"].weight_version == 2
+    finally:
+        for owned in (names["policy"], names["trainer"].generation):
+            owned.shutdown()
+    answers, reward = capsys.readouterr().out.splitlines()[-2:]
+    assert re.fullmatch(r"\['\d+', '\d+'\]", answers)
+    assert 0.0 <= float(reward) <= 1.0
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_the_commands_of_the_readme_run_in_their_order(monkeypatch, tmp_path, capfd):
     text = (ROOT / "README.md").read_text()
     [block] = re.findall(r"## A config\n\n```yaml\n(.*?)```", text, flags=re.DOTALL)

@@ -74,6 +74,10 @@ class HuggingFaceGeneration(DistributedGeneration):
             deadlines=deadlines,
         )
 
+    @property
+    def tokenizer_section(self) -> TokenizerConfig:
+        return self.config.hf_cfg.tokenizer or TokenizerConfig()
+
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:

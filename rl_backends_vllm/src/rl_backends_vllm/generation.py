@@ -11,7 +11,7 @@ from rl_backends_vllm.leftovers import sweep_leftovers
 from rl_backends_vllm.requests import refuse_unreadable_stops
 from rl_backends_vllm.worker import VllmGenerationWorker
 from rl_core.config.keywords import section_from_keywords
-from rl_core.config.schema import DeadlineConfig
+from rl_core.config.schema import DeadlineConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.completions import RowLimits, read_prompts
 from rl_core.dispatch.generation import ROW_KEYS, DistributedGeneration
@@ -72,6 +72,10 @@ class VllmGeneration(DistributedGeneration):
     @property
     def num_workers(self) -> int:
         return self.group.world_size * self._processes
+
+    @property
+    def tokenizer_section(self) -> TokenizerConfig:
+        return self.config.vllm_cfg.tokenizer or TokenizerConfig()
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

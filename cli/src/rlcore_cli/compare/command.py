@@ -58,6 +58,7 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
         "metrics": {
             verdict.metric: {
                 "better": verdict.direction,
+                "compared_at": verdict.step,
                 "final": [{"value": value, "step": step} for value, step in verdict.finals],
                 "best": None if verdict.bests is None else [{"value": value, "step": step} for value, step in verdict.bests],
             }

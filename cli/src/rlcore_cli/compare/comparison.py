@@ -16,6 +16,13 @@ ABSENT = "—"
 _OF_THE_RUN_ITSELF = ("logger.run_name", "logger.log_dir")
 """Keys that differ between any two runs and change nothing in them."""
 
+_SHOWN_DIGITS = 5e-5
+"""Relative difference below which two values look the same in the four digits that are shown."""
+
+_ROUNDING = 1e-6
+"""Absolute difference below which values are equal: rewards, shares and nats are of the order of 1, and float32 sums of them
+differ by this much between machines and thread counts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -24,19 +31,21 @@ class Verdict:
     Attributes:
         metric: Its name.
         direction: Which way is better; None where neither is.
-        finals: The last value of each, with its step.
-        bests: The best value of each, with the first step that had it; None where neither way is better.
+        finals: The value of each at `step`, with that step; without a common step, the last value of each, with its step.
+        bests: The best value of each up to `step`, with the first step that had it; None where neither way is better.
+        step: The last step at which all runs have the metric; None if there is no such step, and then no run is better.
     """
 
     metric: str
     direction: Direction | None
     finals: tuple[tuple[float, int], ...]
     bests: tuple[tuple[float, int], ...] | None
+    step: int | None
 
     @property
     def better_at_the_end(self) -> tuple[int, ...]:
         """The runs whose final value is the best: several where they are level, none where neither way is better."""
-        return _winners([value for value, _ in self.finals], self.direction)
+        return () if self.step is None else _winners([value for value, _ in self.finals], self.direction)
 
     @property
     def better_at_its_best(self) -> tuple[int, ...]:
@@ -66,6 +75,14 @@ class Comparison:
     untold: tuple[str, ...]
     not_shared: tuple[str, ...]
 
+    @property
+    def lengths_differ(self) -> bool:
+        """Whether some runs took more steps than others."""
+        return len({run.last_step or 0 for run in self.runs}) > 1
+
+
+LENGTHS_DIFFER = "The runs differ in length: each metric is compared up to the last step that all runs have."
+
 
 def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     """Everything in which runs differ."""
@@ -92,20 +109,25 @@ def letter(index: int) -> str:
 
 def _verdict(name: str, curves: Sequence[Curve]) -> Verdict:
     direction = better(name)
-    finals = tuple((curve.values[-1], curve.steps[-1]) for curve in curves)
-    if direction is None:
-        return Verdict(metric=name, direction=None, finals=finals, bests=None)
+    step = max(set.intersection(*(set(curve.steps) for curve in curves)), default=None)
+    points = [[(value, at) for value, at in zip(c.values, c.steps, strict=True) if step is None or at <= step] for c in curves]
+    finals = tuple(own[-1] for own in points)
+    if direction is None or step is None:
+        return Verdict(metric=name, direction=direction, finals=finals, bests=None, step=step)
     best = max if direction == "higher" else min
-    bests = tuple(best(zip(c.values, c.steps, strict=True), key=lambda point: point[0]) for c in curves)
-    return Verdict(metric=name, direction=direction, finals=finals, bests=bests)
+    bests = tuple(best(own, key=lambda point: point[0]) for own in points)
+    return Verdict(metric=name, direction=direction, finals=finals, bests=bests, step=step)
 
 
 def _winners(values: Sequence[float], direction: Direction | None) -> tuple[int, ...]:
     if direction is None:
         return ()
     best = max(values) if direction == "higher" else min(values)
-    # Level is what cannot be told apart in the four digits that are shown.
-    return tuple(i for i, value in enumerate(values) if abs(value - best) <= 5e-5 * max(abs(value), abs(best)))
+    return tuple(i for i, value in enumerate(values) if _are_level(value, best))
+
+
+def _are_level(value: float, best: float) -> bool:
+    return value == best or abs(value - best) <= max(_ROUNDING, _SHOWN_DIGITS * max(abs(value), abs(best)))
 
 
 def _settings(run: RunFolder) -> dict[str, str]:

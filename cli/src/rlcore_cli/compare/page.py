@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlcore_cli.compare.comparison import Comparison, Verdict
+from rlcore_cli.compare.comparison import LENGTHS_DIFFER, Comparison, Verdict
 from rlcore_cli.compare.terminal import cell, verdict_words
 from rlcore_cli.report.page import Figure, figure, render_template
 from rlcore_cli.report.panels import Chosen, choose_panels
@@ -21,6 +21,7 @@ def render_comparison(comparison: Comparison) -> str:
         figures=[drawn for chosen in main for drawn in _figures(comparison, chosen)],
         further=[drawn for chosen in further for drawn in _figures(comparison, chosen)],
         unseen=unseen,
+        lengths_note=LENGTHS_DIFFER if comparison.lengths_differ else "",
         verdicts=[_row(verdict, comparison) for verdict in comparison.verdicts],
     )
 

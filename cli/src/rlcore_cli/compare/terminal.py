@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlcore_cli.compare.comparison import Comparison, Verdict
+from rlcore_cli.compare.comparison import LENGTHS_DIFFER, Comparison, Verdict
 from rlcore_cli.curve import Series, draw
 from rlcore_cli.report.panels import choose_panels
 from rlcore_cli.report.scales import format_number
@@ -38,6 +38,9 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
         yield ""
     else:
         yield from _differing("version", comparison, comparison.versions)
+    if comparison.lengths_differ:
+        yield LENGTHS_DIFFER
+        yield ""
     yield from _verdict_table(comparison, everything=everything)
     if comparison.not_shared:
         named, more = comparison.not_shared[:MOST_NAMED], len(comparison.not_shared) - MOST_NAMED

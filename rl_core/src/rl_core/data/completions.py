@@ -69,6 +69,19 @@ class Completion:
     weight_version: int
 
 
+def refuse_text(data: Any) -> None:
+    """Check that a caller passed columns of token ids, not text.
+
+    Raises:
+        DataError: `data` is not a mapping of columns.
+    """
+    if not isinstance(data, Mapping):
+        raise DataError(
+            f"Expected a BatchedDataDict with `input_ids` [B, T] and `input_lengths` [B], found {type(data).__name__}. "
+            "For text, call generate_text(prompts), which returns text."
+        )
+
+
 def read_prompts(data: Mapping[str, Any], limits: RowLimits) -> list[Prompt]:
     """The rows of a batch in its order.
 
@@ -79,6 +92,7 @@ def read_prompts(data: Mapping[str, Any], limits: RowLimits) -> list[Prompt]:
     Raises:
         DataError: an empty prompt, an id outside the vocabulary, no room for a token, an empty stop string; names the row.
     """
+    refuse_text(data)
     batch = with_input_lengths(BatchedDataDict({key: data[key] for key in _READ if key in data}))
     lengths: list[int] = batch["input_lengths"].tolist()
     prompts = [tokens[: max(length, 0)] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.completions import refuse_text
 from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.revival import Revival
 from rl_core.dispatch.rows import at_the_door
+from rl_core.dispatch.text import TextGeneration
 from rl_core.errors import WeightSyncError, WorkerDiedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rl_core.interfaces.worker import GenerationWorker
@@ -25,7 +27,7 @@ _log = logging.getLogger(__name__)
 ROW_KEYS = ("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens")
 
 
-class DistributedGeneration(OverWorkers, GenerationInterface):
+class DistributedGeneration(OverWorkers, TextGeneration, GenerationInterface):
     """`GenerationWorker`s as one engine.
 
     A replica whose process dies is replaced, `config.max_restarts` times in all. `generate` then has the policy's weights
@@ -229,6 +231,7 @@ _Answer = tuple[list[int], BatchedDataDict[Any]]
 
 
 def _askable(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    refuse_text(data)
     return at_the_door(data, [key for key in ROW_KEYS if key in data or key == "input_ids" or key == "input_lengths"])
 
 

@@ -10,10 +10,11 @@ import torch
 
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.optimizer_steps import rows_per_optimizer_step
-from rl_core.config.schema import DeadlineConfig, PolicyConfig
+from rl_core.config.schema import DeadlineConfig, PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
+from rl_core.dispatch.text import TextGeneration
 from rl_core.errors import DataError, NonFiniteError, NotSupportedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.loss import LossFunction
@@ -34,7 +35,7 @@ SCORING_KEYS = ("input_ids", "input_lengths")
 TRAINING_KEYS = (*SCORING_KEYS, "token_mask", "sample_mask")
 
 
-class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface):
+class DistributedPolicy(OverWorkers, TextGeneration, ColocatablePolicyInterface, ValueInterface):
     """`PolicyWorker`s as one policy; under `head: scalar`, as one value model.
 
     Rows are split over the `data` axis of `sharding` and replicated over its other axes. Loading starts in the constructor
@@ -78,6 +79,11 @@ class DistributedPolicy(OverWorkers, ColocatablePolicyInterface, ValueInterface)
     def data_ranks(self) -> int:
         """Ranks along the data axis."""
         return self.group.sharding.get_axis_size("data") if "data" in self.group.sharding.names else 1
+
+    @property
+    def tokenizer_section(self) -> TokenizerConfig:
+        section: TokenizerConfig = self.config.tokenizer
+        return section
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
         self._refuse_scalar_head()

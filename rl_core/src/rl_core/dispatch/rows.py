@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.completions import refuse_text
 from rl_core.data.padding import lengths_from_attention_mask
 from rl_core.errors import DataError
 from rl_core.interfaces.worker import GlobalCounts
@@ -22,6 +23,7 @@ def at_the_door(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDataD
     Raises:
         DataError: a column is missing.
     """
+    refuse_text(data)
     wanted = list(keys)
     columns = dict(data)
     if "input_ids" in wanted and "input_ids" not in columns and "output_ids" in columns:

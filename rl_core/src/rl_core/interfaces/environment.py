@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from rl_core.errors import DataError
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
 
 Message = dict[str, str]
 """`role` and `content`."""
+
+_STEP_ARGUMENTS = 2
 
 
 class EnvironmentReturn(NamedTuple):
@@ -40,6 +46,13 @@ class EnvironmentInterface(ABC):
     travels in its metadata.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Explains a call of `step` without metadata, which would be a bare TypeError."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("step")
+        if inspect.isfunction(own) and not getattr(own, "__isabstractmethod__", False):
+            cls.step = _with_arguments_checked(own)  # type: ignore[method-assign]
+
     @abstractmethod
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
         """Answer one turn.
@@ -62,3 +75,19 @@ class EnvironmentInterface(ABC):
     def shutdown(self) -> None:
         """Release processes and files; calling it twice is fine."""
         return None
+
+
+def _with_arguments_checked(step: Callable[..., EnvironmentReturn]) -> Callable[..., EnvironmentReturn]:
+    @functools.wraps(step)
+    def checked(self: EnvironmentInterface, *args: Any, **kwargs: Any) -> EnvironmentReturn:
+        given = len(args) + len(kwargs)
+        if given < _STEP_ARGUMENTS:
+            found = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
+            raise DataError(
+                f"{type(self).__name__}.step takes B conversations (lists of messages with `role` and `content`) and B "
+                f"metadata objects, found {found}. For the text of a generation, call policy.generate_text(prompts) and append "
+                "each answer to its conversation as an assistant message."
+            )
+        return step(self, *args, **kwargs)
+
+    return checked

@@ -1,0 +1,81 @@
+"""Text in, text out: prompts are rendered and tokenized, completions decoded, with the tokenizer that the config names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.config.schema import TokenizerConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.messages import get_formatted_message_log
+from rl_core.data.padding import cat_right_padded
+from rl_core.data.schema import pad_value
+from rl_core.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages of `role` and `content`."""
+
+
+class TextGeneration:
+    """Adds `generate_text` to what has a `config` with `model_name`, and `generate`."""
+
+    config: Any
+    _tokenizer: Any = None
+
+    @property
+    def tokenizer_section(self) -> TokenizerConfig:
+        """The tokenizer that text is read and written with; the model's own by default."""
+        return TokenizerConfig()
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """See `GenerationInterface`."""
+        raise NotImplementedError
+
+    def generate_text(self, prompts: str | Sequence[str | Conversation], *, greedy: bool = False) -> list[str]:
+        """The completion of each prompt as text, without special tokens.
+
+        A string is sent as one user message. Messages are rendered by the tokenizer's chat template; without a template their
+        contents are concatenated.
+
+        Args:
+            prompts: one prompt, or several; each a string or a list of messages.
+            greedy: take the most likely token at each position instead of sampling.
+
+        Returns:
+            One text per prompt, in the order of the prompts; a list of one for a single string.
+
+        Raises:
+            DataError: the model has no tokenizer, or its chat template cannot render the messages.
+        """
+        if self._tokenizer is None:
+            section = self.tokenizer_section
+            self._tokenizer = load_tokenizer(section.name or self.config.model_name, chat_template=section.chat_template)
+        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not asked:
+            return []
+        rows = [_token_ids(prompt, self._tokenizer) for prompt in asked]
+        batch = BatchedDataDict(
+            {
+                "input_ids": cat_right_padded([row.unsqueeze(0) for row in rows], pad_value=pad_value("input_ids")),
+                "input_lengths": torch.tensor([len(row) for row in rows]),
+            }
+        )
+        output = self.generate(batch, greedy=greedy)
+        ends, sampled = output["unpadded_sequence_lengths"].tolist(), output["generation_lengths"].tolist()
+        return [
+            self._tokenizer.decode(row[end - length : end].tolist(), skip_special_tokens=True)
+            for row, end, length in zip(output["output_ids"], ends, sampled, strict=True)
+        ]
+
+
+def _token_ids(prompt: str | Conversation, tokenizer: Any) -> torch.Tensor:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=True)
+    return torch.cat([message["token_ids"] for message in log])
