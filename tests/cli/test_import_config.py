@@ -266,7 +266,9 @@ NAMES = ["grpo.yaml", "ppo.yaml", "sft.yaml", "dpo.yaml", "rm.yaml", "megatron.y
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("theirs")
     questions = folder / "questions.jsonl"
-    questions.write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    asked = dict.fromkeys(("problem", "input", "question", "prompt", "context"), "1 + 1")
+    answered = {"answer": "2", "expected_answer": "2", "good": "2", "chosen": "2", "rejected": "3"}
+    questions.write_text(json.dumps({**asked, **answered}) + "\n")
     for name, text in FILES.items():
         (folder / name).write_text(text.replace("QUESTIONS", str(questions)))
     return folder

@@ -126,7 +126,7 @@ def test_rows_that_are_too_long_are_counted_where_they_are_dropped(data, tmp_pat
         ("parquet", {"data": {"train": {"path": "absent.parquet"}}}, "validate", "there is no 'absent.parquet'"),
         ("parquet", {"data": {"train": {"weight": 2}}}, "validate", "weights are for the members of mix"),
         ("parquet", {"data": {"train": {"record_fn": "gsm8k"}}}, "validate", "nobody reads output_key, response_key"),
-        ("parquet", {"dpo": {}, "sft": None}, "train", "pairs of answers are wanted"),
+        ("parquet", {"dpo": {}, "sft": None}, "validate", "parquet has prompts or conversations, and dpo reads pairs"),
         ("mixture", {"data": {"mix": {"saved": {"split": "tset"}}}}, "train", "has no split 'tset': it has train, test"),
         ("mixture", {"data": {"mix": {"chats": {"on_bad_row": "error"}}}}, "train", "chats.jsonl:41: no JSON"),
         ("mixture", {"data": {"mix": {"saved": {"wieght": 1}}}}, "validate", "Did you mean 'weight'?"),
@@ -134,7 +134,7 @@ def test_rows_that_are_too_long_are_counted_where_they_are_dropped(data, tmp_pat
         ("mixture", {"data": {"mix": {"saved": {"weight": 1e-6}}}}, "train", "none would be its"),
         ("mixture", {"data": {"split": {"validation": 2}}}, "validate", "less than 1.0; found 2"),
         ("ranked", {"data": {"train": {"completions_key": "answers"}}}, "train", "the field 'chosen' is absent"),
-        ("ranked", {"sft": {}, "dpo": None}, "train", "a dataset of conversations is wanted, not one of pairs"),
+        ("ranked", {"sft": {}, "dpo": None}, "validate", "and sft reads prompts or conversations"),
         ("ranked", {"data": {"prompt": {"prompt_config": "generic/math"}}}, "validate", "fills no template"),
     ],
 )

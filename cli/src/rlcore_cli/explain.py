@@ -40,7 +40,7 @@ def explain(
         raise ConfigError(f"Overrides ({', '.join(overrides)}) change a file: name it with --config.")
     registry = Registry(discover())
     if config is not None:
-        _explain_in(load_config(config, overrides or [], registry=registry), key)
+        _explain_in(load_config(config, overrides or [], registry=registry, for_training=False), key)
     else:
         _explain_anywhere(catalogue(registry), key)
 

@@ -35,9 +35,11 @@ def validate(
     """
     from rl_core.config.diagnostics import InvalidConfigError
     from rl_core.config.loader import load_config
+    from rl_core.config.resource_checks import machine_conflicts
 
     try:
         loaded = load_config(config, overrides or [])
+        loaded.refuse(machine_conflicts(loaded.run))
     except InvalidConfigError as error:
         _print_errors(error, config, as_json=as_json)
         raise typer.Exit(error.exit_code) from None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rl_backends_hf.static_checks import model_problems, target_problems
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
 from rl_core.config.written import Path
 from rl_core.plugins.requirements import unmet_needs
@@ -44,6 +45,7 @@ class HFModelConfig(Section):
         return self
 
 
+_DEFAULTS: Final = HFModelConfig()
 _NAMES_ELSEWHERE: Final = {
     "r": "rank",
     "dim": "rank",
@@ -129,13 +131,16 @@ class HFPolicyConfig(PolicyConfig):
     """What only this backend knows."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """Dropout where samples are trained on, and a library that is not installed."""
+        """A model that is not there, libraries that are not installed, LoRA targets that the model lacks, dropout in RL."""
+        yield from model_problems(self.model_name, self.hf_cfg, is_here=self.python is None)
         lora = self.hf_cfg.lora
         if lora is None:
             return
         at = ("hf_cfg", "lora")
-        if (reason := unmet_needs(("peft>=0.21",))) is not None:
+        if self.python is None and (reason := unmet_needs(("peft>=0.21",))) is not None:
             yield at, NEEDS_PEFT.format(reason=reason)
+        for key, problem in target_problems(self.model_name, lora.target_modules, lora.exclude_modules):
+            yield (*at, key), problem
         if lora.dropout > 0 and run.algorithm.needs_generation and run.policy is self:
             yield (
                 (*at, "dropout"),
@@ -168,6 +173,11 @@ class HFGenerationConfig(GenerationConfig):
     hf_cfg: HFSamplerConfig = Field(default_factory=HFSamplerConfig)
     """What only this backend knows."""
 
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        """A model that is not there, and libraries that are not installed."""
+        yield from super().conflicts(run)
+        yield from model_problems(self.model_name, self.hf_cfg, is_here=self.python is None)
+
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with what it leaves open taken from the policy: model, how it is loaded, type, tokenizer, length."""
         own = self.hf_cfg
@@ -180,5 +190,7 @@ class HFGenerationConfig(GenerationConfig):
         loaded_as = getattr(policy, "hf_cfg", None)
         if self.model_name is None and isinstance(loaded_as, HFModelConfig):
             taken = ("trust_remote_code", "attn_implementation", "config_overrides")
-            filled.update({key: getattr(loaded_as, key) for key in taken if key not in own.model_fields_set})
+            # By value: a resolved config states every default, and must mean the same.
+            unset = {key for key in taken if getattr(own, key) == getattr(_DEFAULTS, key)}
+            filled.update({key: getattr(loaded_as, key) for key in unset})
         return super().for_policy(policy).model_copy(update={"hf_cfg": own.model_copy(update=filled)})

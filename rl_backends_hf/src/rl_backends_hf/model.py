@@ -21,6 +21,7 @@ from transformers import (
 
 from rl_backends_hf.config import HFModelConfig
 from rl_backends_hf.scalar_head import fit_head, settle_head
+from rl_backends_hf.static_checks import NEEDS_BITSANDBYTES, NEEDS_FLASH_ATTN
 from rl_core.errors import NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
 from rl_core.training.heads import Head
@@ -155,10 +156,7 @@ def _check_options(options: HFModelConfig, name: str) -> None:
         if not getattr(options, key):
             continue
         if importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError(
-                f"`{key}` needs bitsandbytes, which is not installed. Install it with "
-                f"`pip install 'rl-backends-hf[quantized]'`, or load {name} without `{key}`."
-            )
+            raise UserError(NEEDS_BITSANDBYTES.format(key=key))
         if not torch.cuda.is_available():
             raise UserError(
                 f"`{key}` needs a CUDA GPU, and torch {torch.__version__} sees none. Load {name} without `{key}`; "
@@ -171,10 +169,7 @@ def _check_options(options: HFModelConfig, name: str) -> None:
             "Leave device_map out to use the device that the rank was given."
         )
     if options.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        raise UserError(
-            "`attn_implementation: flash_attention_2` needs the package flash-attn, which is not installed. "
-            "Use `sdpa`, the default, or install flash-attn on a machine with a CUDA GPU."
-        )
+        raise UserError(NEEDS_FLASH_ATTN)
 
 
 def _where(name: str) -> dict[str, Any]:

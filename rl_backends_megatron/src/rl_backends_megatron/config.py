@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rl_core.config.model_paths import model_path_problem
 from rl_core.config.schema import PolicyConfig, Section
 from rl_core.config.written import Path
 
@@ -139,6 +140,8 @@ class MegatronPolicyConfig(PolicyConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         """A cluster whose ranks do not hold whole copies of the model, and a division that a model that lies here forbids."""
+        if (problem := model_path_problem(self.model_name)) is not None:
+            yield ("model_name",), problem
         # Parts that were made from Python have places of their own.
         if "cluster" not in run.model_fields_set:
             return

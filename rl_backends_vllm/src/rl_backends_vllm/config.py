@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from rl_backends_vllm.engine_arguments import OWNED, known_engine_arguments
+from rl_core.config.model_paths import model_path_problem
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
+from rl_core.config.written import Path
 from rl_core.plugins.component import did_you_mean
+
+if TYPE_CHECKING:
+    from rl_core.config.schema import RunConfig
 
 _LEAST_TEMPERATURE = 0.01
 
@@ -99,6 +105,12 @@ class VllmConfig(GenerationConfig):
                 "while training scored tokens at the smaller one"
             )
         return self
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        """A model that is not there."""
+        yield from super().conflicts(run)
+        if self.model_name is not None and (problem := model_path_problem(self.model_name)) is not None:
+            yield ("model_name",), problem
 
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with what it leaves open taken from the policy: model, type, tokenizer, length, and no weights."""

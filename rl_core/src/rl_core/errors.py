@@ -14,9 +14,14 @@ class RLCoreError(Exception):
 
 
 class UserError(RLCoreError):
-    """A mistake in the input: nothing was started and nothing was lost."""
+    """A mistake in the input: nothing was started and nothing was lost.
+
+    Attributes:
+        key: The dotted config key that is to blame, where whoever raised or caught the error knows it.
+    """
 
     exit_code = 2
+    key: str | None = None
 
 
 class ConfigError(UserError):
@@ -82,7 +87,13 @@ class NotSupportedError(UserError):
 
 
 class WorkerError(RLCoreError):
-    """A worker raised: names the rank, the host, the method, and carries the original traceback."""
+    """A worker raised: names the rank, the host, the method, and carries the original traceback.
+
+    Attributes:
+        group: Name of the worker group, such as `policy`, `value`, `generation` or `env.math`; empty if unknown.
+    """
+
+    group: str = ""
 
 
 class WorkerDiedError(WorkerError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -49,6 +49,8 @@ class ArithmeticEnvironmentConfig(EnvironmentConfig):
 
 class ArithmeticDatasetConfig(DatasetConfig):
     """Generated arithmetic: `a + b =` with as many digits as asked."""
+
+    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "arithmetic"
     num_samples: int = Field(default=4096, ge=1)
@@ -131,6 +133,8 @@ class RewardModelEnvironmentConfig(EnvironmentConfig):
 
 class GuessNumberDatasetConfig(DatasetConfig):
     """Secret numbers to guess."""
+
+    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "guess"
     num_samples: int = Field(default=1024, ge=1)

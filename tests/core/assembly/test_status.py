@@ -101,7 +101,9 @@ def told(folder):
 
 def test_data_without_its_column_leaves_a_folder_that_says_so(launch, tmp_path):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"frage": "1+2=", "expected_answer": "3"}))
+    good = {"question": "1+2=", "expected_answer": "3"}
+    # The first row is looked at before there is a folder.
+    rows.write_text("\n".join(map(json.dumps, (good, {"frage": "1+2=", "expected_answer": "3"}))))
     with pytest.raises(DataError):
         launch({"data": {"train": {"dataset_name": "jsonl", "path": str(rows)}}})
     status, ending = told(tmp_path / "runs" / "run")

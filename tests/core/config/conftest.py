@@ -39,7 +39,7 @@ class Acme:
     @hookimpl
     def rlcore_policies(self) -> list[Component]:
         return [
-            Component("plain", target="acme:Policy", summary="No capabilities"),
+            Component("plain", target="acme:Policy", summary="One weight transport", capabilities=("collective",)),
             Component(
                 "valuer",
                 target="acme:Policy",
@@ -51,6 +51,10 @@ class Acme:
             Component("absent", target="acme:Policy", config="acme_models:Nothing", summary="Its model does not exist"),
             Component("raising", target="acme:Policy", config="acme_models:Raising", summary="Its model raises"),
         ]
+
+    @hookimpl
+    def rlcore_environments(self) -> list[Component]:
+        return [Component("strict", target="acme:Env", config="acme_models:Strict", summary="Scores with two workers")]
 
     @hookimpl
     def rlcore_algorithms(self) -> list[Component]:
@@ -66,10 +70,15 @@ ACME_MODELS = """
     from typing import ClassVar
     from pydantic import BaseModel, model_validator
     from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
-    from rl_core.config.schema import AlgorithmConfig, PolicyConfig
+    from rl_core.config.schema import AlgorithmConfig, EnvironmentConfig, PolicyConfig
 
     class NoSection(BaseModel):
         pass
+
+    class Strict(EnvironmentConfig):
+        def conflicts(self, run):
+            if self.num_workers != 2:
+                yield ("num_workers",), "strict scores alone: set it to 2."
 
     class Raising(PolicyConfig):
         @model_validator(mode="after")

@@ -129,9 +129,13 @@ def test_pairs_and_rewards_are_not_taken_for_each_other(files, good):
     assert error == (
         "config.yaml:1:17: loss_fn.name: simpo compares pairs of answers, and grpo has rewards. Use a policy-gradient loss."
     )
-    dpo = good.replace("grpo:\n  num_prompts_per_step: 8", "dpo: {}").replace(
-        "backend: hf\n  model", "backend: hf\n  train_global_batch_size: 7\n  model"
+    dpo = (
+        good[: good.index("env:")]
+        .replace("  generation:\n    backend: hf\n    max_new_tokens: 64\n", "")
+        .replace("grpo:\n  num_prompts_per_step: 8", "dpo: {}")
+        .replace("backend: hf\n  model", "backend: hf\n  train_global_batch_size: 7\n  model")
     )
-    first, second = files.errors("loss_fn: {name: nll}\n" + dpo)
+    first, second, third = files.errors("loss_fn: {name: nll}\n" + dpo)
     assert first.startswith("config.yaml:1:17: loss_fn.name: nll knows no pairs of answers")
     assert second.startswith("config.yaml:5:28: policy.train_global_batch_size: 7 rows would cut a pair in two")
+    assert third.startswith("config.yaml:8:25: data.train.dataset_name: arithmetic has prompts or conversations, and dpo reads")

@@ -135,7 +135,7 @@ def write(path, text):
 def test_a_config_whose_values_are_mutated_is_a_run_or_a_list_of_mistakes(files, block):
     rng = random.Random(block)
     outcomes = []
-    for _ in range(60):
+    for _ in range(100):
         tree = mutate_tree(rng, yaml.safe_load(rng.choice(EXAMPLES)))
         path = write(files.folder / "config.yaml", yaml.safe_dump(tree, allow_unicode=True, sort_keys=False))
         outcomes.append(outcome(path, [], files.registry))

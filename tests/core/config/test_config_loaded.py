@@ -47,7 +47,7 @@ def test_a_default_names_the_model_or_component_that_has_it(files, good):
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.name for path in EXAMPLES])
 def test_the_resolved_config_loads_as_the_same_run(files, example):
     loaded = load_config(
-        example, ["++policy.optimizer.kwargs={lr: 0.1, note: '\\${kept}', cap: .inf}"], registry=files.registry
+        example, ["++policy.hf_cfg.config_overrides={rate: 0.1, note: '\\${kept}', cap: .inf}"], registry=files.registry
     )
     again = load_config(files.write(loaded.to_yaml()), registry=files.registry)
     assert again.run == loaded.run

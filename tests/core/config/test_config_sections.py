@@ -55,17 +55,21 @@ def test_a_task_may_have_any_name_if_it_says_which_environment_it_is(files, good
 
 
 def test_an_environment_given_by_its_path_keeps_all_its_keys(files, good):
-    run = files.load(good + "  weather: {env_cls: rl_envs.anything.Weather, num_workers: 8, station: 3}\n").run
+    run = files.load(
+        good + "  weather: {env_cls: rl_envs.guess.environment.GuessNumberEnvironment, num_workers: 8, station: 3}\n"
+    ).run
     assert type(run.env["weather"]) is OpenEnvironmentConfig
     assert run.env["weather"].model_dump(exclude_unset=True) == {
-        "env_cls": "rl_envs.anything.Weather",
+        "env_cls": "rl_envs.guess.environment.GuessNumberEnvironment",
         "num_workers": 8,
         "station": 3,
     }
 
 
 def test_a_backend_given_by_its_path_keeps_all_its_keys(files, good):
-    run = files.load(good.replace("  backend: hf\n  model", "  backend: rl_core.none.Policy\n  own_cfg: {a: 1}\n  model")).run
+    run = files.load(
+        good.replace("  backend: hf\n  model", "  backend: rl_backends_hf.policy.HuggingFacePolicy\n  own_cfg: {a: 1}\n  model")
+    ).run
     assert type(run.policy) is OpenPolicyConfig
     assert run.policy.own_cfg == {"a": 1}
 
@@ -207,7 +211,7 @@ WRONG_IN_GOOD = {
         "config.yaml:12:25: env.arithmetic.env_cls: Environment 'a.B' cannot be imported: there is no package 'a'. Install it, "
         "or put its folder on PYTHONPATH.",
     ],
-    ("arithmetic: {}", "arithmetic: {name: math, env_cls: rl_envs.a.B}"): [
+    ("arithmetic: {}", "arithmetic: {name: math, env_cls: rl_envs.math.environment.MathEnvironment}"): [
         "config.yaml:12:3: env.arithmetic: name and env_cls both say which environment it is: keep one of them."
     ],
     ("arithmetic: {}", "arithmetic: {env_cls: math}"): [

@@ -66,6 +66,8 @@ def test_the_page_shows_rows_of_every_form():
 def test_every_config_of_the_page_is_valid_and_its_data_is_read(block, folder):
     config = {**BASE, **{key: {**BASE.get(key, {}), **section} for key, section in yaml.safe_load(block).items()}}
     config.setdefault("data", {"train": {"dataset_name": "jsonl", "path": "train.jsonl"}})
+    if "preference" in config["data"].get("train", {}).get("dataset_name", ""):
+        config["dpo"] = config.pop("sft")
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     registry = Registry(discover())
     run = load_config(folder / "config.yaml", registry=registry).run

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_core.assembly.data import BadRows, Source, conversation_loader, preference_loader, prompt_loader, read_data
 from rl_core.assembly.folder import checkpoint_store
+from rl_core.assembly.late_errors import blaming
 from rl_core.assembly.parts import Builder, Workers, make_cluster
 from rl_core.checkpoints.state import Checkpoints, Stateful
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -57,16 +58,19 @@ def build_run(
         before_models: told the plain values of the settled config; nobody should wait for models to be told that nothing
             goes on.
     """
-    tokenizer = load_tokenizer(
-        config.policy.tokenizer.name or config.policy.model_name, chat_template=config.policy.tokenizer.chat_template
-    )
+    with blaming("policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"):
+        tokenizer = load_tokenizer(
+            config.policy.tokenizer.name or config.policy.model_name, chat_template=config.policy.tokenizer.chat_template
+        )
     refuse_other_tokenizers(config, tokenizer)
     train, validation = read_sources(config, registry)
     loaders = Loaders(config, tokenizer, train=train, validation=validation)
     config = loaders.settled(config)
     resolved = with_lengths_of(resolved, config)
     before_models(resolved)
-    builder = Builder(run=config, registry=registry, exits=exits, cluster=_cluster(config, exits))
+    with blaming("cluster"):
+        cluster = _cluster(config, exits)
+    builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster)
     loss_fn = _loss_of(config, registry)
     parts = builder.start(samples=loaders.samples)
     parts.wait_ready()

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from rl_core.assembly.late_errors import blaming
 from rl_core.config.schema import DataConfig, DatasetConfig, RunConfig
+from rl_core.config.shorthands import with_prompt
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.conversations import without_answer
 from rl_core.data.dataloader import BatchedDataLoader
@@ -130,7 +132,7 @@ def read_source(
         name: What errors call it; the dataset's own name by default.
         bad_rows: Counts those that are left out; a count of its own by default.
     """
-    section = _with_prompt(section, data)
+    section = section if data is None else with_prompt(section, data)
     records = registry.find("dataset", section.dataset_name).load()(section)
     source = Source(
         records=records,
@@ -152,13 +154,18 @@ def read_data(data: DataConfig, registry: Registry) -> tuple[Source | None, Sour
     """
     bad_rows = BadRows()
     read = partial(read_source, registry=registry, data=data, bad_rows=bad_rows)
-    validation = None if data.validation is None else read(data.validation)
+    with blaming("data.validation"):
+        validation = None if data.validation is None else read(data.validation)
     if data.mix:
-        members = {name: read(section, name=f"mix.{name}") for name, section in data.mix.items()}
+        members = {}
+        for name, section in data.mix.items():
+            with blaming(f"data.mix.{name}"):
+                members[name] = read(section, name=f"mix.{name}")
         weights = {name: section.weight or 1.0 for name, section in data.mix.items()}
         train = _mixed(members, weights)
     elif data.train is not None:
-        train = read(data.train)
+        with blaming("data.train"):
+            train = read(data.train)
     else:
         return None, validation
     if data.split is None:
@@ -331,16 +338,6 @@ def _process_of(source: Source, process: Callable[..., Any], *, is_trained: bool
         return made
 
     return checked
-
-
-def _with_prompt(section: DatasetConfig, data: DataConfig | None) -> DatasetConfig:
-    """The section, with what `data.prompt` says where it says nothing itself."""
-    if data is None or data.prompt is None:
-        return section
-    asked = {"prompt": data.prompt.prompt_config, "system_prompt": data.prompt.system_prompt}
-    return section.model_copy(
-        update={key: value for key, value in asked.items() if value is not None and getattr(section, key, None) is None}
-    )
 
 
 def _mixed(members: Mapping[str, Source], weights: Mapping[str, float] | None) -> Source:

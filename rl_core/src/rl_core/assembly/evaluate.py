@@ -203,7 +203,7 @@ def plan_evaluation(
     if given is not None and not given.is_checkpoint:
         quoted = str(given.path).replace("'", "''")
         overrides.append(f"policy.model_name='{quoted}'")
-    loaded = load_config(config_path, overrides, registry=registry)
+    loaded = load_config(config_path, overrides, registry=registry, for_training=False)
     config = loaded.run
     _refuse_what_cannot_be_asked(config)
     askings = _askings(config, samples=samples, greedy=greedy, ks=ks)

@@ -15,11 +15,13 @@ from typing import Any
 
 from rl_core.assembly.build import build_run
 from rl_core.assembly.folder import choose_start, claim
+from rl_core.assembly.late_errors import locating
 from rl_core.assembly.origins import write_origins
 from rl_core.assembly.status import Status
 from rl_core.checkpoints.state import resumable_state
 from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.config.parts import COMPANIONS
+from rl_core.config.resource_checks import machine_conflicts
 from rl_core.config.schema import RunConfig
 from rl_core.metrics.console import ConsoleLogger
 from rl_core.metrics.jsonl import METRICS, JsonlLogger
@@ -73,6 +75,7 @@ def train(
     registry = Registry(manager)
     loaded = load_config(config_path, overrides, registry=registry)
     config = loaded.run
+    loaded.refuse(machine_conflicts(config))
     with ExitStack() as exits:
         start = choose_start(config, name=config.logger.run_name or Path(config_path).stem, resume=resume)
         start = claim(start, config.checkpointing, exits)
@@ -82,6 +85,7 @@ def train(
             _say(console, "checkpointing.enabled is false: a new run, which cannot be resumed")
         # Entered before every part, so that it is left after the last of them was closed.
         status = exits.enter_context(Status(start.folder, since=started, resumes=start.checkpoint is not None))
+        exits.enter_context(locating(loaded))
         if start.checkpoint is None:
             write_origins(start.folder, loaded, manager)
 

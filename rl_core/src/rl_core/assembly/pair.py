@@ -104,7 +104,7 @@ def plan_pair(config_path: Path | str, overrides: Sequence[str] = (), *, num_pro
         DataError: there is no prompt.
     """
     registry = Registry(discover())
-    config = load_config(config_path, overrides, registry=registry).run
+    config = load_config(config_path, overrides, registry=registry, for_training=False).run
     if config.policy.generation is None:
         raise ConfigError(
             "The config has no `policy.generation`, so there is no engine beside the policy. Name one, for example "

@@ -17,6 +17,7 @@ from rl_core.cluster.worker_group import wait_together
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schedule_lengths import with_schedule_lengths
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, RunConfig
+from rl_core.config.transport_checks import IN_PROCESS_TRANSPORTS, MANY_NODES_TRANSPORTS, ONE_NODE_TRANSPORTS
 from rl_core.dispatch.environments import EnvironmentPool
 from rl_core.dispatch.group import OverWorkers, device_here
 from rl_core.dispatch.policy import DistributedPolicy
@@ -30,11 +31,6 @@ from rl_core.plugins.component import Component
 from rl_core.plugins.registry import Registry
 from rl_core.weights.canary import Canary, make_canary
 from rl_core.weights.synchronizer import WeightSynchronizer
-
-IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
-ONE_NODE_TRANSPORTS = ("shared_memory", "collective")
-MANY_NODES_TRANSPORTS = ("collective",)
-"""In the order in which they are tried: the cheapest first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from rl_core.assembly.build import Loaders, connect, refuse_other_tokenizers
 from rl_core.assembly.folder import claim, start_in
 from rl_core.assembly.given_data import read_given, section_from
 from rl_core.assembly.parts import Builder, Workers
-from rl_core.config.checks import backend_conflicts, companion_conflicts
+from rl_core.config.checks import companion_conflicts
+from rl_core.config.component_checks import component_conflicts
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schema import (
     AlgorithmConfig,
@@ -216,7 +217,7 @@ class Trainer:
             raise ConfigError(f"{self.algorithm} has a critic: give {type(self).__name__} `value`, made with head='scalar'.")
         conflicts = (
             *algorithm.conflicts(self.config),
-            *backend_conflicts(self.config),
+            *component_conflicts(self.config),
             *companion_conflicts(self.config),
         )
         found = [f"{dotted(path)}: {message}" for path, message in conflicts]

@@ -191,6 +191,7 @@ class ActorPool(Pool):
         """Starts an actor; its slot is busy until it is built."""
         actor = RemoteActor(
             f"actor {index} of pool '{self._name}'",
+            group=self._name,
             options=self._options,
             env=self._env,
             runtime_env=self._runtime_env,

@@ -143,6 +143,7 @@ class InProcessWorkerGroup(WorkerGroup):
             f"rank 0 of '{self._name}', in this process, failed in {method}(): {type(error).__name__}: {error}"
         )
         failed.exit_code = error.exit_code if isinstance(error, RLCoreError) else 1
+        failed.group = self._name
         return failed
 
 

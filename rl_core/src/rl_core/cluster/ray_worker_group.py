@@ -223,6 +223,7 @@ class RayWorkerGroup(WorkerGroup):
         }
         return RemoteActor(
             f"rank {rank} ({coords}) of '{self._name}'",
+            group=self._name,
             options={
                 **own_options(self._class),
                 "num_cpus": share["num_cpus"] if self._cpus is None else self._cpus,

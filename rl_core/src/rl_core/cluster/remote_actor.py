@@ -73,13 +73,21 @@ class RemoteActor:
         runtime_env: Ray runtime environment, such as another Python.
 
     Attributes:
+        group: The group or pool that it belongs to.
         marker: By which `guard` knows its process and what that starts.
     """
 
     def __init__(
-        self, label: str, *, options: Mapping[str, Any], env: Mapping[str, str], runtime_env: Mapping[str, Any]
+        self,
+        label: str,
+        *,
+        options: Mapping[str, Any],
+        env: Mapping[str, str],
+        runtime_env: Mapping[str, Any],
+        group: str = "",
     ) -> None:
         self.label = label
+        self.group = group
         self._identity: Identity | None = None
         self._death_seen = False
         self.marker = uuid.uuid4().hex
@@ -226,6 +234,7 @@ class Flight:
             raise WorkerError(f"{self._headline()}: {type(error).__name__}: {error}") from error
         if isinstance(result, Failure):
             raised = _worker_error(self._headline(), result)
+            raised.group = self.actor.group
             if isinstance(raised.__cause__, EngineDiedError):
                 self.actor.kill()
                 self.actor.note_death()

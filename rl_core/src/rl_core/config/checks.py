@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from rl_core.config.component_checks import Finding, component_conflicts, models_of
+from rl_core.config.data_checks import data_conflicts
 from rl_core.config.diagnostics import show
+from rl_core.config.optimizer_checks import optimizer_conflicts, unused_by_frozen
 from rl_core.config.parts import COMPANIONS, Layout
+from rl_core.config.resource_checks import in_process_conflicts
 from rl_core.config.schedule_lengths import schedule_conflicts
 from rl_core.config.schema import PolicyConfig, RunConfig
+from rl_core.config.transport_checks import transport_conflicts
 from rl_core.config.written import Path, dotted
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
-
-Finding = tuple[Path, str]
-"""The key that is to blame, and what is wrong."""
 
 
 def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[Finding]:
@@ -29,13 +31,16 @@ def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[
     """
     yield from _what_the_algorithm_needs(run)
     yield from run.algorithm.conflicts(run)
-    yield from backend_conflicts(run)
+    yield from component_conflicts(run)
     yield from companion_conflicts(run)
+    yield from in_process_conflicts(run)
+    yield from data_conflicts(run)
+    yield from _optimizers(run)
     yield from schedule_conflicts(run)
     yield from _sampling(run)
     yield from _lengths(run)
     yield from _capabilities(run, layout, registry)
-    yield from _transport(run, registry)
+    yield from transport_conflicts(run, registry)
     yield from _libraries(run, layout)
 
 
@@ -103,17 +108,10 @@ def _as_its_place_says(companion: str, model: PolicyConfig) -> Iterator[Finding]
         yield (companion, "generation"), f"a {companion} samples nothing: the samples are the policy's. Remove the section."
 
 
-def backend_conflicts(run: RunConfig) -> Iterator[Finding]:
-    """What the backends of the policy and of the models beside it cannot work with."""
-    for name, model in _models(run).items():
-        for path, message in model.conflicts(run):
+def _optimizers(run: RunConfig) -> Iterator[Finding]:
+    for name, model in models_of(run).items():
+        for path, message in unused_by_frozen(model) if model.frozen else optimizer_conflicts(model):
             yield (name, *path), message
-
-
-def _models(run: RunConfig) -> dict[str, PolicyConfig]:
-    """The policy and its companions, by section."""
-    found = {name: getattr(run, name) for name in ("policy", *COMPANIONS)}
-    return {name: model for name, model in found.items() if model is not None}
 
 
 def _lengths(run: RunConfig) -> Iterator[Finding]:
@@ -124,7 +122,7 @@ def _lengths(run: RunConfig) -> Iterator[Finding]:
             f"{generation.max_new_tokens} leaves no room for a prompt: policy.max_total_sequence_length is "
             f"{policy.max_total_sequence_length}, prompt and completion together.",
         )
-    for name, model in _models(run).items():
+    for name, model in models_of(run).items():
         if model.max_total_sequence_length < policy.max_total_sequence_length:
             yield (
                 (name, "max_total_sequence_length"),
@@ -135,13 +133,20 @@ def _lengths(run: RunConfig) -> Iterator[Finding]:
             ("dynamic_batching", "sequence_packing"), ("train_mb_tokens", "logprob_mb_tokens")
         ):
             section = getattr(model, batching)
-            budget = getattr(section, key)
-            if section.enabled and budget < model.max_total_sequence_length:
+            rows = _rows_that_stay_together(run, name) if key == "train_mb_tokens" else 1
+            budget, needed = getattr(section, key), rows * model.max_total_sequence_length
+            if section.enabled and budget < needed:
+                what = "one row" if rows == 1 else f"{rows} rows that the loss reads together, each"
                 yield (
                     (name, batching, key),
-                    f"{budget} tokens cannot hold one row of {name}.max_total_sequence_length "
-                    f"({model.max_total_sequence_length}): raise it to that, or lower the length.",
+                    f"{budget} tokens cannot hold {what} of {name}.max_total_sequence_length "
+                    f"({model.max_total_sequence_length}): raise it to {needed}, or lower the length.",
                 )
+
+
+def _rows_that_stay_together(run: RunConfig, model: str) -> int:
+    plan = run.algorithm.training_plan(model, run)
+    return 1 if plan is None else plan.rows_per_unit
 
 
 def _capabilities(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[Finding]:
@@ -159,14 +164,14 @@ def _capabilities(run: RunConfig, layout: Layout, registry: Registry) -> Iterato
 def _asked_by_the_loss(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, str]]:
     """Where a loss compares several tokens at each position, whoever scores tokens must tell them."""
     asked = f"the loss {run.loss_fn.name or run.algorithm.default_loss!r}"
-    for name, model in _models(run).items():
+    for name, model in models_of(run).items():
         if model.head == "tokens" and run.loss_fn.num_candidates:
             yield (name, "backend"), asked, (name,), Kind.POLICY, "topk_logprobs"
 
 
 def _asked_capabilities(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, str]]:
     generation, generation_at = run.policy.generation, ("policy", "generation")
-    for name, model in _models(run).items():
+    for name, model in models_of(run).items():
         for batching in ("dynamic_batching", "sequence_packing"):
             if getattr(model, batching).enabled:
                 yield (name, batching, "enabled"), "true", (name,), Kind.POLICY, batching
@@ -182,26 +187,6 @@ def _asked_capabilities(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind,
         yield (*generation_at, "top_p"), f"{generation.top_p}", generation_at, Kind.GENERATION, "top_p"
     if generation is not None and generation.top_k is not None:
         yield (*generation_at, "top_k"), f"{generation.top_k}", generation_at, Kind.GENERATION, "top_k"
-
-
-def _transport(run: RunConfig, registry: Registry) -> Iterator[Finding]:
-    generation = run.policy.generation
-    if generation is None or generation.refit_transport is None:
-        return
-    at = ("policy", "generation", "refit_transport")
-    transport = generation.refit_transport
-    try:
-        registry.find(Kind.WEIGHT_TRANSPORT, transport)
-    except PluginError as error:
-        yield at, str(error)
-        return
-    for kind, backend in ((Kind.POLICY, run.policy.backend), (Kind.GENERATION, generation.backend)):
-        if is_path(backend):
-            continue
-        speaks = registry.find(kind, backend).capabilities
-        if transport not in speaks:
-            known = [name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name in speaks]
-            yield at, f"the {kind.label} {backend!r} does not speak {transport!r}. It speaks: {', '.join(known) or 'none'}."
 
 
 def _libraries(run: RunConfig, layout: Layout) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from rl_core.config.checks import cross_check
+from rl_core.config.component_checks import Finding
 from rl_core.config.diagnostics import Problems
 from rl_core.config.interpolation import escape, resolve
 from rl_core.config.locating import locate_paths
@@ -25,6 +26,7 @@ from rl_core.config.provenance import Origin, trace
 from rl_core.config.schema import EnvironmentConfig, RunConfig
 from rl_core.config.shorthands import expand_shorthands
 from rl_core.config.sources import read_sources
+from rl_core.config.usage_checks import unused_sections
 from rl_core.config.validation import Validator
 from rl_core.config.written import Path, Place, Written, dotted
 from rl_core.plugins.component import Component
@@ -43,6 +45,7 @@ class LoadedConfig:
         source: Where each leaf of `resolved` came from, by its dotted key.
         components: The component of each section that names one, by the section's dotted key (`policy.generation`).
         layout: The models of the sections, and the keys that they have.
+        written: The config as it was written, with the source location of each value.
         path: The file.
         overrides: As they were given.
     """
@@ -52,8 +55,24 @@ class LoadedConfig:
     source: Mapping[str, Origin]
     components: Mapping[str, Component]
     layout: Layout
+    written: Written
     path: FilePath
     overrides: tuple[str, ...] = ()
+
+    def refuse(self, findings: Iterable[Finding]) -> None:
+        """Reports what is wrong with keys of the config, each at the line where its value or its section is written.
+
+        Raises:
+            InvalidConfigError: There is a finding.
+        """
+        problems = Problems()
+        for at, message in findings:
+            problems.add(message, place=self.place_of(at), path=at)
+        problems.raise_if_any()
+
+    def place_of(self, path: Path) -> Place:
+        """Where a key is written; for one that is not, the key of the innermost section around it."""
+        return _blamed(self.written, path)
 
     def to_yaml(self) -> str:
         """`resolved` as the text of a config file that inherits and interpolates nothing."""
@@ -61,7 +80,11 @@ class LoadedConfig:
 
 
 def load_config(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, registry: Registry | None = None
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    registry: Registry | None = None,
+    for_training: bool = True,
 ) -> LoadedConfig:
     """The run that a config file describes.
 
@@ -69,6 +92,7 @@ def load_config(
         path: The YAML file.
         overrides: `key=value` and `++key=value`, applied in turn.
         registry: Where components are found; the installed plugins by default.
+        for_training: Refuse sections that training does not use; evaluations and diagnoses use more of them.
 
     Raises:
         InvalidConfigError: A `ConfigError` that lists every mistake with its place.
@@ -86,7 +110,8 @@ def load_config(
     sections = _validated_sections(values, layout, written=written, problems=problems)
     problems.raise_if_any()
     run = _assembled(sections, layout)
-    for at, message in cross_check(run, layout, registry):
+    unused = unused_sections(run) if for_training else ()
+    for at, message in (*cross_check(run, layout, registry), *unused):
         problems.add(message, place=_blamed(written, at), path=at)
     problems.raise_if_any()
     resolved = _resolved(run, sections)
@@ -96,6 +121,7 @@ def load_config(
         source=trace(resolved, written=written, through=through, layout=layout),
         components={dotted(at): part.component for at, part in layout.parts.items() if part.component is not None},
         layout=layout,
+        written=written,
         path=FilePath(path),
         overrides=tuple(overrides),
     )

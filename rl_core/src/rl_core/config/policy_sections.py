@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rl_core.config.paths import NAME_OR_PATH
-from rl_core.config.section import Section
+from rl_core.config.section import ComponentSection, Section
 from rl_core.config.written import Path
 from rl_core.plugins.component import is_path
 
@@ -94,7 +94,7 @@ class SequencePackingConfig(Section):
     """Each row takes a multiple of so many tokens."""
 
 
-class GenerationConfig(Section):
+class GenerationConfig(ComponentSection):
     """What every generation backend's section has (`policy.generation`)."""
 
     backend: str
@@ -147,7 +147,7 @@ class GenerationConfig(Section):
         return self.model_copy(update={"model_name": self.model_name or policy.model_name})
 
 
-class PolicyConfig(Section):
+class PolicyConfig(ComponentSection):
     """What every policy backend's section has (`policy`)."""
 
     backend: str

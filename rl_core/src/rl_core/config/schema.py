@@ -34,10 +34,11 @@ from rl_core.config.policy_sections import (
 from rl_core.config.policy_sections import (
     TokenizerConfig as TokenizerConfig,
 )
+from rl_core.config.section import ComponentSection
 from rl_core.config.section import Section as Section
 
 
-class LossConfig(Section):
+class LossConfig(ComponentSection):
     """What every loss's section has."""
 
     head: ClassVar[Literal["tokens", "scalar"]] = "tokens"
@@ -55,7 +56,7 @@ class LossConfig(Section):
         return 0
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(ComponentSection):
     """What every environment's section has (`env.<task>`)."""
 
     name: str | None = None
@@ -82,8 +83,12 @@ class EnvironmentConfig(Section):
         return self
 
 
-class DatasetConfig(Section):
+class DatasetConfig(ComponentSection):
     """What every dataset's section has (`data.train`, `data.validation`)."""
+
+    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = None
+    """Whether records are conversations (prompts included) or pairs of a chosen and a rejected answer; None if that depends on
+    the data."""
 
     dataset_name: str
     """The dataset component, or a dotted path."""
@@ -254,7 +259,7 @@ class CheckpointingConfig(Section):
         return self
 
 
-class LoggerConfig(Section):
+class LoggerConfig(ComponentSection):
     """What every logger's section has (`logger.<name>`)."""
 
     enabled: bool = True

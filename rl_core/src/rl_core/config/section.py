@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from pydantic import BaseModel, ConfigDict
+
+from rl_core.config.written import Path
+
+if TYPE_CHECKING:
+    from rl_core.config.schema import RunConfig
 
 
 class Section(BaseModel):
@@ -16,3 +24,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",
     )
+
+
+class ComponentSection(Section):
+    """The section of a component, which may contribute checks of its own."""
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        """Checks the section against the rest of the run: each wrong key, relative to this section, and the reason.
+
+        `rlcore validate` calls it, so it must not import torch, ray, numpy or transformers.
+        """
+        yield from ()

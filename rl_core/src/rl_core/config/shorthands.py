@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_core.config.written import Path, Written
+
+if TYPE_CHECKING:
+    from rl_core.config.schema import DataConfig, DatasetConfig
+
+DatasetT = TypeVar("DatasetT", bound="DatasetConfig")
 
 _DATA_PATHS = {"train_data_path": "train", "val_data_path": "validation"}
 
@@ -45,3 +50,13 @@ def expand_shorthands(
         if ("data", short) in through:
             through["data", split, "path"] = through.pop(("data", short))
     return values, written, through
+
+
+def with_prompt(section: DatasetT, data: DataConfig) -> DatasetT:
+    """A dataset's section, with `data.prompt` where it does not set the prompt template or the system prompt itself."""
+    if data.prompt is None:
+        return section
+    asked = {"prompt": data.prompt.prompt_config, "system_prompt": data.prompt.system_prompt}
+    return section.model_copy(
+        update={key: value for key, value in asked.items() if value is not None and getattr(section, key, None) is None}
+    )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
 from rl_core.config.schema import DatasetConfig
+from rl_core.config.written import Path as KeyPath
+
+if TYPE_CHECKING:
+    from rl_core.config.schema import RunConfig
 
 
 class OnBadRow(StrEnum):
@@ -35,6 +40,16 @@ class RowsConfig(DatasetConfig):
         description="A function of a row's fields that gives a record, in place of the keys below: the dotted path of one, or "
         "`alpaca`, `gsm8k`, `record` or `sharegpt`.",
     )
+
+    def changed(self) -> set[str]:
+        """The keys whose values are not their defaults; a resolved config states the others as well."""
+        return {key for key, info in type(self).model_fields.items() if getattr(self, key) != info.get_default()}
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+        """Functions and templates that do not exist, and a first row that cannot be read."""
+        from rl_core.data.row_checks import row_conflicts
+
+        yield from row_conflicts(self, run.data)
 
 
 class JsonLinesSource(RowsConfig):
@@ -65,6 +80,8 @@ class HuggingFaceSource(RowsConfig):
 class RecordForm(RowsConfig):
     """Rows that are prompts, with answers or without, or conversations."""
 
+    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
+
     input_key: str = Field("question", description="The field that is asked: a text, or a list of {role, content} messages.")
     output_key: str | None = Field(
         "expected_answer",
@@ -78,7 +95,7 @@ class RecordForm(RowsConfig):
     tools_key: str | None = Field(
         "tools",
         description="The field with the functions that are offered to the assistant, in OpenAI's form or as its JSON. Rows may "
-        "lack `tools`; a field that is named here must be there (null or an empty list for none). null reads none.",
+        "lack `tools`; a field of another name must be there (null or an empty list for none). null reads none.",
     )
     env_keys: tuple[str, ...] = Field((), description="Further fields that the environment gets, under their names.")
     stop_strings_key: str | None = Field(None, description="The field with a list of texts that end a completion.")
@@ -91,6 +108,11 @@ class RecordForm(RowsConfig):
         None, description="A system message before every conversation that has none; in place of the template's own."
     )
 
+    @property
+    def names_tools(self) -> bool:
+        """Whether `tools_key` names another field than the default, which rows must then have."""
+        return "tools_key" in self.changed()
+
     @model_validator(mode="after")
     def _one_maker_of_records(self) -> RecordForm:
         return _refuse_beside_record_fn(self, {*RecordForm.model_fields} - {*RowsConfig.model_fields, "system_prompt"})
@@ -98,6 +120,8 @@ class RecordForm(RowsConfig):
 
 class PreferenceForm(RowsConfig):
     """Rows that have a better and a worse answer to a prompt."""
+
+    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "pairs"
 
     prompt_key: str = Field(
         "prompt",
@@ -109,7 +133,7 @@ class PreferenceForm(RowsConfig):
     tools_key: str | None = Field(
         "tools",
         description="The field with the functions that are offered to the assistant, in OpenAI's form or as its JSON. Rows may "
-        "lack `tools`; a field that is named here must be there (null or an empty list for none). null reads none.",
+        "lack `tools`; a field of another name must be there (null or an empty list for none). null reads none.",
     )
     completions_key: str = Field(
         "completions",
@@ -127,6 +151,11 @@ class PreferenceForm(RowsConfig):
         "Reward models read it.",
     )
     system_prompt: str | None = Field(None, description="A system message before every conversation that has none.")
+
+    @property
+    def names_tools(self) -> bool:
+        """Whether `tools_key` names another field than the default, which rows must then have."""
+        return "tools_key" in self.changed()
 
     @model_validator(mode="after")
     def _one_maker_of_records(self) -> PreferenceForm:
@@ -174,7 +203,7 @@ ConfigT = TypeVar("ConfigT", bound=RowsConfig)
 
 
 def _refuse_beside_record_fn(config: ConfigT, keys: set[str]) -> ConfigT:
-    unread = sorted(keys & config.model_fields_set)
+    unread = sorted(keys & config.changed())
     if config.record_fn is not None and unread:
         raise ValueError(f"record_fn makes the records, so that nobody reads {', '.join(unread)}: keep one of the two")
     return config

@@ -106,7 +106,7 @@ class ReadsRecords:
         if config.output_key is not None:
             info["expected_answer"] = _field(row, config.output_key, object, "output_key")
         record = Record(messages=messages, extra_env_info=info, task_name=config.task_name or "default")
-        tools = tools_of(row, config.tools_key, is_named="tools_key" in config.model_fields_set)
+        tools = tools_of(row, config.tools_key, is_named=config.names_tools)
         check_tool_use(messages, tools)
         if tools:
             record["tools"] = tools

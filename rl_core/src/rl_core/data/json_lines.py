@@ -50,6 +50,27 @@ class JsonLines:
         return f"{self.name}:{self._lines[index][0]}"
 
 
+def first_line(path: Path) -> tuple[int, bytes]:
+    """The first line of a file that is not blank, with its number from 1; the rest of the file is not read.
+
+    Raises:
+        DataError: The file has no such line, or is in a format that is read only as a whole.
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as raw:
+        start = raw.read(4)
+    if start.startswith((*_UTF_16, _ZSTD, _PARQUET)):
+        raise DataError(f"dataset {path} cannot be read line by line")
+    with gzip.open(path) if start.startswith(_GZIP) else path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            content = line.removeprefix(b"\xef\xbb\xbf")
+            if content.strip():
+                if content.lstrip().startswith(b"["):
+                    raise DataError(f"dataset {path} is one JSON array")
+                return number, content
+    raise DataError(f"dataset {path} is empty")
+
+
 def _content(path: Path) -> bytes:
     """The bytes of a file, decompressed."""
     content = path.read_bytes()

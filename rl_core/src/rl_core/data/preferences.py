@@ -155,7 +155,7 @@ def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) 
         prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
     _check(prompt, chosen, rejected, row, config)
     record = PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, task_name=config.task_name or "default")
-    tools = tools_of(row, config.tools_key, is_named="tools_key" in config.model_fields_set)
+    tools = tools_of(row, config.tools_key, is_named=config.names_tools)
     for answer in (chosen, rejected):
         check_tool_use([*prompt, *answer], tools)
     if tools:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterable
 
 from packaging.utils import canonicalize_name
@@ -21,6 +19,7 @@ from rl_core.errors import (
 from rl_core.plugins.component import Component, Kind, did_you_mean, is_path
 from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
 from rl_core.plugins.record import Plugin, Registration, Status
+from rl_core.plugins.static_lookup import missing_target
 
 DISTRIBUTION_OF: dict[tuple[Kind, str], str] = {
     (Kind.POLICY, "hf"): "rl-backends-hf",
@@ -58,7 +57,7 @@ class Registry:
             DuplicateComponentError: Several plugins register it.
             WrongKindError: It is registered as another kind only.
             MissingCapabilityError: It lacks a required capability.
-            ComponentImportError: It is a path, and its package does not exist.
+            ComponentImportError: It is a path, and there is no such package, module or class.
         """
         wanted = Kind(kind)
         needs = tuple(requires)
@@ -142,13 +141,9 @@ class Registry:
 
 def _component_at(path: str, *, kind: Kind, needs: tuple[str, ...]) -> Component:
     component = Component.from_path(path)
-    package = component.target.partition(":")[0].partition(".")[0]
-    # Looking for the package alone imports nothing; the module may need torch.
-    if package not in sys.modules and importlib.util.find_spec(package) is None:
-        raise ComponentImportError(
-            f"{_capitalised(kind)} {path!r} cannot be imported: there is no package {package!r}. Install it, or put "
-            "its folder on PYTHONPATH."
-        )
+    # Its source is read and not imported: the module may need torch.
+    if (problem := missing_target(path)) is not None:
+        raise ComponentImportError(f"{_capitalised(kind)} {path!r} cannot be imported: {problem}")
     if needs:
         able = getattr(component.load(), "capabilities", ())
         absent = [need for need in needs if need not in able]

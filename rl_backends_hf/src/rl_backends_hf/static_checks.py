@@ -1,0 +1,77 @@
+"""Checks of `hf_cfg` that need neither torch nor the model's weights: its folder, its libraries, the layers that LoRA names."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rl_core.config.model_paths import model_path_problem, weight_names
+from rl_core.config.written import Path
+from rl_core.plugins.component import did_you_mean
+
+if TYPE_CHECKING:
+    from rl_backends_hf.config import HFModelConfig
+
+NEEDS_BITSANDBYTES = (
+    "`{key}` needs bitsandbytes, which is not installed. Install it with `pip install 'rl-backends-hf[quantized]'`, or leave "
+    "`{key}` out."
+)
+NEEDS_FLASH_ATTN = (
+    "`attn_implementation: flash_attention_2` needs the package flash-attn, which is not installed. Use `sdpa`, the default, "
+    "or install flash-attn on a machine with a CUDA GPU."
+)
+
+
+def model_problems(model_name: str | None, options: HFModelConfig, *, is_here: bool) -> Iterator[tuple[Path, str]]:
+    """What is wrong with the path of a model and with how it is to be loaded, by key of the backend's section.
+
+    Args:
+        model_name: `model_name` of the section; None if it is taken from another.
+        options: The section's `hf_cfg`.
+        is_here: Whether the workers use this environment, so that a library that is missing here is missing there.
+    """
+    if model_name is not None and (problem := model_path_problem(model_name)) is not None:
+        yield ("model_name",), problem
+    if not is_here:
+        return
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if getattr(options, key) and importlib.util.find_spec("bitsandbytes") is None:
+            yield ("hf_cfg", key), NEEDS_BITSANDBYTES.format(key=key)
+    if options.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        yield ("hf_cfg", "attn_implementation"), NEEDS_FLASH_ATTN
+
+
+def target_problems(
+    model_name: str, targets: str | Sequence[str], excluded: str | Sequence[str] | None
+) -> Iterator[tuple[str, str]]:
+    """LoRA keys that name layers which a local model does not have, or an expression that is not one.
+
+    Only the last part of a name is compared, since Transformers may load weights under a longer name than their file has.
+    An expression is matched against whole names, which only the loaded model knows: `rlcore validate --deep` does it.
+    """
+    for key, wanted in (("target_modules", targets), ("exclude_modules", excluded)):
+        if isinstance(wanted, str):
+            try:
+                re.compile(wanted)
+            except re.error as error:
+                yield key, f"{wanted!r} is not a regular expression: {error}."
+            continue
+        modules = _module_names(model_name) if wanted else None
+        for name in wanted or ():
+            if modules is not None and name.rpartition(".")[2] not in modules:
+                yield (
+                    key,
+                    f"{name!r} matches no layer of {model_name}.{did_you_mean(name, sorted(modules))} Its layers with weights: "
+                    f"{', '.join(sorted(modules))}.",
+                )
+
+
+def _module_names(model_name: str) -> set[str] | None:
+    """The last parts of the names of all modules that hold weights or other modules; None if the files do not tell."""
+    names = weight_names(model_name)
+    if names is None:
+        return None
+    parts = {part for name in names for part in name.split(".")[:-1]}
+    return {part for part in parts if not part.isdigit()}

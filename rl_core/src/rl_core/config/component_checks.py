@@ -1,0 +1,50 @@
+"""Asks the sections of all components for what they find wrong, each through its `conflicts`; knows no component by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_core.config.parts import COMPANIONS
+from rl_core.config.schema import (
+    DatasetConfig,
+    EnvironmentConfig,
+    GenerationConfig,
+    LoggerConfig,
+    LossConfig,
+    PolicyConfig,
+    RunConfig,
+)
+from rl_core.config.written import Path
+
+Finding = tuple[Path, str]
+"""The key that is to blame, and what is wrong."""
+
+_Checked = PolicyConfig | GenerationConfig | DatasetConfig | EnvironmentConfig | LossConfig | LoggerConfig
+
+
+def component_conflicts(run: RunConfig) -> Iterator[Finding]:
+    """What the sections of backends, datasets, environments, losses and loggers find wrong with the run."""
+    for path, section in _sections(run):
+        for inner, message in section.conflicts(run):
+            yield (*path, *inner), message
+
+
+def models_of(run: RunConfig) -> dict[str, PolicyConfig]:
+    """The policy and its companions, by section."""
+    found = {name: getattr(run, name) for name in ("policy", *COMPANIONS)}
+    return {name: model for name, model in found.items() if model is not None}
+
+
+def _sections(run: RunConfig) -> Iterator[tuple[Path, _Checked]]:
+    yield ("loss_fn",), run.loss_fn
+    for name, model in models_of(run).items():
+        yield (name,), model
+    if run.policy.generation is not None:
+        yield ("policy", "generation"), run.policy.generation
+    for key, dataset in run.data.sections().items():
+        yield ("data", *key.split(".", 1)), dataset
+    for task, environment in run.env.items():
+        yield ("env", task), environment
+    for name, logger in run.logger.loggers.items():
+        if logger.enabled:
+            yield ("logger", "loggers", name), logger

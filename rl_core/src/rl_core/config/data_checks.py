@@ -1,0 +1,54 @@
+"""Checks that the datasets of a run have what its algorithm reads, as far as sections and first rows tell; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+
+from rl_core.config.diagnostics import listed
+from rl_core.config.schema import RunConfig
+from rl_core.config.written import Path
+from rl_core.plugins.component import did_you_mean
+from rl_core.plugins.static_lookup import missing_target
+
+# Found by its folder: this package must not import the one that reads data.
+_PACKAGED_PROMPTS = FilePath(__file__).parents[1] / "data" / "prompt_configs"
+_KINDS = {"conversations": "prompts or conversations", "pairs": "pairs of a chosen and a rejected answer"}
+
+
+def data_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
+    """Datasets of another kind than the algorithm reads, and prompt templates that do not exist."""
+    wanted = "pairs" if run.algorithm.needs_preferences else "conversations"
+    for key, section in run.data.sections().items():
+        at: Path = ("data", *key.split(".", 1))
+        if section.processor is not None and (problem := missing_target(section.processor)) is not None:
+            yield (*at, "processor"), f"{section.processor} cannot be imported: {problem}"
+        if key == "validation" and not validates(run):
+            continue
+        if section.record_kind not in (None, wanted):
+            remedy = "`preference` reads pairs from JSON lines" if wanted == "pairs" else "`jsonl` reads JSON lines"
+            yield (
+                (*at, "dataset_name"),
+                f"{section.dataset_name} has {_KINDS[str(section.record_kind)]}, and {run.algorithm_name} reads "
+                f"{_KINDS[wanted]}. Name another dataset: {remedy}.",
+            )
+    prompt = run.data.prompt
+    if prompt is not None and prompt.prompt_config is not None:
+        problem = prompt_problem(prompt.prompt_config)
+        if problem is not None:
+            yield ("data", "prompt", "prompt_config"), problem
+
+
+def validates(run: RunConfig) -> bool:
+    """Whether the algorithm is asked to validate at any time."""
+    algorithm = run.algorithm
+    return algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
+
+
+def prompt_problem(path_or_name: str) -> str | None:
+    """Why a prompt template cannot be found; None if it is a file or a packaged name."""
+    if FilePath(path_or_name).is_file() or (_PACKAGED_PROMPTS / f"{path_or_name}.yaml").is_file():
+        return None
+    names = sorted(str(path.relative_to(_PACKAGED_PROMPTS).with_suffix("")) for path in _PACKAGED_PROMPTS.rglob("*.yaml"))
+    meant = did_you_mean(path_or_name, names)
+    return f"there is no file and no packaged prompt {path_or_name!r}.{meant} Packaged: {listed(names)}."

@@ -1,0 +1,79 @@
+"""What the path of a model leads to, read from the folder and the headers of its files; imports no torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+_LONGEST_HEADER = 100 * 2**20
+"""Bytes; safetensors itself refuses longer ones."""
+
+
+def model_path_problem(name_or_path: str) -> str | None:
+    """Why a local path cannot be a model of Transformers; None if it can, and for the name of a model of the hub.
+
+    Args:
+        name_or_path: The value of a key `model_name`.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.suffix == ".gguf":
+        return None if path.is_file() else f"there is no GGUF file {name_or_path}."
+    if path.is_file():
+        return (
+            f"{name_or_path} is a file, and a model is a folder with config.json and weights, or a .gguf file. "
+            f"Name the folder that `save_pretrained` wrote, such as {path.parent}."
+        )
+    if path.is_dir() and not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            return (
+                f"{name_or_path} holds a LoRA adapter only, and a model is whole weights. Merge it into its base with `rlcore "
+                "convert CHECKPOINT --to hf --merge OUTPUT`, and name OUTPUT."
+            )
+        hint = _checkpoint_hint(path)
+        return f"{name_or_path} has no config.json, so it is not a model folder.{hint}"
+    return None
+
+
+def _checkpoint_hint(path: Path) -> str:
+    """Where the weights are, if the folder is a run or one of its checkpoints."""
+    inner = sorted(path.glob("policy/weights/config.json")) or sorted(
+        path.glob("checkpoints/step_*/policy/weights/config.json")
+    )
+    if inner:
+        return f" The weights of a checkpoint are in {inner[-1].parent}."
+    return " Name the folder that `save_pretrained` (or `rlcore convert`) wrote."
+
+
+def model_config(name_or_path: str) -> dict[str, Any] | None:
+    """The `config.json` of a model folder; None if there is none that can be read."""
+    try:
+        found = json.loads((Path(name_or_path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def weight_names(name_or_path: str) -> set[str] | None:
+    """The names of the weights in the safetensors files of a model folder; None if there are none that can be read."""
+    folder = Path(name_or_path).expanduser()
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        return _names_in_header(folder / "model.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return None
+
+
+def _names_in_header(path: Path) -> set[str]:
+    """The names in the header of one file: eight bytes of length (little endian), then JSON.
+
+    https://github.com/huggingface/safetensors#format
+    """
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"{path} has a header of {length} bytes")
+        return {name for name in json.loads(file.read(length)) if name != "__metadata__"}

@@ -1,0 +1,96 @@
+"""Checks that weights can get from the policy to the engine; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_core.config.diagnostics import listed
+from rl_core.config.schema import RunConfig
+from rl_core.config.written import Path
+from rl_core.errors import PluginError
+from rl_core.plugins.component import Kind, is_path
+from rl_core.plugins.registry import Registry
+
+IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
+ONE_NODE_TRANSPORTS = ("shared_memory", "collective")
+MANY_NODES_TRANSPORTS = ("collective",)
+"""What is tried without `refit_transport`, the cheapest first."""
+
+_AT = ("policy", "generation", "refit_transport")
+
+
+def transport_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[Path, str]]:
+    """A weight transport that does not exist or that a backend does not support, and backends that have none in common."""
+    generation = run.policy.generation
+    if generation is None:
+        return
+    if generation.refit_transport is None:
+        yield from _nothing_in_common(run, registry)
+    else:
+        yield from _not_supported(run, registry, generation.refit_transport)
+    yield from _folder(generation.refit_transport, generation.refit_folder, num_nodes=run.cluster.num_nodes)
+
+
+def _not_supported(run: RunConfig, registry: Registry, transport: str) -> Iterator[tuple[Path, str]]:
+    try:
+        registry.find(Kind.WEIGHT_TRANSPORT, transport)
+    except PluginError as error:
+        yield _AT, str(error)
+        return
+    for kind, backend in _backends(run):
+        supported = _capabilities(registry, kind, backend)
+        if supported is not None and transport not in supported:
+            known = [name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name in supported]
+            yield _AT, f"the {kind.label} {backend!r} does not support {transport!r}. It supports: {listed(known) or 'none'}."
+
+
+def _nothing_in_common(run: RunConfig, registry: Registry) -> Iterator[tuple[Path, str]]:
+    """Backends that no default transport connects; those given by a path state their capabilities only when imported."""
+    if run.cluster.backend == "in_process":
+        tried: tuple[str, ...] = IN_PROCESS_TRANSPORTS
+    else:
+        tried = ONE_NODE_TRANSPORTS if run.cluster.num_nodes == 1 else MANY_NODES_TRANSPORTS
+    supported = {kind: _capabilities(registry, kind, backend) for kind, backend in _backends(run)}
+    policy, engine = supported[Kind.POLICY], supported[Kind.GENERATION]
+    if policy is None or engine is None or {*tried} & {*policy} & {*engine}:
+        return
+    transports = registry.names(Kind.WEIGHT_TRANSPORT)
+    mine = {kind: [name for name in transports if name in (found or ())] for kind, found in supported.items()}
+    shared = [name for name in mine[Kind.POLICY] if name in mine[Kind.GENERATION]]
+    where = "in one process" if run.cluster.backend == "in_process" else f"on {run.cluster.num_nodes} node(s)"
+    yield (
+        ("policy", "generation", "backend"),
+        f"the engine {run.policy.generation.backend!r} cannot get the weights of the policy backend "  # type: ignore[union-attr]
+        f"{run.policy.backend!r} {where}: tried are {listed(tried)}; the policy backend supports "
+        f"{listed(mine[Kind.POLICY]) or 'none'}, the engine {listed(mine[Kind.GENERATION]) or 'none'}. "
+        + (
+            f"Set refit_transport to {' or '.join(shared)}, or change a backend."
+            if shared
+            else "Choose another generation backend or policy backend."
+        ),
+    )
+
+
+def _folder(transport: str | None, folder: str | None, *, num_nodes: int) -> Iterator[tuple[Path, str]]:
+    if transport == "disk" and folder is None and num_nodes > 1:
+        yield (
+            ("policy", "generation", "refit_folder"),
+            f"must be set with refit_transport: disk on {num_nodes} nodes, to a folder that all of them see.",
+        )
+    if transport != "disk" and folder is not None:
+        yield (
+            ("policy", "generation", "refit_folder"),
+            f"only refit_transport: disk writes there, and it is {transport or 'not set'}. Remove one of the two, or set "
+            "refit_transport: disk.",
+        )
+
+
+def _backends(run: RunConfig) -> tuple[tuple[Kind, str], ...]:
+    generation = run.policy.generation
+    assert generation is not None
+    return (Kind.POLICY, run.policy.backend), (Kind.GENERATION, generation.backend)
+
+
+def _capabilities(registry: Registry, kind: Kind, backend: str) -> tuple[str, ...] | None:
+    """What a registered backend supports; None for one given by its path, which says so only when it is imported."""
+    return None if is_path(backend) else registry.find(kind, backend).capabilities

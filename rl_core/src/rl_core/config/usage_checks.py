@@ -1,0 +1,30 @@
+"""Checks that the sections of a config are used by a run of it; imports no torch.
+
+Only training is checked: `rlcore eval` and `rlcore diagnose` use sections that training does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_core.config.schema import RunConfig
+from rl_core.config.written import Path
+
+
+def unused_sections(run: RunConfig) -> Iterator[tuple[Path, str]]:
+    """Sections that a training run would ignore: an engine or environments of an algorithm that never samples."""
+    if run.algorithm.runtime_needs.samples:
+        return
+    name = run.algorithm_name
+    remedy = "Remove the section, or give it to the command that uses it (`rlcore eval config.yaml ++{key}=...`)."
+    if run.env:
+        yield (
+            ("env",),
+            f"{name} does not sample, so nothing is scored and the section has no effect. {remedy.format(key='env.<task>')}",
+        )
+    if run.policy.generation is not None:
+        yield (
+            ("policy", "generation"),
+            f"{name} does not sample, so no engine is started and the section has no effect. "
+            f"{remedy.format(key='policy.generation.backend')}",
+        )

@@ -1,0 +1,96 @@
+"""Checks that a dotted path leads to something that exists, by reading source files; imports nothing.
+
+A path that cannot be decided this way (an extension module, a star import, a module with `__getattr__`) passes: whoever
+imports it reports the rest.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rl_core.plugins.component import did_you_mean
+
+
+def missing_target(path: str) -> str | None:
+    """Why `package.module.name` or `package.module:name` cannot be imported, as a sentence; None if it can, or may.
+
+    Args:
+        path: The dotted path of a class or function.
+    """
+    module, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
+    name = attribute.partition(".")[0]
+    package = module.partition(".")[0]
+    try:
+        return _missing(module, name) if module else None
+    except (ImportError, AttributeError, ValueError):  # a finder of its own, or a module without a spec: its import decides
+        return None if package in sys.modules else f"there is no package {package!r}."
+
+
+def _missing(module: str, name: str) -> str | None:
+    if module in sys.modules:
+        found = sys.modules[module]
+        if hasattr(found, name):
+            return None
+        return f"{module} has no {name!r}.{did_you_mean(name, [each for each in dir(found) if not each.startswith('_')])}"
+    first, *inner = module.split(".")
+    spec = importlib.util.find_spec(first)
+    if spec is None:
+        return f"there is no package {first!r}. Install it, or put its folder on PYTHONPATH."
+    walked = first
+    for part in inner:
+        folders = _folders(spec)
+        if folders is None:
+            return f"{walked} is a module, not a package, so it has no {part!r}."
+        spec = importlib.machinery.PathFinder.find_spec(f"{walked}.{part}", folders)
+        if spec is None:
+            modules = [each.name for each in pkgutil.iter_modules(folders)]
+            return f"{walked} has no module {part!r}.{did_you_mean(part, modules)}"
+        walked = f"{walked}.{part}"
+    return _missing_in_file(spec, module, name)
+
+
+def _missing_in_file(spec: importlib.machinery.ModuleSpec, module: str, name: str) -> str | None:
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
+    except OSError:
+        return None
+    except SyntaxError as error:
+        return f"{spec.origin}:{error.lineno} is not valid Python: {error.msg}."
+    names = list(_names(tree.body))
+    modules = [each.name for each in pkgutil.iter_modules(_folders(spec) or [])]
+    if {"*", "__getattr__", name} & {*names, *modules}:
+        return None
+    public = [each for each in dict.fromkeys(names) if not each.startswith("_")]
+    return f"{module} has no {name!r}.{did_you_mean(name, public)}"
+
+
+def _folders(spec: importlib.machinery.ModuleSpec) -> Sequence[str] | None:
+    return None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+
+
+def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """The names that the statements of a module bind, those within `if`, `try`, `with` and loops included."""
+    for statement in body:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield statement.name
+            case ast.Import() | ast.ImportFrom():
+                yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
+            case _:
+                yield from (node.id for node in ast.walk(statement) if _binds(node))
+                for field in ("body", "orelse", "finalbody"):
+                    yield from _names(getattr(statement, field, []))
+                for handler in getattr(statement, "handlers", []):
+                    yield from _names(handler.body)
+
+
+def _binds(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)

@@ -1,0 +1,136 @@
+"""Mistakes that only a worker or the data can find still name the config key and its line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_core.assembly.late_errors import blaming, locating
+from rl_core.assembly.launch import train
+from rl_core.config.diagnostics import InvalidConfigError
+from rl_core.config.loader import load_config
+from rl_core.errors import ConfigError, DataError, ResourceInsufficientError, RLCoreError, UserError, WorkerError
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "examples" / "addition" / "model"
+CONFIG = """\
+sft: {max_num_steps: 1, global_batch_size: 2}
+policy:
+  backend: hf
+  model_name: MODEL
+  max_total_sequence_length: 16
+data:
+  train: {dataset_name: arithmetic, num_samples: 8, with_response: true}
+cluster: {backend: in_process}
+logger: {log_dir: RUNS}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes `CONFIG` with changes to its text."""
+
+    def write(*changes):
+        text = CONFIG.replace("MODEL", str(MODEL)).replace("RUNS", str(tmp_path / "runs"))
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+LATE = {
+    "an expression for adapters that matches no layer": (
+        ("  max_total", "  hf_cfg: {lora: {target_modules: '.*nothing'}}\n  max_total"),
+        (5, "policy.hf_cfg.lora.target_modules", "'.*nothing' as an expression for the whole name of a module matches no"),
+    ),
+    "an argument that the scheduler refuses": (
+        ("  max_total", "  scheduler: {name: torch.optim.lr_scheduler.OneCycleLR, kwargs: {max_lr: 0.1}}\n  max_total"),
+        (5, "policy.scheduler.kwargs", "OneCycleLR refuses"),
+    ),
+    "a field that the model's config lacks": (
+        ("  max_total", "  hf_cfg:\n    config_overrides: {num_layerz: 3}\n  max_total"),
+        (6, "policy.hf_cfg.config_overrides.num_layerz", "the LlamaConfig of"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_a_mistake_that_a_worker_finds_is_reported_at_its_line_and_not_at_its_rank(config, tmp_path, case):
+    change, (line, key, says) = LATE[case]
+    path = config(change)
+    with pytest.raises(RLCoreError) as caught:
+        train(path, console=False)
+    assert caught.value.exit_code == 2
+    text = str(caught.value)
+    assert text.startswith(f"{path}:{line}:"), text
+    assert f" {key}: " in text
+    assert says in text
+    assert "rank 0" not in text
+    status = json.loads((tmp_path / "runs" / "run" / "status.json").read_text())
+    assert key in status["error"]
+
+
+def test_data_that_cannot_be_read_is_reported_at_the_dataset_that_names_it(config, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1", "expected_answer": "1"}\n{"frage": "2"}\n')
+    path = config(("{dataset_name: arithmetic, num_samples: 8, with_response: true}", f"{{dataset_name: jsonl, path: {rows}}}"))
+    with pytest.raises(DataError) as caught:
+        train(path, console=False)
+    assert str(caught.value).startswith(f"{path}:7:10: data.train: {rows}:2: the field 'question'"), caught.value
+
+
+def test_a_model_without_a_tokenizer_is_reported_at_the_key_of_the_model(config, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text('{"model_type": "llama"}')
+    path = config((str(MODEL), str(bare)))
+    with pytest.raises(UserError) as caught:
+        train(path, console=False)
+    assert str(caught.value).startswith(f"{path}:4:15: policy.model_name: "), caught.value
+
+
+@pytest.mark.parametrize(
+    ("group", "message", "line", "key"),
+    [
+        ("value", "`policy.optimizer.name`: torch.optim has no such class.", 11, "value.optimizer.name"),
+        ("value", "`policy.optimizer.kwargs` lacks lr.", 11, "value.optimizer.kwargs"),
+        ("env.sums", "`timeout_s` is too short.", 13, "env.sums.timeout_s"),
+        ("env.sums", "No key is named here.", 13, "env.sums"),
+    ],
+)
+def test_a_worker_of_another_section_is_reported_at_that_section(config, group, message, line, key):
+    ppo = (
+        "value:\n  {backend: hf, model_name: m, optimizer: {name: torch.optim.SGD, kwargs: {momentum: 0.9}}}\n"
+        "env:\n  sums: {name: math, timeout_s: 1.0}\n"
+    )
+    path = config(("sft: {max_num_steps: 1, global_batch_size: 2}", "ppo: {max_num_steps: 1}"))
+    text = path.read_text().replace("  max_total", "  generation: {backend: hf, max_new_tokens: 4}\n  max_total")
+    path.write_text(text + ppo)
+    config_of_run = load_config(path)
+    error = WorkerError(f"rank 1 (data=1) of '{group}' failed in setup(): {message}")
+    error.group, error.__cause__ = group, ConfigError(message)
+    with pytest.raises(InvalidConfigError) as caught, locating(config_of_run):
+        raise error
+    [problem] = caught.value.problems
+    assert (problem.place.line, ".".join(map(str, problem.path))) == (line + 1, key)
+    assert "rank 1" not in str(problem)
+
+
+def test_errors_that_are_not_the_users_are_left_as_they_are(config):
+    config_of_run = load_config(config())
+    error = WorkerError("rank 0 of 'policy' failed in train(): RuntimeError: out of memory")
+    error.group, error.__cause__ = "policy", RuntimeError("out of memory")
+    with pytest.raises(WorkerError, match="rank 0") as caught, locating(config_of_run):
+        raise error
+    assert caught.value is error
+
+
+def test_the_type_of_an_error_of_the_driver_stays(config):
+    path = config()
+    expected = pytest.raises(ResourceInsufficientError, match=f"{path}:8:10: cluster: Asked for")
+    with expected, locating(load_config(path)), blaming("cluster"):
+        raise ResourceInsufficientError("Asked for 64 CPUs.")

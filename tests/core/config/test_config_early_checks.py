@@ -1,0 +1,314 @@
+"""Mistakes that a run would meet only after minutes are refused by `rlcore validate`, with line, key and remedy."""
+
+import inspect
+import json
+import os
+
+import pytest
+import yaml
+
+from rl_core.config.diagnostics import InvalidConfigError
+from rl_core.config.loader import load_config
+from rl_core.config.resource_checks import machine_conflicts
+from rl_core.config.torch_arguments import OPTIMIZERS, SCHEDULERS, UNUSABLE_OPTIMIZERS, UNUSABLE_SCHEDULERS
+
+OPTIMIZER = {
+    "{name: torch.optim.AdamX}": "policy.optimizer.name: torch.optim.AdamX cannot be imported: torch.optim has no 'AdamX'. "
+    "Did you mean 'Adam'?",
+    "{name: nowhere.Lion}": "policy.optimizer.name: nowhere.Lion cannot be imported: there is no package 'nowhere'. Install "
+    "it, or put its folder on PYTHONPATH.",
+    "{name: torch.optim.LBFGS}": "policy.optimizer.name: torch.optim.LBFGS cannot train a language model here: it needs a "
+    "closure that computes the loss again, and a training step has none.",
+    "{kwargs: {lr: -1e-4}}": "policy.optimizer.kwargs.lr: must be a number, 0 or more; found -0.0001.",
+    "{kwargs: {lr: fast}}": "policy.optimizer.kwargs.lr: must be a number, 0 or more; found 'fast'.",
+    "{kwargs: {betas: [0.9, 1.0]}}": "policy.optimizer.kwargs.betas: must be a list of two numbers, each 0 or more and less "
+    "than 1; found a list of 2.",
+    "{kwargs: {weight_decai: 0.1}}": "policy.optimizer.kwargs.weight_decai: torch.optim.AdamW has no argument 'weight_decai'. "
+    "Did you mean 'weight_decay'? Its arguments: lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, "
+    "differentiable, fused, decay_matrices_only.",
+}
+SCHEDULER = {
+    "{name: cosin}": "policy.scheduler.name: there is no schedule 'cosin'. Did you mean 'cosine'? Use constant, cosine, "
+    "linear, or a dotted name such as torch.optim.lr_scheduler.CosineAnnealingLR.",
+    "{name: torch.optim.lr_scheduler.StepLr}": "policy.scheduler.name: torch.optim.lr_scheduler.StepLr cannot be imported: "
+    "torch.optim.lr_scheduler has no 'StepLr'. Did you mean 'StepLR'?",
+    "{name: torch.optim.lr_scheduler.StepLR}": "policy.scheduler.kwargs.step_size: is required by "
+    "torch.optim.lr_scheduler.StepLR.",
+    "{name: torch.optim.lr_scheduler.ReduceLROnPlateau}": "policy.scheduler.name: torch.optim.lr_scheduler.ReduceLROnPlateau "
+    "cannot be a schedule here: it needs a metric at each step, and the schedule is stepped without one. Use constant, cosine, "
+    "linear.",
+    "{name: linear, kwargs: {num_warmup: 3}}": "policy.scheduler.kwargs.num_warmup: the schedule linear has no argument "
+    "'num_warmup'. Did you mean 'num_warmup_steps'? Its arguments: num_training_steps, num_warmup_steps.",
+    "{name: constant, kwargs: {num_warmup_steps: -1}}": "policy.scheduler.kwargs.num_warmup_steps: must be a whole number of "
+    "optimizer steps, 0 or more; found -1.",
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "section"), [("optimizer", text) for text in OPTIMIZER] + [("scheduler", text) for text in SCHEDULER]
+)
+def test_an_optimizer_or_a_schedule_that_cannot_work_is_refused_at_its_line(files, good, key, section):
+    expected = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}[key][section]
+    [error] = files.errors(good.replace("  generation:", f"  {key}: {section}\n  generation:"))
+    place, _, message = error.partition(": ")
+    assert (place.split(":")[1], message) == ("6", expected)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "{name: 'torch.optim:SGD', kwargs: {lr: 0.1, momentum: 0.9}}",
+        "{kwargs: {lr: 0, betas: [0.9, 0.95], decay_matrices_only: true}}",
+        "{name: transformers.Adafactor, kwargs: {scale_parameter: false}}",
+        "{name: torch.optim.Adafactor, kwargs: {eps: [null, 0.001]}}",
+    ],
+)
+def test_an_optimizer_that_works_is_accepted(files, good, optimizer):
+    assert files.load(good.replace("  generation:", f"  optimizer: {optimizer}\n  generation:")).run.policy.optimizer.name
+
+
+def test_the_tables_of_arguments_are_those_of_the_installed_torch():
+    torch = pytest.importorskip("torch")
+
+    def arguments(factory):
+        return list(inspect.signature(factory).parameters.values())[1:]
+
+    def classes(module, base):
+        return {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base) and n[0] != "_"}
+
+    found = classes(torch.optim, torch.optim.Optimizer)
+    assert set(OPTIMIZERS) | set(UNUSABLE_OPTIMIZERS) == set(found)
+    for name, expected in OPTIMIZERS.items():
+        assert tuple(p.name for p in arguments(found[name])) == expected, name
+    scheduler = torch.optim.lr_scheduler
+    found = classes(scheduler, scheduler.LRScheduler)
+    assert set(SCHEDULERS) | set(UNUSABLE_SCHEDULERS) == set(found)
+    for name, (required, optional) in SCHEDULERS.items():
+        parameters = arguments(found[name])
+        assert tuple(p.name for p in parameters if p.default is p.empty) == required, name
+        assert tuple(p.name for p in parameters if p.default is not p.empty) == optional, name
+
+
+def test_settings_of_training_on_a_frozen_teacher_are_refused(files, good):
+    text = good.replace("grpo:\n  num_prompts_per_step: 8", "distillation: {}")
+    teacher = "teacher: {backend: hf, model_name: big, optimizer: {kwargs: {lr: 0.1}}}\n"
+    [error] = files.errors(text + teacher)
+    assert error == (
+        "config.yaml:12:52: teacher.optimizer: this model is never trained, so it has no use for one: remove the section."
+    )
+
+
+def model_folder(folder, names=("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")):
+    """A folder with a config and one file of safetensors whose header names weights and that holds none."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+@pytest.mark.parametrize("key", ["policy", "generation"])
+def test_a_model_path_that_is_no_model_is_refused_at_its_line(files, good, key):
+    folder = files.folder / "empty"
+    folder.mkdir()
+    file = files.write("x", "weights.bin")
+
+    def error(path):
+        if key == "policy":
+            return files.errors(good.replace("some/model", str(path)))
+        return files.errors(good.replace("tokens: 64", f"tokens: 64\n    model_name: {path}"))
+
+    line, where = ("5", "policy.model_name") if key == "policy" else ("9", "policy.generation.model_name")
+    [of_folder], [of_file] = error(folder), error(file)
+    assert of_folder.split(":")[1] == of_file.split(":")[1] == line
+    assert f"{where}: empty has no config.json, so it is not a model folder." in of_folder
+    assert f"{where}: weights.bin is a file, and a model is a folder with config.json and weights" in of_file
+    assert files.load(good.replace("some/model", str(model_folder(files.folder / "model")))).run
+
+
+def test_a_run_folder_in_place_of_a_model_is_answered_with_the_path_of_its_weights(files, good):
+    weights = files.folder / "run" / "checkpoints" / "step_000010" / "policy" / "weights"
+    weights.mkdir(parents=True)
+    (weights / "config.json").write_text("{}")
+    [error] = files.errors(good.replace("some/model", str(files.folder / "run")))
+    assert error.endswith("The weights of a checkpoint are in run/checkpoints/step_000010/policy/weights.")
+
+
+@pytest.mark.parametrize("section", ["policy", "generation"])
+@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
+def test_quantized_loading_without_bitsandbytes_is_refused(files, good, section, key):
+    before = "  generation:" if section == "policy" else "    max_new"
+    indent = "  " if section == "policy" else "    "
+    [error] = files.errors(good.replace(before, f"{indent}hf_cfg: {{{key}: true}}\n{before}"))
+    assert f"hf_cfg.{key}: `{key}` needs bitsandbytes, which is not installed." in error
+    other = good.replace(before, f"{indent}python: python3\n{indent}hf_cfg: {{{key}: true}}\n{before}")
+    assert files.load(other).run  # another environment's libraries are not known here
+
+
+def test_lora_targets_that_a_local_model_lacks_are_refused_with_a_suggestion(files, good):
+    folder = model_folder(files.folder / "model")
+
+    def text(lora):
+        return good.replace("some/model", str(folder)).replace("  generation:", f"  hf_cfg: {{lora: {lora}}}\n  generation:")
+
+    [error] = files.errors(text("{target_modules: [q_proj, v_projj]}"))
+    assert error.startswith("config.yaml:6:35: policy.hf_cfg.lora.target_modules: 'v_projj' matches no layer of model. ")
+    assert error.endswith("Its layers with weights: layers, mlp, model, q_proj, self_attn, up_proj.")
+    [error] = files.errors(text("{target_modules: [up_pro]}"))
+    assert "Did you mean 'up_proj'?" in error
+    [error] = files.errors(text("{target_modules: '*_proj'}"))
+    assert "policy.hf_cfg.lora.target_modules: '*_proj' is not a regular expression: nothing to repeat" in error
+    for accepted in ("{target_modules: [q_proj, mlp.up_proj]}", "{}", "{target_modules: '.*_proj'}"):
+        assert files.load(text(accepted)).run.policy.hf_cfg.lora is not None
+
+
+DPO = """
+    dpo: {}
+    policy: {backend: hf, model_name: some/model}
+    data:
+      train: {dataset_name: preference, path: pairs.jsonl}
+"""
+PAIR = '{"prompt": "1+1?", "chosen": "2", "rejected": "3"}\n'
+
+
+def test_preference_training_on_data_without_pairs_is_refused(files):
+    files.write('\n\n{"question": "1+1?", "expected_answer": "2"}\n', "pairs.jsonl")
+    [error] = files.errors(DPO)
+    assert error.startswith("config.yaml:4:43: data.train.path: pairs.jsonl:2: the field 'chosen' is absent")
+    [error] = files.errors(DPO.replace("dataset_name: preference", "dataset_name: jsonl"))
+    assert error == (
+        "config.yaml:4:25: data.train.dataset_name: jsonl has prompts or conversations, and dpo reads pairs of a chosen and a "
+        "rejected answer. Name another dataset: `preference` reads pairs from JSON lines."
+    )
+    files.write(PAIR, "pairs.jsonl")
+    assert files.load(DPO).run.data.train.dataset_name == "preference"
+
+
+def test_supervised_training_on_pairs_is_refused(files):
+    files.write(PAIR, "pairs.jsonl")
+    [error] = files.errors(DPO.replace("dpo:", "sft:"))
+    assert "data.train.dataset_name: preference has pairs of a chosen and a rejected answer, and sft reads prompts" in error
+
+
+def test_a_token_budget_smaller_than_a_pair_is_refused(files):
+    files.write(PAIR, "pairs.jsonl")
+    packed = "policy: {backend: hf, model_name: m, max_total_sequence_length: 100, sequence_packing: {enabled: true, %s}}"
+    text = DPO.replace("policy: {backend: hf, model_name: some/model}", packed)
+    [error] = files.errors(text % "train_mb_tokens: 199")
+    assert error == (
+        "config.yaml:2:121: policy.sequence_packing.train_mb_tokens: 199 tokens cannot hold 2 rows that the loss reads "
+        "together, each of policy.max_total_sequence_length (100): raise it to 200, or lower the length."
+    )
+    assert files.load(text % "train_mb_tokens: 200, logprob_mb_tokens: 100").run
+
+
+@pytest.mark.parametrize("key", ["prompt_config", "prompt"])
+def test_a_prompt_template_that_does_not_exist_is_refused(files, good, key):
+    files.write('{"question": "1+1", "expected_answer": "2"}\n', "rows.jsonl")
+    rows = "  train: {dataset_name: jsonl, path: rows.jsonl%s}"
+    own = rows % ", prompt: generic/mth" if key == "prompt" else (rows % "") + "\n  prompt: {prompt_config: generic/mth}"
+    [error] = files.errors(good.replace("  train: {dataset_name: arithmetic}", own))
+    at = "data.train.prompt" if key == "prompt" else "data.prompt.prompt_config"
+    assert (
+        f"{at}: there is no file and no packaged prompt 'generic/mth'. Did you mean 'generic/math'? Packaged: generic/" in error
+    )
+
+
+def test_functions_of_data_that_do_not_exist_are_refused(files, good):
+    files.write('{"question": "1+1", "expected_answer": "2"}\n', "rows.jsonl")
+    data = "  train: {dataset_name: jsonl, path: rows.jsonl, record_fn: %s, processor: rl_core.data.processors.nothing}"
+    first, second = files.errors(good.replace("  train: {dataset_name: arithmetic}", data % "alpacca"))
+    assert "data.train.record_fn: there is no function 'alpacca'. Did you mean 'alpaca'? Use alpaca, gsm8k" in first
+    assert "data.train.processor: rl_core.data.processors.nothing cannot be imported: rl_core.data.processors has no" in second
+
+
+def test_an_environment_class_that_does_not_exist_is_refused_without_importing_it(files, good):
+    [error] = files.errors(good.replace("arithmetic: {}", "sums: {env_cls: rl_envs.math.environment.MathEnvironmet}"))
+    assert error == (
+        "config.yaml:12:19: env.sums.env_cls: Environment 'rl_envs.math.environment.MathEnvironmet' cannot be imported: "
+        "rl_envs.math.environment has no 'MathEnvironmet'. Did you mean 'MathEnvironment'?"
+    )
+
+
+def test_an_engine_without_a_common_weight_transport_is_refused(files, good):
+    plain = good.replace("  backend: hf\n  model", "  backend: plain\n  model")
+    assert files.load(plain).run.policy.backend == "plain"  # both support `collective`
+    [error] = [line for line in files.errors(plain + "cluster: {backend: in_process}\n") if "weights" in line]
+    assert error == (
+        "config.yaml:7:14: policy.generation.backend: the engine 'hf' cannot get the weights of the policy backend 'plain' in "
+        "one process: tried are by_reference, shared_memory; the policy backend supports collective, the engine by_reference, "
+        "collective, disk, shared_memory. Set refit_transport to collective, or change a backend."
+    )
+
+
+def test_a_refit_folder_that_no_transport_uses_is_refused(files, good):
+    [error] = files.errors(good.replace("tokens: 64", "tokens: 64\n    refit_folder: /tmp"))
+    assert "policy.generation.refit_folder: only refit_transport: disk writes there, and it is not set." in error
+    [error] = files.errors(good.replace("tokens: 64", "tokens: 64\n    refit_transport: disk"), "cluster.num_nodes=2")
+    assert "policy.generation.refit_folder: must be set with refit_transport: disk on 2 nodes" in error
+
+
+def test_sections_that_training_does_not_use_are_refused_and_left_to_evaluations(files):
+    files.write(PAIR, "pairs.jsonl")
+    text = DPO + "    env:\n      math: {}\n"
+    generation = "policy.generation={backend: hf}"
+    first, second = files.errors(text, f"++{generation}")
+    assert first.startswith("config.yaml:6:3: env: dpo does not sample, so nothing is scored and the section has no effect.")
+    assert "policy.generation: dpo does not sample, so no engine is started and the section has no effect." in second
+    path = files.write(text)
+    assert load_config(path, [f"++{generation}"], registry=files.registry, for_training=False).run.env
+
+
+def test_supervised_training_that_scores_its_validation_uses_both_sections(files, good):
+    sft = good.replace("grpo:\n  num_prompts_per_step: 8", "sft: {val_accuracy: true}")
+    assert files.load(sft).run.env
+    assert len(files.errors(sft.replace("true", "false"))) == 2
+
+
+IN_PROCESS = {
+    "cluster.num_nodes=2": "cluster.num_nodes: 2 cannot be honoured",
+    "cluster.workers_per_node=2": "cluster.workers_per_node: 2 cannot be honoured",
+    "cluster.cpus_per_worker=1": "cluster.cpus_per_worker: 1 cannot be honoured",
+    "env.arithmetic.num_workers=3": "env.arithmetic.num_workers: 3 cannot be honoured",
+    "policy.generation.num_workers=2": "policy.generation.num_workers: 2 cannot be honoured",
+    "policy.generation.python=python3": "policy.generation.python: cannot be honoured",
+    "policy.python=python3": "policy.python: cannot be honoured",
+}
+
+
+@pytest.mark.parametrize("override", IN_PROCESS)
+def test_one_process_refuses_the_workers_that_it_cannot_have(files, good, override):
+    assert files.load(good, override).run.cluster.backend == "ray"
+    [error] = files.errors(good, override, "cluster.backend=in_process")
+    assert f"`{override}`: {IN_PROCESS[override]}: cluster.backend is in_process" in error
+
+
+def test_more_workers_than_this_machine_has_cpus_are_found(files, good, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    loaded = files.load(good + "cluster: {use_gpus: false, workers_per_node: 64}\n")
+    with pytest.raises(InvalidConfigError) as caught:
+        loaded.refuse(machine_conflicts(loaded.run))
+    assert str(caught.value).endswith(
+        "config.yaml:13:46: cluster.workers_per_node: 64 workers of 1 CPU(s) each need 64 CPUs, and this machine has 2 CPUs. "
+        "Lower it to 2, or set RAY_ADDRESS to the cluster that the run is for."
+    )
+    for fitting in ("cluster.workers_per_node=2", "cluster.num_nodes=2", "cluster.use_gpus=true"):
+        assert not [*machine_conflicts(files.load(yaml.safe_dump(loaded.resolved), fitting).run)]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert not [*machine_conflicts(loaded.run)]
+
+
+def test_a_plugin_contributes_checks_through_the_section_of_any_component(files, good):
+    [error] = files.errors(good.replace("arithmetic: {}", "strict: {}"))
+    assert error == "config.yaml:12:3: env.strict.num_workers: strict scores alone: set it to 2."
+
+
+def test_a_resolved_config_means_the_same_for_data_and_engine(files, good):
+    files.write('{"instruction": "1+1?", "output": "2"}\n', "rows.jsonl")
+    text = good.replace("{dataset_name: arithmetic}", "{dataset_name: jsonl, path: rows.jsonl, record_fn: alpaca}")
+    text = text.replace("  generation:", "  hf_cfg: {attn_implementation: eager}\n  generation:")
+    loaded = files.load(text)
+    again = load_config(files.write(loaded.to_yaml(), "resolved.yaml"), registry=files.registry)
+    engines = [one.run.policy.generation.for_policy(one.run.policy) for one in (loaded, again)]
+    assert engines[0].hf_cfg.attn_implementation == engines[1].hf_cfg.attn_implementation == "eager"
