@@ -61,7 +61,7 @@ class TextGeneration:
         if not asked:
             return []
         rows = [_token_ids(prompt, self._tokenizer) for prompt in asked]
-        batch = BatchedDataDict(
+        batch: BatchedDataDict[Any] = BatchedDataDict(
             {
                 "input_ids": cat_right_padded([row.unsqueeze(0) for row in rows], pad_value=pad_value("input_ids")),
                 "input_lengths": torch.tensor([len(row) for row in rows]),
