@@ -127,4 +127,4 @@ class NamedSharding:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1
