@@ -511,6 +511,7 @@ def test_reinforce_plus_plus_subtracts_the_group_mean_by_default(folder, tmp_pat
             "bounded",
         ),
         ({"loss_fn.reference_policy_kl_penalty": 0.02}, None, "score-function term"),
+        ({"loss_fn.use_kl_in_reward": True}, None, "the estimator in the reward is k1"),
         ({"loss_fn.use_importance_sampling_correction": True}, None, "truncated at 2.0"),
         (
             {
@@ -528,6 +529,17 @@ def test_a_key_whose_meaning_differs_has_a_note(folder, tmp_path, changes, key, 
     line = lines[key or next(iter(changes))]
     assert line.outcome == "renamed"
     assert note in line.reason
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_an_estimator_that_is_wrong_in_the_reward_is_replaced_by_k1(folder, tmp_path, estimator):
+    changes = {"loss_fn.use_kl_in_reward": True, "loss_fn.reference_policy_kl_type": estimator}
+    imported, lines = imported_with(folder, tmp_path, changes)
+    assert imported.values["loss_fn"]["use_kl_in_reward"] is True
+    assert "reference_policy_kl_type" not in imported.values["loss_fn"]
+    line = lines["loss_fn.reference_policy_kl_type"]
+    assert line.outcome == "not honoured"
+    assert "k1 is taken" in line.reason
 
 
 def test_a_dataset_by_name_and_a_share_that_is_held_out_are_taken_over(folder, tmp_path):

@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from rl_core.algorithms.sft_config import SFTConfig
+from rl_core.assembly.build import Loaders
 from rl_core.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
 from rl_core.assembly.evaluate import plan_evaluation
 from rl_core.assembly.pair import plan_pair
@@ -322,3 +323,27 @@ def test_an_evaluation_asks_what_a_split_holds_out_and_an_examination_what_it_le
     asked = {question[0]["content"] for question in plan_pair(path, num_prompts=20).prompts.questions}
     assert asked <= {record["messages"][0]["content"] for record in train.records}
     assert len(asked) == 20
+
+
+@pytest.mark.parametrize(
+    ("question", "fraction", "warned"),
+    # The tokenizer knows digits, signs and `=`, a token a character; the answer and the end token are known.
+    [("12+3=", 0.0, False), ("Is12+3=", 2 / 9, True)],
+)
+def test_the_fraction_of_unknown_tokens_is_a_metric_and_a_warning(
+    lines, registry, tokenizer, caplog, question, fraction, warned
+):
+    data = DataConfig(
+        train=section(lines("sums", *[{"question": question, "answer": "7"}] * 4), output_key=None, response_key="answer")
+    )
+    train, _ = read_data(data, registry)
+    with caplog.at_level(logging.INFO, logger="rlcore"):
+        loaders = Loaders(run_of(data, global_batch_size=2), tokenizer, train=train, validation=None)
+    assert loaders.unknown_tokens.fraction == pytest.approx(fraction)
+    assert loaders.unknown_tokens.rows == 4
+    levels = {record.levelname: record.getMessage() for record in caplog.records}
+    assert f"{100 * fraction:.2f} % of the tokens of the first 4 training rows are unknown" in levels["INFO"]
+    assert ("WARNING" in levels) is warned
+    if warned:
+        assert "are <unk>" in levels["WARNING"]
+        assert repr(question) in levels["WARNING"]

@@ -23,6 +23,7 @@ from rl_core.config.schedule_lengths import (
 from rl_core.config.schema import RunConfig
 from rl_core.config.written import dotted
 from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
@@ -135,6 +136,8 @@ def connect(
             )
     if loaders.bad_rows.count:
         run.metrics.add({"data/bad_rows": loaders.bad_rows.count})
+    if loaders.unknown_tokens is not None:
+        run.metrics.add({"data/unknown_token_frac": loaders.unknown_tokens.fraction})
     run.batches = loaders.batches
     run.validation_batches = loaders.validation_batches
     run.checkpoints = _checkpoints(config, resolved, folder, run)
@@ -173,6 +176,27 @@ class Loaders:
             self.batches = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
             if validation is not None:
                 self.validation_batches = _answer_batches(validation, config, tokenizer, batch_size=val_size, shuffle=False)
+
+        self.unknown_tokens = self._count_unknown_tokens(tokenizer)
+
+    def _count_unknown_tokens(self, tokenizer: Any) -> UnknownTokens | None:
+        """Count them, log their fraction, and warn if the model could not read its training data."""
+        rows = self.prompts.dataset if self.prompts is not None else self.batches.rows if self.batches is not None else ()
+        found = count_unknown_tokens(rows, tokenizer)
+        if found is None:
+            return None
+        _log.info("%.2f %% of the tokens of the first %d training rows are unknown", 100 * found.fraction, found.rows)
+        if found.fraction > WARN_ABOVE:
+            _log.warning(
+                "%.1f %% of the tokens of the first %d training rows are %s, which stands for text that the tokenizer does not "
+                "know; the first such message is %r. The model cannot read that text. Use data in the tokenizer's alphabet or "
+                "a model with another tokenizer.",
+                100 * found.fraction,
+                found.rows,
+                tokenizer.unk_token,
+                found.example[:80],
+            )
+        return found
 
     def settled(self, config: RunConfig) -> RunConfig:
         """The config with epochs counted in steps, which shows whether learning-rate schedules fit the run.

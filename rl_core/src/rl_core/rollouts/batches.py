@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ class TrainingBatches:
         self._loader = loader
         self._endless = loader.forever()
         self._pad_token_id = pad_token_id
+
+    @property
+    def rows(self) -> Sequence[Any]:
+        """The tokenized rows that the loader draws from."""
+        return self._loader.dataset
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""

@@ -9,6 +9,7 @@ from typing import Any
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.dataloader import BatchedDataLoader
 from rl_core.rollouts.collect import Collector
+from rl_core.rollouts.equal_rewards import EqualRewardWatch
 from rl_core.rollouts.seeds import SampleStream
 from rl_core.rollouts.summary import ask_environments, summarize
 from rl_core.rollouts.trajectory import Trajectory, to_batch
@@ -60,12 +61,14 @@ class OnDemandSource(RolloutSource):
         self._prompts = prompts
         self._batches = self._prompts.forever()
         self._group_size = group_size
+        self._watch = EqualRewardWatch()
 
     def next_batch(self, step: int) -> Rollouts:
         """See `RolloutSource`; the weight version of every row is the generation backend's of this moment."""
         first = self._prompts.next_ordinal
         trajectories = start_rollouts(next(self._batches), self._group_size, first_ordinal=first)
         self._collector.collect(trajectories, stream=SampleStream.TRAINING)
+        self._watch.observe(step, trajectories)
         metrics = summarize(trajectories) | ask_environments(trajectories, self._collector.environments)
         return Rollouts(batch=to_batch(trajectories), metrics=metrics, trajectories=trajectories)
 
