@@ -234,7 +234,7 @@ def test_checkpoints_that_do_not_fit_are_refused_with_their_reason(parts, start,
     with pytest.raises(CheckpointError, match="no training state"):
         worker.load_checkpoint(tmp_path / "w", tmp_path / "absent")
     (tmp_path / "o" / "trainer.pt").write_bytes((tmp_path / "o" / "trainer.pt").read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="torn"):
+    with pytest.raises(CheckpointError, match="damaged"):
         worker.load_checkpoint(tmp_path / "w", tmp_path / "o")
     whole = (tmp_path / "w" / "model.safetensors").read_bytes()
     (tmp_path / "w" / "model.safetensors").write_bytes(whole[: len(whole) // 2])

@@ -1,13 +1,17 @@
 """One rank in this process: scores at a temperature, samples, saves, refuses; and the seam that lets it run without CUDA."""
 
 import json
+import os
+import pickle
 import shutil
 
 import megatron_cases as cases
 import pytest
 import torch
 import transformers
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from rl_core.checkpoints.data_only import read_metadata
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, ConfigError, DataError, NotSupportedError, UserError
 
@@ -106,9 +110,8 @@ def test_weights_under_the_wrong_name_or_shape_are_refused(policy, models, tmp_p
         (tmp_path / "absent", "holds no config.json"),
         (other, "of another model: a qwen3, not a llama"),
     ):
-        with pytest.raises(Exception, match=says) as error:
+        with pytest.raises(CheckpointError, match=says):
             made.load_checkpoint(folder)
-        assert isinstance(error.value.__cause__, CheckpointError)
     weights = tmp_path / "w" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(Exception, match="is torn"):
@@ -123,9 +126,8 @@ def test_optimizer_state_that_is_torn_or_in_another_form_is_refused(policy, tmp_
     made.shutdown()
     next((tmp_path / "o" / "tensors").glob("*.distcp")).unlink()
     made = policy()
-    with pytest.raises(Exception, match="is torn") as error:
+    with pytest.raises(CheckpointError, match="is damaged"):
         made.load_checkpoint(tmp_path / "w", tmp_path / "o")
-    assert isinstance(error.value.__cause__, CheckpointError)
     with pytest.raises(Exception, match="does not exist"):
         made.load_checkpoint(tmp_path / "w", tmp_path / "absent")
 
@@ -265,3 +267,68 @@ def test_a_frozen_policy_scores_and_has_nothing_that_could_step(policy, models, 
         assert isinstance(error.value.__cause__, NotSupportedError)
     made.load_checkpoint(models / "qwen3")
     assert torch.equal(made.get_logprobs(rows)["logprobs"], found)
+
+
+class Planted:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def declare_bytes(folder, planted):
+    """Metadata of allowed classes only, which says that tensors are entries of bytes."""
+    found = read_metadata(folder)
+    found.state_dict_metadata = dict.fromkeys(found.state_dict_metadata, BytesStorageMetadata())
+    for info in found.storage_data.values():
+        info.offset = 0
+        torch.save(planted, folder / info.relative_path)
+        info.length = (folder / info.relative_path).stat().st_size
+    found.storage_meta = None
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+PLANTS = {
+    "a pickle as metadata": lambda folder, planted: (folder / "tensors" / ".metadata").write_bytes(pickle.dumps(planted)),
+    "entries of bytes": lambda folder, planted: declare_bytes(folder / "tensors", planted),
+    "a pickle as common state": lambda folder, planted: torch.save(planted, folder / "tensors" / "common.pt"),
+    "a pickle as tensors": lambda folder, planted: torch.save(planted, folder / "tensors" / "__0_0.distcp"),
+    "a pickle as trainer state": lambda folder, planted: torch.save(planted, folder / "trainer.pt"),
+}
+
+
+def test_a_resume_runs_no_code_of_the_checkpoint(policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # the variable by which users make torch load pickles
+    made = policy()
+    made.save_checkpoint(tmp_path / "w", tmp_path / "o")
+    planted = Planted(tmp_path / "code-ran")
+    for name, plant in PLANTS.items():
+        shutil.copytree(tmp_path / "o", tmp_path / name)
+        plant(tmp_path / name, planted)
+        with pytest.raises(CheckpointError):
+            made.load_checkpoint(tmp_path / "w", tmp_path / name)
+        assert not planted.marker.exists(), name
+    made.load_checkpoint(tmp_path / "w", tmp_path / "o")
+    pickle.loads(pickle.dumps(planted))
+    assert planted.marker.is_dir()
+
+
+def test_damaged_files_of_the_training_state_are_refused(policy, tmp_path):
+    made = policy()
+    made.save_checkpoint(tmp_path / "w", tmp_path / "o")
+    for number, (file, content) in enumerate(
+        (file, content)
+        for file in ("trainer.pt", "tensors/.metadata", "tensors/common.pt", "tensors/metadata.json", "tensors/__0_0.distcp")
+        for content in (None, b"", b"[1, 2]")
+    ):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "o", folder)
+        if content is None:
+            (folder / file).unlink()
+        else:
+            (folder / file).write_bytes(content)
+        with pytest.raises(CheckpointError, match=str(folder)):
+            made.load_checkpoint(tmp_path / "w", folder)

@@ -15,6 +15,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.assembly.convert import convert
 from rl_core.assembly.launch import train
+from rl_core.checkpoints.manifest import write_manifest
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.conversion import Conversion
@@ -134,8 +135,8 @@ def test_a_base_that_has_moved_is_named_by_an_option(peft, adapted, tmp_path):
     moved = tmp_path / "step_000002"
     (moved / "policy").mkdir(parents=True)
     (moved / "policy" / "weights").symlink_to(adapted / "policy" / "weights")
-    (moved / "manifest.json").write_bytes((adapted / "manifest.json").read_bytes())
     (moved / "state.json").write_text(json.dumps(state))
+    write_manifest(moved, step=2, metrics={})
     with pytest.raises(UserError, match="/nowhere/model does not exist"):
         convert(moved, tmp_path / "out", to="hf", merge=True)
     assert not (tmp_path / "out").exists()
@@ -215,8 +216,8 @@ def test_a_checkpoint_is_converted_by_the_backend_that_wrote_it(registry, whole,
     state["config"]["policy"] = {"backend": "sideways", "sideways_cfg": {"width": 3}}
     (tmp_path / "step_000002").mkdir()
     (tmp_path / "step_000002" / "policy").symlink_to(whole / "policy")
-    (tmp_path / "step_000002" / "manifest.json").write_bytes((whole / "manifest.json").read_bytes())
     (tmp_path / "step_000002" / "state.json").write_text(json.dumps(state))
+    write_manifest(tmp_path / "step_000002", step=2, metrics={})
     convert(tmp_path / "step_000002", tmp_path / "out", to="sideways", registry=registry)
     said = json.loads((tmp_path / "out" / "said.json").read_text())
     assert said == [str(tmp_path / "step_000002" / "policy" / "weights"), state["config"]["policy"]]

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from rl_core.checkpoints.manifest import write_manifest
 from rl_core.errors import RLCoreError, UserError
 from rlcore_cli.main import app
 
@@ -269,6 +270,7 @@ def of_another_model(run, folder):
     shutil.rmtree(weights)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(weights)
+    write_manifest(folder / "step_000001", step=1, metrics={})
     return folder / "step_000001"
 
 

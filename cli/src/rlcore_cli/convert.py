@@ -23,6 +23,12 @@ def convert(
     model: Annotated[
         str | None, typer.Option(help="Where the model is that the run began from, if it has moved since.")
     ] = None,
+    trust_checkpoint: Annotated[
+        bool,
+        typer.Option(
+            "--trust-checkpoint", help="Run code that the checkpoint's config names: a backend by its path, a model's own code."
+        ),
+    ] = False,
 ) -> None:
     """Write a checkpoint as a folder that others load.
 
@@ -39,7 +45,7 @@ def convert(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from rl_core.assembly.convert import convert as run
 
-    done = run(checkpoint, output, to=to, merge=merge, model=model)
+    done = run(checkpoint, output, to=to, merge=merge, model=model, trust=trust_checkpoint)
     how = "copied" if done.backend is None else f"by the policy backend {done.backend}"
     print(f"{done.output} written: {len(done.files)} files, {done.num_bytes / 2**20:.1f} MiB, {how}")
     for name in done.files:

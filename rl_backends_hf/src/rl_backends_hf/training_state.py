@@ -7,6 +7,7 @@ of sharing them, reads its own part. Beside them: `trainer.pt` (from rank 0) and
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 import warnings
 from collections.abc import Mapping
@@ -17,16 +18,28 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
 from rl_backends_hf.master import MasterWeights
+from rl_core.checkpoints.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from rl_core.errors import CheckpointError
 
 _FORMAT: Final = 1
+_DAMAGE: Final = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    pickle.UnpicklingError,
+)
+"""What torch raises for damaged files."""
 _log = logging.getLogger(__name__)
 
 # One rank has no process group on purpose; PyTorch says so at each save and load.
@@ -60,13 +73,19 @@ class TrainingState:
             torch.save(trainer, folder / "trainer.pt")
 
     def load(self, folder: Path, *, rank: int, world_size: int) -> None:
-        """Go on from what `save` wrote, by any number of ranks.
+        """Continue from what `save` wrote, by any number of ranks; nothing in the folder is run.
 
-        Random state is restored where this rank had one; with more ranks than before, the further ones keep theirs.
+        Random state is restored if this rank had one; with more ranks than before, the further ones keep theirs.
 
         Raises:
-            CheckpointError: the folder is absent, torn, or of another model or optimizer.
+            CheckpointError: the folder is absent, damaged, or of another model or optimizer.
         """
+        try:
+            self._load(folder, rank=rank, world_size=world_size)
+        except _DAMAGE as error:
+            raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+
+    def _load(self, folder: Path, *, rank: int, world_size: int) -> None:
         trainer = _read(folder / "trainer.pt")
         groups = self.optimizer.param_groups
         if trainer.get("format") != _FORMAT or len(trainer["param_groups"]) != len(groups):
@@ -87,7 +106,7 @@ class TrainingState:
             _restore_random_state(_read(folder / _rng_file(rank)))
         elif rank < trainer["world_size"]:
             raise CheckpointError(
-                f"{folder} is torn: {_rng_file(rank)} is missing, though {trainer['world_size']} ranks wrote it."
+                f"{folder} is damaged: {_rng_file(rank)} is missing, though {trainer['world_size']} ranks wrote it."
             )
 
     def move(self, device: torch.device) -> None:
@@ -118,14 +137,13 @@ class TrainingState:
 
     def _load_tensors(self, folder: Path, *, no_dist: bool) -> dict[str, dict[str, Any]]:
         """Fill the masters; return the optimizer's tensors by parameter name."""
-        try:
-            stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-        except (OSError, EOFError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{folder} holds no readable optimizer state: {error}") from error
+        stored = read_metadata(folder).state_dict_metadata
         wanted: dict[str, torch.Tensor] = {}
         state: dict[str, dict[str, Any]] = {}
         for key, metadata in stored.items():
-            if not isinstance(metadata, TensorStorageMetadata) or key == "empty":
+            if not isinstance(metadata, TensorStorageMetadata):
+                raise CheckpointError(f"{folder} is damaged: its entry {key} is not a tensor.")
+            if key == "empty":
                 continue
             kind, _, rest = key.partition(".")
             name, entry = (rest, "") if kind == "master" else rest.rpartition(".")[::2]
@@ -139,9 +157,9 @@ class TrainingState:
                 wanted[key] = _room_for(metadata, parameter, counts_on_device=self._counts_on_device)
                 state.setdefault(name, {})[entry] = wanted[key]
         try:
-            load(wanted, checkpoint_id=folder, no_dist=no_dist)
-        except (CheckpointException, OSError, EOFError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{folder} is torn: {error}") from error
+            load(wanted, storage_reader=DataOnlyReader(folder), planner=DataOnlyPlanner(), no_dist=no_dist)
+        except (CheckpointException, *_DAMAGE) as error:
+            raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
         return state
 
     def _take(self, state: Mapping[str, dict[str, Any]], folder: Path) -> None:
@@ -194,9 +212,12 @@ def _restore_random_state(state: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = torch.load(path, weights_only=True)
+        found: Any = torch.load(path, weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist, so there is no training state to go on from.") from error
     except Exception as error:
-        raise CheckpointError(f"{path} is torn: {type(error).__name__}: {error}") from error
-    return found
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: it holds {type(found).__name__}.")
+    values: dict[str, Any] = found
+    return values

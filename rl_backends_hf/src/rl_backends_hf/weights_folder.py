@@ -126,7 +126,13 @@ def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
         raise CheckpointError(f"{folder} holds no config.json, so no weights of a whole model were saved there.{there}")
     try:
         found, report = AUTO_CLASSES[head].from_pretrained(
-            folder, dtype=model.dtype, output_loading_info=True, trust_remote_code=False
+            folder,
+            dtype=model.dtype,
+            output_loading_info=True,
+            # A checkpoint holds data and no code: not of the folder, not of a pickle, not of a kernel that its config names.
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="eager",
         )
     except Exception as error:
         raise CheckpointError(f"The weights in {folder} cannot be read: {type(error).__name__}: {error}") from error

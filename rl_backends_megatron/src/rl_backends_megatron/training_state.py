@@ -6,6 +6,7 @@ any other division over ranks reads its own part. Beside them `trainer.pt`, from
 
 from __future__ import annotations
 
+import pickle
 import queue
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rl_backends_megatron.data_only import load_as_data
 from rl_backends_megatron.device_seam import device_seam
 from rl_backends_megatron.optimizer import Trainer
 from rl_backends_megatron.optimizer_state import give_state, in_form_of, mended, own_steps
@@ -23,6 +25,18 @@ from rl_backends_megatron.parallel import Ranks
 from rl_core.errors import CheckpointError
 
 _FORMAT: Final = 1
+_DAMAGE: Final = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    pickle.UnpicklingError,
+)
+"""What torch and Megatron raise for damaged files."""
 
 
 def save(trainer: Trainer, folder: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
@@ -59,14 +73,16 @@ def save(trainer: Trainer, folder: Path, ranks: Ranks, facts: dict[str, Any]) ->
 
 
 def load(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
-    """Go on from what `save` wrote, by any number and arrangement of ranks; collective.
+    """Continue from what `save` wrote, by any number and arrangement of ranks; nothing in the folder is run; collective.
 
     Raises:
-        CheckpointError: the folder is absent, torn, or of another configuration.
+        CheckpointError: the folder is absent, damaged, or of another configuration.
     """
     values = _read(folder / "trainer.pt")
     if values.get("format") != _FORMAT:
         raise CheckpointError(f"{folder} was written by another format ({values.get('format')}; this is {_FORMAT}).")
+    if missing := {"weight_version", "schedule", "facts"} - values.keys():
+        raise CheckpointError(f"{folder / 'trainer.pt'} is damaged: it has no `{min(missing)}`.")
     for name, now in facts.items():
         then = values["facts"].get(name)
         if then != now:
@@ -79,10 +95,10 @@ def load(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
     try:
         with device_seam(), mended(trainer.parts):
             asked = _sharded(trainer, loading=True)
-            found = dist_checkpointing.load(asked, str(folder / "tensors"))["optimizer"]
+            found = load_as_data(asked, folder / "tensors")["optimizer"]
             trainer.optimizer.load_state_dict(in_form_of(asked["optimizer"], found, steps=values["weight_version"]))
-    except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError) as error:
-        raise CheckpointError(f"{folder} is torn, or of another model: {type(error).__name__}: {error}") from error
+    except (CheckpointingException, CheckpointException, *_DAMAGE) as error:
+        raise CheckpointError(f"{folder} is damaged, or of another model: {type(error).__name__}: {error}") from error
     for part in trainer.parts:
         own_steps(part)
     trainer.take_schedule_state(values["schedule"])
@@ -106,9 +122,12 @@ def _sharded(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = torch.load(path, weights_only=True)
+        found: Any = torch.load(path, weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist, so there is no training state to go on from.") from error
     except Exception as error:
-        raise CheckpointError(f"{path} is torn: {type(error).__name__}: {error}") from error
-    return found
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: it holds {type(found).__name__}.")
+    values: dict[str, Any] = found
+    return values

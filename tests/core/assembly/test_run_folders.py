@@ -45,7 +45,7 @@ def start(tmp_path):
             elsewhere = config.checkpointing.checkpoint_dir
             store = CheckpointStore(Path(elsewhere) if elsewhere else chosen.folder / "checkpoints")
             for step in steps:
-                state = json.dumps({"step": step})
+                state = json.dumps({"step": step, "resumable": True, "parts": {}, "config": {}})
                 store.write(step, lambda folder, state=state: (folder / "state.json").write_text(state), {})
             return chosen
 

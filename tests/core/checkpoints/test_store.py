@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from rl_core.checkpoints.store import CheckpointStore, Retention, read_manifest
+from rl_core.checkpoints.manifest import read_manifest
+from rl_core.checkpoints.store import CheckpointStore, Retention
 from rl_core.errors import CheckpointError
 
 

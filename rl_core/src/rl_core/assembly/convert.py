@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.checkpoints.damage import damage_error, verify_checkpoint
 from rl_core.checkpoints.state import read_state
-from rl_core.errors import CheckpointError, NotSupportedError, UnknownComponentError, UserError, WrongKindError
+from rl_core.errors import NotSupportedError, UnknownComponentError, UserError, WrongKindError
 from rl_core.interfaces.conversion import Conversion
-from rl_core.plugins.component import did_you_mean
+from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 
@@ -49,6 +50,7 @@ def convert(
     to: str,
     merge: bool = False,
     model: str | None = None,
+    trust: bool = False,
     registry: Registry | None = None,
 ) -> Converted:
     """Write `checkpoint` to `output` in another format; `output` is whole or absent.
@@ -59,14 +61,19 @@ def convert(
         to: the format.
         merge: fold adapters into the weights that they belong to.
         model: where the model is that the run began from, if it is elsewhere by now.
+        trust: run code that the checkpoint's own config names: a policy backend by its path, a model with
+            `trust_remote_code`.
         registry: where backends are found; the installed plugins by default.
 
     Raises:
-        CheckpointError: `checkpoint` is none, or torn.
+        CheckpointError: `checkpoint` is not one, or is damaged.
         UserError: `output` is taken, lies in `checkpoint` or cannot be written, or the backend does not write this format.
     """
     registry = registry if registry is not None else Registry(discover())
     source, policy = _source(checkpoint)
+    if not trust:
+        _refuse_named_code(checkpoint, policy, merge=merge)
+        policy = _without_remote_code(policy)
     _refuse_place(output, checkpoint)
     backend = str(policy["backend"]) if policy else to
     conversions = _conversions(registry, backend) if policy else _conversions_of_a_folder(registry, to)
@@ -100,8 +107,34 @@ def _source(checkpoint: Path) -> tuple[Path, Mapping[str, Any]]:
     state = read_state(checkpoint)
     weights = checkpoint / "policy" / "weights"
     if not weights.is_dir():
-        raise CheckpointError(f"{checkpoint} is torn: it has no folder {weights.relative_to(checkpoint)}.")
-    return weights, state["config"]["policy"]
+        raise damage_error(checkpoint, ["policy/weights: missing"])
+    verify_checkpoint(checkpoint, only=["policy/weights"])
+    policy = state["config"].get("policy")
+    if not isinstance(policy, Mapping) or not isinstance(policy.get("backend"), str):
+        raise damage_error(checkpoint, ["state.json: `config.policy.backend` must be the name of a backend"])
+    return weights, policy
+
+
+def _refuse_named_code(checkpoint: Path, policy: Mapping[str, Any], *, merge: bool) -> None:
+    """Which code runs is for the user to say, not for a file of the checkpoint."""
+    backend = policy.get("backend", "")
+    code = None
+    if is_path(backend):
+        code = f"the class {backend} as its policy backend"
+    elif merge and policy != _without_remote_code(policy):
+        code = f"the code of the model {policy.get('model_name')} (trust_remote_code)"
+    if code is not None:
+        raise UserError(
+            f"The config in {checkpoint / 'state.json'} names {code}, and converting would run it. If you trust whoever wrote "
+            "this checkpoint, add --trust-checkpoint."
+        )
+
+
+def _without_remote_code(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_remote_code(value) if isinstance(value, Mapping) else False if key == "trust_remote_code" else value
+        for key, value in section.items()
+    }
 
 
 def _refuse_place(output: Path, checkpoint: Path) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import yaml
 
 from rl_core.assembly.origins import CONFIG
+from rl_core.checkpoints.damage import damage_error, verify_checkpoint
+from rl_core.checkpoints.manifest import read_manifest
 from rl_core.checkpoints.state import read_state
-from rl_core.checkpoints.store import CheckpointStore, read_manifest
+from rl_core.checkpoints.store import CheckpointStore
 from rl_core.errors import CheckpointError
 
 MODEL_FILE = "config.json"
@@ -81,6 +83,7 @@ def find_weights(path: Path, *, best: bool = False) -> GivenWeights:
 
 def _of_step(path: Path) -> GivenWeights:
     state = read_state(path)
+    verify_checkpoint(path, only=["policy/weights"])
     run_folder = path.parent.parent if path.parent.name == "checkpoints" else None
     return GivenWeights(path=path, step=int(state["step"]), run_folder=run_folder)
 
@@ -97,7 +100,10 @@ def _store_in(path: Path) -> CheckpointStore | None:
 
 
 def _best(store: CheckpointStore) -> Path:
-    section: dict[str, Any] = read_state(store.find(store.steps()[-1]))["config"]["checkpointing"]
+    newest = store.find(store.steps()[-1])
+    section: Any = read_state(newest)["config"].get("checkpointing")
+    if not isinstance(section, dict) or not {"metric_name", "higher_is_better"} <= section.keys():
+        raise damage_error(newest, ["state.json: `config.checkpointing` has no `metric_name` and `higher_is_better`"])
     name = section["metric_name"]
     if name is None:
         raise CheckpointError(

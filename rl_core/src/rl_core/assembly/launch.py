@@ -104,7 +104,8 @@ def train(
             before_models=before_models,
         )
         if start.checkpoint is not None and run.checkpoints is not None:
-            run.first_step = run.checkpoints.restore(start.checkpoint, allow_config_change=allow_config_change)
+            # Its files were compared with their digests before the models were loaded.
+            run.first_step = run.checkpoints.restore(start.checkpoint, allow_config_change=allow_config_change, verify=False)
             # Not before: a config that is refused is not the run's.
             write_origins(run.folder, loaded, manager)
             _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_core.checkpoints.store import CheckpointStore, read_manifest
+from rl_core.checkpoints.damage import damage_error, read_checked_state, verify_checkpoint
+from rl_core.checkpoints.store import CheckpointStore
 from rl_core.errors import CheckpointError, UserError, WorkerError
 from rl_core.interfaces.trainable import TrainableInterface
 
@@ -90,16 +91,21 @@ class Checkpoints:
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
-    def restore(self, checkpoint: Path, *, allow_config_change: bool = False) -> int:
+    def restore(self, checkpoint: Path, *, allow_config_change: bool = False, verify: bool = True) -> int:
         """Bring the run to where `checkpoint` left it.
+
+        Args:
+            checkpoint: the step folder.
+            allow_config_change: as `resumable_state`.
+            verify: compare the files with their digests first; a caller of `resumable_state` has done so.
 
         Returns:
             Steps done.
 
         Raises:
-            CheckpointError: it is torn, holds weights alone, or belongs to another config.
+            CheckpointError: it is damaged, holds weights alone, or belongs to another config.
         """
-        state = resumable_state(checkpoint, self.config, self.algorithm, allow_config_change=allow_config_change)
+        state = resumable_state(checkpoint, self.config, self.algorithm, allow_config_change=allow_config_change, verify=verify)
         for name, model in self.models.items():
             try:
                 model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
@@ -108,25 +114,31 @@ class Checkpoints:
                     raise CheckpointError(str(error)) from error
                 raise
         for name, part in self.parts.items():
-            part.load_state_dict(state["parts"][name])
+            _load_part(part, name, state, checkpoint)
         self._found = state.get("algorithm", {})
         step: int = state["step"]
         return step
 
 
 def resumable_state(
-    checkpoint: Path, config: Mapping[str, Any], algorithm: str, *, allow_config_change: bool = False
+    checkpoint: Path,
+    config: Mapping[str, Any],
+    algorithm: str,
+    *,
+    allow_config_change: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any]:
-    """The state of a checkpoint that a run of this config can go on from; it needs no part of the run.
+    """The state of a checkpoint that a run of this config can continue from; it needs no part of the run.
 
     Args:
         checkpoint: the step folder.
         config: the resolved config.
         algorithm: the section that holds the algorithm's keys.
         allow_config_change: take it although it was written under another config.
+        verify: compare all of its files with their digests.
 
     Raises:
-        CheckpointError: it is torn, holds weights alone, or belongs to another config.
+        CheckpointError: it is damaged, holds weights alone, or belongs to another config.
     """
     state = read_state(checkpoint)
     if not state["resumable"]:
@@ -141,18 +153,26 @@ def resumable_state(
             + "\n".join(f"  {key}: {_shown(old)} then, {_shown(new)} now" for key, (old, new) in changes.items())
             + "\nGo on under the new one with --allow-config-change, start afresh with --resume never, or undo the changes."
         )
+    if verify:
+        verify_checkpoint(checkpoint)
     return state
+
+
+def _load_part(part: Stateful, name: str, state: Mapping[str, Any], checkpoint: Path) -> None:
+    try:
+        part.load_state_dict(state["parts"][name])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"state.json: `parts.{name}` cannot be restored: {type(error).__name__}: {error}"
+        raise damage_error(checkpoint, [problem]) from error
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The state of a complete checkpoint.
+    """The state of a complete checkpoint; its other files are not compared with their digests.
 
     Raises:
-        CheckpointError: it is no complete checkpoint.
+        CheckpointError: it is not a complete checkpoint, or its state is damaged.
     """
-    read_manifest(checkpoint)
-    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    return state
+    return read_checked_state(checkpoint)
 
 
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str) -> dict[str, tuple[Any, Any]]:

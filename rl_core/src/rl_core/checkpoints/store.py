@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import os
 import re
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from rl_core.errors import CheckpointError
 
+_log = logging.getLogger("rlcore")
 _COMPLETE = ".complete"
 _PARTIAL = ".partial"
 _FOLDER = re.compile(rf"^step_(\d{{6,}})(?:{re.escape(_COMPLETE)})?$")
-_MANIFEST = "manifest.json"
 ABANDONED = "abandoned_"
 """Prefix of the folders that hold checkpoints which a resume from an earlier step has set aside."""
 
@@ -74,7 +75,7 @@ class CheckpointStore:
         partial.mkdir(parents=True)
         fill(partial)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        (partial / _MANIFEST).write_text(json.dumps({"step": step, "metrics": finite}, indent=1), encoding="utf-8")
+        write_manifest(partial, step=step, metrics=finite)
         _sync_tree(partial)
         if final.exists():
             complete = final.with_name(final.name + _COMPLETE)
@@ -102,7 +103,7 @@ class CheckpointStore:
         """Steps with a complete checkpoint, oldest first."""
         if not self.folder.is_dir():
             return []
-        found = (_FOLDER.match(entry.name) for entry in self.folder.iterdir() if (entry / _MANIFEST).is_file())
+        found = (_FOLDER.match(entry.name) for entry in self.folder.iterdir() if (entry / MANIFEST).is_file())
         return sorted({int(match.group(1)) for match in found if match})
 
     def latest(self) -> Path | None:
@@ -165,7 +166,7 @@ class CheckpointStore:
         if name is None or top is None:
             return []
         sign = 1.0 if self._retention.higher_is_better else -1.0
-        scores = {step: read_manifest(self.find(step))["metrics"].get(name) for step in steps}
+        scores = {step: _metric(self.find(step), name) for step in steps}
         scored = [step for step in steps if scores[step] is not None]
         return sorted(scored, key=lambda step: (sign * scores[step], step))[-top:]
 
@@ -175,27 +176,12 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.stem.removeprefix("step_"))
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """`step` and `metrics` of a checkpoint.
-
-    Raises:
-        CheckpointError: the folder is no complete checkpoint.
-    """
-    path = checkpoint / _MANIFEST
-    if not path.is_file():
-        steps = sorted(checkpoint.glob("checkpoints/step_*"))
-        there = sorted(entry.name for entry in checkpoint.iterdir())[:8] if checkpoint.is_dir() else None
-        raise CheckpointError(
-            f"{checkpoint} is no checkpoint: it has no {_MANIFEST}"
-            + (f" (it holds {', '.join(there) or 'nothing'})." if there is not None else " (there is no such folder).")
-            + (
-                f" It is a run folder: name {steps[-1]}."
-                if steps
-                else " Name a folder such as runs/NAME/checkpoints/step_000010."
-            )
-        )
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return manifest
+def _metric(checkpoint: Path, name: str) -> Any:
+    try:
+        return read_manifest(checkpoint)["metrics"].get(name)
+    except CheckpointError as error:  # of an older checkpoint: no reason to end the run that writes a new one
+        _log.warning("%s It counts as without %s.", error, name)
+        return None
 
 
 def _sync_tree(folder: Path) -> None:

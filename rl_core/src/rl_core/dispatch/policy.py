@@ -15,7 +15,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
 from rl_core.dispatch.text import TextGeneration
-from rl_core.errors import DataError, NonFiniteError, NotSupportedError, WorkerError
+from rl_core.errors import CheckpointError, DataError, NonFiniteError, NotSupportedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import (
@@ -228,7 +228,12 @@ class DistributedPolicy(OverWorkers, TextGeneration, ColocatablePolicyInterface,
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
         paths = Path(weights_path), Path(optimizer_path) if optimizer_path is not None else None
-        self._run("load_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
+        try:
+            self._run("load_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
+        except WorkerError as error:
+            if isinstance(error.__cause__, CheckpointError):
+                raise CheckpointError(str(error.__cause__)) from error
+            raise
 
     @property
     def weight_version(self) -> int:

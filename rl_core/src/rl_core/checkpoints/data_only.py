@@ -1,0 +1,130 @@
+"""Reads folders of torch.distributed.checkpoint as data: nothing that they contain is run.
+
+Two things in such a folder are pickles, which run code when they are loaded as torch loads them: `.metadata`, and every entry
+that the metadata declares to be bytes instead of a tensor. Here the first may refer to nothing but the classes that metadata
+consists of, and the second are loaded with `weights_only`. Tensors are read by torch with `weights_only` anyway.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from rl_core.errors import CheckpointError
+
+METADATA: Final = ".metadata"
+_CLASSES: Final = (
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    filesystem._StoragePrefix,
+    # Megatron-Core keeps the plans that the ranks wrote by.
+    planner.BytesIOWriteData,
+    planner.SavePlan,
+    planner.TensorWriteData,
+    planner.WriteItem,
+    planner.WriteItemType,
+)
+_ALLOWED: Final[dict[tuple[str, str], Any]] = {
+    **{(found.__module__, found.__qualname__): found for found in _CLASSES},
+    **{("torch", name): found for name, found in vars(torch).items() if isinstance(found, torch.dtype)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # The folder's own path, which nothing reads; a pure path does not touch the file system.
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Resolves the names that metadata refers to, and no others."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        try:
+            return _ALLOWED[module_name, global_name]
+        except KeyError:
+            raise pickle.UnpicklingError(
+                f"it refers to {module_name}.{global_name}, which is not a part of such metadata and could run code"
+            ) from None
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of a folder of torch.distributed.checkpoint.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it refers to anything but what metadata consists of.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            found = _MetadataUnpickler(file).load()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist, so there is no training state to continue from.") from error
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointError(f"{path} was not loaded: {type(error).__name__}: {error}. Use another checkpoint.") from error
+    if problem := _problem(found):
+        raise CheckpointError(f"{path} is damaged: {problem}. Use another checkpoint.")
+    metadata_found: Metadata = found
+    return metadata_found
+
+
+def _problem(found: object) -> str | None:
+    """What of the metadata cannot be as torch writes it."""
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+        return f"it holds {type(found).__name__} and no metadata"
+    entries: dict[Any, Any] = found.state_dict_metadata
+    for name, entry in entries.items():
+        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
+            return f"its entry {name!r} is {type(entry).__name__}"
+    if not isinstance(found.storage_data, dict):
+        return "it does not say where tensors are stored"
+    for info in found.storage_data.values():
+        stored_in = getattr(info, "relative_path", None)
+        if not isinstance(stored_in, str) or Path(stored_in).name != stored_in:
+            return f"it names the file {stored_in!r}, which is not in its folder"
+    return None
+
+
+class DataOnlyReader(FileSystemReader):
+    """Torch's reader with `read_metadata` of this module."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        found = read_metadata(Path(self.path))
+        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return found
+
+
+class DataOnlyBytes:
+    """Mixed into a planner of torch: entries of bytes are loaded as data."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take an entry of bytes; CheckpointError if it is anything but data."""
+        try:
+            data = torch.load(value, weights_only=True)
+        except Exception as error:
+            entry = read_item.dest_index.fqn
+            raise CheckpointError(f"The entry {entry} was not loaded: {type(error).__name__}: {error}") from error
+        # Torch loads what it is given without restriction, so it is given bytes of our own.
+        own = io.BytesIO()
+        torch.save(data, own)
+        own.seek(0)
+        super().load_bytes(read_item, own)  # type: ignore[misc]
+
+
+class DataOnlyPlanner(DataOnlyBytes, DefaultLoadPlanner):
+    """Torch's planner, which loads entries of bytes as data."""

@@ -1,0 +1,198 @@
+"""A damaged checkpoint is refused with the name of the damaged file and of the next older good one, never by a traceback."""
+
+import json
+import shutil
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_core.checkpoints.damage import verify_checkpoint
+from rl_core.checkpoints.manifest import read_manifest, write_manifest
+from rl_core.checkpoints.state import Checkpoints
+from rl_core.checkpoints.store import CheckpointStore
+from rl_core.errors import CheckpointError
+
+FILES = (
+    "manifest.json",
+    "state.json",
+    "policy/weights/config.json",
+    "policy/weights/generation_config.json",
+    "policy/weights/model.safetensors",
+    "policy/weights/tokenizer.json",
+    "policy/weights/tokenizer_config.json",
+    "policy/optimizer/.metadata",
+    "policy/optimizer/__0_0.distcp",
+    "policy/optimizer/rng-00000.pt",
+    "policy/optimizer/trainer.pt",
+)
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def put_a_folder_there(path):
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = {
+    "removed": lambda path: path.unlink(),
+    "emptied": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "one bit flipped": flip_a_bit,
+    "replaced by a folder": put_a_folder_there,
+    "overwritten with JSON of another form": lambda path: path.write_text("[1, 2]"),
+    "overwritten with zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+}
+
+
+class Position:
+    """Where the data is."""
+
+    def __init__(self):
+        self.index = 0
+
+    def state_dict(self):
+        return {"index": self.index}
+
+    def load_state_dict(self, state):
+        self.index = state["index"]
+
+
+@pytest.fixture(scope="module")
+def policy(model_folder):
+    return HuggingFacePolicy(model_folder("llama"))
+
+
+@pytest.fixture(scope="module")
+def saved(policy, parts, tmp_path_factory):
+    """Checkpoints of steps 1 and 2."""
+    vocabulary = {f"t{number}": number for number in range(parts.VOCAB_SIZE)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")), eos_token="t2"
+    )
+    checkpoints = Checkpoints(
+        store=CheckpointStore(tmp_path_factory.mktemp("run") / "checkpoints"),
+        models={"policy": policy},
+        parts={"rollouts": Position()},
+        config={"sft": {}, "policy": {"backend": "hf"}, "checkpointing": {}},
+        algorithm="sft",
+        save_optimizer=True,
+        tokenizer=tokenizer,
+    )
+    for step in (1, 2):
+        policy.train(parts.make_rows(), parts.NLL())
+        checkpoints.save(step, {"loss": 1.0 / step})
+    return checkpoints
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """The two checkpoints, to be damaged; the newer one."""
+    shutil.copytree(saved.store.folder, tmp_path / "checkpoints")
+    return tmp_path / "checkpoints" / "step_000002"
+
+
+def error_of(call):
+    """The text of the `CheckpointError` that it raises, or None; any other exception is the test's failure."""
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def without_digests(checkpoint):
+    """As versions before digests wrote it."""
+    manifest = read_manifest(checkpoint)
+    old = {"step": manifest["step"], "metrics": manifest["metrics"]}
+    (checkpoint / "manifest.json").write_text(json.dumps(old, indent=1))
+
+
+def test_all_files_of_a_checkpoint_are_in_its_manifest(saved):
+    newest = saved.store.latest()
+    assert sorted(read_manifest(newest)["files"]) == sorted(set(FILES) - {"manifest.json"})
+    verify_checkpoint(newest)
+    assert saved.restore(newest) == 2
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_file_is_named_with_the_next_older_good_checkpoint(saved, copy, file, damage):
+    DAMAGES[damage](copy / file)
+    with pytest.raises(CheckpointError) as refused:
+        saved.restore(copy)
+    text = str(refused.value)
+    assert file in text
+    if file == "manifest.json" and not (copy / file).is_file():
+        assert "is no checkpoint: it has no manifest.json" in text
+    else:
+        assert f"--resume {copy.parent / 'step_000001'}" in text
+
+
+@pytest.mark.parametrize("damage", ["removed", "truncated", "one bit flipped", "overwritten with JSON of another form"])
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_without_digests_loads_or_is_refused(saved, copy, file, damage):
+    without_digests(copy)
+    DAMAGES[damage](copy / file)
+    error = error_of(lambda: saved.restore(copy))
+    if error is None:
+        # Nothing but the content of tensors, and files that a resume does not read, can change unnoticed.
+        assert damage == "one bit flipped" or "config" in file or "tokenizer" in file
+    else:
+        assert str(copy) in error
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", 1), ("step", "2"), ("resumable", None), ("parts", []), ("parts", {}), ("parts", {"rollouts": 3}), ("config", 1)],
+)
+@pytest.mark.parametrize("digests", [True, False])
+def test_a_state_that_contradicts_the_manifest_is_refused(saved, copy, key, value, digests):
+    state = json.loads((copy / "state.json").read_text())
+    (copy / "state.json").write_text(json.dumps(state | {key: value}))
+    if digests:
+        write_manifest(copy, step=2, metrics={})
+    else:
+        without_digests(copy)
+    with pytest.raises(CheckpointError, match=r"state\.json.*\n.*--resume .*step_000001"):
+        saved.restore(copy)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(saved, copy):
+    copy.rename(copy.with_name("step_000007"))
+    with pytest.raises(CheckpointError, match="the folder's name says step 7, and its manifest says step 2"):
+        saved.restore(copy.with_name("step_000007"))
+    copy.with_name("step_000007").rename(copy.with_name("before-the-change"))
+    assert saved.restore(copy.with_name("before-the-change")) == 2
+
+
+def test_a_file_added_to_a_model_is_refused_and_one_beside_it_is_not(saved, copy):
+    (copy / "notes.txt").write_text("the good one")
+    assert saved.restore(copy) == 2
+    (copy / "policy" / "weights" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"index\.json: is not one of the files that were written; remove it"):
+        saved.restore(copy)
+
+
+def test_the_older_checkpoint_that_is_named_has_no_damage_itself(saved, copy):
+    flip_a_bit(copy / "policy" / "weights" / "model.safetensors")
+    flip_a_bit(copy.parent / "step_000001" / "policy" / "optimizer" / "trainer.pt")
+    with pytest.raises(CheckpointError, match="No older checkpoint next to it is without damage"):
+        saved.restore(copy)
+
+
+def test_retention_by_a_metric_survives_a_damaged_manifest(tmp_path):
+    from rl_core.checkpoints.store import Retention
+
+    store = CheckpointStore(tmp_path, Retention(keep_latest_k=1, keep_top_k=1, metric_name="m"))
+    for step in (1, 2):
+        store.write(step, lambda folder: (folder / "a").write_text("1"), {"m": 1.0 / step})
+    (store.path(1) / "manifest.json").write_text("{")
+    store.write(3, lambda folder: (folder / "a").write_text("1"), {"m": 0.1})
+    assert 3 in store.steps()
