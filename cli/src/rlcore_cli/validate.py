@@ -22,6 +22,12 @@ def validate(
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Print the whole config, defaults filled in, each value with its origin.")
     ] = False,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep", help="Also import what the config names, load the tokenizer and read the data; no weights. Takes seconds."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a config and everything that it names, without starting anything.
@@ -32,6 +38,7 @@ def validate(
         rlcore validate config.yaml
         rlcore validate config.yaml policy.precision=bfloat16 ++policy.optimizer.kwargs.betas='[0.9, 0.95]'
         rlcore validate config.yaml --resolved
+        rlcore validate config.yaml --deep
     """
     from rl_core.config.diagnostics import InvalidConfigError
     from rl_core.config.loader import load_config
@@ -40,6 +47,8 @@ def validate(
     try:
         loaded = load_config(config, overrides or [])
         loaded.refuse(machine_conflicts(loaded.run))
+        if deep:
+            _look_deep(loaded)
     except InvalidConfigError as error:
         _print_errors(error, config, as_json=as_json)
         raise typer.Exit(error.exit_code) from None
@@ -49,6 +58,17 @@ def validate(
         print("\n".join(_annotated(loaded)))
     else:
         print("\n".join(_summary(loaded)))
+
+
+def _look_deep(loaded: LoadedConfig) -> None:
+    from rlcore_cli.check_logprobs import prepare_process
+
+    prepare_process()
+    from rl_core.assembly.deep_checks import deep_conflicts
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
+
+    loaded.refuse(deep_conflicts(loaded, Registry(discover())))
 
 
 def _print_errors(error: InvalidConfigError, config: Path, *, as_json: bool) -> None:

@@ -148,6 +148,18 @@ class HFPolicyConfig(PolicyConfig):
                 "with dropout and without, so their ratio is not 1 even before the first step. Set it to 0.",
             )
 
+    def deep_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        """The model's config and class, what the loading needs of this machine, and LoRA's targets."""
+        from rl_backends_hf.lora import check_targets
+        from rl_backends_hf.model import model_without_weights
+
+        if self.python is not None:
+            return
+        model = model_without_weights(self.model_name, options=self.hf_cfg, head=self.head)
+        if self.hf_cfg.lora is not None:
+            check_targets(model, self.hf_cfg.lora, head=self.head)
+        yield from ()
+
 
 class HFSamplerConfig(HFModelConfig):
     """`policy.generation.hf_cfg`."""

@@ -200,6 +200,20 @@ class LoraAdapters:
         return total.to(weight.dtype)
 
 
+def check_targets(model: PreTrainedModel, config: LoRAConfig, *, head: Head) -> None:
+    """Refuse names that match nothing and modules that cannot be adapted, on a model that may be without weights.
+
+    Args:
+        model: a plain model, also one on the device `meta`.
+        config: `policy.hf_cfg.lora`.
+        head: what the model ends in.
+
+    Raises:
+        UserError: as `LoraAdapters`.
+    """
+    _targets(model, config, head=scalar_head(model) if head == "scalar" else model.get_output_embeddings())
+
+
 def _names_of_base(model: nn.Module, layer_class: type) -> tuple[dict[str, str], dict[str, Any]]:
     """The base's name of each of its weights to its present one; and of each adapted weight, to the layer that adapts it."""
     adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}

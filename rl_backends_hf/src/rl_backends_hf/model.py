@@ -117,6 +117,30 @@ def _load_as_stored(
     return model.eval()
 
 
+def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "tokens") -> PreTrainedModel:
+    """The model with its layers on the device `meta`: what `load_model` would give, without reading or allocating weights.
+
+    Args:
+        name: as `load_model` takes it.
+        options: how it would be loaded.
+        head: what it ends in.
+
+    Raises:
+        UserError: as `load_model`, but for the weights.
+    """
+    _check_options(options, name)
+    config = _load_config(name, _where(name), options)
+    fit_head(config, head, name=name)
+    with torch.device("meta"):
+        model: PreTrainedModel = _explained(
+            name,
+            options,
+            lambda: AUTO_CLASSES[head].from_config(config, trust_remote_code=options.trust_remote_code),
+            head=head,
+        )
+    return model
+
+
 def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head: Head = "tokens") -> dict[str, torch.Tensor]:
     """The float32 parameters, on the CPU, that those of a model of `dtype` are rounded from; none where the files are of it.
 

@@ -61,8 +61,13 @@ def _of_worker(error: WorkerError, loaded: LoadedConfig) -> Problem | None:
     section = _section_of(error.group)
     if not isinstance(cause, UserError) or section is None or loaded.written.at(section) is None:
         return None
-    path = _in_section(cause.key, section) if cause.key is not None else _key_in(str(cause), section, loaded)
-    return _located(path, str(cause), loaded)
+    return problem_in_section(cause, section, loaded)
+
+
+def problem_in_section(error: UserError, section: Path, loaded: LoadedConfig) -> Problem:
+    """A mistake in a section, at the key that the error or its message names, else at the section itself."""
+    path = _in_section(error.key, section) if error.key is not None else _key_in(str(error), section, loaded)
+    return _located(path, str(error), loaded)
 
 
 def _section_of(group: str) -> Path | None:

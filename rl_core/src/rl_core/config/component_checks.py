@@ -24,7 +24,7 @@ _Checked = PolicyConfig | GenerationConfig | DatasetConfig | EnvironmentConfig |
 
 def component_conflicts(run: RunConfig) -> Iterator[Finding]:
     """What the sections of backends, datasets, environments, losses and loggers find wrong with the run."""
-    for path, section in _sections(run):
+    for path, section in sections_of(run):
         for inner, message in section.conflicts(run):
             yield (*path, *inner), message
 
@@ -35,7 +35,8 @@ def models_of(run: RunConfig) -> dict[str, PolicyConfig]:
     return {name: model for name, model in found.items() if model is not None}
 
 
-def _sections(run: RunConfig) -> Iterator[tuple[Path, _Checked]]:
+def sections_of(run: RunConfig) -> Iterator[tuple[Path, _Checked]]:
+    """The sections of components, each with its key."""
     yield ("loss_fn",), run.loss_fn
     for name, model in models_of(run).items():
         yield (name,), model

@@ -35,3 +35,10 @@ class ComponentSection(Section):
         `rlcore validate` calls it, so it must not import torch, ray, numpy or transformers.
         """
         yield from ()
+
+    def deep_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        """As `conflicts`, but may import torch and read a tokenizer or a model's config; it loads no weights.
+
+        `rlcore validate --deep` calls it. A `UserError` that it raises is reported at the key that its message names.
+        """
+        yield from ()

@@ -1,0 +1,88 @@
+"""`rlcore validate --deep`: imports, tokenizer, data and model config are checked; no weight is read and nothing starts."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlcore_cli.main import main
+
+MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
+
+
+@pytest.fixture
+def validate(tmp_path, monkeypatch, capsys):
+    """Run the command on a config; its exit code and what it printed. The model has every file but its weights."""
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+2=", "chosen": "3", "rejected": "4"}\n' * 4)
+
+    def run(changes, *options):
+        config = {
+            "dpo": {"global_batch_size": 2},
+            "policy": {"backend": "hf", "model_name": str(model), "max_total_sequence_length": 16, **changes.get("policy", {})},
+            "data": {"train": {"dataset_name": "preference", "path": str(tmp_path / "pairs.jsonl")}},
+        } | {key: value for key, value in changes.items() if key != "policy"}
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        monkeypatch.setattr(sys, "argv", ["rlcore", "validate", str(path), *options])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        code = 0
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code or 0
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return run
+
+
+def test_a_config_without_mistakes_passes_although_the_model_has_no_weights(validate):
+    code, output = validate({}, "--deep")
+    assert code == 0, output
+    assert "run.yaml is valid" in output
+
+
+DEEP = {
+    "a template for chats that does not render": (
+        {"policy": {"tokenizer": {"chat_template": "{% for %}"}}},
+        "data",
+    ),
+    "an expression for adapters that matches no layer": (
+        {"policy": {"hf_cfg": {"lora": {"target_modules": ".*nothing"}}}},
+        "policy.hf_cfg.lora.target_modules: '.*nothing' as an expression",
+    ),
+    "a field that the model's config lacks": (
+        {"policy": {"hf_cfg": {"config_overrides": {"num_layerz": 3}}}},
+        "policy.hf_cfg.config_overrides.num_layerz: the LlamaConfig",
+    ),
+    "a batch that the data cannot fill": ({"dpo": {"global_batch_size": 64}}, "has 4 records, and a step draws 64"),
+    "a plugin that cannot be imported": (
+        {"logger": {"loggers": {"rl_core.metrics.mlflow.Missing": {}}}},
+        "logger.loggers.rl_core.metrics.mlflow.Missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_a_mistake_that_needs_libraries_or_data_is_found_at_its_key(validate, case):
+    changes, says = DEEP[case]
+    code, output = validate(changes, "--deep")
+    assert code == 2
+    assert says in output
+    assert "Traceback" not in output
+
+
+def test_a_later_row_that_is_bad_is_found_by_the_deep_check_only(validate, tmp_path):
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text(rows.read_text() + json.dumps({"prompt": "1+2=", "chosen": "3"}) + "\n")
+    assert validate({})[0] == 0
+    code, output = validate({}, "--deep")
+    assert code == 2
+    assert f"data.train: {rows}:5: the field 'rejected' is absent" in output
+    assert re.search(r"run\.yaml:\d+:\d+: data\.train: ", output)
