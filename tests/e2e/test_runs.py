@@ -192,7 +192,7 @@ def test_several_turns_train_on_the_models_words_alone(train_here, tmp_path):
             }
         },
         "env": {"arithmetic": None, "guess": {"max_guesses": 3, "higher": "+", "lower": "-", "unreadable": "*"}},
-        "grpo": {"max_num_steps": 2, "max_rollout_turns": 3},
+        "grpo": {"max_num_steps": 2},  # as many turns as the game needs
         "policy": {"max_total_sequence_length": 64},
     }
     code, output = train_here({**IN_PROCESS, **changes})
