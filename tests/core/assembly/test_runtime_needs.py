@@ -142,13 +142,14 @@ def test_null_turns_are_as_many_as_the_environment_needs(config, algorithm, envi
         lambda: RecordNeeds(records_per_step=0),
         lambda: RuntimeNeeds(max_turns=0),
         lambda: RuntimeNeeds(val_samples_per_prompt=0),
+        lambda: RuntimeNeeds(companions=("critic",)),
         lambda: RuntimeNeeds(
             rollouts=RolloutNeeds(prompts_per_draw=1, samples_per_prompt=1), records=RecordNeeds(records_per_step=1)
         ),
     ],
 )
 def test_needs_that_cannot_be_met_are_refused(declared):
-    with pytest.raises(ValueError, match=r"at least 1|from 0 to 1|rollouts or records"):
+    with pytest.raises(ValueError, match=r"at least 1|from 0 to 1|rollouts or records|has critic: there are value, teacher"):
         declared()
 
 

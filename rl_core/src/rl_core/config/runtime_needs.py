@@ -7,6 +7,10 @@ as it likes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+Companion = Literal["value", "teacher"]
+"""A model beside the policy, by its section: a critic, which is trained as well, or a frozen teacher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +69,14 @@ class RuntimeNeeds:
     """Whether validation samples and scores answers although training does not; `rollouts` imply it."""
     val_samples_per_prompt: int = 1
     """Rollouts of each validation prompt; at least 1."""
-    companions: tuple[str, ...] = ()
-    """Models beside the policy: `value` (a critic, trained as well), `teacher` (frozen)."""
+    companions: tuple[Companion, ...] = ()
+    """Models beside the policy; the config must have their sections."""
 
     def __post_init__(self) -> None:
         _at_least_one(max_turns=self.max_turns, val_samples_per_prompt=self.val_samples_per_prompt)
+        unknown = set(self.companions) - set(get_args(Companion))
+        if unknown:
+            raise ValueError(f"companions has {', '.join(sorted(unknown))}: there are {', '.join(get_args(Companion))}")
         if self.rollouts is not None and self.records is not None:
             raise ValueError("a step has rollouts or records: answers from the data among rollouts are `sampled_fraction`")
 
