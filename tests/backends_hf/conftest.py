@@ -67,6 +67,7 @@ class NLL(LossFunction):
 
     required_keys = frozenset({"weights"})
     metric_reductions = {"lowest": "min"}  # noqa: RUF012
+    allows_dropout = True
 
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(1)

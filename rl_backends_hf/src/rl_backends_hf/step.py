@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rl_backends_hf.dropout import training_mode
 from rl_backends_hf.parallel import Parallel, clip_, local
 from rl_backends_hf.scoring import ScoringInput, ScoringModel
 from rl_backends_hf.training_state import TrainingState
@@ -46,10 +47,11 @@ def optimizer_step(
     Raises:
         NonFiniteError: on every rank, where a loss or gradient on any rank is NaN or infinite; nothing has changed.
     """
-    scoring.train(state is not None)
+    learn = state is not None
     if state is not None:
         state.masters.drop_gradients()
-    losses, metrics = _forward_backward(scoring, microbatches, loss_fn, counts, parallel=parallel, learn=state is not None)
+    with training_mode(scoring, learn=learn, dropout=loss_fn.allows_dropout):
+        losses, metrics = _forward_backward(scoring, microbatches, loss_fn, counts, parallel=parallel, learn=learn)
     norm = torch.zeros((), device=parallel.device)
     if state is not None:
         parallel.sum_gradients(state.masters.parameters)

@@ -40,6 +40,9 @@ class LossFunction(ABC):
             `topk_logprobs` do so.
         on_policy: set by an algorithm whose update is made with the weights that scored the batch, so that log p before the
             update need not be in it.
+        allows_dropout: whether the model's own dropout may be on while the loss is trained. It must be off where
+            log-probabilities are compared with those of another pass (a ratio to the policy that sampled, a reference policy,
+            an old value), since with dropout they would differ for equal weights.
     """
 
     loss_type: LossType = LossType.TOKEN_LEVEL
@@ -47,6 +50,7 @@ class LossFunction(ABC):
     rows_per_unit: int = 1
     candidates_key: str | None = None
     on_policy: bool = False
+    allows_dropout: ClassVar[bool] = False
 
     @property
     def required_keys(self) -> frozenset[str]:

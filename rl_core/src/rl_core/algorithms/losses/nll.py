@@ -16,6 +16,7 @@ class NLLLossFn(LossFunction):
     """-log p(token), a mean over all trained tokens of the global batch."""
 
     loss_type = LossType.TOKEN_LEVEL
+    allows_dropout = True
 
     def __init__(self, config: NLLLossConfig | None = None) -> None:
         self.config = config or NLLLossConfig()
