@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from rl_core.checkpoints.data_only import read_metadata
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, ConfigError, DataError, NotSupportedError, UserError
+from rl_core.interfaces.loss import LossFunction
 
 pytestmark = pytest.mark.megatron
 
@@ -332,3 +333,34 @@ def test_damaged_files_of_the_training_state_are_refused(policy, tmp_path):
             (folder / file).write_bytes(content)
         with pytest.raises(CheckpointError, match=str(folder)):
             made.load_checkpoint(tmp_path / "w", folder)
+
+
+class Compared(LossFunction):
+    """The likelihood, and how far log-probabilities are from those of the scoring pass."""
+
+    required_keys = frozenset({"prev_logprobs"})
+    metric_reductions = {"apart": "max"}  # noqa: RUF012
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+        apart = ((next_token_logprobs - data["prev_logprobs"]) * mask).abs().max().detach()
+        return -(next_token_logprobs * mask).sum() / global_valid_toks, {"apart": apart}
+
+
+def test_training_log_probabilities_equal_scored_ones_although_the_models_config_has_dropout(policy, models, tmp_path):
+    folder = tmp_path / "dropping"
+    shutil.copytree(models / "llama-tied", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.4}))
+    made, rows = policy(str(folder)), cases.make_rows()
+    rows["prev_logprobs"] = made.get_logprobs(rows)["logprobs"]
+    assert made.train(rows, Compared())["metrics"]["apart"] < 1e-5
+
+
+def test_its_own_sampler_refuses_a_repetition_penalty(policy):
+    from rl_backends_hf.config import HFGenerationConfig
+
+    section = HFGenerationConfig(hf_cfg={"repetition_penalty": 1.3})
+    with pytest.raises(Exception, match=r"hf_cfg\.repetition_penalty: 1\.0") as error:
+        policy(generation=section).generate(prompts())
+    assert isinstance(error.value.__cause__ or error.value, NotSupportedError)

@@ -98,8 +98,8 @@ def test_a_template_whose_end_does_not_stop_the_engine_fails(diagnose):
     assert found["end_of_turn_stops"]["remedy"].startswith("Set policy.generation.stop_token_ids: [17]")
 
 
-def test_an_engine_that_samples_from_another_distribution_than_the_policy_scores_fails(diagnose):
-    result, found = diagnose("policy.generation.hf_cfg.repetition_penalty=3.0")
+def test_an_engine_that_computes_another_distribution_than_the_policy_fails(diagnose):
+    result, found = diagnose("++policy.generation.hf_cfg.config_overrides.rms_norm_eps=1.0")
     assert result.exit_code == 1, result.output
     assert found["engine_against_policy"]["verdict"] == "failed"
     assert found["length_limit"]["verdict"] == "ok"

@@ -165,7 +165,9 @@ def test_a_trainer_without_a_teacher_or_at_another_temperature_is_refused():
     parts = {"generation": HuggingFaceGeneration(config=policy.config.generation.for_policy(policy.config))}
     with pytest.raises(ConfigError, match="learns from a teacher"):
         DistillationTrainer(policy, **parts)
-    with pytest.raises(ConfigError, match=r"at temperature 0.5, and the teacher scores at 1"):
+    with pytest.raises(
+        ConfigError, match=r"samples at temperature 0.5, and the teacher scores tokens at 1: .*temperature.: 0.5"
+    ):
         DistillationTrainer(policy, teacher=HuggingFacePolicy(str(MODEL), frozen=True, **LIMITS), **parts)
 
 

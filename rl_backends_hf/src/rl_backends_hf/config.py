@@ -167,7 +167,8 @@ class HFSamplerConfig(HFModelConfig):
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and completion; the smaller of the policy's and the model's own limit by default."""
     repetition_penalty: float = Field(default=1.0, gt=0.0)
-    """Divide (or multiply) the logits of tokens already there; 1 leaves them."""
+    """Divide positive logits of tokens that the row already holds by it, and multiply negative ones; 1 changes nothing.
+    Algorithms that train on samples refuse any other value, since the policy scores tokens without it."""
     max_batch_rows: int = Field(default=256, ge=1)
     """Rows decoded together."""
     precision: Literal["float32", "bfloat16"] | None = None
@@ -189,6 +190,11 @@ class HFGenerationConfig(GenerationConfig):
         """A model that is not there, and libraries that are not installed."""
         yield from super().conflicts(run)
         yield from model_problems(self.model_name, self.hf_cfg, is_here=self.python is None)
+
+    def logit_changes(self) -> dict[Path, Any]:
+        """The repetition penalty, where there is one."""
+        own: dict[Path, Any] = {} if self.hf_cfg.repetition_penalty == 1.0 else {("hf_cfg", "repetition_penalty"): 1.0}
+        return super().logit_changes() | own
 
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with what it leaves open taken from the policy: model, how it is loaded, type, tokenizer, length."""

@@ -55,6 +55,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             "max_model_len": self._sampler.max_model_len,
             "vocab_size": self._sampler.vocab_size,
             "device": str(self._model.device),
+            "precision": options.precision or "float32",
             "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
         }
 

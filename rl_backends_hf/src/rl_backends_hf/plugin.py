@@ -39,6 +39,6 @@ def rlcore_generations() -> list[Component]:
             target="rl_backends_hf.generation:HuggingFaceGeneration",
             config="rl_backends_hf.config:HFGenerationConfig",
             summary="Batched decoding with Transformers, one prefill a prompt",
-            capabilities=("in_process", "seeds", "top_p", "top_k", *WEIGHT_TRANSPORTS),
+            capabilities=("in_process", "seeds", "top_p", "top_k", "held_weight_digests", *WEIGHT_TRANSPORTS),
         )
     ]

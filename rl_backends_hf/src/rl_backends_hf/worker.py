@@ -54,7 +54,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         self.context = context
         self._config = config
         self._dtype = DTYPES[config.precision]
-        self._temperature = config.generation.temperature if config.generation is not None else 1.0
+        self._temperature = config.scoring_temperature
         self._reference: Reference | None = None
         self._adapters: LoraAdapters | None = None
         self._state: TrainingState | None = None

@@ -18,6 +18,7 @@ from rl_backends_megatron.microbatches import ModelInput
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scoring import forward
 from rl_core.config.schema import GenerationConfig
+from rl_core.config.written import dotted
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.completions import Completion, Prompt, RowLimits, read_prompts, to_output
 from rl_core.data.splitmix import derived_seeds
@@ -65,7 +66,7 @@ class Sampler:
         decode: token ids to text, for stop strings; None without a tokenizer.
 
     Raises:
-        NotSupportedError: the config asks for top-p or top-k.
+        NotSupportedError: the config changes the distribution other than by the temperature, such as by top-p.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class Sampler:
         multiple: int,
         decode: Decode | None,
     ) -> None:
-        if config.top_p < 1.0 or config.top_k is not None:
+        changes = config.sampling_filters() | config.logit_changes()
+        if changes:
+            settings = ", ".join(f"{dotted(key)}: {'null' if value is None else value}" for key, value in changes.items())
             raise NotSupportedError(
-                "MegatronPolicy.generate samples from the whole distribution: set top_p to 1.0 and top_k to null, or name a "
-                "generation backend under `policy.generation`."
+                "MegatronPolicy.generate samples from the whole, unchanged distribution: set "
+                f"{settings} in `policy.generation`, or name a generation backend there."
             )
         if ranks.context.size() > 1:
             raise NotSupportedError(

@@ -52,7 +52,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
     def __init__(self, context: WorkerContext, config: MegatronPolicyConfig) -> None:
         self.context = context
         self._config = config
-        self._temperature = config.generation.temperature if config.generation is not None else 1.0
+        self._temperature = config.scoring_temperature
         self._reference: ReferencePolicy | None = None
         self._sampler: Any = None
 

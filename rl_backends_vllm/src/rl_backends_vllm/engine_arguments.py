@@ -38,6 +38,8 @@ OWNED = {
     "enable_sleep_mode": _CFG.format("sleep_level"),
     "logprobs_mode": "log-probabilities are always those of the distribution that was sampled from.",
     "worker_extension_cls": "the refit needs it.",
+    "generation_config": "rows are sampled as policy.generation says, with the model's end tokens.",
+    "override_generation_config": "rows are sampled as policy.generation says; see stop_token_ids and temperature there.",
     "logits_processors": "training could not score the tokens under the distribution that they were sampled from.",
     "skip_tokenizer_init": "it follows from whether the model has a tokenizer.",
     "enable_chunked_prefill": "the device decides: vLLM cannot divide a prompt on a CPU where rows have seeds, as here.",

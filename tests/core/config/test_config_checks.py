@@ -26,6 +26,11 @@ WRONG_IN_GOOD = {
         "distribution while the policy scores them under the whole one, so every probability ratio would be wrong. Set it to "
         "null; temperature is accounted for."
     ],
+    ("tokens: 64", "tokens: 64\n    hf_cfg: {repetition_penalty: 1.3}"): [
+        "config.yaml:9:34: policy.generation.hf_cfg.repetition_penalty: grpo cannot train on it: the engine would change "
+        "logits before it samples, and the policy scores tokens without that change, so every probability ratio would be "
+        "wrong. Set it to 1.0."
+    ],
     ("tokens: 64", "tokens: 1024"): [
         "config.yaml:8:21: policy.generation.max_new_tokens: 1024 leaves no room for a prompt: "
         "policy.max_total_sequence_length is 1024, prompt and completion together."
@@ -85,6 +90,14 @@ def test_an_algorithm_that_corrects_for_it_may_sample_with_top_p(files, good):
 def test_an_algorithm_that_does_not_train_on_samples_may_sample_with_top_p(files, good):
     text = good.replace("grpo:\n  num_prompts_per_step: 8", "sft: {val_accuracy: true}")
     assert files.load(text, "policy.generation.top_k=5").run.policy.generation.top_k == 5
+    penalty = files.load(text, "policy.generation.hf_cfg.repetition_penalty=1.3").run.policy.generation.logit_changes()
+    assert penalty == {("hf_cfg", "repetition_penalty"): 1.0}
+
+
+def test_an_algorithm_that_corrects_for_top_p_may_not_sample_with_a_repetition_penalty(files, good):
+    text = good.replace("grpo:\n  num_prompts_per_step: 8", "filtered:")
+    [error] = files.errors(text, "policy.generation.hf_cfg.repetition_penalty=1.3")
+    assert "policy.generation.hf_cfg.repetition_penalty: filtered cannot train on it" in error
 
 
 def test_an_algorithm_without_samples_needs_neither_generation_nor_environment(files):

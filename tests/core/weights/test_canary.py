@@ -1,14 +1,17 @@
 """The canary: what an engine computes with, against its policy, after every refit; on the model of the quickstart."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.algorithms import NLLLossFn
 from rl_core.config.schema import GenerationConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import WeightSyncError
-from rl_core.weights.canary import EXACT_TOLERANCE, ROUNDED_TOLERANCE, make_canary
+from rl_core.weights.canary import EXACT_TOLERANCE, FIRST_TOLERANCE, MARGIN, CanaryCalibration, Retempering, make_canary
 from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer
 
@@ -59,19 +62,131 @@ def test_an_engine_that_computes_with_other_weights_than_it_was_sent_is_stopped(
     assert synchronizer(sides).sync()["refit/canary_error"] < 1e-5
 
 
-def test_what_is_allowed_follows_the_coarser_side_or_the_config(sides):
+def test_float32_sides_have_a_fixed_tolerance_and_a_configured_one_replaces_it(sides):
     assert make_canary(WORDS, num_receivers=1, max_length=16, exact=True).tolerance == EXACT_TOLERANCE
-    assert make_canary(WORDS, num_receivers=1, max_length=16, exact=False).tolerance == ROUNDED_TOLERANCE
+    assert make_canary(WORDS, num_receivers=1, max_length=16, exact=False).tolerance is None
+    assert make_canary(WORDS, num_receivers=1, max_length=16, exact=False, tolerance=0.3).tolerance == 0.3
     with pytest.raises(WeightSyncError, match=r"allowed: 1e-12"):
         synchronizer(sides, tolerance=1e-12).sync()
 
 
 def test_every_replica_gets_prompts_of_its_own_that_fit_and_are_the_same_in_every_run():
-    canary = make_canary(WORDS, num_receivers=3, max_length=16, exact=True)
+    canary = make_canary(range(2, 1000), num_receivers=3, max_length=16, exact=True)
     ids = canary.rows["input_ids"]
     assert len({tuple(row) for row in ids.tolist()}) == len(ids) == 12
-    assert set(ids.flatten().tolist()) <= set(WORDS)
+    assert set(ids.flatten().tolist()) <= set(range(2, 1000))
     assert int((canary.rows["input_lengths"] + canary.rows["max_new_tokens"]).max()) <= 16
-    again = make_canary(WORDS, num_receivers=3, max_length=16, exact=True)
+    again = make_canary(range(2, 1000), num_receivers=3, max_length=16, exact=True)
     assert torch.equal(ids, again.rows["input_ids"])
     assert make_canary(WORDS, num_receivers=1, max_length=2, exact=True).rows["input_ids"].shape == (4, 1)
+    # Every second prompt repeats itself, so that a repetition penalty has something to change.
+    assert torch.equal(ids[1::2, :4], ids[1::2, 4:])
+    assert not torch.equal(ids[::2, :4], ids[::2, 4:])
+
+
+def rounded_policy(**fields):
+    return HuggingFacePolicy(str(MODEL), max_total_sequence_length=24, precision="bfloat16", **fields)
+
+
+def rounded_engine(**sampling):
+    return HuggingFaceGeneration(str(MODEL), max_new_tokens=5, max_model_len=24, precision="bfloat16", **sampling)
+
+
+def rounded_canary(calibration=None, sides="bfloat16"):
+    return make_canary(
+        WORDS, num_receivers=1, max_length=24, exact=False, calibration=calibration or CanaryCalibration(), sides=sides
+    )
+
+
+def one_optimizer_step(policy, lr_seed=0):
+    ids = torch.randint(2, 18, (8, 16), generator=torch.Generator().manual_seed(lr_seed))
+    rows = BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": torch.full((8,), 16),
+            "token_mask": torch.ones(8, 16),
+            "sample_mask": torch.ones(8),
+        }
+    )
+    policy.prepare_for_training()
+    policy.train(rows, NLLLossFn())
+    policy.finish_training()
+
+
+def test_in_bfloat16_an_engine_one_optimizer_step_behind_is_rejected_and_a_refitted_one_is_accepted():
+    policy, engine = rounded_policy(optimizer={"kwargs": {"lr": 1.0e-5}}), rounded_engine()
+    calibration = CanaryCalibration()
+    canary = rounded_canary(calibration)
+    first = canary.prove(policy, engine)
+    assert 0 < first < FIRST_TOLERANCE
+    assert calibration.error == first
+    assert canary.prove(policy, engine) <= max(MARGIN * first, 0.005)
+    one_optimizer_step(policy)
+    with pytest.raises(WeightSyncError, match=r"1\.5 times the error of the first sync"):
+        canary.prove(policy, engine)
+    sync = WeightSynchronizer(
+        policy,
+        engine,
+        transports=[SharedMemoryTransport],
+        policy_capabilities=["shared_memory"],
+        generation_capabilities=["shared_memory"],
+        canary=lambda: canary,
+    )
+    assert sync.sync()["refit/canary_error"] <= MARGIN * first
+    sync.close()
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"repetition_penalty": 1.3}])
+def test_in_bfloat16_an_engine_that_samples_from_another_distribution_is_rejected_at_the_first_sync(sampling):
+    with pytest.raises(WeightSyncError, match="at the first sync"):
+        rounded_canary().prove(rounded_policy(), rounded_engine(**sampling))
+
+
+def test_a_resumed_run_is_judged_by_the_first_error_of_the_run_and_not_by_its_own(caplog):
+    policy, engine = rounded_policy(optimizer={"kwargs": {"lr": 1.0e-5}}), rounded_engine()
+    before = CanaryCalibration()
+    rounded_canary(before).prove(policy, engine)
+    one_optimizer_step(policy)
+    resumed = CanaryCalibration()
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    with pytest.raises(WeightSyncError, match="the error of the first sync"):
+        rounded_canary(resumed).prove(policy, engine)
+    # Other arithmetic has another error, which is measured anew, and said so.
+    assert rounded_canary(resumed, sides="float16").prove(policy, engine) == resumed.error != before.error
+    assert "measured again, because the run now has float16" in caplog.text
+
+
+def test_a_policy_that_scores_at_another_temperature_than_its_engine_is_compared_at_the_engines():
+    policy = HuggingFacePolicy(str(MODEL), max_total_sequence_length=24)
+    engine = HuggingFaceGeneration(str(MODEL), max_new_tokens=5, max_model_len=24, temperature=0.5)
+    options = {"num_receivers": 1, "max_length": 24, "exact": True}
+    with pytest.raises(WeightSyncError):
+        make_canary(WORDS, **options).prove(policy, engine)
+    retempering = Retempering(factor=1.0 / 0.5, vocab_size=policy.facts["vocab_size"])
+    assert make_canary(WORDS, **options, retempering=retempering).prove(policy, engine) < 1e-5
+
+
+def test_an_engine_whose_digests_are_of_arrived_weights_is_asked_the_canary_in_a_sync_that_moves_nothing(sides, monkeypatch):
+    def sync_of(**options):
+        return WeightSynchronizer(
+            *sides,
+            transports=[SharedMemoryTransport],
+            policy_capabilities=["shared_memory"],
+            generation_capabilities=["shared_memory"],
+            canary=lambda: make_canary(WORDS, num_receivers=1, max_length=16, exact=True),
+            **options,
+        )
+
+    held, arrived = sync_of(), sync_of(digests_are_held=False)
+    held.sync()
+    assert "refit/canary_error" not in held.sync(only_if_stale=True)
+    found = arrived.sync(only_if_stale=True)
+    assert found["refit/moved"] == 0.0
+    assert found["refit/canary_error"] < 1e-5
+    # Digests of what arrived still agree when the tensors that the engine computes with have changed.
+    worker = sides[1].group.worker
+    worker.named_weights()["model.layers.0.mlp.down_proj.weight"].data.mul_(1.02)
+    monkeypatch.setattr(arrived, "_already_equal", lambda seconds: True)
+    with pytest.raises(WeightSyncError, match="other log-probabilities than the policy"):
+        arrived.sync(only_if_stale=True)
+    held.sync()

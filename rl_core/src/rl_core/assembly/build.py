@@ -141,6 +141,8 @@ def connect(
     run.batches = loaders.batches
     run.validation_batches = loaders.validation_batches
     run.checkpoints = _checkpoints(config, resolved, folder, run)
+    if run.weights is not None:
+        run.keep("canary", run.weights.calibration)
     return run
 
 

@@ -122,7 +122,14 @@ class EvaluationPlan:
         with ExitStack() as exits:
             told("starting", 0, 1)
             cluster = make_cluster(config.cluster, exits)
-            builder = Builder(run=config, registry=Registry(self.manager), exits=exits, cluster=cluster)
+            assert config.policy.generation is not None
+            builder = Builder(
+                run=config,
+                registry=Registry(self.manager),
+                exits=exits,
+                cluster=cluster,
+                scoring_temperature=config.policy.generation.temperature,
+            )
             parts = builder.start(samples=True)
             assert parts.generation is not None
             if self.given is not None and self.given.is_checkpoint:

@@ -86,8 +86,14 @@ class PairPlan:
             WeightSyncError: the engine's weights are not proven to be the policy's.
         """
         with ExitStack() as exits:
+            generation_section = self.config.policy.generation
+            assert generation_section is not None
             builder = Builder(
-                run=self.config, registry=self.registry, exits=exits, cluster=make_cluster(self.config.cluster, exits)
+                run=self.config,
+                registry=self.registry,
+                exits=exits,
+                cluster=make_cluster(self.config.cluster, exits),
+                scoring_temperature=generation_section.temperature,
             )
             policy, generation = builder.policy_and_engine()
             # Without the tokenizer there is no canary: a disagreement is to be measured here, not to end the examination.

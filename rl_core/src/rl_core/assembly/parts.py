@@ -14,10 +14,12 @@ from rl_core.cluster.actor_pool import ActorPool, InProcessPool
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import wait_together
+from rl_core.config.canary_checks import HELD_DIGESTS, without_canary
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schedule_lengths import with_schedule_lengths
-from rl_core.config.schema import ClusterConfig, EnvironmentConfig, RunConfig
+from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig, RunConfig
 from rl_core.config.transport_checks import IN_PROCESS_TRANSPORTS, MANY_NODES_TRANSPORTS, ONE_NODE_TRANSPORTS
+from rl_core.config.written import dotted
 from rl_core.dispatch.environments import EnvironmentPool
 from rl_core.dispatch.group import OverWorkers, device_here
 from rl_core.dispatch.policy import DistributedPolicy
@@ -29,7 +31,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import Component
 from rl_core.plugins.registry import Registry
-from rl_core.weights.canary import Canary, make_canary
+from rl_core.weights.canary import Canary, CanaryCalibration, Retempering, make_canary
 from rl_core.weights.synchronizer import WeightSynchronizer
 
 
@@ -65,12 +67,15 @@ class Builder:
         registry: where components are found.
         exits: closes every part.
         cluster: where workers run; None in one process.
+        scoring_temperature: temperature at which models score tokens; `RunConfig.scoring_temperature` by default. Whoever
+            compares a policy with its engine and trains nothing gives the engine's.
     """
 
     run: RunConfig
     registry: Registry
     exits: ExitStack
     cluster: RayVirtualCluster | None
+    scoring_temperature: float | None = None
 
     def start(self, *, samples: bool) -> Workers:
         """Policy and, where the run samples, engine and environments; their processes start side by side."""
@@ -113,7 +118,7 @@ class Builder:
     def policy(self) -> ColocatablePolicyInterface:
         """The policy; it loads while the caller goes on."""
         component = self.registry.find("policy", self.run.policy.backend)
-        section = with_schedule_lengths(self.run).policy
+        section = self._scoring(with_schedule_lengths(self.run).policy)
         policy: ColocatablePolicyInterface = component.load()(
             config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines
         )
@@ -121,19 +126,30 @@ class Builder:
         return policy
 
     def companions(self) -> dict[str, DistributedPolicy]:
-        """The models beside the policy, by their section; they load while the caller goes on.
+        """The models beside the policy, by their section; they load while the caller continues.
 
-        They sample nothing; what they know of the policy's sampling is the temperature, at which tokens are scored.
+        They score tokens at the policy's temperature.
         """
         made: dict[str, DistributedPolicy] = {}
         for name in COMPANIONS:
             section = getattr(with_schedule_lengths(self.run), name)
             if section is not None:
-                section = section.model_copy(update={"generation": self.run.policy.generation})
+                section = self._scoring(section)
                 make = self.registry.find("policy", section.backend).load()
                 made[name] = make(config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines, name=name)
                 self.exits.callback(made[name].shutdown)
         return made
+
+    @property
+    def _temperature(self) -> float:
+        return self.run.scoring_temperature if self.scoring_temperature is None else self.scoring_temperature
+
+    def _scoring(self, section: PolicyConfig) -> PolicyConfig:
+        """A model's section with the temperature at which its workers score tokens."""
+        generation = self.run.policy.generation
+        if generation is None:
+            return section
+        return section.model_copy(update={"generation": generation.model_copy(update={"temperature": self._temperature})})
 
     def generation(self) -> GenerationInterface:
         """The engine; it loads while the caller goes on."""
@@ -180,20 +196,28 @@ class Builder:
             policy: where they come from.
             generation: where they go.
             tokenizer: its vocabulary gives the canary its words; without one there is no canary.
+
+        Raises:
+            ConfigError: no check of this engine would cover what it computes with.
         """
         section = self.run.policy.generation
         assert section is not None
+        able = capabilities_of(self.registry.find("generation", section.backend))
+        calibration = CanaryCalibration()
+        asks_canary = tokenizer is not None and self._asks_canary(section, digests_are_held=HELD_DIGESTS in able)
         synchronizer = WeightSynchronizer(
             policy,
             generation,
             transports=self._transports(section.refit_transport),
             policy_capabilities=capabilities_of(self.registry.find("policy", self.run.policy.backend)),
-            generation_capabilities=capabilities_of(self.registry.find("generation", section.backend)),
+            generation_capabilities=able,
             transport=section.refit_transport,
             buffer_bytes=section.refit_buffer_mib * 2**20,
             deadline_s=self.run.cluster.deadlines.refit_s,
             folder=Path(section.refit_folder).expanduser() if section.refit_folder is not None else None,
-            canary=(lambda: self._canary(generation, tokenizer)) if section.refit_canary and tokenizer is not None else None,
+            canary=(lambda: self._canary(policy, generation, tokenizer, calibration)) if asks_canary else None,
+            calibration=calibration,
+            digests_are_held=HELD_DIGESTS in able,
             num_receivers=generation.num_workers,
             wait=wait_together,
             rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
@@ -202,18 +226,50 @@ class Builder:
         generation.refit_with(synchronizer.sync)
         return synchronizer
 
-    def _canary(self, generation: GenerationInterface, tokenizer: Any) -> Canary:
-        policy, section = self.run.policy, self.run.policy.generation
+    @staticmethod
+    def _asks_canary(section: GenerationConfig, *, digests_are_held: bool) -> bool:
+        """Whether a canary can be compared, and is wanted.
+
+        Raises:
+            ConfigError: there would be no check of what the engine computes with.
+        """
+        # Changed logits are the engine's alone, so its log-probabilities would differ from the policy's for equal weights.
+        changes = section.logit_changes()
+        if digests_are_held:
+            return section.refit_canary and not changes
+        off = [("refit_canary",)] if not section.refit_canary else list(changes)
+        if off:
+            raise ConfigError(f"{dotted(('policy', 'generation', *off[0]))}: {without_canary(section.backend)}")
+        return True
+
+    def _canary(
+        self,
+        policy: ColocatablePolicyInterface,
+        generation: GenerationInterface,
+        tokenizer: Any,
+        calibration: CanaryCalibration,
+    ) -> Canary:
+        model, section = self.run.policy, self.run.policy.generation
         assert section is not None
         facts = getattr(generation, "facts", {})
-        precisions = {policy.precision, facts.get("precision", policy.precision)}
+        engine_precision = facts.get("precision", model.precision)
+        sides = (
+            f"policy {model.backend} {model.precision}, engine {section.backend} {engine_precision} on "
+            f"{facts.get('device', 'an unknown device')}, temperature {section.temperature:g}"
+        )
+        factor = self._temperature / section.temperature
         return make_canary(
             sorted(set(range(min(len(tokenizer), facts.get("vocab_size", len(tokenizer))))) - set(tokenizer.all_special_ids)),
             num_receivers=generation.num_workers,
-            max_length=policy.max_total_sequence_length,
-            exact=precisions == {"float32"},
+            max_length=model.max_total_sequence_length,
+            exact={model.precision, engine_precision} == {"float32"},
             tolerance=section.canary_tolerance,
-            greedy=section.top_p < 1.0 or section.top_k is not None,
+            greedy=bool(section.sampling_filters()),
+            calibration=calibration,
+            sides=sides,
+            retempering=Retempering(factor=factor, vocab_size=getattr(policy, "facts", {})["vocab_size"])
+            if factor != 1.0
+            else None,
         )
 
     def _transports(self, wanted: str | None) -> list[type[WeightTransport]]:

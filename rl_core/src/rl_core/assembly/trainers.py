@@ -16,8 +16,7 @@ from rl_core.assembly.build import Loaders, connect, refuse_other_tokenizers
 from rl_core.assembly.folder import claim, start_in
 from rl_core.assembly.given_data import read_given, section_from
 from rl_core.assembly.parts import Builder, Workers
-from rl_core.config.checks import companion_conflicts
-from rl_core.config.component_checks import component_conflicts
+from rl_core.config.checks import section_conflicts
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schema import (
     AlgorithmConfig,
@@ -192,15 +191,15 @@ class Trainer:
                 f"{type(self.policy).__name__} has no `config` of the kind PolicyConfig, which says how long its rows may be "
                 "and which tokenizer it has. Give it one."
             )
-        if self.generation is not None:
-            policy = policy.model_copy(update={"generation": getattr(self.generation, "config", None)})
+        # What the policy was made with says how it scores; who samples is `generation` alone.
+        policy = policy.model_copy(update={"generation": getattr(self.generation, "config", None)})
         return RunConfig(
             algorithm_name=self.algorithm,
             algorithm=config if isinstance(config, AlgorithmConfig) else section_from(model, config, self.algorithm),
             loss_fn=loss_section,
             policy=policy,
-            value=getattr(self.value, "config", None),
-            teacher=getattr(self.teacher, "config", None),
+            value=_companion_section(self.value),
+            teacher=_companion_section(self.teacher),
             data=DataConfig(),
             env={task: EnvironmentConfig() for task in self._environments},
             checkpointing=section_from(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
@@ -215,29 +214,36 @@ class Trainer:
         self._refuse_teacher()
         if "value" in algorithm.runtime_needs.companions and self.value is None:
             raise ConfigError(f"{self.algorithm} has a critic: give {type(self).__name__} `value`, made with head='scalar'.")
-        conflicts = (
-            *algorithm.conflicts(self.config),
-            *component_conflicts(self.config),
-            *companion_conflicts(self.config),
-        )
-        found = [f"{dotted(path)}: {message}" for path, message in conflicts]
-        if found:
+        self._refuse_other_temperatures()
+        if found := [f"{dotted(path)}: {message}" for path, message in section_conflicts(self.config, self._registry)]:
             raise ConfigError("\n".join(found))
 
     def _refuse_teacher(self) -> None:
         wanted = "teacher" in self.config.algorithm.runtime_needs.companions
         if wanted != (self.teacher is not None):
             raise ConfigError(f"{self.algorithm} {'learns from a teacher: give it' if wanted else 'has no use for'} `teacher`.")
-        temperatures = [
-            section.generation.temperature if section.generation is not None else 1.0
-            for section in (self.config.policy, self.config.teacher)
-            if section is not None
-        ]
-        if len(set(temperatures)) > 1:
-            raise ConfigError(
-                f"The policy samples at temperature {temperatures[0]:g}, and the teacher scores at {temperatures[1]:g}: what "
-                "they say could not be compared. Make the teacher with the same `generation={...}` as the policy."
-            )
+
+    def _refuse_other_temperatures(self) -> None:
+        """In a config file one key sets the temperature of engine, policy and teacher; here each was made by itself."""
+        needed = self.config.scoring_temperature
+        why = (
+            f"`generation` samples at temperature {needed:g}"
+            if self.config.algorithm.needs_generation
+            else f"{self.algorithm} does not sample, so it trains at temperature 1"
+        )
+        for name, model in (("policy", self.policy), ("teacher", self.teacher)):
+            section = getattr(model, "config", None)
+            if isinstance(section, PolicyConfig) and section.head == "tokens" and section.scoring_temperature != needed:
+                raise ConfigError(
+                    f"{why}, and the {name} scores tokens at {section.scoring_temperature:g}: every log-probability would be "
+                    f"that of another distribution. Make the {name} with `generation={{'temperature': {needed:g}}}`."
+                )
+
+
+def _companion_section(model: DistributedPolicy | None) -> PolicyConfig | None:
+    """The section of a model beside the policy; as in a config file it samples nothing."""
+    section = getattr(model, "config", None)
+    return section.model_copy(update={"generation": None}) if isinstance(section, PolicyConfig) else None
 
 
 class DPOTrainer(Trainer):

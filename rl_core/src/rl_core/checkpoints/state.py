@@ -24,6 +24,8 @@ FREE_TO_CHANGE = (
     "value.train_micro_batch_size",
     "value.logprob_batch_size",
     "policy.generation.max_restarts",
+    "policy.generation.refit_canary",
+    "policy.generation.canary_tolerance",
 )
 """Config keys (by prefix) that say how or how long a run goes on, not what it is."""
 
@@ -116,6 +118,9 @@ class Checkpoints:
         for name, part in self.parts.items():
             _load_part(part, name, state, checkpoint)
         self._found = state.get("algorithm", {})
+        for name, part in self._kept.items():
+            if name in self._found:
+                part.load_state_dict(self._found[name])
         step: int = state["step"]
         return step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from rl_core.config.canary_checks import canary_conflicts
 from rl_core.config.component_checks import Finding, component_conflicts, models_of
 from rl_core.config.data_checks import data_conflicts
 from rl_core.config.diagnostics import show
@@ -30,18 +31,29 @@ def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[
         registry: Asked for the capabilities of the components.
     """
     yield from _what_the_algorithm_needs(run)
-    yield from run.algorithm.conflicts(run)
-    yield from component_conflicts(run)
-    yield from companion_conflicts(run)
+    yield from section_conflicts(run, registry)
     yield from in_process_conflicts(run)
     yield from data_conflicts(run)
+    yield from transport_conflicts(run, registry)
+    yield from _libraries(run, layout)
+
+
+def section_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
+    """Constraints between sections that hold however the run was made: from a config file, or from Python objects.
+
+    Args:
+        run: The valid sections.
+        registry: Asked for the capabilities of the components.
+    """
+    yield from run.algorithm.conflicts(run)
+    yield from component_conflicts(run)
+    yield from _companion_conflicts(run)
     yield from _optimizers(run)
     yield from schedule_conflicts(run)
     yield from _sampling(run)
     yield from _lengths(run)
-    yield from _capabilities(run, layout, registry)
-    yield from transport_conflicts(run, registry)
-    yield from _libraries(run, layout)
+    yield from _capabilities(run, registry)
+    yield from canary_conflicts(run, registry)
 
 
 def _what_the_algorithm_needs(run: RunConfig) -> Iterator[Finding]:
@@ -61,21 +73,27 @@ def _what_the_algorithm_needs(run: RunConfig) -> Iterator[Finding]:
 
 
 def _sampling(run: RunConfig) -> Iterator[Finding]:
+    """Everything but the temperature that makes the distribution of the samples another than the policy's."""
     generation = run.policy.generation
-    if generation is None or not run.algorithm.needs_generation or run.algorithm.allows_filtered_sampling:
+    if generation is None or not run.algorithm.needs_generation:
         return
-    filters = (("top_p", generation.top_p < 1.0, "1.0"), ("top_k", generation.top_k is not None, "null"))
-    for key, is_set, neutral in filters:
-        if is_set:
-            yield (
-                ("policy", "generation", key),
-                f"{run.algorithm_name} cannot train on it: tokens would be drawn from a filtered distribution while the "
-                "policy scores them under the whole one, so every probability ratio would be wrong. Set it to "
-                f"{neutral}; temperature is accounted for.",
-            )
+    filters = {} if run.algorithm.allows_filtered_sampling else generation.sampling_filters()
+    for key, neutral in filters.items():
+        yield (
+            ("policy", "generation", *key),
+            f"{run.algorithm_name} cannot train on it: tokens would be drawn from a filtered distribution while the "
+            "policy scores them under the whole one, so every probability ratio would be wrong. Set it to "
+            f"{show(neutral)}; temperature is accounted for.",
+        )
+    for key, neutral in generation.logit_changes().items():
+        yield (
+            ("policy", "generation", *key),
+            f"{run.algorithm_name} cannot train on it: the engine would change logits before it samples, and the policy scores "
+            f"tokens without that change, so every probability ratio would be wrong. Set it to {show(neutral)}.",
+        )
 
 
-def companion_conflicts(run: RunConfig) -> Iterator[Finding]:
+def _companion_conflicts(run: RunConfig) -> Iterator[Finding]:
     """What the policy, its loss and the models beside it end in, and whether the algorithm has such models."""
     name, algorithm = run.algorithm_name, run.algorithm
     if run.loss_fn.head == "scalar" and algorithm.head == "tokens":
@@ -149,14 +167,15 @@ def _rows_that_stay_together(run: RunConfig, model: str) -> int:
     return 1 if plan is None else plan.rows_per_unit
 
 
-def _capabilities(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[Finding]:
+def _capabilities(run: RunConfig, registry: Registry) -> Iterator[Finding]:
     for asked_at, asked, section, kind, capability in (*_asked_capabilities(run), *_asked_by_the_loss(run)):
-        part = layout.parts.get(section)
-        # A backend given by its path states its capabilities on its class, which only the run imports.
-        if part is None or part.component is None or is_path(part.component.name):
+        model = run.policy.generation if kind is Kind.GENERATION else getattr(run, str(section[0]))
+        # A backend given by its path states its capabilities on its class, which only the run imports; one that was made in
+        # Python need not be registered.
+        if is_path(model.backend) or model.backend not in registry.names(kind):
             continue
         try:
-            registry.find(kind, part.component.name, requires=(capability,))
+            registry.find(kind, model.backend, requires=(capability,))
         except PluginError as error:
             yield asked_at, f"{asked} asks {dotted(section)} for what it cannot do. {error}"
 

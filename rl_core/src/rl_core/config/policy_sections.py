@@ -104,7 +104,7 @@ class GenerationConfig(ComponentSection):
     max_new_tokens: int = Field(default=256, ge=1)
     """Most tokens of one completion."""
     temperature: float = Field(default=1.0, gt=0.0)
-    """Logits are divided by it; training scores tokens at the same temperature."""
+    """Logits are divided by it. Algorithms that sample score tokens at the same temperature; all others score at 1.0."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the smallest set of tokens whose probability reaches it."""
     top_k: int | None = Field(default=None, ge=1)
@@ -129,9 +129,11 @@ class GenerationConfig(ComponentSection):
     refit_folder: Annotated[str | None, NAME_OR_PATH] = None
     """Where weights that travel by disk (`refit_transport: disk`) are written; policy and engine both see it."""
     refit_canary: bool = True
-    """After each refit, compare log-probabilities of a few rows between engine and policy; stop the run where they differ."""
+    """After each refit, compare log-probabilities of a few sampled rows between engine and policy, and stop the run where they
+    differ. Engines that cannot digest the tensors that they compute with (vLLM) require it."""
     canary_tolerance: float | None = Field(default=None, gt=0.0)
-    """Most mean difference of those log-probabilities, in nats a token; 0.001 where both sides compute in float32, else 0.2."""
+    """Largest allowed mean difference of those log-probabilities, in nats per token. By default 0.001 where both sides compute
+    in float32; otherwise 0.1 at the first sync, and then 1.5 times the error of the first sync."""
 
     @model_validator(mode="after")
     def _validation_is_greedy_or_as_in_training(self) -> Self:
@@ -141,6 +143,22 @@ class GenerationConfig(ComponentSection):
                 f"{self.temperature}; an engine samples at one temperature"
             )
         return self
+
+    def sampling_filters(self) -> dict[Path, Any]:
+        """Keys of this section that drop tokens before one is drawn, each with the value that drops none.
+
+        The most likely token and its probability under the whole distribution are not changed by them.
+        """
+        neutral: dict[Path, Any] = {("top_p",): 1.0, ("top_k",): None}
+        return {key: value for key, value in neutral.items() if getattr(self, str(key[0])) != value}
+
+    def logit_changes(self) -> dict[Path, Any]:
+        """Keys of this section that change logits other than by the temperature, each with the value that changes none.
+
+        A backend with such keys (a repetition penalty, a logit bias) returns those that are set. No policy scores tokens under
+        the changed distribution, so algorithms that train on samples refuse them.
+        """
+        return {}
 
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with what it leaves open taken from the policy; a backend adds its own."""
@@ -193,6 +211,11 @@ class PolicyConfig(ComponentSection):
         It is asked of the policy and of the models beside it alike; `run.policy is self` says which this is.
         """
         yield from ()
+
+    @property
+    def scoring_temperature(self) -> float:
+        """Temperature that the workers of this section divide logits by when they score tokens: that of `generation`."""
+        return self.generation.temperature if self.generation is not None else 1.0
 
     def data_ranks(self, cluster: ClusterConfig) -> int:
         """Ranks that a batch is split over; a backend whose ranks hold one copy of the model together has fewer."""

@@ -305,6 +305,15 @@ class RunConfig(Section):
         asked = self.algorithm.runtime_needs.max_turns
         return {task: env.max_rollout_turns or asked or env.turns_needed for task, env in self.env.items()}
 
+    @property
+    def scoring_temperature(self) -> float:
+        """Temperature at which policy and teacher score tokens, in training and in validation losses.
+
+        An algorithm that samples scores tokens under the distribution that they are drawn from. Every other algorithm scores
+        under the model's own distribution (1.0), whatever `policy.generation.temperature` its validation samples at.
+        """
+        return self.policy.scoring_temperature if self.algorithm.needs_generation else 1.0
+
 
 class OpenPolicyConfig(PolicyConfig):
     """`policy` of a backend given by its path: keys that this model does not know are passed on."""

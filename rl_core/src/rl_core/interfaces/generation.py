@@ -156,7 +156,10 @@ class GenerationInterface(ABC):
         raise self._not_supported("update_weights_from_collective")
 
     def weight_fingerprint(self) -> str:
-        """Digest of the weights that the engine computes with, the same on every replica; equal to the policy's.
+        """Digest of the engine's weights, the same on every replica; equal to the policy's.
+
+        An engine that digests the tensors that it computes with has the capability `held_weight_digests`. One that transforms
+        weights after they have arrived digests those that arrived, and every refit then asks the canary.
 
         Raises:
             WeightSyncError: tensors of the refit under way are missing (it names them), or replicas differ.

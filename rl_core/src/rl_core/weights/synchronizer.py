@@ -16,7 +16,7 @@ from rl_core.errors import MissingCapabilityError, WeightSyncError, WorkerDiedEr
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
-from rl_core.weights.canary import Canary
+from rl_core.weights.canary import Canary, CanaryCalibration
 from rl_core.weights.fingerprint import Kind, describe_differences, kind_of
 
 _log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class WeightSynchronizer:
         folder: Path | None = None,
         prove: bool = True,
         canary: Callable[[], Canary] | None = None,
+        calibration: CanaryCalibration | None = None,
+        digests_are_held: bool = True,
         num_receivers: int = 1,
         wait: Callable[[Sequence[Any], float], Any] | None = None,
         rendezvous: Callable[[], tuple[str, int]] | None = None,
@@ -59,6 +61,9 @@ class WeightSynchronizer:
             folder: where weights that travel by disk are written; the system's temporary folder by default.
             prove: compare fingerprints after each refit; versions are compared in any case.
             canary: makes the rows that both sides score after each refit, once they have loaded; none by default.
+            calibration: what that canary is calibrated by, for checkpoints.
+            digests_are_held: whether the engine's digests are of the tensors that it computes with. If they are of the weights
+                that arrived, the canary is asked in every `sync`, also in one that moves nothing.
             num_receivers: generation workers.
             wait: waits for pending calls (`rl_core.cluster.wait_together`); needed by transports that call both sides at once.
             rendezvous: address and free port on the node of the policy's rank 0; this machine's loopback by default.
@@ -71,6 +76,9 @@ class WeightSynchronizer:
         self._prove = prove
         self._make_canary = canary
         self._canary: Canary | None = None
+        self.calibration = calibration if calibration is not None else CanaryCalibration()
+        """What the canary is judged by; a run keeps it with its checkpoints."""
+        self._digests_are_held = digests_are_held
         self._kind: Kind | None = None
         self._dtypes: Mapping[str, str] = {}
         self._beside: ThreadPoolExecutor | None = None
@@ -133,7 +141,9 @@ class WeightSynchronizer:
         seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0, "canary_s": 0.0}
         found: dict[str, float] = {}
         if only_if_stale and not self.is_stale and self._already_equal(seconds):
-            return self._metrics(seconds, started, moved=0, happened=False)
+            if not self._digests_are_held:
+                found = self._ask_canary_alone(seconds)
+            return self._metrics(seconds, started, moved=0, happened=False) | found
         try:
             with _attributed(self.transport_name):
                 moved = self._refit(seconds)
@@ -172,6 +182,13 @@ class WeightSynchronizer:
         if self._canary is None and self._make_canary is not None:
             self._canary = self._make_canary()
         return {} if self._canary is None else {"refit/canary_error": self._canary.prove(self._policy, self._generation)}
+
+    def _ask_canary_alone(self, seconds: dict[str, float]) -> dict[str, float]:
+        self._policy.offload_before_refit()
+        with _timed(seconds, "canary_s"), _attributed(self.transport_name):
+            found = self._ask_canary()
+        self._policy.offload_after_refit()
+        return found
 
     def _prove_version(self) -> None:
         policy, engine = self._policy.weight_version, self._generation.weight_version

@@ -1,0 +1,70 @@
+"""Trainers made from Python refuse what a config file with the same settings is refused for; nothing is started."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.algorithms import DPOTrainer, GRPOTrainer, SFTTrainer
+from rl_core.assembly.trainers import DistillationTrainer
+from rl_core.errors import ConfigError
+from rl_envs import ArithmeticEnvironment
+
+MODEL = str(Path(__file__).parents[3] / "examples" / "addition" / "model")
+
+
+def policy(**fields):
+    return HuggingFacePolicy(MODEL, max_total_sequence_length=16, **fields)
+
+
+def grpo(model=None, **sampling):
+    generation = HuggingFaceGeneration(MODEL, **{"max_new_tokens": 5, **sampling})
+    return GRPOTrainer(model or policy(), generation=generation, environments=ArithmeticEnvironment())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "key"),
+    [
+        ({"top_p": 0.8}, r"policy\.generation\.top_p: grpo cannot train on it"),
+        ({"top_k": 2}, r"policy\.generation\.top_k: grpo cannot train on it"),
+        ({"repetition_penalty": 1.3}, r"policy\.generation\.hf_cfg\.repetition_penalty: grpo cannot train on it"),
+        ({"max_new_tokens": 16}, r"policy\.generation\.max_new_tokens: 16 leaves no room for a prompt"),
+    ],
+)
+def test_grpo_trainer_refuses_sampling_settings_that_a_config_is_refused_for(sampling, key):
+    with pytest.raises(ConfigError, match=key):
+        grpo(**sampling)
+
+
+def test_grpo_trainer_refuses_a_policy_that_scores_at_another_temperature_than_the_engine_samples_at():
+    with pytest.raises(
+        ConfigError, match=r"samples at temperature 0\.7, and the policy scores tokens at 1: .*'temperature': 0\.7"
+    ):
+        grpo(policy(precision="bfloat16"), precision="bfloat16", temperature=0.7)
+    with pytest.raises(ConfigError, match=r"samples at temperature 1, and the policy scores tokens at 0\.7"):
+        grpo(policy(generation={"temperature": 0.7}))
+    grpo(policy(generation={"temperature": 0.7}), temperature=0.7)
+
+
+@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
+def test_trainers_that_do_not_sample_refuse_a_policy_that_scores_at_a_sampling_temperature(trainer):
+    with pytest.raises(
+        ConfigError, match=r"does not sample, so it trains at temperature 1, and the policy scores tokens at 0\.7"
+    ):
+        trainer(policy(generation={"temperature": 0.7}))
+    trainer(policy(generation={"temperature": 1.0}))
+
+
+def test_a_teacher_made_with_the_engines_temperature_is_accepted():
+    same = {"backend": "hf", "temperature": 0.5, "max_new_tokens": 5}
+    DistillationTrainer(
+        policy(generation=same),
+        generation=HuggingFaceGeneration(MODEL, temperature=0.5, max_new_tokens=5),
+        teacher=policy(generation=same, frozen=True),
+    )
+
+
+def test_a_trainer_refuses_batches_that_cannot_hold_one_row():
+    packing = {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 8}
+    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.train_mb_tokens: 8 tokens cannot hold one row"):
+        SFTTrainer(policy(sequence_packing=packing))
