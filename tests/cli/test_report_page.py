@@ -104,6 +104,7 @@ def test_what_a_model_or_a_config_says_stays_text(write_run, tmp_path, page_of):
             "prompt": HOSTILE,
             "completion": HOSTILE,
             "answer": HOSTILE,
+            "expected_answer": HOSTILE,
             "tokens": [1],
             "task": HOSTILE,
             "reward": 1,
@@ -129,6 +130,7 @@ def test_what_a_model_or_a_config_says_stays_text(write_run, tmp_path, page_of):
     assert "img" not in {tag for tag, _ in page.elements}
     [row, *_] = page.rollouts[0]["rows"]
     assert (row["pieces"], row["answer"], page.rollouts[0]["prompts"]["0"]) == ([HOSTILE], HOSTILE, HOSTILE)
+    assert row["expected_answer"] == HOSTILE
     assert " ".join(HOSTILE.split()) in page.text
 
 

@@ -1,70 +1,82 @@
-"""What counts as the final answer, and which answers are equal: real math-verify on typical pairs."""
+"""What counts as the final answer, and which answers are equal: the environment on a labeled corpus and on single cases."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from rl_core.errors import ConfigError, DataError
-from rl_envs.config import MathEnvironmentConfig
-from rl_envs.math.answers import last_box
+from rl_envs.math.answers import last_box, unboxed_answer
 from rl_envs.math.environment import MathEnvironment
 
-RIGHT = [
-    ("4", r"\boxed{4}"),
-    (r"\boxed{4}", "The answer is 4."),
-    ("12", "so 3 + 9 = 12"),
-    (r"\frac{1}{2}", r"\boxed{0.5}"),
-    ("1/2", r"\boxed{\frac{2}{4}}"),
-    ("0.25", r"Hence $x = \frac14$."),
-    ("1,234", r"\boxed{1234}"),
-    ("1234", r"\boxed{1{,}234}"),
-    ("-3", r"\boxed{-3}"),
-    ("3.14", r"\boxed{3.14}"),
-    (r"50\%", r"\boxed{50\%}"),
-    ("10", r"\boxed{10\text{ cm}}"),
-    ("5", r"\boxed{x = 5}"),
-    (r"2\sqrt{3}", r"\boxed{\sqrt{12}}"),
-    ("$x^2 + 2x + 1$", r"\boxed{(x+1)^2}"),
-    (r"\{1, 2\}", r"\boxed{\{2, 1\}}"),
-    ("(1, 2)", r"\boxed{(1,2)}"),
-    (r"[0, \infty)", r"\boxed{[0,\infty)}"),
-    ("1<x<2", r"\boxed{(1,2)}"),
-    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}"),
-    (r"\frac{\pi}{4}", r"\boxed{\pi/4}"),
-    ("2^{10}", r"\boxed{1024}"),
-    ("A", r"\boxed{A}"),
-    (r"\text{Evelyn}", r"\boxed{Evelyn}"),
-    ("Evelyn", r"\boxed{\text{evelyn}}"),
-    ("New York", r"\boxed{\text{New  York}}"),
-    ("7", r"First \boxed{6}, but I made a mistake: \boxed{7}"),
-    ("5", r"\boxed{x = \boxed{5}}"),
-    ("8", r"\boxed{8} and the next step was cut off: \boxed{9"),
-]
+CORPUS = Path(__file__).parent / "math_corpus"
 
-WRONG = [
-    ("4", r"\boxed{5}"),
-    ("7", r"\boxed{7} or rather \boxed{6}"),
-    (r"\frac{1}{2}", r"\boxed{0.51}"),
-    ("Rome", r"\boxed{More}"),
-    ("(1,2)", r"\boxed{1<x<3}"),
-    ("2", r"\boxed{1} \boxed{2} \boxed{1, 2}"),
-    ("5", "5 apples and 7 pears"),
-    ("(2, 1)", r"\boxed{(1,2)}"),
-    ("A", r"\boxed{B}"),
-    ("4", "I do not know"),
+
+def rows_of(name):
+    return [json.loads(line) for line in (CORPUS / name).read_text(encoding="utf-8").splitlines()]
+
+
+def confusion(rows, graded, *, label="label"):
+    """Counts of (labeled right, graded right), and the completions that were graded otherwise than labeled."""
+    pairs = [(row[label] == "right", reward == 1.0) for row, reward in zip(rows, graded.rewards.tolist(), strict=True)]
+    others = [
+        (row["expected"], row["completion"])
+        for row, (is_right, is_paid) in zip(rows, pairs, strict=True)
+        if is_right != is_paid
+    ]
+    return Counter(pairs), others
+
+
+WRITTEN_FALSE_NEGATIVES = [
+    ("4", r"\boxed{four}"),  # numbers in words are not read
+    ("12", r"\boxed{twelve}"),
+    ("10", r"\boxed{\approx 10}"),  # a sign without a left side is no formula
+    (r"1 \text{ m}", r"\boxed{100 \text{ cm}}"),  # units are compared, not converted
+    (r"\text{June 20}", r"\boxed{\text{20 June}}"),  # words are compared as texts
 ]
 
 
-def test_equal_answers_are_right_however_they_are_written(grader):
-    graded = grader.grade(*RIGHT)
-    assert [pair for pair, reward in zip(RIGHT, graded.rewards, strict=True) if reward != 1.0] == []
+def test_the_default_rule_pays_no_wrong_answer_of_the_written_corpus(grader):
+    rows = rows_of("written.jsonl")
+    matrix, others = confusion(rows, grader.grade(*[(row["expected"], row["completion"]) for row in rows]))
+    assert others == WRITTEN_FALSE_NEGATIVES
+    assert matrix == {(True, True): 122, (True, False): 5, (False, False): 86}
 
 
-def test_other_answers_are_wrong(grader):
-    graded = grader.grade(*WRONG)
-    assert [pair for pair, reward in zip(WRONG, graded.rewards, strict=True) if reward != 0.0] == []
+def test_the_default_rule_agrees_with_every_label_of_the_sampled_corpus(grader):
+    rows = rows_of("model_outputs.jsonl")
+    matrix, others = confusion(rows, grader.grade(*[(row["expected"], row["completion"]) for row in rows]))
+    assert others == []
+    assert matrix == {(True, True): 16, (False, False): 154}
+
+
+GRADED_OTHERWISE_WITHOUT_BOX = {  # the ends of the completions
+    "which is the sum of 3 and 9.",  # the last number is an operand again
+    "If Ana has 3 + ",  # a second sum was cut off
+    "there are 18 eggs in a pack.",  # an empty box stands before the number
+    "So, the result is \\boxed{}\\boxed{}",
+    "So, the final answer to this problem is ",  # cut off before the answer
+    "10, 20, 24, 30, etc. 20 is",  # the false positive: cut off at a number that happens to be the answer
+}
+
+
+def test_without_require_box_the_sampled_corpus_has_one_false_positive():
+    rows = rows_of("model_outputs.jsonl")
+    environment = MathEnvironment({"require_box": False})
+    graded = environment.step(
+        [[{"role": "assistant", "content": row["completion"]}] for row in rows],
+        [{"expected_answer": row["expected"]} for row in rows],
+    )
+    environment.shutdown()
+    matrix, others = confusion(rows, graded, label="label_without_box")
+    assert matrix == {(True, True): 31, (True, False): 5, (False, True): 1, (False, False): 133}
+    ends = {end for end in GRADED_OTHERWISE_WITHOUT_BOX for _, completion in others if completion.endswith(end)}
+    assert ends == GRADED_OTHERWISE_WITHOUT_BOX
+    assert len(others) == len(ends)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +142,95 @@ def test_an_unknown_key_of_the_config_is_named():
         MathEnvironment({"timeout": 3})
 
 
-def test_require_box_reads_nothing_else():
-    environment = MathEnvironment(MathEnvironmentConfig(require_box=True))
+def paid(expected, completion, **config):
+    environment = MathEnvironment(config)
+    graded = environment.step([[{"role": "assistant", "content": completion}]], [{"expected_answer": expected}])
+    environment.shutdown()
+    return graded.rewards.tolist() == [1.0]
+
+
+def test_only_boxed_answers_are_graded_by_default(grader):
+    graded = grader.grade(("4", "4"), ("4", r"\boxed{4}"), ("4", "The answer is 4."))
+    assert graded.rewards.tolist() == [0.0, 1.0, 0.0]
+    assert graded.answers == [None, "4", None]
+    assert [row["boxed"] for row in graded.metadata] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "grading"),
+    [
+        ("5", "3+2", "unevaluated"),
+        ("5", "10/2", "unevaluated"),
+        (r"\frac{1}{2}", r"\frac{2}{4}", "unevaluated"),
+        ("2", "3*x**2 + 2", "wrong"),
+        ("x**2 + 3*x - 1", "x**2 + 4*x - 1", "wrong"),
+        ("x**2 + 3*x - 1", "x**2 + 3*x - 1", "right"),
+        ("lcm(12, 18)", "gcd(12, 18)", "unevaluated"),
+        ("2516_7", "2516_8", "wrong"),
+        ("6", "about 6", "unreadable"),
+    ],
+)
+def test_a_boxed_answer_is_compared_as_a_whole(grader, expected, answer, grading):
+    graded = grader.grade((expected, rf"\boxed{{{answer}}}"))
+    assert (graded.metadata[0]["grading"], graded.answers) == (grading, [answer])
+
+
+def test_unevaluated_answers_are_accepted_on_request():
+    assert paid("5", r"\boxed{3+2}", allow_unevaluated=True)
+    assert paid("1/2", r"\boxed{\frac{2}{4}}", allow_unevaluated=True)
+    assert not paid("5", r"\boxed{3+3}", allow_unevaluated=True)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("Ana has 3 + 2 appliances.", "3 + 2"),
+        ("2. Rewrite the equation", None),
+        ("1. Add.\n2) Rewrite the", None),
+        ("Step 2: compute", None),
+        ("so 3 + 9 = 12", "3 + 9 = 12"),
+        (r"Hence $x = \frac14$.", r"x = \frac14"),
+        ("The answer is 13. To calculate 6 + 3, we add.", "13"),
+        ("5 apples and 7 pears", "7"),
+        ("They pay 1,234.50 dollars.", "1,234.50"),
+        ("48 / 2 = 24\n#### 24", "24"),
+        ("I do not know", None),
+    ],
+)
+def test_without_a_box_the_last_statement_is_the_answer(completion, answer):
+    assert unboxed_answer(completion, words=False) == answer
+
+
+def test_without_require_box_unboxed_answers_are_held_to_the_same_rule():
+    environment = MathEnvironment({"require_box": False})
+    cases = [
+        ("5", "Ana has 3 + 2 appliances."),
+        ("2", "2. Rewrite the equation"),
+        ("12", "so 3 + 9 = 12"),
+        ("12", "so 4 + 9 = 12"),
+    ]
+    cases += [("Rome", "The answer is Rome."), ("Rome", "Rome"), ("4", r"The answer is 4, or \boxed{5}")]
     graded = environment.step(
-        [[{"role": "assistant", "content": text}] for text in ("4", r"\boxed{4}")], [{"expected_answer": "4"}] * 2
+        [[{"role": "assistant", "content": completion}] for _, completion in cases],
+        [{"expected_answer": expected} for expected, _ in cases],
     )
     environment.shutdown()
-    assert graded.rewards.tolist() == [0.0, 1.0]
-    assert graded.answers == [None, "4"]
+    gradings = [row["grading"] for row in graded.metadata]
+    assert gradings == ["unevaluated", "no_answer", "right", "wrong", "right", "no_answer", "wrong"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_warnings"), [("What is 2 + 2?", 1), (r"What is 2 + 2? Put the final answer in \boxed{}.", 0)]
+)
+def test_prompts_that_never_ask_for_a_box_are_reported_once(caplog, prompt, num_warnings):
+    environment = MathEnvironment()
+    for _ in range(3):
+        rows = [[{"role": "user", "content": prompt}, {"role": "assistant", "content": "4"}]] * 16
+        environment.step(rows, [{"expected_answer": "4"}] * 16)
+    environment.shutdown()
+    warnings = [record.getMessage() for record in caplog.records if "none of 16 answers" in record.getMessage()]
+    assert len(warnings) == num_warnings
+    assert all("require_box: false" in warning for warning in warnings)
 
 
 def test_an_empty_batch_is_answered_without_a_process():
@@ -146,10 +239,20 @@ def test_an_empty_batch_is_answered_without_a_process():
     assert environment.process_ids() == []
 
 
-def test_metrics_count_what_was_right_answered_and_timed_out(grader):
+def test_metrics_are_the_shares_of_each_grading():
     from rl_core.data.batched_data_dict import BatchedDataDict
 
-    graded = grader.grade(("4", r"\boxed{4}"), ("4", r"\boxed{5}"), ("4", "hm"), ("1", r"\boxed{10000000!}"))
-    batch = BatchedDataDict({"rewards": graded.rewards, "extra_env_info": graded.metadata})
-    _, metrics = grader.environment.global_post_process_and_metrics(batch)
-    assert metrics == {"accuracy": 0.25, "answered_frac": 0.75, "timeouts": 1, "failures": 0}
+    environment = MathEnvironment({"timeout_s": 1.5, "allow_unevaluated": True})
+    strict = MathEnvironment()
+    completions = [r"\boxed{4}", r"\boxed{5}", "hm", r"\boxed{10000000!}", r"\boxed{}", r"\boxed{about 4}"]
+    conversations = [[{"role": "assistant", "content": completion}] for completion in completions]
+    found = []
+    for one in (environment, strict):
+        graded = one.step(conversations, [{"expected_answer": "4"}] * 6)
+        batch = BatchedDataDict({"rewards": graded.rewards, "extra_env_info": graded.metadata})
+        _, metrics = one.global_post_process_and_metrics(batch)
+        found.append({name: round(value * 6) if name.endswith("frac") else value for name, value in metrics.items()})
+        one.shutdown()
+    counts = {"boxed_frac": 4, "answered_frac": 4, "wrong_frac": 1, "unreadable_frac": 1, "failures": 0}
+    assert found[1] == {**counts, "boxed_frac": 5, "accuracy": pytest.approx(1 / 6), "unevaluated_frac": 1, "timeouts": 0}
+    assert found[0] == {**counts, "accuracy": pytest.approx(1 / 6), "unevaluated_frac": 0, "timeouts": 1}

@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from rl_envs.math.answers import unboxed_answer
 from rl_envs.math.environment import MathEnvironment
 
 PARENS = "(" * 200 + "1" + ")" * 200
@@ -58,8 +59,15 @@ def test_hostile_completions_are_wrong_and_their_neighbours_are_not_disturbed(gr
     assert not os.path.exists("/tmp/rl_envs_was_here")
 
 
-def test_a_comparison_that_never_ends_is_counted_as_a_timeout(grader):
-    graded = grader.grade(("1", r"\boxed{9^{9^{9^9}}}"))
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_completion_is_searched_for_an_unboxed_answer_in_little_time(text):
+    started = time.process_time()
+    unboxed_answer(text, words=False)
+    assert time.process_time() - started < 2.0  # 0.1 s; a search that backtracks takes hours
+
+
+def test_a_comparison_that_never_ends_is_counted_as_a_timeout(lenient_grader):
+    graded = lenient_grader.grade(("1", r"\boxed{9^{9^{9^9}}}"))
     assert graded.metadata[0]["grading"] == "timeout"
 
 
@@ -74,8 +82,8 @@ def test_a_killed_process_is_replaced_and_nothing_is_lost(grader):
 
 
 def test_a_process_killed_in_the_midst_of_a_comparison_is_asked_again():
-    environment = MathEnvironment({"timeout_s": 3.0})
-    environment.step([[{"role": "assistant", "content": "1"}]], [{"expected_answer": "1"}])
+    environment = MathEnvironment({"timeout_s": 3.0, "allow_unevaluated": True})
+    environment.step([[{"role": "assistant", "content": r"\boxed{1}"}]], [{"expected_answer": "1"}])
     (pid,) = environment.process_ids()
     killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
     killer.start()
@@ -85,11 +93,11 @@ def test_a_process_killed_in_the_midst_of_a_comparison_is_asked_again():
     assert graded.metadata[0]["grading"] == "timeout"  # of the second process, which nobody killed
 
 
-def test_the_alarms_of_the_caller_are_left_alone(grader):
+def test_the_alarms_of_the_caller_are_left_alone(lenient_grader):
     rang = []
     previous = signal.signal(signal.SIGALRM, lambda *_: rang.append(True))
     pending = signal.setitimer(signal.ITIMER_REAL, 0.2)
-    grader.grade(("1", r"\boxed{1}"), ("1", r"\boxed{10000000!}"))
+    lenient_grader.grade(("1", r"\boxed{1}"), ("1", r"\boxed{10000000!}"))
     wait_until(lambda: rang, timeout_s=60.0)
     signal.signal(signal.SIGALRM, previous)
     signal.setitimer(signal.ITIMER_REAL, *pending)
@@ -111,7 +119,7 @@ def test_a_large_parent_does_not_make_its_children_retire():
         ballast = bytearray(b"x") * (1200 << 20)
         environment = MathEnvironment()
         for _ in range(2):
-            environment.step([[{"role": "assistant", "content": "1/2"}]], [{"expected_answer": "0.5"}])
+            environment.step([[{"role": "assistant", "content": "\\\\boxed{1/2}"}]], [{"expected_answer": "0.5"}])
             print(*environment.process_ids(), flush=True)
         environment.shutdown()
     """
@@ -122,7 +130,7 @@ def test_a_large_parent_does_not_make_its_children_retire():
 
 def test_shutdown_ends_every_process_and_may_be_called_twice():
     environment = MathEnvironment({"num_processes": 2})
-    conversations = [[{"role": "assistant", "content": text}] for text in ("1", "2")]
+    conversations = [[{"role": "assistant", "content": text}] for text in (r"\boxed{1}", r"\boxed{2}")]
     environment.step(conversations, [{"expected_answer": "1"}] * 2)
     pids = environment.process_ids()
     environment.shutdown()
@@ -137,7 +145,7 @@ def test_shutdown_ends_every_process_and_may_be_called_twice():
 SCRIPT = """
     from rl_envs.math.environment import MathEnvironment
 
-    environment = MathEnvironment({"num_workers": 8, "timeout_s": 2.0})
+    environment = MathEnvironment({"num_workers": 8, "timeout_s": 2.0, "require_box": False, "allow_unevaluated": True})
     def ask(text):
         return environment.step([[{"role": "assistant", "content": text}]], [{"expected_answer": "1"}])
     assert ask("1").rewards.tolist() == [1.0]

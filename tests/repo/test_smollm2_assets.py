@@ -13,11 +13,12 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_script_writes_the_files_of_the_repository(tmp_path):
-    subprocess.run([sys.executable, ASSETS / "make_word_problems.py", tmp_path], check=True, timeout=60)
+def test_the_scripts_write_the_files_of_the_repository(tmp_path):
+    for script in ("make_word_problems.py", "make_sums.py"):
+        subprocess.run([sys.executable, ASSETS / script, tmp_path], check=True, timeout=60)
     written = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.jsonl")}
     assert written == {path.relative_to(ASSETS): path.read_text() for path in ASSETS.rglob("*.jsonl")}
-    assert len(written) == 4
+    assert len(written) == 6
 
 
 def test_no_held_out_problem_is_taught():
@@ -27,6 +28,20 @@ def test_no_held_out_problem_is_taught():
             for split in ("train", "validation")
         )
         assert (len(taught), len(held_out), taught & held_out) == (200, 64, set())
+
+
+def test_no_held_out_sum_is_taught_in_either_order_and_none_is_the_worked_example():
+    pairs = {}
+    for split in ("train", "validation"):
+        asked = [row["messages"] for row in rows(ASSETS / "sums" / f"{split}.jsonl")]
+        numbers = [tuple(map(int, re.findall(r"\d+", messages[-1]["content"]))) for messages in asked]
+        expected = [int(row["expected_answer"]) for row in rows(ASSETS / "sums" / f"{split}.jsonl")]
+        assert [sum(pair) for pair in numbers] == expected
+        assert {messages[2]["content"] for messages in asked} == {r"2 + 5 = \boxed{7}"}
+        pairs[split] = {tuple(sorted(pair)) for pair in numbers}
+        assert len(numbers) == {"train": 110, "validation": 32}[split]
+    assert not pairs["train"] & pairs["validation"]
+    assert (2, 5) not in pairs["train"] | pairs["validation"]
 
 
 def test_every_chosen_answer_is_right_and_no_rejected_one_equals_it():

@@ -30,14 +30,16 @@ def read_section(model: type[SectionT], section: SectionT | Mapping[str, Any] | 
 
 
 class MathEnvironmentConfig(EnvironmentConfig):
-    """`env.math`: answers compared by math-verify."""
+    """`env.math`: the final answer must equal the expected one."""
 
     timeout_s: float = Field(default=5.0, gt=0.0)
     """CPU seconds of one comparison; its process is then killed and the answer counted wrong."""
     num_processes: int = Field(default=1, ge=1)
     """Comparing processes in each worker."""
-    require_box: bool = False
-    """Read only `\\boxed{}`; without it the last number or expression counts as well."""
+    require_box: bool = True
+    """Grade only what the last `\\boxed{}` holds. If false, a completion without a box is graded by its last stated answer."""
+    allow_unevaluated: bool = False
+    """Accept answers that leave arithmetic to do, such as `3 + 2` for 5 or `(x+1)^2` for `x^2+2x+1`."""
 
 
 class ArithmeticEnvironmentConfig(EnvironmentConfig):

@@ -13,7 +13,7 @@ def rlcore_environments() -> list[Component]:
             "math",
             target="rl_envs.math.environment:MathEnvironment",
             config="rl_envs.config:MathEnvironmentConfig",
-            summary="Mathematics: the last boxed answer, verified symbolically in worker processes",
+            summary="Mathematics: the boxed answer must equal the expected one, compared symbolically in processes of its own",
         ),
         Component(
             "arithmetic",

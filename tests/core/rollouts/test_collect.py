@@ -7,7 +7,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces import EnvironmentReturn
 from rl_core.rollouts.collect import Collector
-from rl_core.rollouts.records import rollout_records
+from rl_core.rollouts.records import expected_answer, rollout_records
 from rl_core.rollouts.seeds import SampleStream
 from rl_core.rollouts.source import start_rollouts
 from rl_core.rollouts.summary import ask_environments, summarize
@@ -162,3 +162,19 @@ def test_records_of_rollouts_hold_what_a_log_needs(tokenizer, engine_for, enviro
     assert record["reward_parts"] == {"right": 1.0, "bonus": 0.25}
     assert len(record["tokens"]) == len(record["logprobs"]) == 2
     assert record["weight_version"] == 3
+    assert record["expected_answer"] is None
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"expected_answer": "1/2", "ground_truth": "3"}, "1/2"),
+        ({"ground_truth": 3}, 3),
+        ({"expected_answer": None, "ground_truth": "3"}, "3"),
+        ({"expected_answer": ["a", "b"]}, "['a', 'b']"),
+        ({"solution": "3"}, None),
+        (None, None),
+    ],
+)
+def test_records_of_rollouts_hold_the_expected_answer(metadata, expected):
+    assert expected_answer(metadata) == expected

@@ -109,7 +109,7 @@ def _of_step(run: RunFolder, step: int, trained: int | None, budget_bytes: int) 
 def _row(record: Mapping[str, Any], texts: Mapping[int, str], trained: int | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         key: record[key]
-        for key in ("task", "sample", "reward", "answer", "truncated", "turns", "weight_version")
+        for key in ("task", "sample", "reward", "answer", "expected_answer", "truncated", "turns", "weight_version")
         if record.get(key) is not None
     }
     row["group"] = record.get("group", record.get("index"))

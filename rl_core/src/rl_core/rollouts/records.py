@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rl_core.rollouts.trajectory import Trajectory
+
+EXPECTED_KEYS = ("expected_answer", "ground_truth")
+"""Keys of an environment's metadata that hold the right answer, in this order."""
 
 
 def rollout_records(
@@ -36,6 +39,7 @@ def rollout_records(
                 "completion": "".join(message["content"] for message in sampled),
                 "messages": trajectory.conversation(),
                 "answer": trajectory.answer,
+                "expected_answer": expected_answer(trajectory.metadata),
                 "prompt_tokens": torch.cat([m["token_ids"] for m in trajectory.message_log[:first]]).tolist(),
                 "tokens": torch.cat([message["token_ids"] for message in sampled]).tolist(),
                 "logprobs": [round(x, 6) for m in sampled for x in m["generation_logprobs"].tolist()],
@@ -49,6 +53,14 @@ def rollout_records(
             }
         )
     return records
+
+
+def expected_answer(metadata: Any) -> str | int | float | None:
+    """The right answer that a row's metadata holds, as text unless it is a number; None if it holds none."""
+    if not isinstance(metadata, Mapping):
+        return None
+    found = next((metadata[key] for key in EXPECTED_KEYS if metadata.get(key) is not None), None)
+    return found if found is None or isinstance(found, str | int | float) else str(found)
 
 
 def _sampled_only(values: torch.Tensor, trajectory: Trajectory) -> list[float]:

@@ -1,41 +1,54 @@
-"""Reads the final answer in a completion and compares two answers; knows no process, no time limit and no tensor.
+r"""Reads the final answer in a completion and grades it; processes, time limits and tensors are handled by its callers.
 
 Math-verify has limits of its own, which use SIGALRM: they fail outside the main thread and cancel other people's alarms, so
 they are off here. A comparison may therefore run for ever: make it in a process that `rl_envs.math.grading` can end.
-Nothing a model wrote is ever given to `sympy.parse_expr` or `sympify`: they execute Python.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from math_verify import parse, verify
+from rl_envs.math.comparison import Comparison, compare
+from rl_envs.math.notation import is_words, without_delimiters
 
 _TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
-_WORDS = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
-_MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
-_SHORTEST_NAME = 4
-"""Fewer letters than this, without `\\text`, are a product of variables: `ab` equals `ba`, `Rome` does not equal `More`."""
+_LIST_MARKER = re.compile(
+    r"^[ \t]*(?:[-*#>]+[ \t]+)*(?:\(?\d{1,3}[.):](?=\s|$)[ \t]*|step[ \t]+\d+[.:)]?)", re.MULTILINE | re.IGNORECASE
+)
+_STATED = re.compile(r"####|(?:\banswer|\bresult|\bsolution)\b[^.\n=:]{0,30}?(?:\bis\b|:|=)(?![.\d]|\s*not\b)", re.IGNORECASE)
+_SPAN = r"\$\$[^$]{1,400}\$\$|(?<![\\$])\$[^$\n]{1,400}\$|\\\([^\n]{1,400}?\\\)|\\\[.{1,400}?\\\]"
+_NUMBER = r"(?:(?<![\w)}])[+-]\s?)?\\?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:\s?\\?%)?"
+_TERM = rf"(?:\(\s*{_NUMBER}\s*\)|{_NUMBER}|\\d?frac\s*\{{[^{{}}]{{1,40}}\}}\s*\{{[^{{}}]{{1,40}}\}})"
+_CHAIN = rf"{_TERM}(?:\s*(?:\*\*|[-+*/^=×÷−:]|\\times|\\cdot|\\div|x(?=\s*\d))\s*{_TERM}){{0,30}}"
+_CANDIDATE = re.compile(rf"(?s:{_SPAN})|(?<![\w.\\{{]){_CHAIN}(?![\w}}])")
+_TRAILING = re.compile(r"[.,;:!?*)\s]+$")
+LONGEST_UNBOXED = 4000
+"""Characters from the end that are searched for an answer without a box."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What one comparison found.
+    """How one answer was graded.
 
     Attributes:
-        right: Whether the answer equals the expected one.
-        answer: What was read as the answer; None where there is none.
+        comparison: How the answer compares with the expected one; None if there is no answer.
+        answer: What was read as the answer; None if there is none.
+        boxed: Whether it stood in a box.
     """
 
-    right: bool
+    comparison: Comparison | None
     answer: str | None
+    boxed: bool
+
+    @property
+    def right(self) -> bool:
+        """Whether the answer equals the expected one."""
+        return self.comparison is Comparison.EQUAL
 
 
 def last_box(completion: str) -> str | None:
-    r"""The content of the last closed `\boxed{...}`; the innermost where boxes are nested, None where there is none.
+    r"""The content of the last closed `\boxed{...}`; the innermost if boxes are nested, None if there is none.
 
     Takes time linear in the completion's length, whatever it holds.
     """
@@ -53,63 +66,47 @@ def last_box(completion: str) -> str | None:
     return None if found is None else completion[found[0] : found[1]].strip()
 
 
-def judge(expected: str, completion: str, *, require_box: bool) -> Judgement:
-    """Compare the completion's final answer with the expected one.
+def unboxed_answer(completion: str, *, words: bool) -> str | None:
+    r"""The final answer of a completion without a box, as it is written; None if there is none.
+
+    It follows the last "answer is", "answer:" or `####`; without these, it is the last formula in dollars or the last number,
+    together with the arithmetic that it is part of: of "3 + 2 appliances" the answer is `3 + 2`. Numbers of lists and steps
+    ("2. Rewrite the equation") are no answers.
+
+    Args:
+        completion: What the model wrote.
+        words: Whether an answer in words is expected; it is read only after "answer is" and the like.
+    """
+    text = _LIST_MARKER.sub(" ", completion[-LONGEST_UNBOXED:])
+    stated = list(_STATED.finditer(text))
+    if stated:
+        statement = text[stated[-1].end() :].strip().partition("\n")[0].strip(" *:")
+        if words:
+            return _TRAILING.sub("", statement.split(". ")[0]) or None
+        first = _CANDIDATE.search(statement)
+        if first is not None:
+            return without_delimiters(first.group())
+    if words:
+        return None
+    found = [match.group() for match in _CANDIDATE.finditer(text)]
+    return without_delimiters(found[-1]) if found else None
+
+
+def judge(expected: str, completion: str, *, require_box: bool, allow_unevaluated: bool = False) -> Judgement:
+    """Grade the completion's final answer.
 
     Args:
         expected: The right answer: a number, LaTeX with or without dollars or a box, or words.
-        completion: What the model wrote; its last box counts, and nothing else where there is one.
-        require_box: Without a box there is no answer; else math-verify looks for the last number or expression.
+        completion: What the model wrote; its last box counts, and nothing else if there is one.
+        require_box: Without a box there is no answer; else see `unboxed_answer`.
+        allow_unevaluated: Accept arithmetic that is left to do, `3 + 2` for 5.
     """
-    gold = _bare(expected)
-    boxed = last_box(completion)
-    if boxed is None and require_box:
-        return Judgement(right=False, answer=None)
-    if boxed is not None:
-        return Judgement(right=boxed != "" and _equal(gold, boxed), answer=boxed or None)
-    found = _parse(completion)
-    if not found:
-        return Judgement(right=False, answer=None)
-    right = not _is_words(gold) and verify(_parse_answer(gold), found, timeout_seconds=None)
-    return Judgement(right=bool(right), answer=str(found[-1]))
-
-
-def _equal(gold: str, answer: str) -> bool:
-    if _plain(gold) == _plain(answer):
-        return True
-    if _is_words(gold):
-        return _plain(gold).casefold() == _plain(answer).casefold()
-    # Gold first: verify is not symmetric (the gold `1<x<2` accepts the answer `(1,2)`, not the other way round).
-    return bool(verify(_parse_answer(gold), _parse_answer(answer), timeout_seconds=None))
-
-
-def _parse(text: str) -> list[Any]:
-    parsed: list[Any] = parse(text, parsing_timeout=None)
-    return parsed
-
-
-def _parse_answer(answer: str) -> list[Any]:
-    return _parse(f"\\boxed{{{answer}}}")
-
-
-def _bare(expected: str) -> str:
-    """The expected answer without the box or the dollars around it."""
-    boxed = last_box(expected)
-    text = (expected if boxed is None else boxed).strip()
-    for opening, closing in _MATH_DELIMITERS:
-        inner = text[len(opening) : -len(closing)]
-        if text.startswith(opening) and text.endswith(closing) and len(text) > 2 and opening not in inner:
-            return inner.strip()
-    return text
-
-
-def _plain(answer: str) -> str:
-    r"""The answer without `\text{}`, with single spaces."""
-    return " ".join(_TEXT_MACRO.sub(r"\1", answer).split())
-
-
-def _is_words(gold: str) -> bool:
-    plain = _plain(gold)
-    if not _WORDS.fullmatch(plain):
-        return False
-    return _TEXT_MACRO.search(gold) is not None or max(map(len, re.split(r"[ '.-]+", plain))) >= _SHORTEST_NAME
+    gold = last_box(expected)
+    gold = without_delimiters(expected if gold is None else gold)
+    answer = boxed = last_box(completion)
+    if boxed is None and not require_box:
+        answer = unboxed_answer(completion, words=is_words(gold))
+    if not answer:
+        return Judgement(comparison=None, answer=None, boxed=boxed is not None)
+    found = compare(gold, answer, allow_unevaluated=allow_unevaluated)
+    return Judgement(comparison=found, answer=answer, boxed=boxed is not None)

@@ -1,8 +1,9 @@
-"""The environment `math`: 1.0 where the final answer equals the expected one; knows how to ask, not how to compare."""
+"""The environment `math`: reward 1.0 if the final answer equals the expected one, else 0.0."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +12,24 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import MathEnvironmentConfig, read_section
-from rl_envs.math.grading import GradingPool, Outcome, Question
+from rl_envs.math.grading import GradingPool, Outcome, Question, Verdict
 
 ANSWER_KEYS = ("expected_answer", "ground_truth")
 """Where the right answer stands in a row's metadata, in this order."""
 LONGEST_COMPLETION = 100_000
 """Characters from the end that are read: the final answer stands there."""
+_ENOUGH_ROWS = 16
+"""Completions without a box, in the first steps, after which the missing box is reported."""
+
+_log = logging.getLogger("rlcore.math")
 
 
 class MathEnvironment(EnvironmentInterface):
-    r"""Compares final answers symbolically: `\boxed{\frac12}` is right where `0.5` is expected.
+    r"""Compares final answers symbolically: `\boxed{\frac12}` is right if `0.5` is expected. `docs/math.md` has the rule.
 
-    Each row's metadata holds `expected_answer` (or `ground_truth`). It comes back with `grading`: how the comparison ended, one
-    of `right`, `wrong`, `no_answer`, `timeout`, `failed`. Comparing processes start at the first `step`.
+    Each row's metadata holds `expected_answer` (or `ground_truth`). It comes back with `grading`, how the comparison ended: one
+    of `right`, `wrong`, `unevaluated`, `unreadable`, `no_answer`, `timeout`, `failed`; and with `boxed`, whether the
+    answer stood in a box. Comparing processes start at the first `step`.
 
     Args:
         config: `MathEnvironmentConfig`, a dict of its keys, or None for its defaults. `num_workers` is the core's: how many of
@@ -36,7 +42,9 @@ class MathEnvironment(EnvironmentInterface):
             num_processes=self.config.num_processes,
             timeout_s=self.config.timeout_s,
             require_box=self.config.require_box,
+            allow_unevaluated=self.config.allow_unevaluated,
         )
+        self._rows_without_box = 0
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
         """Score B conversations by their last message; every row ends.
@@ -52,10 +60,14 @@ class MathEnvironment(EnvironmentInterface):
             for row, (log, info) in enumerate(zip(message_log_batch, metadata, strict=True))
         ]
         verdicts = self._pool.grade(questions)
+        self._report_missing_boxes(message_log_batch, verdicts)
         right = [verdict.outcome is Outcome.RIGHT for verdict in verdicts]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": "correct" if is_right else "incorrect"} for is_right in right],
-            metadata=[{**info, "grading": verdict.outcome.value} for info, verdict in zip(metadata, verdicts, strict=True)],
+            metadata=[
+                {**info, "grading": verdict.outcome.value, "boxed": verdict.boxed}
+                for info, verdict in zip(metadata, verdicts, strict=True)
+            ],
             next_stop_strings=[None] * len(verdicts),
             rewards=torch.tensor(right, dtype=torch.float32),
             terminateds=torch.ones(len(verdicts)),
@@ -65,14 +77,37 @@ class MathEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """`accuracy`; where the batch has `extra_env_info` from `step`, also `answered_frac`, `timeouts` and `failures`."""
+        """`accuracy`, the share of right answers; if the batch has `extra_env_info` from `step`, also the shares of the others.
+
+        `boxed_frac` of rows have a box. `accuracy`, `wrong_frac`, `unevaluated_frac`, `unreadable_frac` and the rows without an
+        answer (1 - `answered_frac`) sum to 1 with `timeouts` and `failures`, which are counts.
+        """
         metrics: dict[str, float | int] = {"accuracy": float(batch["rewards"].mean())}
         if "extra_env_info" in batch:
             outcomes = [info["grading"] for info in batch["extra_env_info"]]
+            metrics["boxed_frac"] = sum(info["boxed"] for info in batch["extra_env_info"]) / len(outcomes)
             metrics["answered_frac"] = 1.0 - outcomes.count(Outcome.NO_ANSWER) / len(outcomes)
+            for outcome in (Outcome.WRONG, Outcome.UNEVALUATED, Outcome.UNREADABLE):
+                metrics[f"{outcome.value}_frac"] = outcomes.count(outcome) / len(outcomes)
             metrics["timeouts"] = outcomes.count(Outcome.TIMEOUT)
             metrics["failures"] = outcomes.count(Outcome.FAILED)
         return batch, metrics
+
+    def _report_missing_boxes(self, conversations: list[list[Message]], verdicts: Sequence[Verdict]) -> None:
+        """Warn once if no completion has a box and the prompts do not ask for one: every reward would be 0."""
+        if not self.config.require_box or self._rows_without_box >= _ENOUGH_ROWS:
+            return
+        asked = any("\\boxed" in message["content"] for log in conversations for message in log[:-1])
+        if asked or any(verdict.boxed for verdict in verdicts):
+            self._rows_without_box = _ENOUGH_ROWS
+            return
+        self._rows_without_box += len(verdicts)
+        if self._rows_without_box >= _ENOUGH_ROWS:
+            _log.warning(
+                "math: none of %d answers has a \\boxed{}, and their prompts do not ask for one, so all rewards are 0. "
+                "Ask for it (data.train.prompt: generic/math), or set env.<task>.require_box: false to grade other answers.",
+                self._rows_without_box,
+            )
 
     def process_ids(self) -> list[int]:
         """Of the comparing processes that are running now."""

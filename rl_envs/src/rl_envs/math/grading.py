@@ -34,10 +34,24 @@ class Outcome(StrEnum):
 
     RIGHT = "right"
     WRONG = "wrong"
+    UNEVALUATED = "unevaluated"
+    """The answer leaves arithmetic to do: `3 + 2` for 5."""
+    UNREADABLE = "unreadable"
+    """The answer is neither a formula that can be read whole nor the expected text."""
     NO_ANSWER = "no_answer"
+    """There is no box or an empty one; without `require_box`, no number or formula either."""
     TIMEOUT = "timeout"
     FAILED = "failed"
     """The comparison raised, or ended its process twice (too deep or too large an expression)."""
+
+
+_OUTCOMES = {
+    None: Outcome.NO_ANSWER,
+    "EQUAL": Outcome.RIGHT,
+    "UNEVALUATED": Outcome.UNEVALUATED,
+    "UNREADABLE": Outcome.UNREADABLE,
+    "DIFFERENT": Outcome.WRONG,
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,8 @@ class Verdict:
 
     outcome: Outcome
     answer: str | None = None
+    boxed: bool = False
+    """Whether the answer stood in a box."""
 
 
 class GradingPool:
@@ -63,11 +79,12 @@ class GradingPool:
         num_processes: Processes, each one comparison at a time.
         timeout_s: CPU seconds of one comparison; its process is then ended and the others go on.
         require_box: Read boxed answers only.
+        allow_unevaluated: Accept arithmetic that is left to do.
     """
 
-    def __init__(self, *, num_processes: int, timeout_s: float, require_box: bool) -> None:
+    def __init__(self, *, num_processes: int, timeout_s: float, require_box: bool, allow_unevaluated: bool = False) -> None:
         self._num_processes = num_processes
-        self._request = {"timeout_s": timeout_s, "require_box": require_box}
+        self._request = {"timeout_s": timeout_s, "require_box": require_box, "allow_unevaluated": allow_unevaluated}
         self._wall_s = timeout_s * _WALL_PER_CPU
         self._idle: SimpleQueue[_Process] | None = None
         self._processes: list[_Process] = []
@@ -213,6 +230,4 @@ def _read(child: subprocess.Popen[bytes], *, wall_s: float) -> dict[str, Any]:
 def _verdict(reply: dict[str, Any]) -> Verdict:
     if "error" in reply:
         return Verdict(outcome=Outcome.FAILED, answer=reply["answer"])
-    if reply["right"]:
-        return Verdict(outcome=Outcome.RIGHT, answer=reply["answer"])
-    return Verdict(outcome=Outcome.NO_ANSWER if reply["answer"] is None else Outcome.WRONG, answer=reply["answer"])
+    return Verdict(outcome=_OUTCOMES[reply["comparison"]], answer=reply["answer"], boxed=reply["boxed"])

@@ -11,7 +11,6 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import asdict
 from typing import Any, TextIO
 
 from rl_envs.math.answers import judge
@@ -39,10 +38,16 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     # CPU time, not wall time: a busy machine must not turn right answers into wrong ones.
     signal.setitimer(signal.ITIMER_PROF, request["timeout_s"])
     try:
-        judgement = judge(request["expected"], request["completion"], require_box=request["require_box"])
-        reply = asdict(judgement)
+        judgement = judge(
+            request["expected"],
+            request["completion"],
+            require_box=request["require_box"],
+            allow_unevaluated=request["allow_unevaluated"],
+        )
+        comparison = None if judgement.comparison is None else judgement.comparison.name
+        reply = {"comparison": comparison, "answer": judgement.answer, "boxed": judgement.boxed}
     except (Exception, RecursionError) as error:
-        reply = {"right": False, "answer": None, "error": f"{type(error).__name__}: {error}"}
+        reply = {"comparison": None, "answer": None, "boxed": False, "error": f"{type(error).__name__}: {error}"}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
     return {**reply, "retire": _peak_memory_bytes() > RETIRE_BYTES}

@@ -85,6 +85,7 @@ function sample(row, colouring, limit) {
   if (row.truncated) say("truncated", "cut");
   if (row.turns > 1) say(`${row.turns} turns`);
   if (row.answer != null) say(`answer ${row.answer}`);
+  if (row.expected_answer != null) say(`expected ${row.expected_answer}`);
   if (row.weight_version != null) say(`weights ${row.weight_version}`);
   if (row.staleness != null) say(`staleness ${row.staleness}`);
   const article = written("article", isLong(row) ? "sample long" : "sample", header, tokens(row, colouring, limit));

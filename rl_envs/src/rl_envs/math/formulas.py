@@ -1,0 +1,113 @@
+"""Reads formulas with the grammar of latex2sympy, whole and unevaluated, and compares their values.
+
+Two formulas are equal if they agree at several points to 20 of 30 digits. That decides identities such as `(x+1)^2 = x^2+2x+1`
+without simplification, which may take for ever. Nothing a model wrote is given to `sympy.parse_expr` or `sympify`: they execute
+Python.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import latex2sympy
+from math_verify import verify
+
+from rl_envs.math.number_literals import Number, is_rounded
+
+_ADJACENT_NUMBERS = re.compile(r"\d\s+\.?\d")
+_LETTER_RUN = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{4,}|(?<=\{)(?<!\\text\{)(?<!\\begin\{)(?<!\\end\{)[A-Za-z]{4,}")
+_POINTS = (0.731, -1.377, 2.113, -0.419, 3.571)
+_DIGITS = 30
+
+
+def formula_of(text: str) -> Any:
+    """The formula as the grammar reads the whole of it, unevaluated; None if it cannot be read."""
+    if _ADJACENT_NUMBERS.search(text) or _LETTER_RUN.search(text):
+        return None
+    try:
+        return latex2sympy(text)
+    except Exception:  # the grammar raises bare exceptions
+        return None
+
+
+def is_verified(expected: Any, answer: Any) -> bool:
+    """Whether math-verify finds two inequalities, sets or matrices equal."""
+    # Expected first: verify is not symmetric (the expected `1<x<2` accepts the answer `(1,2)`, not the other way round).
+    return bool(verify([expected], [answer], timeout_seconds=None))
+
+
+def has_same_value(expected: Any, answer: Any, gold: Number | None, given: Number | None) -> bool:
+    """Whether two formulas are equal, or one is a decimal of at least six digits and the other rounds to it.
+
+    Args:
+        expected: the right answer's formula.
+        answer: the model's.
+        gold: the right answer, if it is a written number.
+        given: the model's answer, if it is one.
+    """
+    difference = _exact(expected) - _exact(answer)
+    if difference.is_Rational:
+        return bool(difference == 0)
+    if _is_zero(difference):
+        return True
+    decimal, other = (gold, answer) if gold is not None else (given, expected)
+    if decimal is None or decimal.places is None or other.free_symbols:
+        return False
+    value = _number_at(_exact(other), {})
+    return value is not None and value.is_real and is_rounded(_as_fraction(value), decimal)
+
+
+def are_proportional(expected: Any, answer: Any) -> bool:
+    """Whether two differences of sides vanish together, being multiples of each other: `2x = 4` and `x = 2`."""
+    values = [
+        (one, other)
+        for one, other in zip(_values(_exact(expected), answer), _values(_exact(answer), expected), strict=True)
+        if one is not None and other is not None
+    ]
+    if len(values) < 3 or any(abs(one) < 1e-15 or abs(other) < 1e-15 for one, other in values):
+        return False
+    ratios = [one / other for one, other in values]
+    return all(abs(ratio - ratios[0]) < 1e-15 * abs(ratios[0]) for ratio in ratios)
+
+
+def _is_zero(difference: Any) -> bool:
+    """Whether a formula is zero at all of several points, to 20 of 30 digits; at none if it is defined at fewer than three."""
+    values = [value for value in _values(difference, difference) if value is not None]
+    needed = 3 if difference.free_symbols else 1
+    return len(values) >= needed and all(abs(value) < 1e-20 for value in values)
+
+
+def _values(formula: Any, other: Any) -> list[Any]:
+    """The formula's values at the same points for any two formulas of the same variables; None where it has none."""
+    symbols = sorted(formula.free_symbols | other.free_symbols, key=str)
+    if not symbols:
+        return [_number_at(formula, {})]
+    points = [
+        {
+            symbol: sympy.Rational(str(_POINTS[(row + 2 * column) % len(_POINTS)])) + column
+            for column, symbol in enumerate(symbols)
+        }
+        for row in range(len(_POINTS))
+    ]
+    return [_number_at(formula, point) for point in points]
+
+
+def _number_at(formula: Any, point: dict[Any, Any]) -> Any:
+    value = sympy.N(formula.subs(point), _DIGITS, maxn=200)
+    is_number = value.is_number and not value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo)
+    return value if is_number and not value.atoms(sympy.Function) else None
+
+
+def _exact(formula: Any) -> Any:
+    """The formula with decimals as exact fractions, and `i` as the imaginary unit."""
+    exact = {number: sympy.Rational(str(number)) for number in formula.atoms(sympy.Float)}
+    formula = formula.xreplace(exact).doit()
+    return formula.subs(sympy.Symbol("i"), sympy.I)
+
+
+def _as_fraction(value: Any) -> Fraction:
+    rational = sympy.Rational(str(value))
+    return Fraction(int(rational.p), int(rational.q))

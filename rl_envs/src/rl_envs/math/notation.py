@@ -1,0 +1,150 @@
+r"""Normalizes how an answer is written: delimiters, spacing, `\dfrac`, `**`, Unicode signs, units; computes nothing.
+
+Every function is applied to the expected answer and to the model's, so both are compared in the same notation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_CHARACTERS = str.maketrans(
+    {
+        "−": "-", "–": "-", "×": "\\times ", "⋅": "\\cdot ", "·": "\\cdot ", "÷": "\\div ", "≤": "\\le ", "≥": "\\ge ",
+        "≠": "\\ne ", "≈": "\\approx ", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "∪": "\\cup ", "∈": "\\in ",
+        "√": "\\sqrt", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "²": "^{2}", "³": "^{3}", "±": "\\pm ",
+        "\u00a0": " ", "\u202f": " ", "\n": " ", "\t": " ", "“": '"', "”": '"',
+    }
+)  # fmt: skip
+_FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|det"
+_REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|big|Big|bigg|Bigg)[lr]?(?![A-Za-z])", ""),
+        (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
+        (r"(?<=\d)(?:\\,|\{,\}|\\!,|,\\!)(?=\d{3}(?!\d))", ","),
+        (r"(?<!\\)\\[,;:> ]|\\q?quad(?![A-Za-z])|~", " "),
+        (r"\\!", ""),
+        (r"\\(?:textbf|textit|textrm|textnormal|text|mathrm|mathbf|mathit|mbox|operatorname)\s*\{", r"\\text{"),
+        (rf"\\text\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
+        (r"\\text\{\s*\}", ""),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"\\sqrt\s*([0-9A-Za-z])", r"\\sqrt{\1}"),
+        (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1 "),
+        (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+        (r"(?<![\\A-Za-z])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty "),
+        (r"\*\*", "^"),
+        (r"\^\s*(-?\d+)", r"^{\1}"),
+        (r"_\s*(\d+)", r"_{\1}"),
+        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+        (r"\\leq(?:slant)?(?![A-Za-z])", r"\\le "),
+        (r"\\geq(?:slant)?(?![A-Za-z])", r"\\ge "),
+        (r"\\neq(?![A-Za-z])", r"\\ne "),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),
+        (r",\s*,", ","),
+        (r"\s+", " "),
+    )
+]
+_TEXT_MACRO = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
+_WORDS = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
+_SHORTEST_NAME = 4
+"""Fewer letters than this, without `\\text`, are a product of variables: `ab` equals `ba`, `Rome` does not equal `More`."""
+_SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "max", "min"})
+_CHOICE = re.compile(r"\(?([A-Z])[).]?")
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def without_delimiters(text: str) -> str:
+    """The text without the math delimiters around the whole of it."""
+    text = text.strip()
+    for opening, closing in _DELIMITERS:
+        inner = text[len(opening) : -len(closing)]
+        if text.startswith(opening) and text.endswith(closing) and len(text) > 2 and opening not in inner:
+            return inner.strip()
+    return text
+
+
+def normalize(text: str) -> str:
+    r"""The text in one notation: no spacing macros, `\frac{a}{b}`, `^{n}` for `**n`, `\pi` for `pi`."""
+    text = without_delimiters(text).translate(_CHARACTERS)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = text.strip().rstrip(".,;:").strip()
+    while text.startswith("{") and _matching(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
+
+
+def compact(text: str) -> str:
+    """The normalized text without spaces, except those between two digits: two answers that agree in it are the same."""
+    return re.sub(r"(?<!\d) +| +(?!\d)", "", text)
+
+
+def plain(answer: str) -> str:
+    r"""The answer as words: without `\text{}` and delimiters, with single spaces."""
+    return " ".join(_TEXT_MACRO.sub(r"\1", without_delimiters(answer)).split()).rstrip(".")
+
+
+def is_words(expected: str) -> bool:
+    """Whether the expected answer is a name or another text, and no formula."""
+    text = plain(expected)
+    if not _WORDS.fullmatch(text):
+        return False
+    longest = max(map(len, re.split(r"[ '.-]+", text)))
+    return _TEXT_MACRO.search(expected) is not None or longest >= _SHORTEST_NAME or text.lower() in _SHORT_WORDS
+
+
+def choice(text: str) -> str | None:
+    r"""The letter of a multiple-choice answer, `C` of `(C)`, `C.` or `\textbf{(C)}`; None if it is anything else."""
+    found = _CHOICE.fullmatch(plain(text))
+    return None if found is None else found.group(1)
+
+
+def split_top(text: str, separators: str) -> list[str]:
+    """The text split at those separators (a regular expression) that stand outside of all brackets."""
+    parts, start, depth = [], 0, 0
+    position = 0
+    separator = re.compile(separators)
+    while position < len(text):
+        found = separator.match(text, position) if depth == 0 else None
+        if found is not None and found.end() > position:
+            parts.append(text[start:position].strip())
+            start = position = found.end()
+            continue
+        character = text[position]
+        depth += (character in _OPENING) - (character in _CLOSING)
+        position += 1
+    return [*parts, text[start:].strip()]
+
+
+def brackets(text: str) -> tuple[str, str, str] | None:
+    r"""Opening bracket, content and closing bracket, if one pair encloses the whole text: `(`, `[`, `\{` and their partners."""
+    opening = "\\{" if text.startswith("\\{") else text[:1]
+    if opening not in ("(", "[", "\\{"):
+        return None
+    end = _matching(text, len(opening) - 1)
+    if end != len(text) - 1:
+        return None
+    closing = "\\}" if text.endswith("\\}") else text[-1]
+    return opening, text[len(opening) : -len(closing)].strip(), closing
+
+
+def _matching(text: str, start: int) -> int:
+    """The index of the bracket that closes the one at `start`, of whatever kind (`[0,1)` is an interval); -1 if none does."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += (text[position] in _OPENING) - (text[position] in _CLOSING)
+        if depth == 0:
+            return position
+    return -1

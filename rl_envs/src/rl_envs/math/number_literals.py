@@ -1,0 +1,151 @@
+r"""Reads numbers as they are written, exactly: `1,234`, `0.50`, `-\frac{3}{4}`, `1\frac12`, `2.5 \times 10^{8}`, `2516_7`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_INTEGER = re.compile(rf"([+-]?)\s*({_DIGITS})")
+_DECIMAL = re.compile(rf"([+-]?)\s*((?:{_DIGITS})?\.[0-9]+|{_DIGITS}\.?)")
+_FRACTION = re.compile(
+    rf"([+-]?)\s*(?:\\frac\s*\{{\s*([+-]?)\s*({_DIGITS})\s*\}}\s*\{{\s*([+-]?)\s*({_DIGITS})\s*\}}"
+    rf"|({_DIGITS})\s*/\s*({_DIGITS}))"
+)
+_MIXED = re.compile(
+    rf"([+-]?)\s*({_DIGITS})(?:\s*\\frac\s*\{{\s*({_DIGITS})\s*\}}\s*\{{\s*({_DIGITS})\s*\}}|\s+({_DIGITS})\s*/\s*({_DIGITS}))"
+)
+_SCIENTIFIC = re.compile(
+    rf"([+-]?\s*(?:{_DIGITS})?(?:\.[0-9]+)?)\s*(?:(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{{?\s*([+-]?[0-9]+)\s*\}}?|[eE]([+-]?[0-9]+))"
+)
+_REPEATING = re.compile(rf"([+-]?)\s*({_DIGITS})\.([0-9]*)\\overline\s*\{{\s*([0-9]+)\s*\}}")
+_BASED = re.compile(r"(?:\\text\{\s*)?\(?([0-9][0-9A-Za-z ]*)\)?\}?\s*_\s*\{?\s*(?:\\text\{\s*)?([0-9]+|[a-z]+)\s*\}*")
+_BASE_NAMES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_MOST_DIGITS = 1000
+_ROUNDED_DIGITS = 6
+"""A decimal of fewer significant digits is not taken for a rounded fraction or root."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A number as it is written."""
+
+    value: Fraction
+    places: int | None = None
+    """Digits after the point, of a decimal."""
+    undone: frozenset[str] = frozenset()
+    """Arithmetic that is left to do, see `rl_envs.math.unevaluated`: of `10/2` a division."""
+
+
+def read_number(text: str) -> Number | None:
+    """The number that the whole text is; None if it is anything else."""
+    text = text.strip()
+    if len(text) > _MOST_DIGITS:
+        return None
+    for read in (_integer, _decimal, _fraction, _mixed, _scientific, _repeating):
+        number = read(text)
+        if number is not None:
+            return number
+    return None
+
+
+def read_numeral(text: str) -> tuple[str, int] | None:
+    """Digits and base of a numeral such as `2516_7` or `1A_{16}`; None if it is anything else."""
+    found = _BASED.fullmatch(text)
+    if found is None:
+        return None
+    digits, named = found.group(1).replace(" ", "").upper(), found.group(2)
+    if named.isdigit():
+        base = int(named)
+    elif named in _BASE_NAMES:
+        base = 2 + _BASE_NAMES.index(named)
+    else:
+        return None
+    return digits.lstrip("0") or "0", base
+
+
+def is_rounded(value: Fraction, decimal: Number) -> bool:
+    """Whether the decimal, of six significant digits or more, is the value rounded or cut off at its last digit."""
+    if decimal.places is None or len(str(abs(int(decimal.value * 10**decimal.places)))) < _ROUNDED_DIGITS:
+        return False
+    unit = Fraction(1, 10**decimal.places)
+    distance = abs(value - decimal.value)
+    is_cut = abs(decimal.value) <= abs(value) and distance < unit
+    return 2 * distance <= unit or is_cut
+
+
+def _integer(text: str) -> Number | None:
+    found = _INTEGER.fullmatch(text)
+    return None if found is None else Number(value=_signed(found.group(1), _whole(found.group(2))))
+
+
+def _decimal(text: str) -> Number | None:
+    found = _DECIMAL.fullmatch(text)
+    if found is None:
+        return None
+    digits = found.group(2).replace(",", "").removesuffix(".")
+    return Number(value=_signed(found.group(1), Fraction(digits)), places=len(digits.partition(".")[2]))
+
+
+def _fraction(text: str) -> Number | None:
+    found = _FRACTION.fullmatch(text)
+    if found is None:
+        return None
+    sign, above_sign, above, below_sign, below, plain_above, plain_below = found.groups()
+    numerator, denominator = _whole(above or plain_above), _whole(below or plain_below)
+    if denominator == 0:
+        return None
+    is_negative = [sign, above_sign, below_sign].count("-") % 2 == 1
+    return Number(
+        value=_signed("-" if is_negative else "", Fraction(numerator, denominator)), undone=_reducible(numerator, denominator)
+    )
+
+
+def _mixed(text: str) -> Number | None:
+    found = _MIXED.fullmatch(text)
+    if found is None:
+        return None
+    sign, whole, above, below, plain_above, plain_below = found.groups()
+    numerator, denominator = _whole(above or plain_above), _whole(below or plain_below)
+    if denominator == 0:
+        return None
+    undone = _reducible(numerator, denominator) | (frozenset({"sum"}) if numerator >= denominator else frozenset())
+    return Number(value=_signed(sign, _whole(whole) + Fraction(numerator, denominator)), undone=undone)
+
+
+def _scientific(text: str) -> Number | None:
+    found = _SCIENTIFIC.fullmatch(text)
+    if found is None or not any(character.isdigit() for character in found.group(1)):
+        return None
+    mantissa = Fraction(found.group(1).replace(" ", "").replace(",", ""))
+    written = found.group(2) or found.group(3)
+    if len(written) > 4 or not 1 <= abs(mantissa) < 10:
+        return None
+    exponent = int(written)
+    # `3 \times 10^2` may be the question itself; nobody writes out 6 \times 10^{23}.
+    undone = frozenset({"power of ten"}) if -4 < exponent < 5 else frozenset()
+    return Number(value=mantissa * Fraction(10) ** exponent, undone=undone)
+
+
+def _repeating(text: str) -> Number | None:
+    found = _REPEATING.fullmatch(text)
+    if found is None:
+        return None
+    sign, whole, first, period = found.groups()
+    start = Fraction(f"{whole.replace(',', '')}.{first}0")
+    return Number(value=_signed(sign, start + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(first))))
+
+
+def _whole(digits: str) -> int:
+    return int(digits.replace(",", ""))
+
+
+def _signed(sign: str, value: Fraction | int) -> Fraction:
+    return Fraction(-value if sign == "-" else value)
+
+
+def _reducible(numerator: int, denominator: int) -> frozenset[str]:
+    is_reduced = denominator > 1 and math.gcd(numerator, denominator) == 1
+    return frozenset() if is_reduced else frozenset({"division"})

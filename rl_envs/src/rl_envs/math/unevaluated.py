@@ -1,0 +1,145 @@
+r"""Finds arithmetic that an answer leaves to the reader: the sum in `3 + 2`, the division in `10/2`, the root in `\sqrt{16}`.
+
+A fraction in lowest terms, a root that is irrational and a sum such as `3 + 2\sqrt{2}` are values: nothing is left to do.
+The rule is that of PRM800K's grader (Lightman et al. 2023, arXiv:2305.20050), where an unreduced fraction and an expression
+for an expected integer are wrong, extended to expressions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import sympy
+
+_IN_TEXT = {
+    "binomial": re.compile(r"\\binom(?![a-z])"),
+    "gcd": re.compile(r"\\gcd(?![a-z])"),
+    "lcm": re.compile(r"\\lcm(?![a-z])|(?<![a-z])lcm(?![a-z])"),
+    "division": re.compile(r"\\div(?![a-z])|(?<=[\d)}])\s*:\s*(?=[\d({\\])"),
+    "remainder": re.compile(r"\\[bp]?mod(?![a-z])"),
+    "determinant": re.compile(r"\\det(?![a-z])|\\begin\{vmatrix\}"),
+}
+_FRACTION = re.compile(
+    r"\\frac\s*\{\s*-?\s*(\d{1,300})\s*\}\s*\{\s*-?\s*(\d{1,300})\s*\}|(?<![\d.^])(\d{1,300})\s*/\s*(\d{1,300})(?![\d.])"
+)
+_ALWAYS = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative, sympy.Mod, sympy.factorial, sympy.binomial)
+_OF_RATIONALS = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)
+
+
+def more_undone(answer: frozenset[str], expected: frozenset[str]) -> frozenset[str]:
+    """What the answer leaves to do and the expected answer does not; a sum must be factored only if a product is expected."""
+    return answer - expected - (frozenset() if "expansion" in expected else frozenset({"factoring"}))
+
+
+def undone_arithmetic(text: str, tree: Any) -> frozenset[str]:
+    r"""The kinds of operations that the answer leaves to do, such as `sum` and `power`; empty if it is a value.
+
+    Args:
+        text: the normalized answer; shows what the grammar computes while it reads (fractions of whole numbers, `\binom`).
+        tree: the same answer as the grammar returns it, unevaluated.
+    """
+    kinds = {kind for kind, pattern in _IN_TEXT.items() if pattern.search(text)}
+    for above, below, plain_above, plain_below in _FRACTION.findall(text):
+        numerator, denominator = int(above or plain_above), int(below or plain_below)
+        if denominator == 1 or (denominator and math.gcd(numerator, denominator) != 1):
+            kinds.add("division")
+    for node in sympy.preorder_traversal(tree):
+        kinds |= _of_node(node)
+    return frozenset(kinds) | _polynomial_form(tree)
+
+
+def _polynomial_form(tree: Any) -> frozenset[str]:
+    """Whether a polynomial is a product of sums, left to expand, or a sum, left to factor; empty for other formulas.
+
+    The answer must have the expected form: "Expand (x + 2)^2" is not answered by `(x + 2)^2`.
+    """
+    if not isinstance(tree, sympy.Expr) or not tree.free_symbols or not tree.is_polynomial():
+        return frozenset()
+    if any(_is_product_of_sums(node) for node in sympy.preorder_traversal(tree)):
+        return frozenset({"expansion"})
+    factors = _flat(tree, sympy.Mul) if isinstance(tree, sympy.Mul) else [tree]
+    return frozenset({"factoring"}) if any(isinstance(factor, sympy.Add) for factor in factors) else frozenset()
+
+
+def _is_product_of_sums(node: Any) -> bool:
+    if isinstance(node, sympy.Pow):
+        return isinstance(node.base, sympy.Add) and bool(node.free_symbols)
+    if not isinstance(node, sympy.Mul):
+        return False
+    factors = [factor for factor in _flat(node, sympy.Mul) if factor.free_symbols]
+    return len(factors) > 1 and any(isinstance(factor, sympy.Add) for factor in factors)
+
+
+def _of_node(node: Any) -> set[str]:
+    if isinstance(node, sympy.Add):
+        return _of_sum(node)
+    if isinstance(node, sympy.Mul):
+        return _of_product(node)
+    if isinstance(node, sympy.Pow):
+        return _of_power(node)
+    if isinstance(node, _ALWAYS):
+        return {type(node).__name__.lower()}
+    if isinstance(node, _OF_RATIONALS):
+        return set() if node.free_symbols else {type(node).__name__.lower()}
+    if isinstance(node, sympy.Function) and not node.free_symbols and not _has_arithmetic(node.args):
+        value = node.func(*(argument.doit() for argument in node.args))
+        return {"function"} if value.is_Rational else set()
+    return set()
+
+
+def _of_sum(node: Any) -> set[str]:
+    """Two rational terms, or two with the same factor such as `2x + 3x`."""
+    terms = [_coefficient_free(term) for term in _flat(node, sympy.Add)]
+    return {"sum"} if len(set(terms)) < len(terms) else set()
+
+
+def _of_product(node: Any) -> set[str]:
+    above, below = 1, 1
+    count_above, count_below = 0, 0
+    for factor in _flat(node, sympy.Mul):
+        if isinstance(factor, sympy.Float):
+            count_above, count_below = count_above + 1, count_below + 1
+        elif isinstance(factor, sympy.Rational):
+            above, below = above * abs(factor.p), below * factor.q
+            count_above, count_below = count_above + (abs(factor.p) != 1), count_below + (factor.q != 1)
+        elif isinstance(factor, sympy.Pow) and factor.exp == -1 and isinstance(factor.base, sympy.Rational):
+            above, below = above * factor.base.q, below * abs(factor.base.p)
+            count_above, count_below = count_above + (factor.base.q != 1), count_below + 1
+    kinds = {"product"} if count_above > 1 else set()
+    if count_below > 1 or (below != 1 and math.gcd(above, below) != 1):
+        kinds.add("division")
+    return kinds
+
+
+def _of_power(node: Any) -> set[str]:
+    base, exponent = node.base, node.exp
+    if base.is_Float or not base.is_Rational or not exponent.is_Rational:
+        is_number = base.is_Float and exponent.is_Rational
+        return {"power"} if is_number or (exponent == 0) else set()
+    if exponent.is_Integer:
+        return set() if exponent == -1 else {"power"}
+    roots = [sympy.integer_nthroot(abs(part), exponent.q) for part in (base.p, base.q)]
+    return {"root"} if all(is_exact for _, is_exact in roots) else set()
+
+
+def _flat(node: Any, kind: type) -> list[Any]:
+    """The arguments of nested sums (or products) in one list; a difference is a sum with -1 as a factor."""
+    return [leaf for part in node.args for leaf in (_flat(part, kind) if isinstance(part, kind) else [part])]
+
+
+def _coefficient_free(term: Any) -> Any:
+    """What is left of a term without its rational factors, as a value that can be compared."""
+    factors = _flat(term, sympy.Mul) if isinstance(term, sympy.Mul) else [term]
+    return tuple(sorted(sympy.srepr(factor) for factor in factors if not _is_rational(factor)))
+
+
+def _is_rational(factor: Any) -> bool:
+    if isinstance(factor, sympy.Pow):
+        return bool(factor.exp == -1 and factor.base.is_Number)
+    return bool(factor.is_Number and factor.is_finite)
+
+
+def _has_arithmetic(arguments: Any) -> bool:
+    return any(_of_node(node) for argument in arguments for node in sympy.preorder_traversal(argument))
