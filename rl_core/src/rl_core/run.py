@@ -61,6 +61,8 @@ class Run:
     """Held-out prompts."""
     first_step: int = 0
     """Steps done before a resume."""
+    initial_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the whole run, such as those of its data; they go into its first line, and into none after a resume."""
     metrics: Recorder = field(default_factory=Recorder)
     """The numbers of the current step."""
     on_step: Callable[[int, Mapping[str, float]], None] | None = None
@@ -118,6 +120,9 @@ class Run:
 
     def flush(self, step: int) -> dict[str, float]:
         """Hand the step's numbers to every logger."""
+        if self.first_step == 0:
+            self.metrics.add(self.initial_metrics)
+        self.initial_metrics = {}
         if self.generation is not None:
             self.metrics.add({"generation/restarts": self.generation.restarts - self._restarts_told})
             self._restarts_told = self.generation.restarts

@@ -134,10 +134,7 @@ def connect(
                 samples_per_prompt=needs.val_samples_per_prompt,
                 greedy=config.policy.generation is not None and config.policy.generation.val_temperature == 0.0,
             )
-    if loaders.bad_rows.count:
-        run.metrics.add({"data/bad_rows": loaders.bad_rows.count})
-    if loaders.unknown_tokens is not None:
-        run.metrics.add({"data/unknown_token_frac": loaders.unknown_tokens.fraction})
+    run.initial_metrics = loaders.metrics()
     run.batches = loaders.batches
     run.validation_batches = loaders.validation_batches
     run.checkpoints = _checkpoints(config, resolved, folder, run)
@@ -180,6 +177,13 @@ class Loaders:
                 self.validation_batches = _answer_batches(validation, config, tokenizer, batch_size=val_size, shuffle=False)
 
         self.unknown_tokens = self._count_unknown_tokens(tokenizer)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the training data."""
+        found: dict[str, float] = {"data/bad_rows": self.bad_rows.count} if self.bad_rows.count else {}
+        if self.unknown_tokens is not None:
+            found["data/unknown_token_frac"] = self.unknown_tokens.fraction
+        return found
 
     def _count_unknown_tokens(self, tokenizer: Any) -> UnknownTokens | None:
         """Count them, log their fraction, and warn if the model could not read its training data."""

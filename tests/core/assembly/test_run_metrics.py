@@ -1,0 +1,26 @@
+"""Which lines of a run's metrics have the numbers of its data."""
+
+import pytest
+
+from rl_core.interfaces.logger import Logger
+from rl_core.run import Run
+
+
+class Lines(Logger):
+    def __init__(self):
+        self.lines = []
+
+    def log_metrics(self, metrics, step):
+        self.lines.append(dict(metrics))
+
+
+@pytest.mark.parametrize(("first_step", "expected"), [(0, [3.0, None]), (4, [None, None])])
+def test_numbers_of_the_data_are_in_the_first_line_of_a_run_and_not_of_a_resumed_one(tmp_path, first_step, expected):
+    logger = Lines()
+    run = Run(config=None, folder=tmp_path, policy=None, loss_fn=None, loggers=[logger], checkpoints=None, tokenizer=None)
+    run.initial_metrics = {"data/bad_rows": 3.0}
+    run.first_step = first_step  # as a resume sets it, after everything is built
+    for step in (first_step + 1, first_step + 2):
+        run.metrics.add({"loss": 1.0})
+        run.flush(step)
+    assert [line.get("data/bad_rows") for line in logger.lines] == expected
