@@ -9,7 +9,9 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from rl_backends_hf.master import MasterWeights
 from rl_backends_hf.training_state import TrainingState, _room_for
 from rl_backends_hf.worker import HFPolicyWorker
+from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
+from rl_core.training.optimizer_settings import OptimizerSettings
 
 ELSEWHERE = torch.device("meta")
 """A device that every machine has beside its CPU; it keeps no numbers."""
@@ -21,7 +23,7 @@ def state_after_a_step(**options):
     optimizer = torch.optim.AdamW(masters.parameters.values(), **options)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return TrainingState(masters=masters, optimizer=optimizer, scheduler=None)
+    return TrainingState(masters=masters, settings=OptimizerSettings(optimizer, OptimizerConfig(), None))
 
 
 @pytest.mark.parametrize(("options", "counts"), [({"fused": True}, "meta"), ({"foreach": True}, "cpu")])

@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from rl_backends_hf.master import MasterWeights
 from rl_core.checkpoints.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from rl_core.errors import CheckpointError
+from rl_core.training.optimizer_settings import OptimizerSettings
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _DAMAGE: Final = (
     OSError,
     EOFError,
@@ -51,9 +52,18 @@ class TrainingState:
     """What steps, and what it steps on."""
 
     masters: MasterWeights
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
+    settings: OptimizerSettings
     weight_version: int = 0
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Steps on the masters."""
+        return self.settings.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """Steps once an optimizer step."""
+        return self.settings.scheduler
 
     def save(self, folder: Path, *, rank: int, world_size: int) -> None:
         """Write this rank's part into `folder`; collective."""
@@ -67,8 +77,7 @@ class TrainingState:
                 "world_size": world_size,
                 "weight_version": self.weight_version,
                 "scalars": scalars,
-                "param_groups": _hyperparameters(self.optimizer),
-                "scheduler": self.scheduler.state_dict(),
+                **self.settings.state_dict(),
             }
             torch.save(trainer, folder / "trainer.pt")
 
@@ -87,20 +96,15 @@ class TrainingState:
 
     def _load(self, folder: Path, *, rank: int, world_size: int) -> None:
         trainer = _read(folder / "trainer.pt")
-        groups = self.optimizer.param_groups
-        if trainer.get("format") != _FORMAT or len(trainer["param_groups"]) != len(groups):
+        if trainer.get("format") != _FORMAT:
             raise CheckpointError(
-                f"{folder} was written by another format or optimizer (format {trainer.get('format')}, "
-                f"{len(trainer.get('param_groups', ()))} parameter groups; this optimizer has {len(groups)}). Resume under "
-                "the config that wrote it."
+                f"{folder} was written in format {trainer.get('format')}; this version reads format {_FORMAT}."
             )
+        self.settings.load_state_dict(trainer, steps=trainer["weight_version"], source=str(folder))
         state = self._load_tensors(folder, no_dist=world_size == 1)
         for name, values in trainer["scalars"].items():
             state.setdefault(name, {}).update(values)
         self._take(state, folder)
-        for group, saved in zip(groups, trainer["param_groups"], strict=True):
-            group.update(saved)
-        self.scheduler.load_state_dict(trainer["scheduler"])
         self.weight_version = trainer["weight_version"]
         if (folder / _rng_file(rank)).is_file():
             _restore_random_state(_read(folder / _rng_file(rank)))
@@ -169,10 +173,6 @@ class TrainingState:
         for name, values in state.items():
             self.optimizer.state[self.masters.parameters[name]] = values
         self.masters.publish()
-
-
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _room_for(metadata: TensorStorageMetadata, parameter: nn.Parameter, *, counts_on_device: bool) -> torch.Tensor:

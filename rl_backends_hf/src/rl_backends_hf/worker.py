@@ -33,7 +33,7 @@ from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
-from rl_core.training.schedules import build_scheduler
+from rl_core.training.optimizer_settings import OptimizerSettings
 from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.source import WeightSource
 
@@ -300,7 +300,8 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
             masters.refine(self._exact_weights)
         self._exact_weights = {}
         optimizer = build_optimizer(masters.parameters, self._config.optimizer)
-        return TrainingState(masters=masters, optimizer=optimizer, scheduler=build_scheduler(optimizer, self._config.scheduler))
+        settings = OptimizerSettings(optimizer, self._config.optimizer, self._config.scheduler)
+        return TrainingState(masters=masters, settings=settings)
 
     def _trainable(self) -> TrainingState:
         if self._config.frozen:

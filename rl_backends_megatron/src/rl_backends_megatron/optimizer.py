@@ -20,10 +20,11 @@ from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.model import DTYPES, Chunks
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
+from rl_core.training.optimizer_settings import OptimizerSettings
 from rl_core.training.schedules import build_scheduler
 
-_FOLLOWED = ("betas", "momentum")
-"""What a schedule may change beside the learning rate."""
+_FOLLOWED = ("betas", "momentum", "eps")
+"""What a schedule or a resume may change besides the learning rate and the weight decay."""
 
 
 class Trainer:
@@ -36,7 +37,6 @@ class Trainer:
     Attributes:
         models: the chunks inside their wrappers, which is what schedules run.
         optimizer: Megatron's.
-        scheduler: acts on the leader.
         weight_version: optimizer steps taken.
     """
 
@@ -60,7 +60,7 @@ class Trainer:
             chunks.config.no_sync_func = hooks[0] if len(hooks) == 1 else hooks
         self._overlaps_gather = megatron.overlap_param_gather
         self._leader = _leader(config.optimizer)
-        self.scheduler = build_scheduler(self._leader, config.scheduler)
+        self._leading = OptimizerSettings(self._leader, config.optimizer, config.scheduler)
         self.optimizer = get_megatron_optimizer(_settings(config), self.models, config_overrides=_spared(config.optimizer))
         # One pass over memory in place of ten. On GPUs torch has a pass over all tensors at once anyway.
         self._fuses = not torch.cuda.is_available()
@@ -101,7 +101,7 @@ class Trainer:
         self.optimizer.step_with_ready_grads()
         # Without gradients the leader stays where it is; torch wants it to step before its schedule.
         self._leader.step()
-        self.scheduler.step()
+        self._leading.scheduler.step()
         self.weight_version += 1
         return lr
 
@@ -129,13 +129,12 @@ class Trainer:
             master.copy_(values if master.shape == values.shape else values.flatten()[self._share_of(parameter)])
 
     def schedule_state(self) -> dict[str, Any]:
-        """Where the schedule stands, and what it has made of the learning rate."""
-        return {"schedule": self.scheduler.state_dict(), "leader": self._leader.state_dict()}
+        """The optimizer's settings, the schedule's position, and the learning rate of the next step."""
+        return self._leading.state_dict()
 
-    def take_schedule_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `schedule_state` gave."""
-        self.scheduler.load_state_dict(state["schedule"])
-        self._leader.load_state_dict(state["leader"])
+    def take_schedule_state(self, state: dict[str, Any], *, steps: int, source: str) -> None:
+        """Continue from `schedule_state` under the present settings; see `OptimizerSettings.load_state_dict`."""
+        self._leading.load_state_dict(state, steps=steps, source=source)
 
     def move_state(self, device: torch.device | str) -> None:
         """Bring the optimizer's state to `device`; weights and their float32 copies stay."""

@@ -24,7 +24,7 @@ from rl_backends_megatron.optimizer_state import give_state, in_form_of, mended,
 from rl_backends_megatron.parallel import Ranks
 from rl_core.errors import CheckpointError
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _DAMAGE: Final = (
     OSError,
     EOFError,
@@ -101,7 +101,7 @@ def load(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
         raise CheckpointError(f"{folder} is damaged, or of another model: {type(error).__name__}: {error}") from error
     for part in trainer.parts:
         own_steps(part)
-    trainer.take_schedule_state(values["schedule"])
+    trainer.take_schedule_state(values["schedule"], steps=values["weight_version"], source=str(folder))
     trainer.weight_version = values["weight_version"]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.assembly.launch import train
+from rl_core.checkpoints.state import resumable_state
 from rl_core.errors import CheckpointError
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -104,3 +105,35 @@ def test_a_refused_resume_leaves_the_status_and_the_files_of_a_finished_run_alon
         launch(changes, console=False)
     assert contents(folder) == before
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+
+
+def test_allowed_changes_of_the_optimizer_take_effect_and_are_reported(launch, folder, capsys):
+    before = metrics_of(folder)
+    changes = {"sft": {"max_num_steps": 6}, "policy": {"optimizer": {"kwargs": {"lr": 0.5, "weight_decay": 0.1}}}}
+    with pytest.raises(CheckpointError, match=r"lr: 1e-05 then, 0\.5 now") as refused:
+        launch(changes, console=False)
+    assert "--allow-config-change" in str(refused.value)
+    launch(changes, console=False, allow_config_change=True)
+    after = metrics_of(folder)
+    assert [after[step]["lr"] for step in (1, 4, 5, 6)] == [1e-5, 1e-5, 0.5, 0.5]
+    assert {step: after[step] for step in before} == before
+    said = capsys.readouterr().err
+    assert (
+        "resumed under another config, which applies from step 5 on:\n  policy.optimizer.kwargs.lr: 1e-05 then, 0.5 now" in said
+    )
+    assert "policy.optimizer.kwargs.weight_decay: 0.0 then, 0.1 now" in (folder / "logs" / "driver.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"policy": {"optimizer": {"name": "torch.optim.SGD"}}}, r"A resume cannot change policy\.optimizer\.name"),
+        ({"sft": None, "dpo": {"max_num_steps": 6}}, "not written by the algorithm dpo"),
+    ],
+)
+def test_what_no_resume_can_change_is_refused_although_changes_are_allowed(finished_run, says, changes):
+    checkpoint = finished_run / "run" / "checkpoints" / "step_000004"
+    config = merged(json.loads((checkpoint / "state.json").read_text())["config"], changes)
+    algorithm = next(name for name in ("sft", "dpo") if config.get(name))
+    with pytest.raises(CheckpointError, match=says):
+        resumable_state(checkpoint, config, algorithm, allow_config_change=True)

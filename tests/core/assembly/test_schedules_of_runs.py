@@ -10,7 +10,7 @@ from rl_core.assembly.launch import train
 from rl_core.assembly.pair import plan_pair
 from rl_core.config.loader import load_config
 from rl_core.config.optimizer_steps import optimizer_steps
-from rl_core.errors import CheckpointError, ConfigError
+from rl_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "addition" / "model"
@@ -111,13 +111,30 @@ def test_where_epochs_end_a_run_a_schedule_that_is_over_before_is_refused_before
         train(config_of(sft), console=False)
 
 
-def test_a_run_goes_on_at_another_length_only_when_it_is_told_to_for_its_schedule_is_another_then(config_of):
+def test_a_run_that_is_made_longer_continues_on_the_schedule_of_its_new_length_and_says_so(config_of, capsys):
     first = train(config_of(RUNS["sft"]), console=False)
-    longer = {**RUNS["sft"], "sft": {"max_num_steps": 4, "global_batch_size": 5}}
-    with pytest.raises(CheckpointError, match=r"policy.scheduler.kwargs.num_training_steps: 9 then, 12 now"):
-        train(config_of(longer), console=False, resume=str(first.folder))
-    train(config_of(longer), console=False, resume=str(first.folder), allow_config_change=True)
-    assert steps_of(first.folder)[-1]["lr"] == pytest.approx(LR / 11)
+    assert steps_of(first.folder)[-1]["lr"] == pytest.approx(LR / 8)
+    longer = {**RUNS["sft"], "sft": {"max_num_steps": 5, "global_batch_size": 5}}
+    again = train(config_of(longer), console=False)
+    assert (again.folder, again.resumed_from) == (first.folder, 3)
+    # Of 15 optimizer steps in a line to 0 after one of warm-up, the twelfth and the fifteenth.
+    assert [step["lr"] for step in steps_of(again.folder)[3:]] == pytest.approx([LR * 4 / 14, LR / 14])
+    said = capsys.readouterr().err
+    assert "the linear schedule has the length of the run, which is 15 optimizer steps now and was 9" in said
+    assert "It continues at optimizer step 10 with a learning rate of 4.29e-07; at the former length it would be 0." in said
+
+
+def test_a_schedule_with_a_length_of_its_own_keeps_it_when_the_run_is_made_longer(config_of, capsys):
+    def sft(steps):
+        scheduler = {"name": "linear", "kwargs": {"num_training_steps": 20}}
+        section = {"max_num_steps": steps, "global_batch_size": 5}
+        return {**RUNS["sft"], "policy": {**RUNS["sft"]["policy"], "scheduler": scheduler}, "sft": section}
+
+    first = train(config_of(sft(2)), console=False)
+    again = train(config_of(sft(3)), console=False)
+    assert again.resumed_from == 2
+    assert [step["lr"] for step in steps_of(first.folder)] == pytest.approx([LR * (20 - last) / 20 for last in (2, 5, 8)])
+    assert "schedule" not in capsys.readouterr().err
 
 
 def test_models_that_are_only_examined_need_no_length_either(config_of):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rl_core.config.loader import load_config
 from rl_core.config.optimizer_steps import optimizer_steps
-from rl_core.config.schedule_lengths import schedule_warnings, with_lengths_of, with_schedule_lengths
+from rl_core.config.schedule_lengths import schedule_changes, schedule_lengths, schedule_warnings, with_schedule_lengths
 from rlcore_cli.main import app
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -125,16 +125,27 @@ def test_a_schedule_that_may_end_early_is_a_warning():
     assert "the run may make more optimizer steps than that: up to 480" in output
 
 
-def test_the_length_that_is_left_out_is_that_of_the_run_and_kept_with_its_checkpoints():
+def test_a_schedule_without_a_length_is_as_long_as_the_run():
     loaded = load_config(GRPO, ["policy.train_global_batch_size=128"])
     assert "num_training_steps" not in loaded.run.policy.scheduler.kwargs
     run = with_schedule_lengths(loaded.run)
     assert run.policy.scheduler.kwargs == {"num_warmup_steps": 5, "num_training_steps": 480}
     assert with_schedule_lengths(run) == run
-    resolved = with_lengths_of(loaded.resolved, run)
-    assert resolved["policy"]["scheduler"]["kwargs"]["num_training_steps"] == 480
-    assert {**resolved, "policy": None} == {**loaded.resolved, "policy": None}
+    assert schedule_lengths(loaded.run) == {"policy": 480}
+    assert schedule_lengths(run) == {}, "it has a length of its own now"
     assert list(schedule_warnings(run)) == []
+
+
+def test_what_a_resume_at_another_length_does_to_a_schedule_is_said_with_both_learning_rates():
+    run = load_config(GRPO, ["grpo.max_num_steps=240"]).run
+    assert schedule_lengths(run) == {"policy": 240}
+    [message] = schedule_changes(run, {"policy": 120}, {"policy": 110})
+    lr = run.policy.optimizer.kwargs["lr"]
+    assert "which is 240 optimizer steps now and was 120. It continues at optimizer step 111" in message
+    assert f"with a learning rate of {lr * 130 / 235:.3g}; at the former length it would be {lr * 10 / 115:.3g}" in message
+    assert list(schedule_changes(run, {"policy": 240}, {"policy": 110})) == []
+    # One with a length of its own follows no run.
+    assert list(schedule_changes(with_schedule_lengths(run), {"policy": 120}, {"policy": 110})) == []
 
 
 def test_a_schedule_without_an_end_and_one_of_its_own_author_are_left_as_they_are():

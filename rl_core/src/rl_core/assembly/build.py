@@ -17,8 +17,8 @@ from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schedule_lengths import (
     schedule_conflicts,
+    schedule_lengths,
     schedule_warnings,
-    with_lengths_of,
 )
 from rl_core.config.schema import RunConfig
 from rl_core.config.written import dotted
@@ -46,7 +46,7 @@ def build_run(
     folder: Path,
     registry: Registry,
     exits: ExitStack,
-    before_models: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    before_models: Callable[[RunConfig], None] = lambda _: None,
 ) -> Run:
     """Make every part that the config asks for; data and tokenizer first, since they fail in seconds.
 
@@ -56,8 +56,8 @@ def build_run(
         folder: the run folder.
         registry: where components are found.
         exits: closes every part, in the reverse order.
-        before_models: told the plain values of the settled config; nobody should wait for models to be told that nothing
-            goes on.
+        before_models: called with the settled config (epochs counted in steps) before models load, so that a run that cannot
+            continue is refused within seconds.
     """
     with blaming("policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"):
         tokenizer = load_tokenizer(
@@ -67,8 +67,7 @@ def build_run(
     train, validation = read_sources(config, registry)
     loaders = Loaders(config, tokenizer, train=train, validation=validation)
     config = loaders.settled(config)
-    resolved = with_lengths_of(resolved, config)
-    before_models(resolved)
+    before_models(config)
     with blaming("cluster"):
         cluster = _cluster(config, exits)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster)
@@ -318,4 +317,5 @@ def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, r
         algorithm=config.algorithm_name,
         save_optimizer=section.save_optimizer,
         tokenizer=run.tokenizer,
+        schedule_lengths=schedule_lengths(config),
     )

@@ -18,11 +18,14 @@ from rl_core.assembly.folder import choose_start, claim
 from rl_core.assembly.late_errors import locating
 from rl_core.assembly.origins import write_origins
 from rl_core.assembly.status import Status
-from rl_core.checkpoints.state import resumable_state
+from rl_core.checkpoints.config_changes import config_changes, described
+from rl_core.checkpoints.state import read_state, resumable_state
 from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.resource_checks import machine_conflicts
+from rl_core.config.schedule_lengths import schedule_changes
 from rl_core.config.schema import RunConfig
+from rl_core.errors import NotSupportedError
 from rl_core.metrics.console import ConsoleLogger
 from rl_core.metrics.jsonl import METRICS, JsonlLogger
 from rl_core.plugins.manager import PluginManager, discover
@@ -89,9 +92,11 @@ def train(
         if start.checkpoint is None:
             write_origins(start.folder, loaded, manager)
 
-        def before_models(resolved: Mapping[str, Any]) -> None:
+        def before_models(_: RunConfig) -> None:
             if start.checkpoint is not None:
-                resumable_state(start.checkpoint, resolved, config.algorithm_name, allow_config_change=allow_config_change)
+                resumable_state(
+                    start.checkpoint, loaded.resolved, config.algorithm_name, allow_config_change=allow_config_change
+                )
                 status.building()
             _say(console, f"starting {_workers(config)}")
 
@@ -109,6 +114,7 @@ def train(
             # Not before: a config that is refused is not the run's.
             write_origins(run.folder, loaded, manager)
             _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
+            _warn_of_changes(run, start.checkpoint)
             _set_later_checkpoints_aside(run, console)
         _say(console, f"ready after {time.perf_counter() - started:.0f} s")
         _attach_loggers(run, loaded, console, exits)
@@ -124,6 +130,20 @@ def train(
         seconds=ended - started,
         training_seconds=ended - loop_started,
     )
+
+
+def _warn_of_changes(run: Run, checkpoint: Path) -> None:
+    """Say what is not as the checkpoint had it."""
+    assert run.checkpoints is not None
+    state = read_state(checkpoint)
+    if changes := config_changes(state["config"], run.checkpoints.config, run.config.algorithm_name):
+        _log.warning("resumed under another config, which applies from step %s on:\n%s", run.first_step + 1, described(changes))
+    done = {}
+    for name, model in run.checkpoints.models.items():
+        with suppress(NotSupportedError):
+            done[name] = model.weight_version
+    for message in schedule_changes(run.config, state.get("schedule_lengths", {}), done):
+        _log.warning("%s", message)
 
 
 def _set_later_checkpoints_aside(run: Run, console: bool) -> None:

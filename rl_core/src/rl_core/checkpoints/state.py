@@ -8,29 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl_core.checkpoints.config_changes import refuse_changes
 from rl_core.checkpoints.damage import damage_error, read_checked_state, verify_checkpoint
 from rl_core.checkpoints.store import CheckpointStore
-from rl_core.errors import CheckpointError, UserError, WorkerError
+from rl_core.errors import CheckpointError
 from rl_core.interfaces.trainable import TrainableInterface
-
-FREE_TO_CHANGE = (
-    "logger.",
-    "checkpointing.",
-    "cluster.",
-    "data.validation.",
-    "data.val_data_path",
-    "policy.train_micro_batch_size",
-    "policy.logprob_batch_size",
-    "value.train_micro_batch_size",
-    "value.logprob_batch_size",
-    "policy.generation.max_restarts",
-    "policy.generation.refit_canary",
-    "policy.generation.canary_tolerance",
-)
-"""Config keys (by prefix) that say how or how long a run goes on, not what it is."""
-
-FREE_IN_ALGORITHM = ("max_num_steps", "max_num_epochs", "val_")
-"""The same, within the algorithm's section."""
 
 
 class Stateful(Protocol):
@@ -53,6 +35,7 @@ class Checkpoints:
         algorithm: the section that holds the algorithm's keys.
         save_optimizer: whether a checkpoint can be resumed.
         tokenizer: written beside the weights, so that the folder is a model of its own.
+        schedule_lengths: optimizer steps of the learning-rate schedules that follow the length of the run, by model.
     """
 
     store: CheckpointStore
@@ -62,6 +45,7 @@ class Checkpoints:
     algorithm: str
     save_optimizer: bool
     tokenizer: Any
+    schedule_lengths: Mapping[str, int] = field(default_factory=dict)
     _kept: dict[str, Stateful] = field(default_factory=dict, init=False)
     _found: Mapping[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
@@ -90,6 +74,7 @@ class Checkpoints:
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "algorithm": {name: part.state_dict() for name, part in self._kept.items()},
             "config": self.config,
+            "schedule_lengths": dict(self.schedule_lengths),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
@@ -109,12 +94,7 @@ class Checkpoints:
         """
         state = resumable_state(checkpoint, self.config, self.algorithm, allow_config_change=allow_config_change, verify=verify)
         for name, model in self.models.items():
-            try:
-                model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
-            except WorkerError as error:
-                if isinstance(error.__cause__, UserError):
-                    raise CheckpointError(str(error)) from error
-                raise
+            model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
         for name, part in self.parts.items():
             _load_part(part, name, state, checkpoint)
         self._found = state.get("algorithm", {})
@@ -151,13 +131,7 @@ def resumable_state(
             f"{checkpoint} holds weights alone (checkpointing.save_optimizer was false), so training cannot go on from "
             f"it. Start a new run from the weights: policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
-    changes = config_changes(state["config"], config, algorithm)
-    if changes and not allow_config_change:
-        raise CheckpointError(
-            f"{checkpoint} was written under another config:\n"
-            + "\n".join(f"  {key}: {_shown(old)} then, {_shown(new)} now" for key, (old, new) in changes.items())
-            + "\nGo on under the new one with --allow-config-change, start afresh with --resume never, or undo the changes."
-        )
+    refuse_changes(checkpoint, state["config"], config, algorithm, allow=allow_config_change)
     if verify:
         verify_checkpoint(checkpoint)
     return state
@@ -178,28 +152,3 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: it is not a complete checkpoint, or its state is damaged.
     """
     return read_checked_state(checkpoint)
-
-
-def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str) -> dict[str, tuple[Any, Any]]:
-    """Keys whose change makes another run of it, with their old and new values; None where a key is absent."""
-    free = (*FREE_TO_CHANGE, *(f"{algorithm}.{key}" for key in FREE_IN_ALGORITHM))
-    before, after = _flat(old), _flat(new)
-    return {
-        key: (before.get(key), after.get(key))
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not key.startswith(free)
-    }
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is None else repr(value)

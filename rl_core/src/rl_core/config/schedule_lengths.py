@@ -47,22 +47,45 @@ def schedule_warnings(run: RunConfig) -> Iterator[tuple[Path, str]]:
             )
 
 
+def schedule_lengths(run: RunConfig) -> dict[str, int]:
+    """Optimizer steps of each schedule that follows the length of the run because the config does not say its own, by model."""
+    return {
+        model: steps.most
+        for model, scheduler, steps in _named_schedules(run)
+        if steps is not None and LENGTH in _arguments(scheduler) and scheduler.kwargs.get(LENGTH) is None
+    }
+
+
 def with_schedule_lengths(run: RunConfig) -> RunConfig:
     """The run with the length of each schedule that does not say its own: as many optimizer steps as the run makes."""
     update = {}
-    for model, scheduler, steps in _named_schedules(run):
-        if steps is not None and LENGTH in _arguments(scheduler) and scheduler.kwargs.get(LENGTH) is None:
-            complete = scheduler.model_copy(update={"kwargs": {**scheduler.kwargs, LENGTH: steps.most}})
-            update[model] = getattr(run, model).model_copy(update={"scheduler": complete})
+    for model, length in schedule_lengths(run).items():
+        section = getattr(run, model)
+        complete = section.scheduler.model_copy(update={"kwargs": {**section.scheduler.kwargs, LENGTH: length}})
+        update[model] = section.model_copy(update={"scheduler": complete})
     return run.model_copy(update=update)
 
 
-def with_lengths_of(resolved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
-    """A config as plain values with the schedules that `run` has, so that a run that is resumed at another length is told."""
-    out = dict(resolved)
-    for model, scheduler, _ in _named_schedules(with_schedule_lengths(run)):
-        out[model] = {**out[model], "scheduler": {**out[model]["scheduler"], "kwargs": dict(scheduler.kwargs)}}
-    return out
+def schedule_changes(run: RunConfig, before: Mapping[str, int], done: Mapping[str, int]) -> Iterator[str]:
+    """What a resume at another length does to the schedules that follow the length of the run.
+
+    Args:
+        run: the present config.
+        before: what `schedule_lengths` returned when the checkpoint was written.
+        done: optimizer steps taken until then, by model.
+    """
+    for model, length in schedule_lengths(run).items():
+        if before.get(model, length) == length or model not in done:
+            continue
+        scheduler, lr = getattr(run, model).scheduler, getattr(run, model).optimizer.kwargs.get("lr")
+        now, old = (_factor(scheduler, done[model], length=whole) for whole in (length, before[model]))
+        unit, scale = ("", lr) if _is_number(lr) else (" of its highest value", 1.0)
+        yield (
+            f"{model}.scheduler: the {scheduler.name} schedule has the length of the run, which is {length} optimizer steps "
+            f"now and was {before[model]}. It continues at optimizer step {done[model] + 1} with a learning rate of "
+            f"{scale * now:.3g}{unit}; at the former length it would be {scale * old:.3g}. Set "
+            f"{model}.scheduler.kwargs.{LENGTH} for a schedule of a fixed length."
+        )
 
 
 def _named_schedules(run: RunConfig) -> Iterator[tuple[str, SchedulerConfig, OptimizerSteps | None]]:

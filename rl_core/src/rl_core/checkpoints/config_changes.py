@@ -1,0 +1,99 @@
+"""What differs between the config of a checkpoint and the present one, and which of it a resume allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import CheckpointError
+
+FREE_TO_CHANGE = (
+    "logger.",
+    "checkpointing.",
+    "cluster.",
+    "data.validation.",
+    "data.val_data_path",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+    "value.train_micro_batch_size",
+    "value.logprob_batch_size",
+    "policy.generation.max_restarts",
+    "policy.generation.refit_canary",
+    "policy.generation.canary_tolerance",
+)
+"""Prefixes of config keys that a resume may change without being asked: how or how long a run continues, not what it is."""
+
+FREE_IN_ALGORITHM = ("max_num_steps", "max_num_epochs", "val_")
+"""The same, within the algorithm's section."""
+
+FIXED = {
+    "policy.optimizer.name": "the state of one optimizer is of no use to another",
+    "value.optimizer.name": "the state of one optimizer is of no use to another",
+}
+"""Keys that no resume can change, and why."""
+
+
+def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str) -> dict[str, tuple[Any, Any]]:
+    """Keys whose change makes it another run, with their old and new values; None if a key is absent."""
+    free = (*FREE_TO_CHANGE, *(f"{algorithm}.{key}" for key in FREE_IN_ALGORITHM))
+    before, after = _flat(old), _flat(new)
+    return {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not key.startswith(free)
+    }
+
+
+def refuse_changes(
+    checkpoint: Path, old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str, *, allow: bool
+) -> dict[str, tuple[Any, Any]]:
+    """The changes that the resume makes, if it may.
+
+    Args:
+        checkpoint: the step folder.
+        old: the config that it was written under.
+        new: the present config.
+        algorithm: the section of the present algorithm.
+        allow: whether the user allowed changes.
+
+    Raises:
+        CheckpointError: there are changes that are not allowed, or that no resume can make.
+    """
+    if algorithm not in old:
+        raise CheckpointError(
+            f"{checkpoint} was not written by the algorithm {algorithm}, which cannot continue from another one's position. "
+            f"Start a new run from its weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
+        )
+    changes = config_changes(old, new, algorithm)
+    if fixed := [key for key in changes if key in FIXED]:
+        raise CheckpointError(
+            f"{checkpoint} was written under another config:\n{described({key: changes[key] for key in fixed})}\n"
+            f"A resume cannot change {', '.join(fixed)}: {FIXED[fixed[0]]}. Undo the change, or start a new run from the "
+            f"weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
+        )
+    if changes and not allow:
+        raise CheckpointError(
+            f"{checkpoint} was written under another config:\n{described(changes)}\n"
+            "Continue under the new one with --allow-config-change, start a new run with --resume never, or undo the changes."
+        )
+    return changes
+
+
+def described(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """A line for each change."""
+    return "\n".join(f"  {key}: {_shown(old)} then, {_shown(new)} now" for key, (old, new) in changes.items())
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else repr(value)

@@ -1,0 +1,99 @@
+"""A resume continues the optimizer's state, under the settings of the present config."""
+
+import copy
+
+import pytest
+import torch
+
+from rl_core.config.schema import OptimizerConfig, SchedulerConfig
+from rl_core.errors import CheckpointError
+from rl_core.training.optimizer_settings import OptimizerSettings
+
+ADAMW = "torch.optim.AdamW"
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a count in its parameter group, as optimizers that estimate their step size do."""
+
+    def __init__(self, params, lr=1.0, decay=0.5):
+        super().__init__(params, {"lr": lr, "decay": decay, "count": 0})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+
+
+def make(kind, kwargs, scheduler=None, groups=1):
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(groups)]
+    optimizer = kind([{"params": [parameter]} for parameter in parameters], **kwargs)
+    section = None if scheduler is None else SchedulerConfig(name=scheduler[0], kwargs=scheduler[1])
+    return OptimizerSettings(optimizer, OptimizerConfig(name=ADAMW, kwargs=kwargs), section)
+
+
+def run(settings, steps):
+    """The parameter group before each step."""
+    seen = []
+    for _ in range(steps):
+        seen.append({key: value for key, value in settings.optimizer.param_groups[0].items() if key != "params"})
+        settings.optimizer.step()
+        settings.scheduler.step()
+    return seen
+
+
+SCHEDULES = [
+    None,
+    ("linear", {"num_training_steps": 9, "num_warmup_steps": 3}),
+    ("cosine", {"num_training_steps": 20, "min_lr_ratio": 0.1}),
+    ("torch.optim.lr_scheduler.StepLR", {"step_size": 2, "gamma": 0.5}),
+    ("torch.optim.lr_scheduler.CosineAnnealingLR", {"T_max": 12, "eta_min": 1e-4}),
+    # It changes the betas, too.
+    ("torch.optim.lr_scheduler.OneCycleLR", {"max_lr": 0.1, "total_steps": 12}),
+]
+
+
+@pytest.mark.parametrize("after", SCHEDULES)
+@pytest.mark.parametrize("before", SCHEDULES)
+def test_changed_settings_apply_as_if_the_run_had_had_them_from_its_start(before, after):
+    old = make(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}, before)
+    run(old, 5)
+    new = {"lr": 0.03, "weight_decay": 0.2, "betas": (0.8, 0.9), "eps": 1e-6}
+    resumed, straight = make(torch.optim.AdamW, new, after), make(torch.optim.AdamW, new, after)
+    resumed.load_state_dict(copy.deepcopy(old.state_dict()), steps=5, source="checkpoint")
+    assert run(resumed, 4) == run(straight, 9)[5:]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_unchanged_settings_continue_exactly_as_saved(schedule):
+    straight = make(torch.optim.AdamW, {"lr": 0.01, "betas": [0.8, 0.9]}, schedule)
+    run(straight, 5)
+    saved = copy.deepcopy(straight.state_dict())
+    resumed = make(torch.optim.AdamW, {"lr": 0.01, "betas": [0.8, 0.9]}, schedule)
+    resumed.load_state_dict(saved, steps=5, source="checkpoint")
+    assert run(resumed, 4) == run(straight, 4)
+
+
+def test_an_optimizer_that_has_already_stepped_takes_the_settings_of_a_checkpoint_too():
+    schedule = ("linear", {"num_training_steps": 9})
+    old, used = make(torch.optim.AdamW, {"lr": 0.01}, None), make(torch.optim.AdamW, {"lr": 0.03}, schedule)
+    run(old, 2)
+    run(used, 6)
+    used.load_state_dict(old.state_dict(), steps=2, source="checkpoint")
+    assert used.optimizer.param_groups[0]["lr"] == pytest.approx(0.03 * 7 / 9)
+
+
+def test_state_that_an_optimizer_keeps_in_its_groups_continues_under_changed_settings():
+    old = make(Counting, {"lr": 1.0})
+    run(old, 5)
+    resumed = make(Counting, {"lr": 2.0, "decay": 0.9})
+    resumed.load_state_dict(old.state_dict(), steps=5, source="checkpoint")
+    assert run(resumed, 1) == [{"lr": 2.0, "decay": 0.9, "count": 5, "initial_lr": 2.0}]
+
+
+def test_another_optimizer_and_other_groups_are_refused():
+    saved = make(torch.optim.AdamW, {"lr": 0.01}).state_dict()
+    with pytest.raises(CheckpointError, match=r"written by the optimizer .*AdamW, and the config has .*SGD"):
+        make(torch.optim.SGD, {"lr": 0.01}).load_state_dict(saved, steps=0, source="checkpoint")
+    with pytest.raises(CheckpointError, match=r"1 parameter groups, and the config makes 2.*decay_matrices_only"):
+        make(torch.optim.AdamW, {"lr": 0.01}, groups=2).load_state_dict(saved, steps=0, source="checkpoint")
+    with pytest.raises(CheckpointError, match="damaged: its training state has no `param_groups`"):
+        make(torch.optim.AdamW, {"lr": 0.01}).load_state_dict({}, steps=0, source="checkpoint")
