@@ -96,6 +96,11 @@ def test_values_that_vllm_would_change_in_silence_or_refuse_at_the_start_are_mis
     ]
 
 
+def test_the_canary_cannot_be_off_since_vllm_transforms_weights_after_they_have_arrived(mistakes):
+    [mistake] = mistakes("refit_canary: false")
+    assert mistake.startswith("5:19: policy.generation.refit_canary: the engine 'vllm' must be checked by the canary.")
+
+
 def test_every_argument_that_is_refused_exists_and_each_is_refused_with_the_place_where_it_is_set():
     assert OWNED.keys() <= known_engine_arguments()
     for name, reason in OWNED.items():

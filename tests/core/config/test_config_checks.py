@@ -94,6 +94,10 @@ def test_an_algorithm_that_does_not_train_on_samples_may_sample_with_top_p(files
     assert penalty == {("hf_cfg", "repetition_penalty"): 1.0}
 
 
+def test_the_canary_may_be_off_for_an_engine_that_digests_what_it_computes_with(files, good):
+    assert files.load(good, "policy.generation.refit_canary=false").run.policy.generation.refit_canary is False
+
+
 def test_an_algorithm_that_corrects_for_top_p_may_not_sample_with_a_repetition_penalty(files, good):
     text = good.replace("grpo:\n  num_prompts_per_step: 8", "filtered:")
     [error] = files.errors(text, "policy.generation.hf_cfg.repetition_penalty=1.3")

@@ -13,7 +13,7 @@ from rl_core.config.optimizer_checks import optimizer_conflicts, unused_by_froze
 from rl_core.config.parts import COMPANIONS, Layout
 from rl_core.config.resource_checks import in_process_conflicts
 from rl_core.config.schedule_lengths import schedule_conflicts
-from rl_core.config.schema import PolicyConfig, RunConfig
+from rl_core.config.schema import GenerationConfig, PolicyConfig, RunConfig
 from rl_core.config.transport_checks import transport_conflicts
 from rl_core.config.written import Path, dotted
 from rl_core.errors import PluginError
@@ -169,10 +169,12 @@ def _rows_that_stay_together(run: RunConfig, model: str) -> int:
 
 def _capabilities(run: RunConfig, registry: Registry) -> Iterator[Finding]:
     for asked_at, asked, section, kind, capability in (*_asked_capabilities(run), *_asked_by_the_loss(run)):
-        model = run.policy.generation if kind is Kind.GENERATION else getattr(run, str(section[0]))
+        model: PolicyConfig | GenerationConfig | None = models_of(run)[str(section[0])]
+        if kind is Kind.GENERATION:
+            model = run.policy.generation
         # A backend given by its path states its capabilities on its class, which only the run imports; one that was made in
         # Python need not be registered.
-        if is_path(model.backend) or model.backend not in registry.names(kind):
+        if model is None or is_path(model.backend) or model.backend not in registry.names(kind):
             continue
         try:
             registry.find(kind, model.backend, requires=(capability,))
