@@ -13,7 +13,6 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "addition" / "model")
-PREFERENCES = str(Path(__file__).parents[3] / "examples" / "addition" / "preferences" / "train.jsonl")
 POLICY = {"backend": "hf", "model_name": MODEL, "max_total_sequence_length": 16}
 COMMON = {"cluster": {"backend": "in_process"}, "checkpointing": {"enabled": False}}
 SFT = {
@@ -53,20 +52,18 @@ def test_sft_trains_and_validates_at_temperature_1_whatever_its_validation_sampl
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "data", "temperature"),
+    ("algorithm", "changes", "temperature"),
     [
-        ("sft", {"train": {"dataset_name": "arithmetic", "num_samples": 16, "with_response": True}}, 1.0),
-        ("dpo", {"train": {"dataset_name": "preference", "path": PREFERENCES}}, 1.0),
-        ("grpo", {"train": {"dataset_name": "arithmetic", "num_samples": 16}}, 0.5),
-        ("distillation", {"train": {"dataset_name": "arithmetic", "num_samples": 16}}, 0.5),
+        ("sft", {"sft": SFT["sft"], "data": SFT["data"]}, 1.0),
+        ("grpo", {"grpo": {}}, 0.5),
+        ("distillation", {"distillation": {}, "teacher": POLICY}, 0.5),
     ],
 )
 def test_policy_and_teacher_score_at_the_sampling_temperature_only_where_the_algorithm_samples(
-    tmp_path, algorithm, data, temperature
+    tmp_path, algorithm, changes, temperature
 ):
-    config = {algorithm: {}, "policy": POLICY, "data": data, "env": {"arithmetic": {}}, **COMMON}
-    if algorithm == "distillation":
-        config["teacher"] = POLICY
+    data = {"train": {"dataset_name": "arithmetic", "num_samples": 16}}
+    config = {"policy": POLICY, "data": data, "env": {"arithmetic": {}}, **COMMON, **changes}
     run = load_config(written(tmp_path / "run", config, temperature=0.5)).run
     assert run.scoring_temperature == temperature
     with ExitStack() as exits:
