@@ -143,6 +143,14 @@ def test_the_last_box_counts_in_chat_style():
     assert scored.rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
+def test_a_last_box_that_holds_another_box_or_words_hides_no_earlier_number():
+    scored = score(
+        ArithmeticEnvironment(), r"\boxed{46} no, \boxed{\text{unknown}}", r"\boxed{46} or \boxed{\frac{1}{2}}", in_box=True
+    )
+    assert scored.answers == [None, None]
+    assert scored.rewards.tolist() == [0.0, 0.0]
+
+
 def test_a_huge_number_is_compared_as_text():
     digits = "9" * 100_000
     assert read_number(digits, in_box=False) == digits

@@ -108,7 +108,7 @@ def test_the_commands_of_the_readme_run_in_their_order(monkeypatch, tmp_path, ca
         },
         # The model of the quickstart knows digits alone.
         "data": {"prompt": {"prompt_config": None}},
-        "env": {"math": {"num_workers": 1}},
+        "env": {"math": {"num_workers": 1, "require_box": False}},
         "cluster": {"backend": "in_process", "workers_per_node": 1},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(small))

@@ -12,9 +12,9 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import ArithmeticEnvironmentConfig, read_section
+from rl_envs.math.boxes import last_box
 
 _NUMBER = re.compile(r"-?[0-9]+")
-_LAST_BOX = re.compile(r".*\\boxed\{([^{}]*)\}", re.DOTALL)
 
 
 class ArithmeticEnvironment(EnvironmentInterface):
@@ -74,10 +74,10 @@ def read_number(completion: str, *, in_box: bool) -> str | None:
     """The whole number that the completion (or its last box) is, as written; None where it is anything else."""
     text = completion
     if in_box:
-        box = _LAST_BOX.match(completion)
+        box = last_box(completion)
         if box is None:
             return None
-        text = box.group(1)
+        text = box
     number = _NUMBER.fullmatch(text.strip())
     return None if number is None else number.group()
 

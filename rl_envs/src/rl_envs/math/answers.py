@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rl_envs.math.boxes import last_box
 from rl_envs.math.comparison import Comparison, compare
 from rl_envs.math.notation import is_words, without_delimiters
 
-_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _LIST_MARKER = re.compile(
     r"^[ \t]*(?:[-*#>]+[ \t]+)*(?:\(?\d{1,3}[.):](?=\s|$)[ \t]*|step[ \t]+\d+[.:)]?)", re.MULTILINE | re.IGNORECASE
 )
@@ -45,25 +45,6 @@ class Judgement:
     def right(self) -> bool:
         """Whether the answer equals the expected one."""
         return self.comparison is Comparison.EQUAL
-
-
-def last_box(completion: str) -> str | None:
-    r"""The content of the last closed `\boxed{...}`; the innermost if boxes are nested, None if there is none.
-
-    Takes time linear in the completion's length, whatever it holds.
-    """
-    found: tuple[int, int] | None = None
-    open_braces: list[tuple[bool, int]] = []
-    for token in _TOKEN.finditer(completion):
-        text = token.group()
-        if text == "}" and open_braces:
-            is_box, start = open_braces.pop()
-            holds_a_box = found is not None and found[0] > start
-            if is_box and not holds_a_box:
-                found = (start, token.start())
-        elif text[-1] == "{" and text != "\\{":
-            open_braces.append((text != "{", token.end()))
-    return None if found is None else completion[found[0] : found[1]].strip()
 
 
 def unboxed_answer(completion: str, *, words: bool) -> str | None:

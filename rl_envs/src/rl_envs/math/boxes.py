@@ -1,0 +1,26 @@
+r"""Finds the last `\boxed{...}` in a completion; imports nothing heavy, so environments without a grammar use it too."""
+
+from __future__ import annotations
+
+import re
+
+_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+
+
+def last_box(completion: str) -> str | None:
+    r"""The content of the last closed `\boxed{...}`; the innermost if boxes are nested, None if there is none.
+
+    Takes time linear in the completion's length, whatever it holds.
+    """
+    found: tuple[int, int] | None = None
+    open_braces: list[tuple[bool, int]] = []
+    for token in _TOKEN.finditer(completion):
+        text = token.group()
+        if text == "}" and open_braces:
+            is_box, start = open_braces.pop()
+            holds_a_box = found is not None and found[0] > start
+            if is_box and not holds_a_box:
+                found = (start, token.start())
+        elif text[-1] == "{" and text != "\\{":
+            open_braces.append((text != "{", token.end()))
+    return None if found is None else completion[found[0] : found[1]].strip()
