@@ -166,7 +166,8 @@ def test_the_keys_of_the_json_are_those_of_the_page(config):
     assert found["config"]["grpo"]["max_val_samples"] == 3
     assert [list(line) for line in prompts] == [
         [
-            *("asked", "dataset", "task", "index", "prompt", "prompt_cut", "completions", "answers", "right", "rewards"),
+            *("asked", "dataset", "task", "index", "prompt", "prompt_cut", "expected_answer", "completions"),
+            *("answers", "right", "rewards"),
             *("reward_parts", "lengths", "truncated", "turns"),
         ]
     ] * 3

@@ -115,6 +115,7 @@ def _group(group: Group) -> dict[str, Any]:
         "index": records[0]["index"],
         "prompt": records[0]["prompt"],
         "prompt_cut": group.is_cut,
+        "expected_answer": records[0]["expected_answer"],
         "completions": [record["completion"] for record in records],
         "answers": group.answers,
         "right": None if group.right is None else list(group.right),
