@@ -364,3 +364,18 @@ def test_its_own_sampler_refuses_a_repetition_penalty(policy):
     with pytest.raises(Exception, match=r"hf_cfg\.repetition_penalty: 1\.0") as error:
         policy(generation=section).generate(prompts())
     assert isinstance(error.value.__cause__ or error.value, NotSupportedError)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_first_non_finite_tensor_of_a_checkpoint_is_named(policy, distributed):
+    made = policy("llama", precision="bfloat16", megatron_cfg={"use_distributed_optimizer": distributed})
+    made.train(cases.make_rows(), cases.NLL())
+    assert made.find_non_finite() is None
+    trainer = made.group._worker._trainer
+    names = [name for name, _ in trainer.named_state()]
+    assert len(names) == len(set(names))
+    assert not any("a weight" in name for name in names)
+    name, state = next((name, tensor) for name, tensor in trainer.named_state() if name.startswith("exp_avg_sq of"))
+    state.view(-1)[0] = float("nan")
+    assert made.find_non_finite() == f"{name} (rank 0)"
+    assert 0 < made.checkpoint_bytes(optimizer=False) < made.checkpoint_bytes(optimizer=True)

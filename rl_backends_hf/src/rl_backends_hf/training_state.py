@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rl_backends_hf.master import MasterWeights
 from rl_core.checkpoints.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, CheckpointWriteError
+from rl_core.training.finite import first_non_finite
 from rl_core.training.optimizer_settings import OptimizerSettings
 
 _FORMAT: Final = 2
@@ -69,7 +70,10 @@ class TrainingState:
         """Write this rank's part into `folder`; collective."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors, scalars = self._split_state()
-        save(tensors or {"empty": torch.zeros(1)}, checkpoint_id=folder, no_dist=world_size == 1)
+        try:
+            save(tensors or {"empty": torch.zeros(1)}, checkpoint_id=folder, no_dist=world_size == 1)
+        except CheckpointException as error:  # no `Exception`, and its text leaves the reason out
+            raise _write_error(folder, error) from error
         torch.save(_random_state(), folder / _rng_file(rank))
         if rank == 0:
             trainer = {
@@ -112,6 +116,10 @@ class TrainingState:
             raise CheckpointError(
                 f"{folder} is damaged: {_rng_file(rank)} is missing, though {trainer['world_size']} ranks wrote it."
             )
+
+    def find_non_finite(self) -> str | None:
+        """The name of the first tensor of this rank's part that has NaN or infinities, or None."""
+        return first_non_finite(self._split_state()[0].items())
 
     def move(self, device: torch.device) -> None:
         """Bring optimizer state and float32 copies to `device`."""
@@ -173,6 +181,11 @@ class TrainingState:
         for name, values in state.items():
             self.optimizer.state[self.masters.parameters[name]] = values
         self.masters.publish()
+
+
+def _write_error(folder: Path, error: CheckpointException) -> CheckpointWriteError:
+    reasons = [f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()]
+    return CheckpointWriteError(f"The training state could not be written to {folder}: {'; '.join(reasons)}")
 
 
 def _room_for(metadata: TensorStorageMetadata, parameter: nn.Parameter, *, counts_on_device: bool) -> torch.Tensor:

@@ -33,6 +33,7 @@ from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.training.finite import first_non_finite
 from rl_core.training.optimizer_settings import OptimizerSettings
 from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.source import WeightSource
@@ -226,6 +227,12 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         if self.context.rank == 0:
             save_tokenizer(self._config, Path(weights_path))
         self._parallel.barrier()
+
+    def find_non_finite(self) -> str | None:
+        trained = ((name, each) for name, each in self._scoring.model.named_parameters() if each.requires_grad)
+        rounded = self._dtype if self._adapters is None else None
+        in_weights = first_non_finite(trained, published=rounded)
+        return in_weights if in_weights or self._state is None else self._state.find_non_finite()
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
         state = self._trainable()

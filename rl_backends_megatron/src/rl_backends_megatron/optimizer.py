@@ -8,6 +8,7 @@ are checked by the class that they are of.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -136,6 +137,22 @@ class Trainer:
         """Continue from `schedule_state` under the present settings; see `OptimizerSettings.load_state_dict`."""
         self._leading.load_state_dict(state, steps=steps, source=source)
 
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of this rank's float32 weights and optimizer state, under Megatron's names of the weights."""
+        names: dict[int, str] = {}
+        for model in self.models:
+            for name, parameter in model.module.named_parameters():
+                for stepped in (parameter, getattr(parameter, "main_param", None)):
+                    names[id(stepped)] = name
+        for part in self.parts:
+            for group in getattr(part.optimizer, "param_groups", ()):
+                for parameter in group["params"]:
+                    name = names.get(id(parameter), "a weight")
+                    yield f"float32 {name}", parameter
+                    for key, value in part.optimizer.state.get(parameter, {}).items():
+                        if isinstance(value, torch.Tensor):
+                            yield f"{key} of {name}", value
+
     def move_state(self, device: torch.device | str) -> None:
         """Bring the optimizer's state to `device`; weights and their float32 copies stay."""
         for part in self.parts:
@@ -188,6 +205,10 @@ class Untrained:
 
     def drop_gradients(self) -> None:
         """There are none."""
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """There is none."""
+        return iter(())
 
     def complete_weights(self) -> None:
         """They always are."""

@@ -22,7 +22,7 @@ from rl_backends_megatron.device_seam import device_seam
 from rl_backends_megatron.optimizer import Trainer
 from rl_backends_megatron.optimizer_state import give_state, in_form_of, mended, own_steps
 from rl_backends_megatron.parallel import Ranks
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, CheckpointWriteError
 
 _FORMAT: Final = 2
 _DAMAGE: Final = (
@@ -61,7 +61,11 @@ def save(trainer: Trainer, folder: Path, ranks: Ranks, facts: dict[str, Any]) ->
         if not part.state:
             give_state(part)
     with device_seam(), mended(trainer.parts):
-        dist_checkpointing.save(_sharded(trainer, loading=False), str(tensors))
+        try:
+            dist_checkpointing.save(_sharded(trainer, loading=False), str(tensors))
+        except CheckpointException as error:  # no `Exception`, and its text leaves the reason out
+            reasons = [f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()]
+            raise CheckpointWriteError(f"The training state could not be written to {tensors}: {'; '.join(reasons)}") from error
     if ranks.rank == 0:
         values = {
             "format": _FORMAT,

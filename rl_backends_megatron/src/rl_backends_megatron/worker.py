@@ -33,6 +33,7 @@ from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.training.finite import first_non_finite
 from rl_core.training.heads import refuse_other_head
 from rl_core.weights.manifest import dtype_name
 from rl_core.weights.source import WeightSource
@@ -193,6 +194,12 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
             self._trainer.move_state(self._ranks.device)
             training_state.save(self._stepping(), Path(optimizer_path), self._ranks, self._facts())
         dist.barrier()
+
+    def find_non_finite(self) -> str | None:
+        dtype = DTYPES[self._config.precision]
+        weights = (named for module in self._model.chunks.modules for named in module.named_parameters())
+        in_weights = first_non_finite(weights, published=dtype)
+        return in_weights or first_non_finite(self._trainer.named_state())
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
         weights_path = Path(weights_path)

@@ -116,6 +116,23 @@ class NonFiniteError(RLCoreError):
     """A loss or gradient is NaN or infinite: names the step and the first offender."""
 
 
+class CheckpointWriteError(RLCoreError):
+    """A checkpoint could not be written: names the folder, the reason, the last complete checkpoint and what to do."""
+
+
+class DiskFullError(CheckpointWriteError):
+    """The disk of the run is full, or too small for its checkpoints.
+
+    Args:
+        text: the message.
+        exit_code: 2 if no step was taken.
+    """
+
+    def __init__(self, text: str, *, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
 class RunInterrupted(RLCoreError):
     """Ctrl-C: the step under way was finished first.
 

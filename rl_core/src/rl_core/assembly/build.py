@@ -309,7 +309,7 @@ def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, r
         parts["rollouts"] = run.rollouts
     if run.batches is not None:
         parts["batches"] = run.batches
-    return Checkpoints(
+    checkpoints = Checkpoints(
         store=checkpoint_store(section, folder),
         models={"policy": run.policy} | ({"value": run.value} if run.value is not None else {}),
         parts=parts,
@@ -319,3 +319,5 @@ def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, r
         tokenizer=run.tokenizer,
         schedule_lengths=schedule_lengths(config),
     )
+    checkpoints.check_disk_space(num_saves=-(-config.algorithm.max_num_steps // section.save_period))
+    return checkpoints

@@ -19,6 +19,7 @@ from rl_core.assembly.late_errors import locating
 from rl_core.assembly.origins import write_origins
 from rl_core.assembly.status import Status
 from rl_core.checkpoints.config_changes import config_changes, described
+from rl_core.checkpoints.disk_space import explain_full_disk
 from rl_core.checkpoints.state import read_state, resumable_state
 from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.config.parts import COMPANIONS
@@ -88,6 +89,7 @@ def train(
             _say(console, "checkpointing.enabled is false: a new run, which cannot be resumed")
         # Entered before every part, so that it is left after the last of them was closed.
         status = exits.enter_context(Status(start.folder, since=started, resumes=start.checkpoint is not None))
+        exits.enter_context(explain_full_disk(start.folder))
         exits.enter_context(locating(loaded))
         if start.checkpoint is None:
             write_origins(start.folder, loaded, manager)
@@ -233,7 +235,7 @@ def _set_handler(handler: Any) -> bool:
 def _logging_to(folder: Path) -> Iterator[None]:
     """The run's own warnings go to the screen, everything to logs/driver.log."""
     (folder / "logs").mkdir(exist_ok=True)
-    file = logging.FileHandler(folder / "logs" / "driver.log", encoding="utf-8")
+    file = _LogFile(folder / "logs" / "driver.log", encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _Screen()) for name in ("rlcore", "rl_core"))]
     for logger, handler in handlers:
@@ -243,7 +245,15 @@ def _logging_to(folder: Path) -> Iterator[None]:
     finally:
         for logger, handler in handlers:
             logger.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # on a full disk the last lines are lost, and the run's own error is not
+                handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A file on a disk that may become full: then lines are lost, without a traceback on the screen for each."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing: the run reports a full disk once."""
 
 
 class _Screen(logging.Handler):

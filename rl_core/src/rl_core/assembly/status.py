@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 import socket
 import time
@@ -18,6 +19,9 @@ from rl_core.errors import CheckpointError, RLCoreError, RunInterrupted
 
 STATUS = "status.json"
 BUILDING = "building"
+_BLOCK = 4096
+"""The size of a file system's blocks, in bytes: as much fits into any file that is not empty, on a full disk as well."""
+_log = logging.getLogger("rlcore")
 
 
 class Status:
@@ -101,9 +105,26 @@ class Status:
 
     def _replace(self, content: bytes) -> None:
         partial = self._folder / f"{STATUS}.tmp"
-        partial.write_bytes(content)
-        os.replace(partial, self._folder / STATUS)
+        try:
+            partial.write_bytes(content)
+            os.replace(partial, self._folder / STATUS)
+        except OSError:
+            # The disk may be full. The file that is there already has a block of its own.
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            self._overwrite(content)
         self._written = True
+
+    def _overwrite(self, content: bytes) -> None:
+        if len(content) > _BLOCK:
+            facts = json.loads(content)
+            content = json.dumps({**facts, "error": str(facts.get("error"))[: _BLOCK // 4]}, indent=1).encode()
+        try:
+            with (self._folder / STATUS).open("r+b") as file:
+                file.write(content)
+                file.truncate()
+        except OSError as error:
+            _log.warning("%s could not be written: %s", self._folder / STATUS, error)
 
 
 def _now() -> datetime.datetime:

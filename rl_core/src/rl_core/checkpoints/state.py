@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from rl_core.checkpoints.config_changes import refuse_changes
 from rl_core.checkpoints.damage import damage_error, read_checked_state, verify_checkpoint
+from rl_core.checkpoints.disk_space import check_disk_space
 from rl_core.checkpoints.store import CheckpointStore
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, NonFiniteError
 from rl_core.interfaces.trainable import TrainableInterface
 
 
@@ -58,9 +59,48 @@ class Checkpoints:
         if name in self._found:
             part.load_state_dict(self._found[name])
 
+    def check_disk_space(self, *, num_saves: int) -> None:
+        """Compare the free space with what the run's checkpoints need; call it before the first step.
+
+        Args:
+            num_saves: how many checkpoints the run writes.
+
+        Raises:
+            DiskFullError: not one fits.
+        """
+        models = (model for model in self.models.values() if isinstance(model, TrainableInterface))
+        size = sum(model.checkpoint_bytes(optimizer=self.save_optimizer) for model in models)
+        at_once = max(1, min(num_saves, self.store.most_at_once - len(self.store.steps())))
+        check_disk_space(self.store.folder, checkpoint_bytes=size, most_at_once=at_once)
+
     def save(self, step: int, metrics: Mapping[str, float]) -> Path:
-        """Write the checkpoint of `step` steps done."""
+        """Write the checkpoint of `step` steps done.
+
+        Raises:
+            NonFiniteError: a weight or the optimizer's state is NaN or infinite; nothing was written or deleted.
+            CheckpointWriteError: the disk is full, or cannot be written to; what was written is removed.
+        """
+        self._refuse_non_finite(step)
         return self.store.write(step, lambda folder: self._fill(folder, step), metrics)
+
+    def _refuse_non_finite(self, step: int) -> None:
+        for name, model in self.models.items():
+            # A model that is given by its interface's methods alone is not checked.
+            found = model.find_non_finite() if isinstance(model, TrainableInterface) else None
+            if found is None:
+                continue
+            last = self.store.latest()
+            lower = f"a lower learning rate (`{name}.optimizer.kwargs.lr`)"
+            ahead = (
+                f"The last checkpoint with finite weights is {last}: continue from it with {lower}, --resume {last} and "
+                "--allow-config-change."
+                if last is not None
+                else f"There is no earlier checkpoint: start again with {lower}."
+            )
+            raise NonFiniteError(
+                f"After step {step} the tensor {found} of `{name}` has NaN or infinite values, so its checkpoint was not "
+                f"written. {ahead}"
+            )
 
     def _fill(self, folder: Path, step: int) -> None:
         for name, model in self.models.items():

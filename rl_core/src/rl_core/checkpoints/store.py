@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.checkpoints.disk_space import write_error
 from rl_core.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from rl_core.errors import CheckpointError
 
@@ -67,16 +68,27 @@ class CheckpointStore:
             step: number of completed steps.
             fill: writes all files into the folder it is given.
             metrics: the values that retention ranks by.
+
+        Raises:
+            CheckpointWriteError: the disk is full, or cannot be written to. The incomplete files are removed then, as after
+                any other error.
         """
         final = self.path(step)
         partial = final.with_name(final.name + _PARTIAL)
         if partial.exists():
             shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-        fill(partial)
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        write_manifest(partial, step=step, metrics=finite)
-        _sync_tree(partial)
+        try:
+            partial.mkdir(parents=True)
+            fill(partial)
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            write_manifest(partial, step=step, metrics=finite)
+            _sync_tree(partial)
+        except Exception as error:
+            explained = write_error(error, step=step, folder=self.folder, latest=self.latest())
+            shutil.rmtree(partial, ignore_errors=True)
+            if explained is not None:
+                raise explained from error
+            raise
         if final.exists():
             complete = final.with_name(final.name + _COMPLETE)
             if complete.exists():
@@ -89,6 +101,11 @@ class CheckpointStore:
             _sync(self.folder)
         self._prune(just_written=step)
         return final
+
+    @property
+    def most_at_once(self) -> int:
+        """Checkpoints that can be there at the same time: those that are kept, and the one being written."""
+        return self._retention.keep_latest_k + (self._retention.keep_top_k or 0) + 1
 
     def path(self, step: int) -> Path:
         """The folder of the checkpoint of `step`, whether it exists or not."""

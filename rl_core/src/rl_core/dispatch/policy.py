@@ -226,6 +226,19 @@ class DistributedPolicy(OverWorkers, TextGeneration, ColocatablePolicyInterface,
         paths = Path(weights_path), Path(optimizer_path) if optimizer_path is not None else None
         self._run("save_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
 
+    def find_non_finite(self) -> str | None:
+        self.wait_ready()
+        found = self.group.run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
+        return next((f"{name} (rank {rank})" for rank, name in enumerate(found) if name is not None), None)
+
+    def checkpoint_bytes(self, *, optimizer: bool) -> int:
+        whole = int(self.facts.get("num_parameters", 0))
+        trained = int(self.facts.get("num_trained_parameters", whole))
+        # Adapters are float32 beside a base of any type, and the base is not saved.
+        width = 2 if self.config.precision == "bfloat16" and trained == whole else 4
+        kept = self.config.optimizer.name.rpartition(".")[2].startswith("Adam") * 2 + (width == 2)
+        return trained * (width + 4 * kept * optimizer)
+
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
         paths = Path(weights_path), Path(optimizer_path) if optimizer_path is not None else None
         try:

@@ -56,6 +56,17 @@ class TrainableInterface(ABC):
     def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
         """Write the weights to a folder, and what training goes on from: optimizer, scheduler, RNG of every rank."""
 
+    def find_non_finite(self) -> str | None:
+        """The name of a tensor of weights or optimizer state that has NaN or infinities, on any rank; None if there is none.
+
+        A run asks before each checkpoint and stops if there is one. A model without this method is not checked.
+        """
+        return None
+
+    def checkpoint_bytes(self, *, optimizer: bool) -> int:
+        """A lower bound of what `save_checkpoint` writes, with or without the optimizer; 0 if the model cannot tell."""
+        return 0
+
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
         """Read what `save_checkpoint` wrote; with both paths, training goes on as if it had never stopped.
 

@@ -130,6 +130,13 @@ class PolicyWorker(ABC):
     def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
         """Write this rank's part; every rank is called with the same paths, on a file system that all see."""
 
+    def find_non_finite(self) -> str | None:
+        """The name of the first of this rank's tensors that a checkpoint must not hold, because it has NaN or infinities.
+
+        Weights, float32 copies of weights, and optimizer state. None if all are finite; the default, which checks nothing.
+        """
+        return None
+
     @abstractmethod
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None: ...
 

@@ -1,0 +1,28 @@
+"""Whether every number that a checkpoint would hold is finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def first_non_finite(tensors: Iterable[tuple[str, torch.Tensor]], *, published: torch.dtype | None = None) -> str | None:
+    """The name of the first tensor with a NaN or an infinity, or None; reads each tensor once.
+
+    Args:
+        tensors: name and tensor; of a sharded tensor, this rank's shard is read.
+        published: the dtype to which the tensors will be rounded, in which finite numbers can become infinite.
+    """
+    for name, tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel() == 0 or not local.is_floating_point():
+            continue
+        extremes = torch.stack(torch.aminmax(local.detach()))  # a NaN anywhere makes both NaN
+        if published is not None:
+            extremes = extremes.to(published)
+        if not all(math.isfinite(value) for value in extremes.tolist()):
+            return name
+    return None
