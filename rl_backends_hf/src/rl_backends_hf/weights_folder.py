@@ -179,5 +179,6 @@ def find_tokenizer(config: HFPolicyConfig) -> Any:
         config.model_name,
         tokenizer_name=config.tokenizer.name,
         chat_template=config.tokenizer.chat_template,
+        chat_template_kwargs=config.tokenizer.chat_template_kwargs,
         trust_remote_code=config.hf_cfg.trust_remote_code,
     )

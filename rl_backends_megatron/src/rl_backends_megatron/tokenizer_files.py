@@ -18,5 +18,6 @@ def find_tokenizer(config: MegatronPolicyConfig) -> Any:
         config.model_name,
         tokenizer_name=config.tokenizer.name,
         chat_template=config.tokenizer.chat_template,
+        chat_template_kwargs=config.tokenizer.chat_template_kwargs,
         trust_remote_code=config.megatron_cfg.trust_remote_code,
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from rl_core.config.paths import NAME_OR_PATH
 from rl_core.config.schema import DatasetConfig, EnvironmentConfig, Section
+from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -113,6 +114,8 @@ class RewardModelEnvironmentConfig(EnvironmentConfig):
     """Name or folder of its tokenizer; the model's own by default."""
     chat_template: Annotated[str | None, NAME_OR_PATH] = None
     """A Jinja template, or the path of one; the tokenizer's own by default."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(default_factory=dict)
+    """Variables for the chat template, such as `{enable_thinking: false}`."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; scores are float32 in any case."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

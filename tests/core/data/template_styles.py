@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -52,3 +53,16 @@ def expected(segments: Segments, tokenizer: PreTrainedTokenizerFast) -> tuple[li
     sampled = [is_sampled for part, is_sampled in segments for _ in part]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return encoded["input_ids"], [float(all(sampled[start:end])) for start, end in encoded["offset_mapping"]]
+
+
+def trained_text(datum: dict, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The texts of the ranges of tokens that a row trains."""
+    ids = torch.cat([message["token_ids"] for message in datum["message_log"]]).tolist()
+    mask = torch.cat([message["token_loss_mask"] for message in datum["message_log"]]).tolist()
+    runs: list[list[int]] = [[]]
+    for token, is_trained in zip(ids, mask, strict=True):
+        if is_trained:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]

@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from template_styles import Segments, Style, expected, tokenizer_of
+from template_styles import Segments, Style, expected, tokenizer_of, trained_text
 from transformers import PreTrainedTokenizerFast
 
-from rl_core.data.messages import get_formatted_message_log
-from rl_core.data.processors import conversation_datum, preference_datum
+from rl_core.data.processors import conversation_datum, preference_datum, prompt_datum
 from rl_core.errors import DataError
 
 
@@ -165,13 +164,17 @@ def test_of_the_last_answer_alone_of_weight_0_and_of_pairs_the_mask_is_right_as_
     assert mask_of(preference_datum(pair, idx=0, tokenizer=tokenizers[name])["message_log_chosen"]) == wanted
 
 
-def test_a_template_that_forgets_earlier_reasoning_is_refused_with_what_it_changes():
+def test_training_an_answer_whose_reasoning_the_template_drops_is_refused_with_what_to_do():
     tokenizer = tokenizer_of(STYLES["chatml"])
     tokenizer.chat_template = FORGETFUL
     first = [{"role": "user", "content": "six"}, {"role": "assistant", "content": "so</think>seven"}]
     assert conversation_datum({"messages": first}, idx=0, tokenizer=tokenizer)["length"] > 0
-    with pytest.raises(DataError, match=r"not prefix-stable: with message 2 .*before: 'o</think>seven.*now: 'even"):
-        conversation_datum({"messages": [*first, *first]}, idx=0, tokenizer=tokenizer)
+    second = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "as</think>forty"}]
+    twice = {"messages": [*first, *second]}
+    with pytest.raises(DataError, match=r"leaves out its content of message 1 .*reasoning of earlier.*only_unmask_final"):
+        conversation_datum(twice, idx=0, tokenizer=tokenizer)
+    last = conversation_datum(twice, idx=0, tokenizer=tokenizer, only_unmask_final=True)
+    assert trained_text(last, tokenizer) == ["as</think>forty<|im_end|>"]
 
 
 def test_roles_that_do_not_alternate_are_refused_in_the_templates_own_words(tokenizers):
@@ -180,20 +183,26 @@ def test_roles_that_do_not_alternate_are_refused_in_the_templates_own_words(toke
         conversation_datum({"messages": log}, idx=0, tokenizer=tokenizers["mistral"])
 
 
-def test_an_answer_that_merges_with_its_header_is_refused_with_what_to_do(tokenizers):
+def test_an_answer_that_begins_with_white_space_follows_the_tokens_of_its_prompt(tokenizers):
     log = [{"role": "user", "content": "six"}, {"role": "assistant", "content": "\nseven"}]
     tokenizer = tokenizers["chatml"]
     assert len(tokenizer("\n\n")["input_ids"]) == 1, "the test needs a tokenizer that merges line breaks"
-    with pytest.raises(DataError, match="Strip the white space"):
-        conversation_datum({"messages": log}, idx=0, tokenizer=tokenizer)
+    datum = conversation_datum({"messages": log}, idx=0, tokenizer=tokenizer)
+    prompt = prompt_datum({"messages": log[:1]}, idx=0, tokenizer=tokenizer)
+    ids, asked = (torch.cat([m["token_ids"] for m in row["message_log"]]).tolist() for row in (datum, prompt))
+    assert ids[: len(asked)] == asked
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(log, tokenize=False)
+    assert trained_text(datum, tokenizer) == ["\nseven<|im_end|>"]
 
 
 def test_a_question_that_cannot_be_rendered_alone_never_lends_its_tokens_to_the_answer(tokenizers):
     tokenizer = tokenizer_of(STYLES["chatml"])
     needs_answer = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('no answer') }}{% endif %}"
     tokenizer.chat_template = needs_answer + tokenizer.chat_template
+    log = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert trained_text(conversation_datum({"messages": log}, idx=0, tokenizer=tokenizer), tokenizer) == ["b<|im_end|>"]
     with pytest.raises(DataError, match="no answer"):
-        get_formatted_message_log([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer)
+        prompt_datum({"messages": log[:1]}, idx=0, tokenizer=tokenizer)
 
 
 def test_answers_without_any_token_to_train_on_are_refused(tokenizers):

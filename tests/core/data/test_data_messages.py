@@ -49,11 +49,12 @@ def test_what_is_sampled_from_the_prompt_and_what_is_trained_start_from_the_same
     assert tokens_of(prompt) == trained[0]["token_ids"].tolist()
 
 
-def test_a_template_that_rewrites_earlier_messages_is_refused(chat_tokenizer):
-    template = "{% for m in messages %}{{ m['role'] }}{% if loop.last %}: {{ m['content'] }}{% endif %};{% endfor %}"
-    chat_tokenizer = _with_template(chat_tokenizer, template)
-    with pytest.raises(DataError, match="not prefix-stable: with message 1"):
-        get_formatted_message_log(log_of(("user", "a"), ("assistant", "b")), chat_tokenizer)
+def test_a_trained_answer_whose_question_the_template_drops_is_refused(chat_tokenizer):
+    last_only = "{% if loop.index > messages | length - 3 %}: {{ m['content'] }}{% endif %}"
+    template = "{% for m in messages %}{{ m['role'] }}" + last_only + ";{% endfor %}"
+    log = log_of(("user", "why?"), ("assistant", "so"), ("user", "and?"), ("assistant", "no"))
+    with pytest.raises(DataError, match=r"leaves out message 0 \(from 0\) of the role 'user' once message 1 follows"):
+        get_formatted_message_log(log, _with_template(chat_tokenizer, template))
 
 
 def test_a_beginning_that_the_template_refuses_gives_its_tokens_to_the_next_message(chat_tokenizer):

@@ -86,7 +86,19 @@ def test_a_header_that_is_not_how_an_answer_begins():
     found = verdicts(RIGHT.replace("%}<assistant>{%", "%}<assistant>\n{%"))
     assert found["generation_prompt_is_prefix"].verdict is Verdict.FAILED
     assert "does not begin with the prompt, from character" in found["generation_prompt_is_prefix"].found
-    assert found["turns_join"].verdict is Verdict.FAILED
+
+
+def test_a_header_that_opens_the_reasoning_is_a_warning():
+    problem = only_problem(verdicts(RIGHT.replace("%}<assistant>{%", "%}<assistant><think>{%")))
+    assert (problem.name, problem.verdict) == ("generation_prompt_is_prefix", Verdict.WARNING)
+    assert "opens the answer with '<think>'" in problem.found
+
+
+def test_empty_reasoning_before_the_last_answer_alone_is_a_warning_about_several_turns():
+    last = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}"
+    problem = only_problem(verdicts(RIGHT.replace("{{ m.content }}", last)))
+    assert (problem.name, problem.verdict) == ("turns_join", Verdict.WARNING)
+    assert "one turn joins; a second turn rewrites the first answer" in problem.found
 
 
 def test_a_header_that_changes_the_prompt():
@@ -111,7 +123,7 @@ def test_a_second_turn_that_rewrites_the_first_is_a_warning():
     template = RIGHT.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'assistant' and loop.last %} {% endif %}")
     problem = only_problem(verdicts(template))
     assert (problem.name, problem.verdict) == ("turns_join", Verdict.WARNING)
-    assert "not prefix-stable" in problem.found
+    assert "a second turn rewrites the first answer" in problem.found
 
 
 def test_a_turn_that_ends_with_a_token_at_which_the_engine_does_not_stop():

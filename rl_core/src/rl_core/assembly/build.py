@@ -22,7 +22,7 @@ from rl_core.config.schedule_lengths import (
 )
 from rl_core.config.schema import RunConfig
 from rl_core.config.written import dotted
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import load_policy_tokenizer, load_tokenizer
 from rl_core.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
@@ -60,9 +60,7 @@ def build_run(
             continue is refused within seconds.
     """
     with blaming("policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"):
-        tokenizer = load_tokenizer(
-            config.policy.tokenizer.name or config.policy.model_name, chat_template=config.policy.tokenizer.chat_template
-        )
+        tokenizer = load_policy_tokenizer(config.policy)
     refuse_other_tokenizers(config, tokenizer)
     train, validation = read_sources(config, registry)
     loaders = Loaders(config, tokenizer, train=train, validation=validation)

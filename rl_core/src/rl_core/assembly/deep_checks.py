@@ -8,7 +8,7 @@ from rl_core.assembly.build import Loaders, read_sources, refuse_other_tokenizer
 from rl_core.assembly.late_errors import blaming, problem_in_section
 from rl_core.config.component_checks import Finding, sections_of
 from rl_core.config.loader import LoadedConfig
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.errors import UserError
 from rl_core.plugins.registry import Registry
 
@@ -40,9 +40,7 @@ def _read_everything(loaded: LoadedConfig, registry: Registry) -> None:
     config = loaded.run
     tokenizer_section = config.policy.tokenizer
     with blaming("policy.tokenizer.name" if tokenizer_section.name else "policy.model_name"):
-        tokenizer = load_tokenizer(
-            tokenizer_section.name or config.policy.model_name, chat_template=tokenizer_section.chat_template
-        )
+        tokenizer = load_policy_tokenizer(config.policy)
     refuse_other_tokenizers(config, tokenizer)
     with blaming("data"):
         train, validation = read_sources(config, registry)

@@ -16,7 +16,7 @@ from rl_core.assembly.parts import Builder, make_cluster
 from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataloader import BatchedDataLoader
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
@@ -214,9 +214,7 @@ def plan_evaluation(
     config = loaded.run
     _refuse_what_cannot_be_asked(config)
     askings = _askings(config, samples=samples, greedy=greedy, ks=ks)
-    tokenizer = load_tokenizer(
-        config.policy.tokenizer.name or config.policy.model_name, chat_template=config.policy.tokenizer.chat_template
-    )
+    tokenizer = load_policy_tokenizer(config.policy)
     _, source = read_data(
         config.data if config.data.split else config.data.model_copy(update={"train": None, "mix": {}}), registry
     )

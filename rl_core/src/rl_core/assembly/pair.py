@@ -15,7 +15,7 @@ from rl_core.assembly.parts import Builder, make_cluster
 from rl_core.config.loader import load_config
 from rl_core.config.schema import RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
@@ -116,9 +116,7 @@ def plan_pair(config_path: Path | str, overrides: Sequence[str] = (), *, num_pro
             "The config has no `policy.generation`, so there is no engine beside the policy. Name one, for example "
             "++policy.generation.backend=hf."
         )
-    tokenizer = load_tokenizer(
-        config.policy.tokenizer.name or config.policy.model_name, chat_template=config.policy.tokenizer.chat_template
-    )
+    tokenizer = load_policy_tokenizer(config.policy)
     prompts = _first_prompts(config, registry, tokenizer, num_prompts)
     return PairPlan(config=config, registry=registry, tokenizer=tokenizer, prompts=prompts)
 

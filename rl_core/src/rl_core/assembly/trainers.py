@@ -28,7 +28,7 @@ from rl_core.config.schema import (
     RunConfig,
 )
 from rl_core.config.written import dotted
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import ConfigError
@@ -97,10 +97,12 @@ class Trainer:
         if self.config.checkpointing.enabled and folder is None:
             raise ConfigError("checkpointing needs a place to write to: give the trainer a `folder`")
         self._refuse_conflicts()
-        self._tokenizer = tokenizer or load_tokenizer(
-            self.config.policy.tokenizer.name or self.config.policy.model_name,
-            chat_template=self.config.policy.tokenizer.chat_template,
-        )
+        if tokenizer is not None and self.config.policy.tokenizer.chat_template_kwargs:
+            raise ConfigError(
+                "policy.tokenizer.chat_template_kwargs has no effect on a tokenizer that is passed to the trainer: set "
+                "tokenizer.chat_template = rl_core.data.tokenizer.with_template_kwargs(tokenizer.chat_template, {...}) instead"
+            )
+        self._tokenizer = tokenizer or load_policy_tokenizer(self.config.policy)
         refuse_other_tokenizers(self.config, self._tokenizer)
         parts: tuple[Any, ...] = (policy, generation, value, teacher)
         for part in parts:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_core.config.paths import NAME_OR_PATH
 from rl_core.config.section import ComponentSection, Section
+from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.config.written import Path
 from rl_core.plugins.component import is_path
 
@@ -23,6 +24,9 @@ class TokenizerConfig(Section):
     """Name, folder or GGUF file; the policy's model by default."""
     chat_template: Annotated[str | None, NAME_OR_PATH] = None
     """A Jinja template, or the path of one; the tokenizer's own by default."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(default_factory=dict)
+    """Variables for the chat template, such as `{enable_thinking: false}`, in everything that is rendered; a name that the
+    template does not read is an error."""
 
 
 _ADAMW = "torch.optim.AdamW"

@@ -6,15 +6,18 @@ it must be what the chat template makes of the whole conversation, token for tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NotRequired, TypedDict
 
 import torch
 
+from rl_core.data.answer_spans import LocatedText, Render, locate_trained
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.padding import cat_right_padded
-from rl_core.data.rendering import ToolForm, check_names, form_for, render, with_calls_read
+from rl_core.data.rendering import check_names, form_for, render, with_calls_read
 from rl_core.data.schema import pad_value
+from rl_core.data.split_encoding import encode, encode_pieces
 from rl_core.errors import DataError
 
 Message = dict[str, Any]
@@ -67,16 +70,17 @@ def get_formatted_message_log(
     tools: list[dict[str, Any]] | None = None,
     add_bos_token: bool = True,
     add_eos_token: bool = True,
+    trained: Collection[int] | None = None,
 ) -> MessageLog:
     """The messages with `token_ids` [t] int64 added; concatenated, they are the whole conversation's tokens.
 
-    With a chat template: the concatenation equals the template applied to all messages. The header that opens an assistant
-    turn belongs to the message before it, so that a mask on assistant messages trains what a model would sample and no more.
-    A beginning without an answer that the template does not render on its own (some refuse a system message alone) yields its
-    tokens to the next message and keeps none; so does the result of a tool to a result after it. What tools are offered and
-    called is in the tokens, or it is an error: see `rendering`.
+    With a chat template, the conversation is rendered once, as a whole. The tokens of a trained message are those that a model
+    would sample; the header that opens an assistant turn belongs to the message before it. If that message is trained as well
+    or there is none, `sampled_range` has the range of the message's tokens that are sampled. Text of untrained messages belongs
+    to the last of them before a trained one. If the template drops part of the last answer, that answer follows its prompt as
+    the data has it. The tools that are offered and called are in the tokens, or it is an error: see `rendering`.
 
-    Without a chat template: each content is tokenised by itself, without special tokens, and nothing is put between messages.
+    Without a chat template, each content is tokenized by itself, without special tokens, and nothing is put between messages.
     The tokenizer's BOS token, if it has one, opens the first message; its EOS token closes every assistant message.
 
     Args:
@@ -86,24 +90,33 @@ def get_formatted_message_log(
         tools: Functions that are offered, for the template.
         add_bos_token: Whether BOS opens the conversation (without a template; a template says so itself).
         add_eos_token: Whether EOS closes assistant messages (likewise).
+        trained: Numbers of the messages that are trained, none of them for a prompt. By default, all messages of the assistant;
+            the others then get tokens of their own as far as the template keeps them apart.
 
     Raises:
-        DataError: The template cannot render the conversation, leaves out what tools are in it, or rewrites earlier messages
-            once later ones are there.
+        DataError: The template cannot render the conversation, leaves out tools, or leaves out part of a trained message.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        if tools or any(message.get("tool_calls") for message in message_log):
-            raise DataError(
-                "the conversation has tools, and without a chat template there is nothing that could say them: give one "
-                "(policy.tokenizer.chat_template)"
-            )
-        pieces = _plain_pieces(message_log, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token)
-    else:
-        pieces = _template_pieces(message_log, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
+    if getattr(tokenizer, "chat_template", None):
+        return _rendered_log(message_log, tokenizer, header=add_generation_prompt, tools=tools, trained=trained)
+    if tools or any(message.get("tool_calls") for message in message_log):
+        raise DataError(
+            "the conversation has tools, and without a chat template there is nothing that could say them: give one "
+            "(policy.tokenizer.chat_template)"
+        )
+    pieces = _plain_pieces(message_log, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token)
     return [
         {**message, "token_ids": torch.tensor(piece, dtype=torch.int64)}
         for message, piece in zip(message_log, pieces, strict=True)
     ]
+
+
+def trained_messages(
+    message_log: Sequence[Mapping[str, Any]], roles_to_train_on: Sequence[str] = ("assistant",), only_unmask_final: bool = False
+) -> list[int]:
+    """Numbers of the messages that are trained: those of the roles, or the last of them alone, without `weight: 0`."""
+    trained = [number for number, message in enumerate(message_log) if message["role"] in roles_to_train_on]
+    trained = trained[-1:] if only_unmask_final else trained
+    return [number for number in trained if message_log[number].get("weight") != 0]
 
 
 def add_loss_mask_to_message_log(
@@ -128,14 +141,15 @@ def add_loss_mask_to_message_log(
         DataError: A message has no `token_ids`.
     """
     for log in message_logs:
-        trained = [number for number, message in enumerate(log) if message["role"] in roles_to_train_on]
-        trained = trained[-1:] if only_unmask_final else trained
+        trained = trained_messages(log, roles_to_train_on, only_unmask_final)
         for number, message in enumerate(log):
-            is_trained = number in trained and message.get("weight") != 0
+            is_trained = number in trained
             tokens = _tokenized(message)
-            mask = torch.full_like(tokens, float(is_trained), dtype=torch.float32)
-            if is_trained and tokenizer is not None:
-                mask[len(mask) - _never_sampled(tokens.tolist(), tokenizer) :] = 0.0
+            mask = torch.zeros_like(tokens, dtype=torch.float32)
+            if is_trained:
+                start, end = message.get("sampled_range", (0, len(mask)))
+                sampled = tokens[start:end].tolist()
+                mask[start : end - (0 if tokenizer is None else _never_sampled(sampled, tokenizer))] = 1.0
             message["token_loss_mask"] = mask
 
 
@@ -189,13 +203,8 @@ def get_first_index_that_differs(first: Sequence[Any], second: Sequence[Any]) ->
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens
-
-
 def _plain_pieces(message_log: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_bos: bool, add_eos: bool) -> list[list[int]]:
-    pieces = [_encode(tokenizer, message["content"]) for message in message_log]
+    pieces = [encode(message["content"], tokenizer) for message in message_log]
     if pieces and add_bos and tokenizer.bos_token_id is not None:
         pieces[0].insert(0, tokenizer.bos_token_id)
     for message, piece in zip(message_log, pieces, strict=True):
@@ -204,71 +213,82 @@ def _plain_pieces(message_log: Sequence[Mapping[str, Any]], tokenizer: Any, *, a
     return pieces
 
 
-def _template_pieces(
+def _rendered_log(
     message_log: Sequence[Mapping[str, Any]],
     tokenizer: Any,
     *,
-    add_generation_prompt: bool,
+    header: bool,
     tools: list[dict[str, Any]] | None,
-) -> list[list[int]]:
-    message_log = with_calls_read(message_log)
-    form = form_for(message_log, tokenizer, tools=tools)
-    pieces, texts = list[list[int]](), list[str]()
-    text, tokens = "", list[int]()
-    for end in range(1, len(message_log) + 1):
-        is_last = end == len(message_log)
-        header = add_generation_prompt if is_last else message_log[end]["role"] == "assistant"
-        header = header and (is_last or message_log[end - 1]["role"] != "assistant")
-        longer = None if _is_inside(message_log, end) else _rendered(message_log, end, tokenizer, form, header, tools)
-        if longer is None:
-            pieces.append([])
-            texts.append("")
+    trained: Collection[int] | None,
+) -> MessageLog:
+    messages = with_calls_read(message_log)
+    form = form_for(messages, tokenizer, tools=tools)
+
+    def rendered(some: Sequence[Mapping[str, Any]], *, header: bool) -> str:
+        return render(some, tokenizer, form=form, add_generation_prompt=header, tools=tools)
+
+    wanted = trained_messages([{"role": message["role"]} for message in messages]) if trained is None else trained
+    located = locate_trained(
+        messages,
+        wanted,
+        rendered,
+        header=header,
+        special_tokens=tokenizer.get_added_vocab,
+        end_token=tokenizer.eos_token,
+    )
+    check_names(messages, located.text, located.spans, tools=tools)
+    cuts = sorted({cut for span in located.spans.values() for cut in span} - {0, len(located.text)})
+    pieces = encode_pieces(located.text, cuts, tokenizer)
+    tokens = torch.tensor([token for piece in pieces for token in piece], dtype=torch.int64)
+    # Which token starts at a character; the last entry wins, so that an empty text has no tokens.
+    index = dict(zip([0, *cuts, len(located.text)], accumulate(map(len, pieces), initial=0), strict=False))
+    starts = [index[start] for start in _starts(len(messages), located)] + [len(tokens)]
+    if trained is None:
+        _divide_untrained(starts, messages, located, rendered, index, tokens.tolist(), tokenizer)
+    log: MessageLog = []
+    for number, (message, start, end) in enumerate(zip(message_log, starts, starts[1:], strict=False)):
+        log.append({**message, "token_ids": tokens[start:end]})
+        first, stop = (index[cut] for cut in located.spans.get(number, (0, 0)))
+        if number in located.spans and (first, stop) != (start, end):
+            log[-1]["sampled_range"] = (first - start, stop - start)
+    return log
+
+
+def _starts(count: int, located: LocatedText) -> list[int]:
+    """The character where each message's share of the text starts."""
+    starts = [0]
+    for number in range(1, count):
+        if number - 1 in located.spans:
+            starts.append(located.spans[number - 1][1])
+        elif number in located.spans:
+            starts.append(located.spans[number][0])
+        else:
+            starts.append(starts[-1])
+    return starts
+
+
+def _divide_untrained(
+    starts: list[int],
+    messages: Sequence[Mapping[str, Any]],
+    located: LocatedText,
+    rendered: Render,
+    index: Mapping[int, int],
+    tokens: Sequence[int],
+    tokenizer: Any,
+) -> None:
+    """Give untrained neighbors the tokens of their own, in place, if template and tokenizer keep them apart."""
+    for number in range(1, len(messages)):
+        if {number - 1, number} & located.spans.keys():
             continue
-        longer_tokens = _encode(tokenizer, longer)
-        if longer_tokens[: len(tokens)] != tokens:
-            raise _merging(end, text, longer) if longer.startswith(text) else _unstable(end, text, longer)
-        pieces.append(longer_tokens[len(tokens) :])
-        texts.append(longer[len(text) :])
-        text, tokens = longer, longer_tokens
-    check_names(message_log, texts, tools=tools)
-    return pieces
-
-
-def _is_inside(message_log: Sequence[Mapping[str, Any]], end: int) -> bool:
-    """Whether the place is between two results: templates write neighbouring ones as one turn, which ends after the last."""
-    return end < len(message_log) and message_log[end - 1]["role"] == message_log[end]["role"] == "tool"
-
-
-def _rendered(
-    message_log: Sequence[Mapping[str, Any]], end: int, tokenizer: Any, form: ToolForm, header: bool, tools: Any
-) -> str | None:
-    """The first `end` messages as text; None where the template does not render such a beginning on its own."""
-    try:
-        return render(message_log[:end], tokenizer, form=form, add_generation_prompt=header, tools=tools)
-    except DataError:
-        # An answer must have tokens of its own, and no others: they are what is trained.
-        if end == len(message_log) or "assistant" in (message_log[end - 1]["role"], message_log[end]["role"]):
-            raise
-        return None
-
-
-def _unstable(end: int, shorter: str, longer: str) -> DataError:
-    place = get_first_index_that_differs(shorter, longer)
-    return DataError(
-        f"the chat template is not prefix-stable: with message {end - 1} (from 0) added, the tokens before it change from "
-        f"character {place} on (before: {shorter[place : place + 60]!r}, now: {longer[place : place + 60]!r}). Training on "
-        "such a conversation would train on what the model never saw: use a template that keeps earlier messages as they "
-        "were (for instance one that does not drop earlier reasoning), or one conversation a turn"
-    )
-
-
-def _merging(end: int, shorter: str, longer: str) -> DataError:
-    return DataError(
-        f"message {end - 1} (from 0), which begins with {longer[len(shorter) :][:20]!r}, and what stands before it, "
-        f"{shorter[-20:]!r}, are other tokens together than apart: a model that answers there would sample other tokens than "
-        "these. Strip the white space at the message's beginning; where there is none, take a template whose header of a turn "
-        "this tokenizer keeps whole"
-    )
+        try:
+            before = rendered(messages[:number], header=False)
+        except DataError:
+            continue
+        last = max((cut for cut in index if cut <= len(before)), default=0)
+        own = encode(before[last:], tokenizer)
+        begins = index[last]
+        if located.text.startswith(before) and tokens[begins : begins + len(own)] == own:
+            starts[number] = max(starts[number - 1], begins + len(own))
 
 
 def _never_sampled(tokens: Sequence[int], tokenizer: Any) -> int:

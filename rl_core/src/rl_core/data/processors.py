@@ -15,6 +15,7 @@ from rl_core.data.messages import (
     PreferenceDatumSpec,
     add_loss_mask_to_message_log,
     get_formatted_message_log,
+    trained_messages,
 )
 from rl_core.errors import DataError
 
@@ -39,7 +40,9 @@ def prompt_datum(
     Raises:
         DataError: The prompt is too long and `on_too_long` says error, or the template cannot render it.
     """
-    log = get_formatted_message_log(record["messages"], tokenizer, add_generation_prompt=True, tools=record.get("tools"))
+    log = get_formatted_message_log(
+        record["messages"], tokenizer, add_generation_prompt=True, tools=record.get("tools"), trained=()
+    )
     return _datum(log, record, idx, max_length, on_too_long)
 
 
@@ -73,7 +76,8 @@ def conversation_datum(
             f"record {idx} has messages of {roles}, none of {list(roles_to_train_on)}: nothing to train on. "
             "Name the field of the answer (`response_key`), or give whole conversations (`input_key: messages`)"
         )
-    log = get_formatted_message_log(record["messages"], tokenizer, tools=record.get("tools"))
+    trained = trained_messages(record["messages"], roles_to_train_on, only_unmask_final)
+    log = get_formatted_message_log(record["messages"], tokenizer, tools=record.get("tools"), trained=trained)
     add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final, tokenizer=tokenizer)
     _refuse_untrained(log, idx)
     return _datum(log, record, idx, max_length, on_too_long)
@@ -176,7 +180,9 @@ def collate_datums(datums: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
 def _answered(
     prompt: Sequence[Mapping[str, Any]], answer: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any
 ) -> MessageLog:
-    log = get_formatted_message_log([*prompt, *answer], tokenizer, tools=tools)
+    messages = [*prompt, *answer]
+    trained = [number for number in trained_messages(messages) if number >= len(prompt)]
+    log = get_formatted_message_log(messages, tokenizer, tools=tools, trained=trained)
     add_loss_mask_to_message_log([log], tokenizer=tokenizer)
     for message in log[: len(prompt)]:
         message["token_loss_mask"].zero_()

@@ -124,24 +124,27 @@ def render(
     return text
 
 
-def check_names(messages: Sequence[Message], pieces: Sequence[str], *, tools: Sequence[Any] | None) -> None:
-    """Hold the rendered text of each message to the names that it has to have.
+def check_names(
+    messages: Sequence[Message], text: str, spans: Mapping[int, tuple[int, int]], *, tools: Sequence[Any] | None
+) -> None:
+    """Check that a rendered conversation names the functions that are offered and called.
 
     Args:
         messages: The conversation.
-        pieces: What each message adds to the text.
+        text: The whole text.
+        spans: First and end character of each trained message, which must name the functions that it calls.
         tools: What is offered.
 
     Raises:
         DataError: A function that is offered, or one that is called, is not named.
     """
-    text = "".join(pieces)
     for name in (_function(tool).get("name", "") for tool in tools or ()):
         if name not in text:
             raise _left_out(f"the function {name!r}, which the row offers")
-    for number, (message, piece) in enumerate(zip(messages, pieces, strict=True)):
+    for number, message in enumerate(messages):
+        start, end = spans.get(number, (0, len(text)))
         for name in (call["function"]["name"] for call in message.get("tool_calls") or ()):
-            if name not in piece:
+            if name not in text[start:end]:
                 raise _left_out(f"the call of {name!r} in message {number} (from 0)")
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_core.config.policy_sections import PolicyConfig
+from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.errors import DataError
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
 
 
 def load_tokenizer(
-    name_or_path: str | Path, *, chat_template: str | Path | None = None, trust_remote_code: bool = False
+    name_or_path: str | Path,
+    *,
+    chat_template: str | Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
     """A Transformers tokenizer that pads on the right and has a padding token.
 
@@ -21,10 +30,12 @@ def load_tokenizer(
     Args:
         name_or_path: A model's name, a folder, or a GGUF file.
         chat_template: Replaces the tokenizer's own: the Jinja text, or the path of a file that holds it.
+        chat_template_kwargs: Variables for the template; see `with_template_kwargs`.
         trust_remote_code: Whether code that comes with the tokenizer may run.
 
     Raises:
-        DataError: There is no such tokenizer, or it has neither a padding nor an EOS token.
+        DataError: There is no such tokenizer, it has neither a padding nor an EOS token, or its template does not read one of
+            the variables.
     """
     from transformers import AutoTokenizer
 
@@ -45,6 +56,8 @@ def load_tokenizer(
         ) from error
     if chat_template is not None:
         tokenizer.chat_template = _template_text(chat_template)
+    if chat_template_kwargs:
+        tokenizer.chat_template = with_template_kwargs(tokenizer.chat_template, chat_template_kwargs)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise DataError(f"the tokenizer of {str(name_or_path)!r} has neither a padding nor an EOS token: add one")
@@ -58,6 +71,7 @@ def load_tokenizer_if_there(
     *,
     tokenizer_name: str | None = None,
     chat_template: str | Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
     """The tokenizer that is named, or the model's; None where the model's folder has none and no other is named.
@@ -66,6 +80,7 @@ def load_tokenizer_if_there(
         model_name: A model's name, a folder, or a GGUF file.
         tokenizer_name: Likewise, of another tokenizer.
         chat_template: As `load_tokenizer`.
+        chat_template_kwargs: As `load_tokenizer`.
         trust_remote_code: As `load_tokenizer`.
 
     Raises:
@@ -75,7 +90,57 @@ def load_tokenizer_if_there(
     # Asked for a tokenizer that is not there, Transformers may make an empty one.
     if tokenizer_name is None and folder.is_dir() and not any(path for pattern in _FILES for path in folder.glob(pattern)):
         return None
-    return load_tokenizer(tokenizer_name or model_name, chat_template=chat_template, trust_remote_code=trust_remote_code)
+    return load_tokenizer(
+        tokenizer_name or model_name,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def load_policy_tokenizer(policy: PolicyConfig) -> Any:
+    """The tokenizer that a policy's section names, with its chat template and the variables of it.
+
+    Raises:
+        DataError: As `load_tokenizer`.
+    """
+    return load_tokenizer(
+        policy.tokenizer.name or policy.model_name,
+        chat_template=policy.tokenizer.chat_template,
+        chat_template_kwargs=policy.tokenizer.chat_template_kwargs,
+    )
+
+
+def with_template_kwargs(template: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The chat template with default values for some of its variables.
+
+    They become part of the template's text, so that whoever applies it, from a saved checkpoint too, renders the same.
+
+    Args:
+        template: The Jinja text, or texts by name.
+        kwargs: Values by variable.
+
+    Raises:
+        DataError: There is no template, or it does not read a variable.
+    """
+    try:
+        check_template_kwargs(dict(kwargs))
+    except ValueError as error:
+        raise DataError(f"chat_template_kwargs: {error}") from error
+    texts = list(template.values()) if isinstance(template, Mapping) else [template or ""]
+    words = set(re.findall(r"[^\W\d]\w*", " ".join(texts)))
+    for name in kwargs:
+        if name not in words:
+            near = difflib.get_close_matches(name, words, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            found = f"the chat template does not read {name!r}{hint}" if words else "the tokenizer has no chat template"
+            raise DataError(
+                f"chat_template_kwargs: {found}, so that it has no effect. Leave it out, or use a template that reads it "
+                "(chat_template)"
+            )
+    # Transformers removes the line break after a block, and no more than that one.
+    defaults = "".join(f"{{% if {n} is not defined %}}{{% set {n} = {v!a} %}}{{% endif %}}" for n, v in kwargs.items()) + "\n"
+    return {n: defaults + text for n, text in template.items()} if isinstance(template, Mapping) else defaults + template
 
 
 def _template_text(chat_template: str | Path) -> str:

@@ -70,39 +70,49 @@ def check_renders(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
 
 
 def check_generation_prompt(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
-    """The prompt with the header of the assistant's turn has to be how the answered conversation begins, as text and tokens."""
+    """The prompt with the header of the assistant's turn has to be how the answered conversation begins, as text and tokens.
+
+    A header that opens the answer as well (`<think>`) is a warning: what is sampled is right, and a conversation lacks it.
+    """
     bare, prompt = _render(tokenizer, question, header=False), _render(tokenizer, question, header=True)
     whole = _render(tokenizer, _answered(question), header=False)
     details = {"header": prompt[len(bare) :] if prompt.startswith(bare) else None}
-    problem = None
+    shared = get_first_index_that_differs(prompt, whole)
+    problem, verdict = None, Verdict.FAILED
     if not prompt.startswith(bare):
         problem = _difference("with the header, the text before it changes", bare, prompt)
-    elif not whole.startswith(prompt):
+    elif shared < len(prompt) and shared >= len(bare) and prompt[shared:].strip():
+        problem = f"the header opens the answer with {prompt[shared:]!r}, which the answered conversation does not begin with"
+        verdict = Verdict.WARNING
+    elif shared < len(prompt):
         problem = _difference("the answered conversation does not begin with the prompt", prompt, whole)
     elif _encode(tokenizer, whole)[: len(_encode(tokenizer, prompt))] != _encode(tokenizer, prompt):
         problem = "the answered conversation begins with the prompt as text, and with other tokens"
     if problem is None:
         found = f"the header {details['header']!r} adds to the prompt and changes nothing in it"
         return Diagnosis(name=HEADER, verdict=Verdict.OK, found=found, details=details)
-    return Diagnosis(
-        name=HEADER,
-        verdict=Verdict.FAILED,
-        found=problem,
-        why="The model would sample after one beginning and be trained, or asked in a second turn, after another.",
-        remedy="Use a template that puts the same header before an assistant's message as it does for add_generation_prompt.",
-        details=details,
-    )
+    if verdict is Verdict.WARNING:
+        why = "Rollouts are right. Supervised training trains such an answer after a header without that text."
+        remedy = "Train answers with reasoning, or set policy.tokenizer.chat_template_kwargs if the template has a switch."
+    else:
+        why = "The model would sample after one beginning and be trained, or asked in a second turn, after another."
+        remedy = "Use a template that puts the same header before an assistant's message as it does for add_generation_prompt."
+    return Diagnosis(name=HEADER, verdict=verdict, found=problem, why=why, remedy=remedy, details=details)
 
 
 def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
-    """Tokenise the rendered text as a whole and piece by piece (prompt, answer, closing), and over two turns."""
-    prompt, whole = _render(tokenizer, question, header=True), _render(tokenizer, _answered(question), header=False)
-    joined = [token for piece in (prompt, _ANSWER, _closing(whole)) for token in _encode(tokenizer, piece)]
-    together = _encode(tokenizer, whole)
+    """Compare the tokens of prompt and answer, joined, with those of the whole text, over one turn and over two."""
     why = (
         "A sampled answer is kept as its tokens and joined to the prompt's. Where the whole text has other tokens, supervised "
         "training and the next turn show the model something else than it has sampled."
     )
+    together = _encode(tokenizer, _render(tokenizer, _answered(question), header=False))
+    try:
+        joined = _tokens(tokenizer, _answered(question), header=False)
+        second = _tokens(tokenizer, _second_turn(question), header=True)
+    except DataError as error:
+        remedy = "Rollouts of one turn are not affected; for supervised training and several turns, use another template."
+        return Diagnosis(name=JOINS, verdict=Verdict.WARNING, found=str(error), why=why, remedy=remedy)
     if joined != together:
         place = get_first_index_that_differs(joined, together)
         found = (
@@ -111,16 +121,14 @@ def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
         )
         remedy = "Use a template whose header ends with a special token or a line break, across which nothing is merged."
         return Diagnosis(name=JOINS, verdict=Verdict.FAILED, found=found, why=why, remedy=remedy)
-    try:
-        get_formatted_message_log(_second_turn(question), tokenizer, add_generation_prompt=True)
-    except DataError as error:
-        return Diagnosis(
-            name=JOINS,
-            verdict=Verdict.WARNING,
-            found=f"one turn joins; over two, {error}",
-            why=why,
-            remedy="Rollouts of one turn are not touched by it; for several turns, use another template.",
+    if second[: len(together)] != together:
+        place = get_first_index_that_differs(together, second)
+        found = (
+            f"one turn joins; a second turn rewrites the first answer: token {place} was "
+            f"{_text(tokenizer, together, place)} and is {_text(tokenizer, second, place)}"
         )
+        remedy = "Rollouts of one turn are not affected; for several turns, use another template."
+        return Diagnosis(name=JOINS, verdict=Verdict.WARNING, found=found, why=why, remedy=remedy)
     found = (
         f"{len(together)} tokens of one turn are the same as a whole and joined, and a second turn leaves the first as it was"
     )
@@ -185,6 +193,11 @@ def _second_turn(question: Sequence[Message]) -> list[Message]:
 
 def _closing(whole: str) -> str:
     return whole[whole.rindex(_ANSWER) + len(_ANSWER) :]
+
+
+def _tokens(tokenizer: Any, messages: Sequence[Message], *, header: bool) -> list[int]:
+    log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=header)
+    return [token for message in log for token in message["token_ids"].tolist()]
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -56,7 +56,11 @@ class TextGeneration:
         """
         if self._tokenizer is None:
             section = self.tokenizer_section
-            self._tokenizer = load_tokenizer(section.name or self.config.model_name, chat_template=section.chat_template)
+            self._tokenizer = load_tokenizer(
+                section.name or self.config.model_name,
+                chat_template=section.chat_template,
+                chat_template_kwargs=section.chat_template_kwargs,
+            )
         asked = [prompts] if isinstance(prompts, str) else list(prompts)
         if not asked:
             return []
@@ -77,5 +81,5 @@ class TextGeneration:
 
 def _token_ids(prompt: str | Conversation, tokenizer: Any) -> torch.Tensor:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=True)
+    log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=True, trained=())
     return torch.cat([message["token_ids"] for message in log])

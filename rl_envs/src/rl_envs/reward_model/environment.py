@@ -42,7 +42,9 @@ class RewardModelEnvironment(EnvironmentInterface):
             batch_size=self.config.batch_size,
         )
         self._tokenizer = load_tokenizer(
-            self.config.tokenizer_name or self.config.model_name, chat_template=self.config.chat_template
+            self.config.tokenizer_name or self.config.model_name,
+            chat_template=self.config.chat_template,
+            chat_template_kwargs=self.config.chat_template_kwargs,
         )
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:

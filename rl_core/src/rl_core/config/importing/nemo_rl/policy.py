@@ -26,6 +26,13 @@ def chat_template(value: Any, theirs: Theirs) -> Decision:
     return Becomes({"policy.tokenizer.chat_template": value})
 
 
+def template_kwargs(value: Any, theirs: Theirs) -> Decision:
+    """Variables of the chat template; null is none."""
+    if not value:
+        return Unneeded("there are none")
+    return Becomes({"policy.tokenizer.chat_template_kwargs": value})
+
+
 def pairs_as_rows(key: str) -> Callable[[Any, Theirs], Decision]:
     """A number of pairs, where ours counts rows; the same number for algorithms without pairs."""
 

@@ -14,7 +14,7 @@ _OFF = "off there"
 _POLICY: list[Row] = [
     *same("policy", "model_name precision max_total_sequence_length tokenizer.name"),
     Row(pattern="policy.tokenizer.chat_template", decide=policy.chat_template),
-    *only("policy.tokenizer", "chat_template_kwargs", [], since="none", reason="put them into the template's text"),
+    by("policy.tokenizer.chat_template_kwargs", policy.template_kwargs, whole=True),
     *only("policy.tokenizer", "use_fastokens", [False], since=_OFF, reason="the tokenizer is Transformers' own"),
     by("policy.train_global_batch_size", policy.global_batch),
     by("policy.train_micro_batch_size", policy.pairs_as_rows("policy.train_micro_batch_size")),

@@ -1,0 +1,64 @@
+"""Encodes a text so that given characters begin a token, as they do where a model starts or stops sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rl_core.errors import DataError
+
+
+def encode(text: str, tokenizer: Any) -> list[int]:
+    """The text's token ids, special tokens only as far as the text names them."""
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def encode_pieces(text: str, borders: Sequence[int], tokenizer: Any) -> list[list[int]]:
+    """The token ids of the pieces between the borders; concatenated, they are the whole text.
+
+    The pieces are those of the text encoded at once wherever the tokenizer keeps the border. Where it merges the characters
+    around a border into one token (white space at the beginning of an answer, say), the text is encoded in two, as it is when
+    a model continues a prompt.
+
+    Args:
+        text: The text.
+        borders: Positions in the text, in characters, ascending.
+        tokenizer: A Transformers tokenizer.
+
+    Raises:
+        DataError: The tokenizer cannot encode what follows a border on its own without changing it.
+    """
+    whole = encode(text, tokenizer)
+    counts: list[int] = []
+    for number, border in enumerate(borders):
+        before = encode(text[:border], tokenizer)
+        if whole[: len(before)] != before:
+            left, right = text[:border], text[border:]
+            pieces = encode_pieces(left, borders[:number], tokenizer)
+            pieces += encode_pieces(right, [later - border for later in borders[number + 1 :]], tokenizer)
+            _check_joined(pieces, whole, left, right, tokenizer)
+            return pieces
+        counts.append(len(before))
+    return [whole[start:end] for start, end in zip([0, *counts], [*counts, len(whole)], strict=True)]
+
+
+def _check_joined(pieces: list[list[int]], whole: list[int], left: str, right: str, tokenizer: Any) -> None:
+    joined = [token for piece in pieces for token in piece]
+    if _text(whole, tokenizer) == left + right:
+        is_changed = _text(joined, tokenizer) != left + right
+    else:
+        # A decoder that does not give the text back says nothing; a word's beginning in the middle of a text is a change.
+        first = tokenizer.convert_ids_to_tokens(encode(right, tokenizer)[:1])
+        is_changed = bool(first) and first[0].startswith("\u2581") and not right[:1].isspace()
+    if is_changed:
+        raise DataError(
+            f"the text {left[-20:]!r} and what follows it, {right[:20]!r}, are other tokens together than apart, and this "
+            "tokenizer adds characters to the second when it encodes it alone, so that the border between prompt and answer "
+            "cannot be kept. Strip the white space around it, or use a template whose header this tokenizer keeps whole"
+        )
+
+
+def _text(tokens: Sequence[int], tokenizer: Any) -> str:
+    text: str = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
