@@ -20,10 +20,13 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         str,
-        typer.Option(help="auto: go on with the newest unfinished run of this name; never: begin anew; or a path."),
+        typer.Option(help="auto: continue the newest unfinished run of this name; never: start a new one; or a path."),
     ] = "auto",
     allow_config_change: Annotated[
-        bool, typer.Option("--allow-config-change", help="Resume although the checkpoint was written under another config.")
+        bool,
+        typer.Option(
+            "--allow-config-change", help="Resume under another config than the checkpoint's; the present one applies."
+        ),
     ] = False,
 ) -> None:
     """Train by a config, from its last checkpoint if there is one.

@@ -126,6 +126,15 @@ def test_a_weight_goes_on_bit_for_bit_where_a_checkpoint_left_it():
     assert after(resumed, [0.31, 0.2]).weight == after(stopped, [0.31, 0.2]).weight
 
 
+def test_a_first_weight_that_changed_since_the_checkpoint_applies():
+    config = AdaptiveKLConfig(target=0.3, horizon=1000)
+    stopped = AdaptiveKLController(config, weight=0.07)
+    stopped.update(0.9, answers=7)
+    resumed = AdaptiveKLController(config, weight=0.2)
+    resumed.load_state_dict(stopped.state_dict())
+    assert resumed.weight == 0.2
+
+
 def test_a_weight_that_would_move_nothing_or_beyond_nothing_is_refused():
     with pytest.raises(ValidationError, match="set use_kl_in_reward"):
         ClippedPGLossConfig(reference_policy_kl_penalty=0.1, adaptive_kl={"target": 6.0})

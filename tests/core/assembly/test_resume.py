@@ -8,7 +8,7 @@ import pytest
 
 from rl_core.assembly.launch import train
 from rl_core.checkpoints.state import resumable_state
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, UserError
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 RUN = {
@@ -93,16 +93,18 @@ def test_a_start_without_checkpointing_leaves_the_earlier_run_alone(launch, fold
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("refusal", ["config", "damage"])
+@pytest.mark.parametrize("refusal", ["config", "damage", "data"])
 def test_a_refused_resume_leaves_the_status_and_the_files_of_a_finished_run_alone(launch, folder, refusal):
     changes = {"sft": {"max_num_steps": 6}}
     if refusal == "config":
         changes["sft"]["global_batch_size"] = 1
+    elif refusal == "data":  # found only when the position in the data is restored
+        changes["data"] = {"train": {"num_samples": 30}}
     else:  # found only when the optimizer is read, after the models were loaded
         (folder / "checkpoints" / "step_000004" / "policy" / "optimizer" / "trainer.pt").write_bytes(b"damaged")
     before = contents(folder)
-    with pytest.raises(CheckpointError):
-        launch(changes, console=False)
+    with pytest.raises(UserError):
+        launch(changes, console=False, allow_config_change=refusal == "data")
     assert contents(folder) == before
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 

@@ -185,6 +185,16 @@ def test_a_single_table_has_no_split_to_name_and_slices_of_data_files_are_taken(
     assert len(RecordDataset(HuggingFaceDatasetConfig(path=path, split="train[:1]"))) == 1
 
 
+def test_paths_with_glob_characters_are_read_as_they_are_or_refused(tmp_path):
+    folder = tmp_path / "run[1]"
+    folder.mkdir()
+    Dataset.from_list(ROWS).to_parquet(folder / "a*.parquet")
+    for path in (folder / "a*.parquet", folder):
+        assert len(RecordDataset(ParquetDatasetConfig(path=str(path)))) == len(ROWS)
+    with pytest.raises(DataError, match=r"which the datasets library reads as a pattern.*rename the folder"):
+        RecordDataset(HuggingFaceDatasetConfig(path=str(folder)))
+
+
 def test_what_was_saved_in_the_format_of_another_library_gives_plain_rows(tmp_path):
     Dataset.from_list(ROWS).with_format("numpy").save_to_disk(tmp_path / "saved")
     dataset = RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path / "saved"), env_keys=("level",)))

@@ -30,7 +30,7 @@ class AdaptiveKLController:
 
     def __init__(self, config: AdaptiveKLConfig, *, weight: float) -> None:
         self._config = config
-        self.weight = weight
+        self._first = self.weight = weight
 
     def update(self, kl: float, *, answers: int) -> None:
         """Move the weight after a step.
@@ -43,12 +43,13 @@ class AdaptiveKLController:
         self.weight *= 1.0 + error * answers / self._config.horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the weight stands."""
-        return {"weight": self.weight}
+        """The current weight, and the first one."""
+        return {"weight": self.weight, "first": self._first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
-        self.weight = state["weight"]
+        """Continue from `state_dict`; if the config has another first weight by now, start from that."""
+        if state["first"] == self._first:
+            self.weight = state["weight"]
 
 
 class KLInReward:

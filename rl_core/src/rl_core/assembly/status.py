@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from rl_core.dispatch.group import OverWorkers
-from rl_core.errors import CheckpointError, RLCoreError, RunInterrupted
+from rl_core.errors import RLCoreError, RunInterrupted, UserError
 
 STATUS = "status.json"
 BUILDING = "building"
@@ -31,7 +31,8 @@ class Status:
     by Ctrl-C, or failed with an error, in the phase that it was in. Each writing replaces the file at once.
 
     A resume says nothing before `building`: until then it may be refused, and a refused resume does not change the status
-    of the run. Neither does a `CheckpointError` before the first step.
+    of the run. Neither does a mistake of the user that is found
+    before the first step.
 
     Args:
         folder: the run folder; this process holds it.
@@ -83,7 +84,7 @@ class Status:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._resumes and not self._written:
             return
-        if isinstance(error, CheckpointError) and self._before is not None and self._phase() == BUILDING:
+        if isinstance(error, UserError) and self._before is not None and self._phase() == BUILDING:
             self._replace(self._before)
         elif error is None:
             self._ended("finished", steps=self._steps)

@@ -236,9 +236,9 @@ class CheckpointingConfig(Section):
     """What is kept on disk (`checkpointing`)."""
 
     enabled: bool = True
-    """Write checkpoints."""
+    """Write checkpoints. Without them, every start is a new run."""
     checkpoint_dir: str | None = None
-    """Where; `checkpoints/` in the run folder by default."""
+    """Folder of the checkpoints, for this run alone; `checkpoints/` in the run folder by default."""
     save_period: int = Field(default=10, ge=1)
     """After every so many steps, and after the last."""
     metric_name: str | None = None

@@ -5,6 +5,7 @@ Loading is all that the library does here: the order, the resume, the bad rows a
 
 from __future__ import annotations
 
+import glob
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -88,6 +89,11 @@ def hugging_face_rows(
         raise DataError(f"dataset {path} was written by save_to_disk and has no subsets: leave out `subset: {subset}`")
     if revision is not None and Path(path).is_dir():
         raise DataError(f"dataset {path} is a folder and has no revisions: leave out `revision: {revision}`")
+    if not saved and Path(path).is_dir() and glob.has_magic(path):
+        raise DataError(
+            f"dataset {path} has one of * ? [ ] in its path, which the datasets library reads as a pattern, so it finds no "
+            "files: rename the folder, or name its files with `dataset_name: parquet` or `jsonl`"
+        )
     name = f"{path} ({subset})" if subset else path
     if saved:
         found = _loaded(lambda: datasets.load_from_disk(path), name)
@@ -148,7 +154,8 @@ def _parquet(file: Path) -> Any:
     described = pyarrow.parquet.read_metadata(file)
     if described.num_rows == 0:  # the library has no word for a file without rows
         return datasets.Dataset(described.schema.to_arrow_schema().empty_table())
-    return datasets.Dataset.from_parquet(str(file))
+    # The library takes a pattern.
+    return datasets.Dataset.from_parquet(glob.escape(str(file)))
 
 
 def _one_split(found: Mapping[str, Any], split: str | None, name: str) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ with the next refit through the same place.
 
 from __future__ import annotations
 
+import glob
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -113,7 +114,7 @@ def _own_folder(parent: Path) -> Iterator[Path]:
 
 def _sweep(parent: Path) -> None:
     """Remove the folders of drivers on this host that are gone."""
-    for folder in parent.glob(f"{_PREFIX}-{gethostname()}-*"):
+    for folder in parent.glob(f"{glob.escape(f'{_PREFIX}-{gethostname()}')}-*"):
         owner = folder.name.rpartition("-")[2]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
             shutil.rmtree(folder, ignore_errors=True)
