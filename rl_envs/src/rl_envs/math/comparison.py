@@ -47,8 +47,11 @@ def compare(expected: str, answer: str, *, allow_unevaluated: bool = False) -> C
         answer: what the model gave as its answer, without the box.
         allow_unevaluated: accept `3 + 2` for 5.
     """
+    has_same_letters = plain(expected).casefold() == plain(answer).casefold()
     if is_words(expected):
-        return _equal_if(plain(expected).casefold() == plain(answer).casefold())
+        return _equal_if(has_same_letters)
+    if has_same_letters and "\\text" in expected:
+        return Comparison.EQUAL
     if choice(expected) is not None and choice(expected) == choice(answer):
         return Comparison.EQUAL
     if plain(expected) == plain(answer):

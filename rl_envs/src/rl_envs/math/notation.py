@@ -78,6 +78,7 @@ def without_delimiters(text: str) -> str:
 def normalize(text: str) -> str:
     r"""The text in one notation: no spacing macros, `\frac{a}{b}`, `^{n}` for `**n`, `\pi` for `pi`."""
     text = without_delimiters(text).translate(_CHARACTERS)
+    text = re.sub(r"^\\(?:text|mathrm)\{([^{}]*)\}$", r"\1", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip().rstrip(".,;:").strip()

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)"
 _INTEGER = re.compile(rf"([+-]?)\s*({_DIGITS})")
 _DECIMAL = re.compile(rf"([+-]?)\s*((?:{_DIGITS})?\.[0-9]+|{_DIGITS}\.?)")
 _FRACTION = re.compile(
@@ -85,7 +85,7 @@ def _decimal(text: str) -> Number | None:
     found = _DECIMAL.fullmatch(text)
     if found is None:
         return None
-    digits = found.group(2).replace(",", "").removesuffix(".")
+    digits = found.group(2).replace(",", "").replace(" ", "").removesuffix(".")
     return Number(value=_signed(found.group(1), Fraction(digits)), places=len(digits.partition(".")[2]))
 
 
@@ -125,7 +125,7 @@ def _scientific(text: str) -> Number | None:
         return None
     exponent = int(written)
     # `3 \times 10^2` may be the question itself; nobody writes out 6 \times 10^{23}.
-    undone = frozenset({"power of ten"}) if -4 < exponent < 5 else frozenset()
+    undone = frozenset({"power of ten"}) if found.group(2) and -4 < exponent < 5 else frozenset()
     return Number(value=mantissa * Fraction(10) ** exponent, undone=undone)
 
 
@@ -134,12 +134,12 @@ def _repeating(text: str) -> Number | None:
     if found is None:
         return None
     sign, whole, first, period = found.groups()
-    start = Fraction(f"{whole.replace(',', '')}.{first}0")
+    start = Fraction(f"{_whole(whole)}.{first}0")
     return Number(value=_signed(sign, start + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(first))))
 
 
 def _whole(digits: str) -> int:
-    return int(digits.replace(",", ""))
+    return int(digits.replace(",", "").replace(" ", ""))
 
 
 def _signed(sign: str, value: Fraction | int) -> Fraction:
