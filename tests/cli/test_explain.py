@@ -1,5 +1,6 @@
 """`rlcore explain`: a key's meaning, type, bounds, default and reader, and with a config its value and where that is from."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,40 @@ def test_a_section_lists_its_keys():
     assert "  num_prompts_per_step" in explain("grpo").stdout
     lines = explain("cluster.deadlines", "--config", GRPO).stdout.splitlines()
     assert lines[:2] == ["cluster.deadlines", "  start_s        600.0   default of DeadlineConfig"]
+
+
+def test_the_section_of_many_components_lists_them_with_the_keys_that_all_have():
+    lines = explain("loss_fn").stdout.splitlines()
+    assert len(lines) < 40
+    assert re.match(r"loss_fn: the section of one of \d+ components", lines[0])
+    assert any(re.match(r"  name +null +The loss component", line) for line in lines)
+    assert any(re.match(r"  dpo +\d+ +Preferences by likelihood", line) for line in lines)
+    assert lines[-1].startswith("The keys of one: rlcore explain loss_fn --component ")
+
+
+def test_one_component_of_a_section_shows_its_keys_with_their_defaults():
+    lines = explain("loss_fn", "--component", "dpo").stdout.splitlines()
+    assert lines[0].startswith("loss_fn: loss dpo (")
+    assert any(re.match(r"  label_smoothing +0\.0 +\w", line) for line in lines)
+    result = explain("loss_fn", "--component", "dpoo")
+    assert result.returncode == 2
+    assert "Did you mean 'dpo'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "heading"),
+    [
+        ("env", "env.<task>: the section of one of "),
+        ("env.math", "env.math: environment math ("),
+        ("env.sums", "env.sums: the section of one of "),
+        ("logger.loggers", "logger.loggers.<name>: the section of one of "),
+        ("data.mix", "data.mix.<name>: the section of one of "),
+    ],
+)
+def test_sections_with_names_of_the_users_choice_can_be_explained(key, heading):
+    result = explain(key)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(heading)
 
 
 @pytest.mark.parametrize(

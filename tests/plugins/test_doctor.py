@@ -81,7 +81,11 @@ def test_the_doctor_answers_in_strict_mode_too(site):
 @pytest.mark.parametrize(
     ("name", "words_of_error"),
     [
-        ("megatron", "is not installed, so there is nothing to examine: pip install rl-backends-megatron"),
+        (
+            "megatron",
+            "is not installed, so there is nothing to examine: rl-backends-megatron is not published; in a checkout "
+            "of the repository, pip install ./rl_backends_megatron.",
+        ),
         ("enws", "No plugin, distribution or component is named 'enws'. Did you mean 'envs'?"),
     ],
 )

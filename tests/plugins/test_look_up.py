@@ -18,16 +18,27 @@ def test_a_misspelt_name_lists_what_is_installed_and_suggests_the_nearest(site):
 def test_a_misspelt_name_may_be_near_to_one_that_is_not_installed(site):
     assert site.look_up("policy", "megatorn") == (
         "UnknownComponentError: No policy backend named 'megatorn'. Installed: hf. Did you mean 'megatron'? "
-        "It is not installed: pip install rl-backends-megatron"
+        "It is not installed: rl-backends-megatron is not published; in a checkout of the repository, "
+        "pip install ./rl_backends_megatron."
     )
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        ("policy", "megatron", "Policy backend 'megatron' is not installed: pip install rl-backends-megatron"),
-        ("generation", "vllm", "Generation backend 'vllm' is not installed: pip install rl-backends-vllm"),
-        ("command", "serve", "Command 'serve' is not installed: pip install rl-backends-openai"),
+        (
+            "policy",
+            "megatron",
+            "Policy backend 'megatron' is not installed: rl-backends-megatron is not published; in a checkout "
+            "of the repository, pip install ./rl_backends_megatron.",
+        ),
+        (
+            "generation",
+            "vllm",
+            "Generation backend 'vllm' is not installed: rl-backends-vllm is not published; in a checkout of "
+            "the repository, pip install ./rl_backends_vllm.",
+        ),
+        ("command", "serve", "Command 'serve' is not installed: rl-backends-openai is planned and does not exist yet."),
     ],
 )
 def test_a_known_component_that_is_not_installed_says_what_to_install(site, kind, name, words):
@@ -122,7 +133,19 @@ def test_a_path_is_accepted_wherever_a_name_is_and_imports_nothing(site, path):
     package = site.folder / "my_package"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "envs.py").write_text("class Mine:\n    pass\n\nraise RuntimeError('imported')")
     assert site.look_up("environment", path) == "my_package.envs:Mine"
+
+
+def test_a_path_to_a_class_that_its_module_lacks_says_so_and_imports_nothing(site):
+    package = site.folder / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "envs.py").write_text("class Mine:\n    pass\n\nraise RuntimeError('imported')")
+    assert site.look_up("environment", "my_package.envs.Mina") == (
+        "ComponentImportError: Environment 'my_package.envs.Mina' cannot be imported: my_package.envs has no 'Mina'. "
+        "Did you mean 'Mine'?"
+    )
 
 
 def test_a_path_into_a_package_that_does_not_exist_says_so(site):

@@ -62,7 +62,7 @@ def doctor(
 def _chosen(manager: PluginManager, name: str | None) -> list[Plugin]:
     from rl_core.errors import UnknownComponentError
     from rl_core.plugins.component import did_you_mean
-    from rl_core.plugins.registry import DISTRIBUTION_OF
+    from rl_core.plugins.registry import DISTRIBUTION_OF, how_to_install
 
     if name is None:
         return list(manager.plugins)
@@ -76,7 +76,7 @@ def _chosen(manager: PluginManager, name: str | None) -> list[Plugin]:
     for (kind, known), distribution in DISTRIBUTION_OF.items():
         if name in (known, distribution):
             raise UnknownComponentError(
-                f"The {kind.label} {known!r} is not installed, so there is nothing to examine: pip install {distribution}"
+                f"The {kind.label} {known!r} is not installed, so there is nothing to examine: {how_to_install(distribution)}."
             )
     known_names = sorted({n for plugin in manager.plugins for n in (plugin.name, plugin.distribution)})
     raise UnknownComponentError(

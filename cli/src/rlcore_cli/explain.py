@@ -16,11 +16,18 @@ if TYPE_CHECKING:
     from rl_core.config.parts import Part
 
 
+_LONGEST_DEFAULT = 32
+
+
 def explain(
     key: Annotated[str, typer.Argument(metavar="KEY", help="A key of the config, such as policy.generation.temperature.")],
     overrides: Overrides = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="A YAML file: show what the key holds there, and why.")
+    ] = None,
+    component: Annotated[
+        str | None,
+        typer.Option("--component", "-n", help="Of a section that several components can have, such as loss_fn: one of them."),
     ] = None,
 ) -> None:
     """Say what a key means, what it may hold, its default, who reads it, and with --config its value and where that is from.
@@ -29,6 +36,7 @@ def explain(
         rlcore explain policy.generation.temperature
         rlcore explain policy.generation.temperature --config config.yaml
         rlcore explain grpo
+        rlcore explain loss_fn --component dpo
     """
     from rl_core.config.catalogue import catalogue
     from rl_core.config.loader import load_config
@@ -42,7 +50,7 @@ def explain(
     if config is not None:
         _explain_in(load_config(config, overrides or [], registry=registry, for_training=False), key)
     else:
-        _explain_anywhere(catalogue(registry), key)
+        _explain_anywhere(catalogue(registry), key, component)
 
 
 def _explain_in(loaded: LoadedConfig, key: str) -> None:
@@ -75,17 +83,23 @@ def _print_leaves(loaded: LoadedConfig, section: object, key: str) -> None:
     print_table(rows)
 
 
-def _explain_anywhere(all_sections: Catalogue, key: str) -> None:
+def _explain_anywhere(all_sections: Catalogue, key: str, component: str | None) -> None:
     from rl_core.config.fields import all_fields
     from rl_core.config.written import dotted
 
     path = tuple(key.split("."))
     parts = [part for part in all_sections.parts if _matches(part, path)]
     found = all_sections.find(path)
+    if not parts:
+        # `env`, `data.mix` and `logger.loggers` hold one section for each task, dataset or logger.
+        parts = [part for part in all_sections.parts if _holds_named_sections(path, part)]
+    by_name = [part for part in parts if part.component is not None and part.component.name == path[-1]]
+    if component is not None:
+        parts = _named(component, parts, key)
+    elif by_name and by_name[0].path[-1] != path[-1]:
+        parts = by_name  # `env.math`: a task without `name` is answered by the component of its own name
     if parts:
-        for part in parts:
-            print(f"{key}: {_reader(part)}")
-            _print_keys(list(all_fields(part.model, depth=0)))
+        _print_sections(key, parts)
         return
     if not found:
         known = {dotted(field.path) for part in all_sections.parts for field in all_fields(part.model, prefix=part.path)}
@@ -99,6 +113,51 @@ def _explain_anywhere(all_sections: Catalogue, key: str) -> None:
         _print_field(field, [part for part, _ in group])
         if field.model is not None:
             _print_keys(list(all_fields(field.model, depth=0)))
+
+
+def _holds_named_sections(path: tuple[str, ...], part: Part) -> bool:
+    from rl_core.config.catalogue import ANY
+    from rl_core.plugins.component import Kind
+
+    return part.path[:-1] == path and (part.path[-1] == ANY or part.kind is Kind.LOGGER)
+
+
+def _named(component: str, parts: list[Part], key: str) -> list[Part]:
+    from rl_core.errors import ConfigError
+    from rl_core.plugins.component import did_you_mean
+
+    chosen = [part for part in parts if part.component is not None and part.component.name == component]
+    if not chosen:
+        names = sorted({part.component.name for part in parts if part.component is not None})
+        known = f" It can be {', '.join(names)}." if names else " No component has that section."
+        raise ConfigError(f"--component {component}: {key} cannot be that.{did_you_mean(component, names)}{known}")
+    return chosen
+
+
+def _print_sections(key: str, parts: list[Part]) -> None:
+    """The keys of one section; of several components, the keys that all have and one line for each component."""
+    from rl_core.config.fields import all_fields
+    from rlcore_cli.listing import print_table
+
+    is_child = parts[0].path[:-1] == tuple(key.split("."))
+    at = f"{key}.{'<task>' if key == 'env' else '<name>'}" if is_child else key
+    if len(parts) == 1:
+        print(f"{at}: {_reader(parts[0])}")
+        _print_keys(list(all_fields(parts[0].model, depth=0)))
+        return
+    fields = [{field.name: field for field in all_fields(part.model, depth=0)} for part in parts]
+    shared = [field for name, field in fields[0].items() if all(name in other for other in fields)]
+    print(f"{at}: the section of one of {len(parts)} components")
+    if shared:
+        print("\nKeys of all of them:")
+        _print_keys(shared)
+    print("\nComponents, and how many keys of their own each has:")
+    rows = []
+    for part, own in zip(parts, fields, strict=True):
+        assert part.component is not None
+        rows.append((f"  {part.component.name}", str(len(own) - len(shared)), part.component.summary))
+    print_table(rows)
+    print(f"\nThe keys of one: rlcore explain {key} --component {rows[0][0].strip()}")
 
 
 def _print_field(field: Field, parts: list[Part]) -> None:
@@ -124,9 +183,21 @@ def _default(field: Field) -> str:
 
 
 def _print_keys(fields: list[Field]) -> None:
-    width = max((len(field.name) for field in fields), default=0)
-    for field in fields:
-        print(f"  {field.name:<{width}}  {_first_line(field.info.description)}")
+    from rlcore_cli.listing import print_table
+
+    print_table([(f"  {field.name}", _short_default(field), _first_sentence(field.info.description)) for field in fields])
+
+
+def _short_default(field: Field) -> str:
+    """The default in a table: a word for a section, long values cut."""
+    from rl_core.config.fields import NOTHING
+
+    if field.default is NOTHING:
+        return "required"
+    if field.model is not None:
+        return "null" if field.default is None else "section"
+    text = _yaml(field.default)
+    return text if len(text) <= _LONGEST_DEFAULT else f"{text[: _LONGEST_DEFAULT - 3]}..."
 
 
 def _matches(part: Part, path: tuple[str, ...]) -> bool:
@@ -163,5 +234,6 @@ def _yaml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().split("\n")[0]
+def _first_sentence(text: str | None) -> str:
+    sentence, dot, _ = " ".join((text or "").split()).partition(". ")
+    return sentence + dot.strip()

@@ -117,6 +117,8 @@ def _of_registration(registration: Registration) -> dict[str, Any]:
 
 
 def _absent_rows(registry: Registry, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    from rl_core.plugins.registry import how_to_install
+
     return [
         {
             **_nothing(),
@@ -124,7 +126,7 @@ def _absent_rows(registry: Registry, kinds: Sequence[str]) -> list[dict[str, Any
             "name": name,
             "distribution": distribution,
             "status": NOT_INSTALLED,
-            "reason": f"pip install {distribution}",
+            "reason": how_to_install(distribution),
         }
         for kind, name, distribution in registry.not_installed()
         if kind in kinds

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rl_core.config.paths import NAME_OR_PATH
+from rl_core.config.python_sections import section_of_values
 from rl_core.config.schema import DatasetConfig, EnvironmentConfig, Section
 from rl_core.config.template_kwargs import check_template_kwargs
-from rl_core.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -23,11 +23,7 @@ def read_section(model: type[SectionT], section: SectionT | Mapping[str, Any] | 
     """
     if isinstance(section, model):
         return section
-    try:
-        return model.model_validate(dict(section or {}))
-    except ValidationError as error:
-        places = [f"{'.'.join(map(str, part['loc']))}: {part['msg']} (got {part['input']!r})" for part in error.errors()]
-        raise ConfigError(f"{model.__name__} cannot be made of this:\n" + "\n".join(places)) from error
+    return section_of_values(model, dict(section or {}), name="", who=model.__name__)
 
 
 class MathEnvironmentConfig(EnvironmentConfig):

@@ -157,10 +157,10 @@ def test_a_name_that_is_no_path_is_one_of_the_hub(registry, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"dataset_name": "jsonl", "paht": "a"}, r"dataset\.paht: Extra inputs are not permitted"),
-        ({"dataset_name": "jsonl"}, r"dataset\.path: Field required"),
+        ({"dataset_name": "jsonl", "paht": "a"}, r"dataset\.paht: dataset has no key 'paht'\. Did you mean 'path'\?"),
+        ({"dataset_name": "jsonl"}, r"dataset\.path: must be set to a path"),
         ({"train": {"path": "a"}}, "data.train is .*: expected the section of a dataset, which has `dataset_name`"),
-        ({"question": ["1+1="]}, r"data\.question: Extra inputs"),
+        ({"question": ["1+1="]}, r"data\.question: data has no key 'question'"),
         ({"split": {"validation": 0.1}}, "names no training data: give it `train` or `mix`"),
     ],
 )
@@ -177,3 +177,19 @@ def test_held_out_data_is_named_once(registry, tmp_path):
         read_given(given, path, registry, wants_pairs=False)
     with pytest.raises(ValidationError, match="split and validation both"):
         DataConfig(train_data_path=str(path), val_data_path=str(path), split=SplitConfig(validation=0.2))
+
+
+def test_a_csv_file_is_named_as_one_and_not_as_broken_json(registry, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("question,expected_answer\n1+1,2\n")
+    with pytest.raises(DataError, match="is a CSV file, and this reader takes JSON lines"):
+        read_given(str(path), None, registry, wants_pairs=False)
+    with pytest.raises(DataError, match="is a CSV file"):
+        read_given({"dataset_name": "jsonl", "path": str(path)}, None, registry, wants_pairs=False)
+
+
+def test_a_csv_file_in_a_folder_of_its_own_is_read(registry, tmp_path):
+    (tmp_path / "rows.csv").write_text("question,expected_answer\nOne and one?,two\n")
+    section = {"dataset_name": "huggingface", "path": str(tmp_path)}
+    _, train, _ = read_given(section, None, registry, wants_pairs=False)
+    assert train.records[0]["messages"] == [{"role": "user", "content": "One and one?"}]

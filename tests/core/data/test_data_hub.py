@@ -10,9 +10,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import HfApi
 from loopback_hub import Repository, serving
 
-from rl_core.errors import UserError
+from rl_core.data.tokenizer import load_tokenizer
+from rl_core.errors import DataError, UserError
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 CARD = """---
@@ -159,3 +161,10 @@ def test_a_config_trains_on_a_dataset_of_the_hub_and_a_name_that_is_not_there_is
         assert done.returncode == UserError.exit_code == 2
         assert says in " ".join(done.stderr.split())
         assert "Traceback" not in done.stderr
+
+
+def test_a_model_of_a_hub_that_does_not_answer_is_one_quick_error(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint="http://127.0.0.1:9"))
+    with pytest.raises(DataError, match=r"nobody/none-such.*127\.0\.0\.1:9 answered.*HF_HUB_OFFLINE=1"):
+        load_tokenizer("nobody/none-such")

@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from rl_core.assembly.data import BadRows, Source, read_data, read_source
 from rl_core.config.parts import section_of
 from rl_core.config.paths import looks_like_path
+from rl_core.config.python_sections import section_of_values
 from rl_core.config.schema import DataConfig, DatasetConfig
 from rl_core.config.shorthands import expand_data_paths
-from rl_core.config.written import dotted
 from rl_core.data.arrow_rows import ArrowRows, is_split, is_table
 from rl_core.data.dataset_config import (
     HuggingFaceSource,
@@ -25,6 +25,7 @@ from rl_core.data.dataset_config import (
     RowsConfig,
 )
 from rl_core.data.datasets import RecordDataset
+from rl_core.data.json_lines import csv_problem
 from rl_core.data.preferences import PreferenceDataset
 from rl_core.data.records import Records, Rows
 from rl_core.data.sources import open_rows
@@ -115,12 +116,7 @@ def section_from(model: Any, given: Any, name: str) -> Any:
     """
     if isinstance(given, BaseModel):
         return given
-    try:
-        return model(**(given or {}))
-    except ValidationError as error:
-        problems = error.errors(include_url=False)
-        listed = (f"{dotted((name, *problem['loc']))}: {problem['msg']} (found {problem['input']!r})" for problem in problems)
-        raise ConfigError("\n".join(listed)) from error
+    return section_of_values(model, given or {}, name=name)
 
 
 def _data_section(given: Any, registry: Registry) -> DataConfig | None:
@@ -179,6 +175,8 @@ def _rows_of(given: Any, name: str) -> Rows:
 def _rows_at(given: str) -> Rows:
     path = Path(given).expanduser()
     section: RowsConfig
+    if (problem := csv_problem(path)) is not None:
+        raise DataError(problem)
     if path.is_dir() or not (path.is_file() or looks_like_path(given) or path.suffix in _FILES):
         section = HuggingFaceSource(dataset_name="huggingface", path=str(path))
     elif path.suffix == ".parquet":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
+from rl_core.config.python_sections import section_of_values
 from rl_core.config.section import Section
 from rl_core.errors import ConfigError
 from rl_core.plugins.component import did_you_mean
@@ -23,7 +25,7 @@ def section_from_keywords(
     model_name: str | None = None,
     torch_dtype: Any = None,
     config: SectionT | None = None,
-    nested: Mapping[str, Callable[..., BaseModel]] | None = None,
+    nested: Mapping[str, type[BaseModel] | partial[Any]] | None = None,
 ) -> SectionT:
     """The section that keyword arguments amount to.
 
@@ -58,13 +60,12 @@ def section_from_keywords(
     assert isinstance(own_model, type)
     assert issubclass(own_model, BaseModel)
     values, own_values = _sorted_out(who, given, model, own, own_model)
-    try:
-        for key, nested_model in (nested or {}).items():
-            if isinstance(values.get(key), Mapping):
-                values[key] = nested_model(**values[key])
-        return model(**values, **{own: own_model(**own_values)})
-    except ValidationError as error:
-        raise ConfigError(f"{who}: {_problems(error)}") from error
+    for key, nested_model in (nested or {}).items():
+        if isinstance(values.get(key), Mapping):
+            defaults = nested_model.keywords if isinstance(nested_model, partial) else {}
+            inner: type[BaseModel] = nested_model.func if isinstance(nested_model, partial) else nested_model
+            values[key] = section_of_values(inner, {**defaults, **values[key]}, name=key, who=who)
+    return section_of_values(model, {**values, own: own_values}, name="", who=who)
 
 
 def _sorted_out(
@@ -85,10 +86,3 @@ def _sorted_out(
                 f"`{own}`: {', '.join(known)}."
             )
     return values, own_values
-
-
-def _problems(error: ValidationError) -> str:
-    return "; ".join(
-        f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']} (found {problem['input']!r})"
-        for problem in error.errors(include_url=False)
-    )

@@ -159,7 +159,9 @@ class Validator:
             self.problems.add(other, place=written.key_place, path=path)
             return
         self.problems.add(
-            f"{dotted(here)} has no key {name!r}.{self._suggestion(name, keys, here)}", place=written.key_place, path=path
+            f"{dotted(here) or model.__name__} has no key {name!r}.{self._suggestion(name, keys, here)}",
+            place=written.key_place,
+            path=path,
         )
 
     def _suggestion(self, name: str, keys: list[str], here: Path) -> str:

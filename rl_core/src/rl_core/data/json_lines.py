@@ -30,6 +30,8 @@ class JsonLines:
             what = "is a folder" if path.is_dir() else "does not exist"
             more = ", or read a folder with `dataset_name: huggingface`" if path.is_dir() else ""
             raise DataError(f"dataset {path} {what}: give the path of a file of JSON lines{more}")
+        if (problem := csv_problem(path)) is not None:
+            raise DataError(problem)
         self.name = str(path)
         lines = _content(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
         self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -48,6 +50,17 @@ class JsonLines:
     def place(self, index: int) -> str:
         """File and line, from 1."""
         return f"{self.name}:{self._lines[index][0]}"
+
+
+def csv_problem(path: Path) -> str | None:
+    """What to do about a file of comma-separated values, told by its name; None for any other file."""
+    if path.suffix.lower() not in (".csv", ".tsv"):
+        return None
+    return (
+        f"{path} is a {path.suffix[1:].upper()} file, and this reader takes JSON lines. Write one JSON object a line, such as "
+        f"pandas.read_csv({path.name!r}).to_json('rows.jsonl', orient='records', lines=True), or put it into a folder of "
+        "its own and read that with `dataset_name: huggingface`"
+    )
 
 
 def first_line(path: Path) -> tuple[int, bytes]:

@@ -12,7 +12,7 @@ from rl_core.config.schema import DataConfig
 from rl_core.config.shorthands import with_prompt
 from rl_core.config.written import Path as KeyPath
 from rl_core.data.dataset_config import JsonLinesSource, OnBadRow, PreferenceForm, RecordForm, RowsConfig
-from rl_core.data.json_lines import first_line, parsed
+from rl_core.data.json_lines import csv_problem, first_line, parsed
 from rl_core.data.record_functions import PACKAGED
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean, is_path
@@ -65,6 +65,9 @@ def _template(config: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
 
 def _first_row(config: JsonLinesSource, data: DataConfig) -> Iterator[tuple[KeyPath, str]]:
     """The first row of a file, read as the run reads it; a function of the user's is not called."""
+    if (problem := csv_problem(Path(config.path))) is not None:
+        yield ("path",), f"{problem}."
+        return
     if config.record_fn is not None and config.record_fn not in PACKAGED:
         return
     try:

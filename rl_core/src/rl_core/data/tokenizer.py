@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.template_kwargs import check_template_kwargs
+from rl_core.data.hub import refuse_unreachable
 from rl_core.errors import DataError
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
@@ -40,6 +41,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     path = Path(name_or_path)
+    refuse_unreachable(str(name_or_path), file="tokenizer_config.json")
     try:
         if path.suffix == ".gguf":
             tokenizer = AutoTokenizer.from_pretrained(

@@ -33,6 +33,14 @@ DISTRIBUTION_OF: dict[tuple[Kind, str], str] = {
     (Kind.COMMAND, "serve"): "rl-backends-openai",
 }
 """Components of the project's own distributions, so that one that is not installed can say what to install."""
+_PLANNED = ("rl-backends-openai",)
+
+
+def how_to_install(distribution: str) -> str:
+    """How to get one of the project's own distributions: none is published on a package index."""
+    if distribution in _PLANNED:
+        return f"{distribution} is planned and does not exist yet"
+    return f"{distribution} is not published; in a checkout of the repository, pip install ./{distribution.replace('-', '_')}"
 
 
 class Registry:
@@ -105,7 +113,9 @@ class Registry:
             if plugin.status is not Status.READY and is_its_own:
                 return _broken(kind, name, plugin)
         if distribution is not None:
-            return ComponentNotInstalledError(f"{_capitalised(kind)} {name!r} is not installed: pip install {distribution}")
+            return ComponentNotInstalledError(
+                f"{_capitalised(kind)} {name!r} is not installed: {how_to_install(distribution)}."
+            )
         if elsewhere:
             return self._other_kind(kind, name, elsewhere)
         return self._unknown(kind, name)
@@ -119,7 +129,7 @@ class Registry:
         hint = did_you_mean(name, [*self.names(kind), *absent])
         for other, distribution in absent.items():
             if repr(other) in hint:
-                hint += f" It is not installed: pip install {distribution}"
+                hint += f" It is not installed: {how_to_install(distribution)}."
         broken = [f"{plugin.name} ({plugin.label})" for plugin in self.manager.troubled if not plugin.components]
         suspects = f" Plugins that failed to load: {', '.join(broken)}." if broken else ""
         return UnknownComponentError(f"No {kind.label} named {name!r}. {self._installed(kind)}{hint}{suspects}")

@@ -1,0 +1,53 @@
+"""Sections that Python code gives as keyword arguments or dicts, with errors in the words that a config file gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from rl_core.config.diagnostics import Problems
+from rl_core.config.fields import all_fields
+from rl_core.config.validation import Validator
+from rl_core.config.written import Path, Place, written_from
+from rl_core.errors import ConfigError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def section_of_values(model: type[ModelT], values: Mapping[str, Any], *, name: str, who: str | None = None) -> ModelT:
+    """The section as its model.
+
+    Args:
+        model: The section's model.
+        values: Its keys; sections within it may be instances.
+        name: The section's key, which errors begin with; '' for keyword arguments.
+        who: The class that was called, named first in errors.
+
+    Raises:
+        ConfigError: A key is unknown or a value is not allowed; all of them, one a line, each with what is allowed and what
+            may have been meant.
+    """
+    path: Path = tuple(name.split(".")) if name else ()
+    problems = Problems()
+
+    def ending_in(key: str) -> list[Path]:
+        return [field.path for field in all_fields(model, prefix=path) if field.name.casefold() == key.casefold()]
+
+    plain = {key: value for key, value in values.items() if not isinstance(value, BaseModel)}
+    validator = Validator(
+        written=written_from(plain, place=Place(source=who or "")), problems=problems, find_elsewhere=ending_in
+    )
+    instance = validator.validate(model, values, path=path)
+    if instance is None:
+        prefix = f"{who}: " if who else ""
+        lines = [f"{prefix}{_text(problem.path, problem.message)}" for problem in problems.found]
+        raise ConfigError("\n".join(lines))
+    assert isinstance(instance, model)
+    return instance
+
+
+def _text(path: Path, message: str) -> str:
+    key = ".".join(map(str, path))
+    return f"{key}: {message}" if key else message
