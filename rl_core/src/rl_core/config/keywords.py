@@ -63,7 +63,9 @@ def section_from_keywords(
     for key, nested_model in (nested or {}).items():
         if isinstance(values.get(key), Mapping):
             defaults = nested_model.keywords if isinstance(nested_model, partial) else {}
-            inner: type[BaseModel] = nested_model.func if isinstance(nested_model, partial) else nested_model
+            inner = nested_model.func if isinstance(nested_model, partial) else nested_model
+            assert isinstance(inner, type)
+            assert issubclass(inner, BaseModel)
             values[key] = section_of_values(inner, {**defaults, **values[key]}, name=key, who=who)
     return section_of_values(model, {**values, own: own_values}, name="", who=who)
 

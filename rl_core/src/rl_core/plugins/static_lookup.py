@@ -85,12 +85,12 @@ def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
             case ast.Import() | ast.ImportFrom():
                 yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
             case _:
-                yield from (node.id for node in ast.walk(statement) if _binds(node))
+                yield from (node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and _binds(node))
                 for field in ("body", "orelse", "finalbody"):
                     yield from _names(getattr(statement, field, []))
                 for handler in getattr(statement, "handlers", []):
                     yield from _names(handler.body)
 
 
-def _binds(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+def _binds(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store)
