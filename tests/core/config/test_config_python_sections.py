@@ -1,0 +1,31 @@
+"""Sections given from Python get the error words of a config file, with a suggestion."""
+
+import pytest
+
+from rl_backends_hf.config import HFPolicyConfig
+from rl_core.assembly.given_data import section_from
+from rl_core.config.keywords import section_from_keywords
+from rl_core.errors import ConfigError
+from rl_envs.config import MathEnvironmentConfig, read_section
+
+
+def test_keyword_arguments_of_a_backend_name_what_was_meant():
+    with pytest.raises(ConfigError) as caught:
+        section_from_keywords(
+            "HuggingFacePolicy",
+            HFPolicyConfig,
+            own="hf_cfg",
+            fields={"precision": "bf16", "lora": {"rnk": 2}},
+            model_name="some/model",
+        )
+    assert str(caught.value).splitlines() == [
+        "HuggingFacePolicy: precision: must be 'float32' or 'bfloat16'; found 'bf16'. Did you mean 'bfloat16'?",
+        "HuggingFacePolicy: hf_cfg.lora.rnk: hf_cfg.lora has no key 'rnk'. Did you mean 'rank'?",
+    ]
+
+
+def test_the_section_of_a_trainer_and_of_an_environment_name_what_was_meant():
+    with pytest.raises(ConfigError, match=r"policy\.precison: policy has no key 'precison'\. Did you mean 'precision'\?"):
+        section_from(HFPolicyConfig, {"model_name": "m", "precison": "float32"}, "policy")
+    with pytest.raises(ConfigError, match=r"timeout: MathEnvironmentConfig has no key 'timeout'\. Did you mean 'timeout_s'\?"):
+        read_section(MathEnvironmentConfig, {"timeout": 1.0})
