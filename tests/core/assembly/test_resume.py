@@ -2,11 +2,15 @@
 
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from rl_backends_hf import HuggingFacePolicy
 from rl_core.assembly.launch import train
+from rl_core.assembly.trainers import SFTTrainer
+from rl_core.checkpoints.ownership import hold
 from rl_core.checkpoints.state import resumable_state
 from rl_core.errors import CheckpointError, UserError
 
@@ -139,3 +143,21 @@ def test_what_no_resume_can_change_is_refused_although_changes_are_allowed(finis
     algorithm = next(name for name in ("sft", "dpo") if config.get(name))
     with pytest.raises(CheckpointError, match=says):
         resumable_state(checkpoint, config, algorithm, allow_config_change=True)
+
+
+def test_a_trainer_that_trains_twice_in_one_folder_keeps_both_runs_checkpoints_and_shares_the_folder_with_nobody(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]}] * 4
+    trainer = SFTTrainer(
+        HuggingFacePolicy(str(MODEL), max_total_sequence_length=16),
+        config={"max_num_steps": 1, "global_batch_size": 2},
+        folder=tmp_path / "run",
+        checkpointing={"keep_latest_k": 1},
+    )
+    for _ in range(2):
+        trainer.train(rows)
+    kept = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("manifest.json"))
+    assert kept == ["run/checkpoints/abandoned_1/step_000001", "run/checkpoints/step_000001"]
+    with ExitStack() as exits:
+        hold(tmp_path / "run", exits, setting="logger.log_dir")
+        with pytest.raises(UserError, match="run is in use by process"):
+            trainer.train(rows)
