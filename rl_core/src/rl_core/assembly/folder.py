@@ -213,7 +213,8 @@ def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> Start:
     owner = read_identity(path.parent)
     # A copy of a run continues in the copy.
     for folder in (path.parent.parent, Path(owner.folder)) if owner is not None else ():
-        if (found := read_identity(folder)) is not None and found.run_id == owner.run_id:
+        found = read_identity(folder)
+        if owner is not None and found is not None and found.run_id == owner.run_id:
             return Start(folder=folder, identity=runs.identity_of(folder), checkpoint=path)
     if owner is None and path.parent.name == CHECKPOINTS:
         return Start(folder=path.parent.parent, identity=runs.identity_of(path.parent.parent), checkpoint=path)
