@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_backends_hf.scoring import ScoringModel
+from rl_core.cluster.process_groups import join_process_group
 from rl_core.cluster.worker_context import WorkerContext
 
 BUCKET_BYTES = 32 * 2**20
@@ -163,12 +164,7 @@ def make_parallel(context: WorkerContext, mode: Literal["replicate", "fsdp2"], *
         torch.cuda.set_device(0)
     if context.world_size == 1:
         return Replicate(context)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo",
-        init_method=f"tcp://{context.master_address}:{context.master_port}",
-        rank=context.rank,
-        world_size=context.world_size,
-    )
+    join_process_group(context, "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo")
     return FullyShard(context, compute_dtype=dtype) if mode == "fsdp2" else Replicate(context)
 
 

@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from rl_backends_megatron.config import MegatronConfig
 from rl_backends_megatron.device_seam import check_megatron, device_seam
+from rl_core.cluster.process_groups import join_process_group
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.errors import UserError
 
@@ -96,13 +97,8 @@ def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
         )
     if on_gpu:
         torch.cuda.set_device(0)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"tcp://{context.master_address}:{context.master_port}",
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=timedelta(seconds=config.distributed_timeout_s),
-    )
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    join_process_group(context, backend, timeout=timedelta(seconds=config.distributed_timeout_s))
     with device_seam():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,

@@ -1,6 +1,8 @@
-"""What can go wrong, worded once: what was found, why it cannot work, what to do. Imports nothing."""
+"""What can go wrong, worded once: what was found, why it cannot work, what to do. Imports nothing heavy."""
 
 from __future__ import annotations
+
+from enum import Enum
 
 
 class RLCoreError(Exception):
@@ -104,6 +106,10 @@ class EngineDiedError(RLCoreError):
     """Raised in a worker: a process that it depends on is gone. Its own is then ended and counts as dead."""
 
 
+class RayDiedError(RLCoreError):
+    """A daemon of Ray died, so that no worker can be reached: names the process and its log."""
+
+
 class DeadlineExceededError(RLCoreError):
     """A call outlived its deadline: names who did not answer and what each was doing."""
 
@@ -133,17 +139,44 @@ class DiskFullError(CheckpointWriteError):
         self.exit_code = exit_code
 
 
+class StopReason(Enum):
+    """Why a run was asked to stop before its last step.
+
+    Attributes:
+        label: As messages and status.json name it.
+        exit_code: Of the command: as shells have it for signals, and as `timeout` has it for the time limit.
+    """
+
+    CTRL_C = ("Ctrl-C", 130)
+    SIGTERM = ("SIGTERM", 143)
+    SIGHUP = ("SIGHUP", 129)
+    MAX_TIME = ("max_time", 124)
+
+    def __init__(self, label: str, exit_code: int) -> None:
+        self.label = label
+        self.exit_code = exit_code
+
+
 class RunInterrupted(RLCoreError):
-    """Ctrl-C: the step under way was finished first.
+    """The run was asked to stop, and finished the step under way first.
 
     Args:
         step: steps done.
         saved: whether a checkpoint of that step was written.
+        reason: who asked.
     """
 
-    exit_code = 130
-
-    def __init__(self, step: int, saved: bool) -> None:
+    def __init__(self, step: int, saved: bool, reason: StopReason = StopReason.CTRL_C) -> None:
         how = "its checkpoint is written; the same command goes on from there" if saved else "checkpointing is off"
-        super().__init__(f"Stopped after step {step}: {how}.")
-        self.step = step
+        super().__init__(f"Stopped after step {step} ({reason.label}): {how}.")
+        self.step: int | None = step
+        self.reason = reason
+        self.exit_code = reason.exit_code
+
+    @classmethod
+    def at_once(cls, reason: StopReason) -> RunInterrupted:
+        """The run did not finish its step."""
+        error = cls(0, False, reason)
+        error.args = (f"Stopped at once ({reason.label}). The same command goes on from the last checkpoint, if there is one.",)
+        error.step = None
+        return error

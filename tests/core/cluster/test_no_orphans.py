@@ -107,8 +107,7 @@ def test_nothing_outlives_a_driver_that_ends_by(end, drivers):
     left = {process.pid: " ".join([process.name(), *process.cmdline()])[:200] for process in started if lives(process)}
     wait_until(lambda: not any(map(lives, started)))
     assert {pid: name for pid, name in left.items() if lives(pid)} == {}
-    if end != "kill":
-        assert glob.glob(f"{drivers[end].scratch}/rlcore-ray-*") == []
+    assert wait_until(lambda: glob.glob(f"{drivers[end].scratch}/rlcore-ray-*") == [])
 
 
 def test_a_process_of_ray_that_wrote_its_title_over_its_environment_is_known_by_its_logs(tmp_path):

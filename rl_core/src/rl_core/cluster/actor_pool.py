@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import ray
 
+from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines, exceeded
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.isolation import runtime_env_of
@@ -169,7 +170,7 @@ class ActorPool(Pool):
             return [job.results[index] for index in range(len(calls))]
 
     def shutdown(self) -> None:
-        slots = [slot for slot in self._slots if slot.actor.is_alive()]
+        slots = [] if daemons.is_dead() else [slot for slot in self._slots if slot.actor.is_alive()]
         try:
             flights = [slot.actor.close() for slot in slots]
             collect(flights, deadline_s=self._deadlines.stop_s, deadlines=self._deadlines)
@@ -221,7 +222,7 @@ class ActorPool(Pool):
         if not busy:
             return
         until = min(self._slots[index].until for index in busy.values())
-        ready, _ = ray.wait(list(busy), num_returns=1, timeout=max(until - time.monotonic(), 0.0))
+        ready = daemons.wait(list(busy), num_returns=1, timeout_s=max(until - time.monotonic(), 0.0))
         for ref in ready:
             self._landed(busy[ref], job)
         if not ready:

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines, exceeded
 from rl_core.cluster.remote_actor import Flight, land
 from rl_core.cluster.worker_group import PendingCall, root_cause
@@ -76,7 +77,7 @@ class PendingRayCall(PendingCall):
         """Waits for at least one call to end, and takes in all that have."""
         if not self._open:
             return
-        ready, _ = ray.wait(list(self._open), num_returns=1, timeout=timeout_s)
+        ready = daemons.wait(list(self._open), num_returns=1, timeout_s=timeout_s)
         if len(ready) and len(self._open) > 1:
             ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=0)
         for ref in ready:

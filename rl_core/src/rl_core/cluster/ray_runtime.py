@@ -6,14 +6,20 @@ import atexit
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 import ray
+from ray._private import ray_constants, services
 
-from rl_core.cluster import guard
+from rl_core.cluster import daemons, guard, loopback
 
 MARKER = "RLCORE_RAY"
 _GIB = 2**30
@@ -39,11 +45,14 @@ class _Runtime:
     def __init__(self) -> None:
         self.claims = 0
         self._ours = not ray.is_initialized()
+        self._stopped = False
         self._temp_dir: Path | None = None
         if self._ours:
-            self._connect()
+            with _signal_handlers_kept():
+                self._connect()
             atexit.register(self.stop)
         self.session = _session()
+        self._watch = daemons.DaemonWatch(ray._private.worker._global_node)
 
     def release(self) -> None:
         self.claims -= 1
@@ -54,11 +63,18 @@ class _Runtime:
         global _leases
         if _leases is self:
             _leases = None
+        if self._stopped:
+            return
+        self._stopped = True
+        died = daemons.is_dead()
+        self._watch.stop()
         if not self._ours:
             return
-        self._ours = False
         atexit.unregister(self.stop)
-        if ray.is_initialized() and _session() == self.session:
+        if died:
+            # Ray's own way down would wait for the daemon, and its C++ threads crash a process that exits without it.
+            atexit.register(_exit_without_ray)
+        elif ray.is_initialized() and _session() == self.session:
             ray.shutdown()
         if self._temp_dir is not None:
             guard.sweep(MARKER, str(self._temp_dir))
@@ -72,29 +88,95 @@ class _Runtime:
         if address:
             ray.init(address=address, logging_level=logging.ERROR)
             return
+        # Readable by this user alone. Ray opens the folder that it is given to everybody, so it is given one inside.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="rlcore-ray-"))
-        self._guard = guard.start_guard(MARKER, str(self._temp_dir))
-        # Ray's daemons inherit the mark, their workers from them; the driver's own later children must not.
-        os.environ[MARKER] = str(self._temp_dir)
+        self._guard = guard.start_guard(MARKER, str(self._temp_dir), folder=str(self._temp_dir))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:
+        # Ray's daemons inherit the mark, their workers from them; the driver's own later children must not.
+        with _variables(**{MARKER: str(self._temp_dir)}), _on_loopback(), _daemons_in_own_session():
             ray.init(
                 address="local",
                 include_dashboard=False,
                 object_store_memory=_object_store_bytes(),
                 logging_level=logging.ERROR,
-                _temp_dir=str(self._temp_dir),
-                # Loopback: a laptop changes networks. Ray replaces 127.0.0.1 by the outer address, but not this one;
-                # elsewhere than on Linux it takes 127.0.0.1 by itself.
-                _node_ip_address="127.0.0.2" if sys.platform == "linux" else None,
+                _temp_dir=str(self._temp_dir / "ray"),
+                _node_ip_address=loopback.ADDRESS,
                 _system_config={
                     # Every actor of ours has an environment of its own, so that no prestarted worker is ever used.
                     "prestart_worker_first_driver": False,
                     "process_group_cleanup_enabled": True,
                 },
             )
-        finally:
-            del os.environ[MARKER]
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Put our own signal handlers back: Ray's C++ code takes SIGTERM over, prints a stack and aborts."""
+    own = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in own.items():
+                if callable(handler) and not isinstance(handler, signal.Handlers):
+                    signal.signal(number, handler)
+
+
+@contextmanager
+def _variables(**values: str) -> Iterator[None]:
+    """Environment variables for the processes that the block starts."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let a Ray that the block starts listen on 127.0.0.1 only.
+
+    All of Ray's servers do so if the node's address is 127.0.0.1, but on Linux Ray replaces that address by the machine's
+    outer one, unless this switch, made for other systems, tells it that there is no cluster.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with _variables(**{ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):  # the daemons and workers read it as well
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _daemons_in_own_session() -> Iterator[None]:
+    """Keep signals that are sent to our process group, by `timeout` or a closing terminal, from Ray's daemons.
+
+    They would end at once, before the run has saved a checkpoint. Elsewhere than on Linux Ray needs them in our group, to
+    end them with us.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    before = services.ConsolePopen
+    services.ConsolePopen = partial(before, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
+
+
+def _exit_without_ray() -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # it may be closed
+            stream.flush()
+    os._exit(1)
 
 
 def _acquire() -> _Runtime:

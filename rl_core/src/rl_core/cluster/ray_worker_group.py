@@ -10,8 +10,10 @@ from typing import Any
 
 import ray
 
+from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
+from rl_core.cluster.loopback import interface_variables
 from rl_core.cluster.places import Places, strategy_of
 from rl_core.cluster.ray_calls import PendingRayCall, collect
 from rl_core.cluster.remote_actor import Flight, RemoteActor, own_options, pack_worker, wait_gone
@@ -186,7 +188,7 @@ class RayWorkerGroup(WorkerGroup):
         if not self._actors:
             return
         try:
-            alive = [actor for actor in self._actors if actor.is_alive()]
+            alive = [] if daemons.is_dead() else [actor for actor in self._actors if actor.is_alive()]
             collect([actor.close() for actor in alive], deadline_s=self._deadlines.stop_s, deadlines=self._deadlines)
         except (WorkerError, DeadlineExceededError) as error:
             # The work is over and its results are safe: say it, and end the processes all the same.
@@ -213,6 +215,7 @@ class RayWorkerGroup(WorkerGroup):
         env = {
             # Ray leaves all of the node's GPUs to a process that was given none.
             **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+            **interface_variables(self._places.first(0).node.address),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self._local_rank(rank)),

@@ -15,7 +15,7 @@ import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_core.cluster import guard, stacks
+from rl_core.cluster import daemons, guard, stacks
 from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
 from rl_core.cluster.deadlines import Unanswered
 from rl_core.cluster.worker_context import WorkerContext
@@ -86,6 +86,7 @@ class RemoteActor:
         runtime_env: Mapping[str, Any],
         group: str = "",
     ) -> None:
+        daemons.raise_if_dead()
         self.label = label
         self.group = group
         self._identity: Identity | None = None
@@ -128,6 +129,7 @@ class RemoteActor:
 
         Without `keep_result` its result is dropped where it was made and None arrives.
         """
+        daemons.raise_if_dead()
         remote = self._handle.call.options(name=f"{method} [{self.label}]")
         return Flight(self, f"{method}()", remote.remote(method, arguments, keep_result, *leading))
 
@@ -137,7 +139,8 @@ class RemoteActor:
 
     def kill(self) -> None:
         """Ends the process at once, and what it started."""
-        ray.kill(self._handle, no_restart=True)
+        if not daemons.is_dead():  # then Ray hears nothing, and `wait_gone` ends the process
+            ray.kill(self._handle, no_restart=True)
 
     def process_here(self) -> psutil.Process | None:
         """The process, where it runs on this host and is not gone."""
@@ -196,7 +199,7 @@ def wait_gone(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
     """Waits for the end of killed processes on this host, then insists; elsewhere their nodes see to it."""
     here = [actor for actor in actors if actor.identity is not None and actor.identity.host == gethostname()]
     until = time.monotonic() + timeout_s
-    while any(actor.process_here() is not None for actor in here) and time.monotonic() < until:
+    while not daemons.is_dead() and any(actor.process_here() is not None for actor in here) and time.monotonic() < until:
         time.sleep(0.02)
     if here:
         # Ray asks a process to exit; one that is stopped does not hear it. With it goes what it started.
@@ -224,13 +227,16 @@ class Flight:
         Raises:
             WorkerError: The worker raised.
             WorkerDiedError: Its process is gone.
+            RayDiedError: So is Ray.
         """
         try:
             result = ray.get(self.ref)
         except _DEATHS as death:
+            daemons.raise_if_dead()
             self.actor.note_death()
             raise self._died(death) from None
         except ray.exceptions.RayError as error:
+            daemons.raise_if_dead()
             raise WorkerError(f"{self._headline()}: {type(error).__name__}: {error}") from error
         if isinstance(result, Failure):
             raised = _worker_error(self._headline(), result)

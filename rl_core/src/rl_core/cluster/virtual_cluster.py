@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rl_core.cluster import daemons
 from rl_core.cluster.placement import Node, Request, Strategy, insufficient, plan
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.ray_runtime import RayLease
@@ -170,7 +171,7 @@ class RayVirtualCluster:
         for tenant in list(self._tenants):
             tenant.shutdown()
         groups, self._groups, self._bundles = self._groups, [], []
-        if ray.is_initialized():
+        if ray.is_initialized() and not daemons.is_dead():
             for group in groups:
                 remove_placement_group(group)
         self._lease.release()

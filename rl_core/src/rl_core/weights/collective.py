@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
+from rl_core.cluster.process_groups import open_store
 from rl_core.errors import RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface, RefitManifest
@@ -85,7 +86,7 @@ class WeightCollective:
         """
         (ip, port), (rank, world_size) = self._place, self._ranks
         try:
-            self._store = TCPStore(ip, port, is_master=rank == 0, timeout=self._timeout, wait_for_workers=False)
+            self._store = open_store(ip, port, is_master=rank == 0, timeout=self._timeout)
             self._device, self._group = _make_group(
                 self._store, ip, port, world_size, rank=rank, device=self._device.type, timeout=self._timeout
             )
@@ -292,7 +293,7 @@ class CollectiveTransport(WeightTransport):
 def call_off(ip: str, port: int) -> None:
     """Let the ranks that wait at `ip:port` for another give up at once; nothing happens where nobody listens there."""
     try:
-        TCPStore(ip, port, is_master=False, timeout=timedelta(seconds=_LISTENS_S), wait_for_workers=False).set(_CALLED_OFF, "1")
+        open_store(ip, port, is_master=False, timeout=timedelta(seconds=_LISTENS_S)).set(_CALLED_OFF, "1")
     except RuntimeError:
         # Rank 0 is not there, so nobody waits at its store; whoever asks has an error of its own to raise.
         return

@@ -1,0 +1,215 @@
+"""Notices that a Ray daemon of this machine died, so that waits for workers end with that as the reason.
+
+Without raylet or GCS server Ray answers nothing: calls wait, and after 14 to 60 s Ray's own C++ code ends the process. A thread
+sleeps on the daemons' process descriptors until one is gone; every wait of ours looks once a second whether it woke up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray._private import worker as ray_worker
+
+from rl_core.errors import RayDiedError
+
+_log = logging.getLogger(__name__)
+_DAEMONS = {"raylet": "raylet", "gcs_server": "GCS server"}
+_LOOK_S = 1.0
+_NOTICED_S = 8.0
+_KEPT_BYTES = 1 << 20
+_TAIL_LINES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Daemon:
+    name: str
+    pid: int
+    logs: Path
+
+    def log_files(self) -> list[Path]:
+        return [file for ending in (".out", ".err") if (file := self.logs / f"{self.name}{ending}").is_file()]
+
+
+@dataclass
+class _Reporting:
+    """What a run wants done when a daemon dies."""
+
+    logs: Path | None = None
+    give_up: Callable[[RayDiedError], None] | None = None
+
+
+_reporting = _Reporting()
+_watch: DaemonWatch | None = None
+
+
+class DaemonWatch:
+    """Watches the raylet of this process's node, and the GCS server if that is on this host, until `stop`.
+
+    Args:
+        node: Ray's own record of the node that this process is connected to.
+    """
+
+    def __init__(self, node: Any) -> None:
+        global _watch
+        self.death: str | None = None
+        self.noticed = threading.Event()
+        self._daemons = _find(node)
+        self._stop_read, self._stop_write = os.pipe()
+        self._thread: threading.Thread | None = None
+        if self._daemons and hasattr(os, "pidfd_open"):
+            self._thread = threading.Thread(target=self._run, name="rlcore-ray-daemons", daemon=True)
+            self._thread.start()
+        _watch = self
+
+    def stop(self) -> None:
+        """End the watch; what ends from now on was meant to."""
+        global _watch
+        if _watch is self:
+            _watch = None
+        os.close(self._stop_write)  # wakes the thread, which closes the other end
+        if self._thread is None:
+            os.close(self._stop_read)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._stop_read, select.POLLIN)
+        of: dict[int, _Daemon] = {}
+        gone = None
+        for daemon in self._daemons:
+            try:
+                descriptor = os.pidfd_open(daemon.pid)
+            except ProcessLookupError:
+                gone = gone or daemon
+                continue
+            of[descriptor] = daemon
+            poll.register(descriptor, select.POLLIN)
+        if gone is None:
+            # A daemon's end takes its peers with it: of several the first is named.
+            gone = next((of[descriptor] for descriptor, _ in poll.poll() if descriptor in of), None)
+        for descriptor in (*of, self._stop_read):
+            os.close(descriptor)
+        if gone is not None and _watch is self and ray.is_initialized():
+            self._tell(gone)
+
+    def _tell(self, daemon: _Daemon) -> None:
+        if sys.excepthook is ray_worker.custom_excepthook:  # it reports to the GCS server, and would wait for it
+            sys.excepthook = ray_worker.normal_excepthook
+        self.death = _text(daemon, _keep_logs(daemon))
+        if self.noticed.wait(_NOTICED_S):
+            return
+        # The main thread is in a call of Ray's that does not return: end the process with the reason before Ray ends it.
+        error = RayDiedError(self.death)
+        try:
+            _log.error("%s", error)
+            if _reporting.give_up is not None:
+                _reporting.give_up(error)
+            logging.shutdown()
+        finally:
+            os._exit(error.exit_code)
+
+
+@contextmanager
+def reporting(*, logs: Path, give_up: Callable[[RayDiedError], None]) -> Iterator[None]:
+    """Within the block, keep the log of a daemon that dies, and end the process even if its main thread cannot.
+
+    Args:
+        logs: Where copies of the daemon's logs are put; Ray's own folder is removed with it.
+        give_up: Called in a thread, before the process ends, if the main thread cannot notice the death.
+    """
+    global _reporting
+    before, _reporting = _reporting, _Reporting(logs, give_up)
+    try:
+        yield
+    finally:
+        _reporting = before
+
+
+def is_dead() -> bool:
+    """Whether a daemon died without which this process's Ray cannot work."""
+    if _watch is None or _watch.death is None:
+        return False
+    _watch.noticed.set()
+    return True
+
+
+def raise_if_dead() -> None:
+    """Raise the reason if a daemon died.
+
+    Raises:
+        RayDiedError: Names the daemon and its log.
+    """
+    if is_dead() and _watch is not None and _watch.death is not None:
+        raise RayDiedError(_watch.death)
+
+
+def wait(refs: Sequence[Any], *, num_returns: int, timeout_s: float) -> list[Any]:
+    """Those of `refs` that are done, as `ray.wait` has them.
+
+    Raises:
+        RayDiedError: A daemon died meanwhile.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        left = max(until - time.monotonic(), 0.0)
+        ready, _ = ray.wait(list(refs), num_returns=num_returns, timeout=min(left, _LOOK_S))
+        raise_if_dead()
+        if len(ready) >= num_returns or left <= _LOOK_S:
+            done: list[Any] = ready
+            return done
+
+
+def _find(node: Any) -> list[_Daemon]:
+    session, logs = str(node.get_session_dir_path()), Path(node.get_logs_dir_path())
+    found = []
+    for process in psutil.process_iter(["name", "cmdline"]):
+        name, command = process.info["name"], process.info["cmdline"] or ()
+        if name == "raylet":  # of several on one host, in tests, the one of this process's node
+            is_ours = f"--raylet_socket_name={node.raylet_socket_name}" in command
+        else:
+            is_ours = name in _DAEMONS and any(session in argument for argument in command)
+        if is_ours:
+            found.append(_Daemon(name=name, pid=process.pid, logs=logs))
+    return found
+
+
+def _keep_logs(daemon: _Daemon) -> list[Path]:
+    """The daemon's logs, or their copies where a run keeps them."""
+    files = daemon.log_files()
+    if _reporting.logs is None:
+        return files
+    kept = []
+    for file in files:
+        with suppress(OSError):
+            copy = _reporting.logs / f"ray-{file.name}"
+            copy.write_bytes(_end_of(file))
+            kept.append(copy)
+    return kept
+
+
+def _end_of(file: Path) -> bytes:
+    with file.open("rb") as log:
+        log.seek(max(file.stat().st_size - _KEPT_BYTES, 0))
+        return log.read()
+
+
+def _text(daemon: _Daemon, logs: Sequence[Path]) -> str:
+    errors = next((_end_of(log).decode(errors="replace") for log in logs if log.suffix == ".err"), "")
+    tail = "".join(f"\n    {line}" for line in errors.splitlines()[-_TAIL_LINES:])
+    where = f" Its log: {', '.join(map(str, logs))}." if logs else ""
+    return (
+        f"Ray's {_DAEMONS[daemon.name]} (process {daemon.name}, pid {daemon.pid}) died, and no worker can run without it."
+        f"{where}{tail}\nIf nobody killed it, look for an out-of-memory kill in the kernel log (`dmesg`). To continue from the "
+        "last checkpoint, start the same command again."
+    )

@@ -1,0 +1,94 @@
+"""A cluster on one machine can be reached from this machine only, and its files by this user only."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from rl_core.cluster import RayVirtualCluster, RayWorkerGroup, WorkerContext
+from rl_core.cluster.loopback import interface_variables, is_loopback
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+class Collective:
+    """Joins a process group, and a second one as weights are sent over."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        import torch.distributed as dist
+
+        from rl_core.cluster.process_groups import join_process_group
+
+        join_process_group(context, "gloo", timeout=timedelta(seconds=60))
+        self.context, self.dist = context, dist
+
+    def join_weights(self, ip: str, port: int) -> None:
+        from rl_core.weights.collective import WeightCollective
+
+        self.weights = WeightCollective(ip, port, self.context.world_size, rank=self.context.rank, device="cpu", timeout_s=60.0)
+        self.weights.join()
+
+    def total(self) -> float:
+        import torch
+
+        ones = torch.ones(())
+        self.dist.all_reduce(ones)
+        return float(ones)
+
+
+def _listening() -> dict[str, str]:
+    """Each address that this process or one that it started listens on, with the process's name."""
+    found = {}
+    own = psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        for connection in process.net_connections(kind="inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                found[f"{connection.laddr.ip}:{connection.laddr.port}"] = process.name()
+    return found
+
+
+def _reachable_from_outside(address: str) -> bool:
+    ip = ipaddress.ip_address(address.rpartition(":")[0])
+    return not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+def test_local_cluster_listens_on_the_loopback_interface_only():
+    with (
+        RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5) as cluster,
+        RayWorkerGroup(cluster, Collective, name="collective") as group,
+    ):
+        group.run_all("join_weights", *cluster.get_master_address_and_port())
+        assert group.run_all("total") == [2.0, 2.0]
+        listening = _listening()
+        assert {"gcs_server", "raylet"} <= set(listening.values())
+        workers = sum(name.startswith("ray::Act") for name in listening.values())
+        assert workers >= 6, listening  # each rank's own server of Ray and gloo twice, and rank 0's two stores
+        assert {address: name for address, name in listening.items() if _reachable_from_outside(address)} == {}
+
+
+def test_ray_folder_is_open_to_its_user_only():
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    [own] = [folder for folder in session.parents if folder.name.startswith("rlcore-ray-")]
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert own.stat().st_uid == os.getuid()
+
+
+def test_interface_variables_keep_what_the_user_set(monkeypatch):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    variables = interface_variables("127.0.0.1")
+    assert variables["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert {address.address for address in psutil.net_if_addrs()[variables["NCCL_SOCKET_IFNAME"]]} >= {"127.0.0.1"}
+    assert interface_variables("10.1.2.3") == {}
+
+
+@pytest.mark.parametrize(("address", "expected"), [("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("node7", False)])
+def test_loopback_addresses_are_recognized(address, expected):
+    assert is_loopback(address) is expected
