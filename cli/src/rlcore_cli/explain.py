@@ -56,7 +56,7 @@ def explain(
 def _explain_in(loaded: LoadedConfig, key: str) -> None:
     from rl_core.config.fields import find_field
 
-    value: object = loaded.resolved
+    value: object = loaded.redacted
     path = tuple(key.split("."))
     for part in path:
         if not (isinstance(value, dict) and part in value):

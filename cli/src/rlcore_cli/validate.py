@@ -53,7 +53,7 @@ def validate(
         _print_errors(error, config, as_json=as_json)
         raise typer.Exit(error.exit_code) from None
     if as_json:
-        print(json.dumps({"valid": True, "warnings": _warnings(loaded), "config": loaded.resolved}, indent=2))
+        print(json.dumps({"valid": True, "warnings": _warnings(loaded), "config": loaded.redacted}, indent=2))
     elif resolved:
         print("\n".join(_annotated(loaded)))
     else:
@@ -145,6 +145,6 @@ def _annotated(loaded: LoadedConfig) -> list[str]:
             text = yaml.safe_dump(escape(value), default_flow_style=True, width=10_000).removesuffix("...\n").strip()
             lines.append((f"{indent[2:]}{key.rpartition('.')[2]}: {text}", str(loaded.source[key])))
 
-    walk(loaded.resolved, "", 0)
+    walk(loaded.redacted, "", 0)
     width = min(60, max(len(line) for line, _ in lines))
     return [f"{line:<{width}}  # {origin}" if origin else line for line, origin in lines]

@@ -57,7 +57,7 @@ def as_json(evaluated: Evaluated, plan: EvaluationPlan, path: Path) -> dict[str,
         "prompts": prompts_path(path).name,
         "config_file": str(plan.loaded.path),
         "overrides": list(plan.loaded.overrides),
-        "config": plan.loaded.resolved,
+        "config": plan.loaded.redacted,
         "environment": environment(plan.manager),
     }
 

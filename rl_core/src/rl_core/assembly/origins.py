@@ -10,7 +10,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import yaml
 from packaging.requirements import Requirement
 
 from rl_core.config.loader import LoadedConfig
@@ -31,7 +30,7 @@ def write_origins(folder: Path, loaded: LoadedConfig, manager: PluginManager) ->
         loaded: the config.
         manager: the plugins of this process.
     """
-    (folder / CONFIG).write_text(yaml.safe_dump(loaded.resolved, sort_keys=False), encoding="utf-8")
+    (folder / CONFIG).write_text(loaded.to_yaml(), encoding="utf-8")
     provenance = {
         "file": str(loaded.path),
         "overrides": list(loaded.overrides),

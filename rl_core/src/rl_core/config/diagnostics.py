@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from rl_core.config.secrets import Secrets
 from rl_core.config.written import Path, Place, dotted
 from rl_core.errors import ConfigError
 
@@ -57,16 +58,18 @@ class Problems:
     Attributes:
         found: The problems so far.
         poisoned: Paths whose value is known to be wrong: what follows from that is not said again.
+        secrets: What problems must not show.
         is_partial: Whether some file could not be read, so that what is absent may well be written.
     """
 
     found: list[Problem] = field(default_factory=list)
     poisoned: set[Path] = field(default_factory=set)
     is_partial: bool = False
+    secrets: Secrets = field(default_factory=Secrets)
 
     def add(self, message: str, *, place: Place | None, path: Path = ()) -> None:
         """Keeps one problem."""
-        problem = Problem(place=place, path=path, message=message)
+        problem = Problem(place=place, path=path, message=self.secrets.redact(message))
         if problem not in self.found:
             self.found.append(problem)
 

@@ -14,6 +14,7 @@ from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConf
 from rl_core.config import package_files as package_files  # registers `${package:...}`
 from rl_core.config.diagnostics import Problems, nearest
 from rl_core.config.fields import NOTHING
+from rl_core.config.secrets import escaped
 from rl_core.config.written import Path, Place, Written, dotted
 
 _OPEN = "???"
@@ -88,11 +89,12 @@ def _is_well_formed(leaf: Written, *, path: Path, problems: Problems) -> bool:
 
 def _resolved(config: Any, path: Path, *, place: Place | None, known: Sequence[Path], problems: Problems) -> Any:
     try:
-        value = config
-        for part in path:
-            value = value[part]
-        if isinstance(value, DictConfig | ListConfig):
-            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        with problems.secrets.watching(path):
+            value = config
+            for part in path:
+                value = value[part]
+            if isinstance(value, DictConfig | ListConfig):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     except InterpolationKeyError as error:
         problems.poison(_unknown_target(error, known), place=place, path=path)
     except OmegaConfBaseException as error:
@@ -132,14 +134,17 @@ def _put(plain: Any, path: Path, value: Any) -> None:
 
 
 def escape(value: Any) -> Any:
-    """A plain value such that reading it again resolves nothing: every `${` in its texts is escaped."""
+    """A plain value such that reading it again resolves nothing: every `${` in its texts is escaped.
+
+    Not so the interpolations that stand in place of secrets.
+    """
     match value:
         case dict():
             return {key: escape(item) for key, item in value.items()}
         case list() | tuple():
             return [escape(item) for item in value]
         case str():
-            return value.replace("${", "\\${")
+            return str(escaped(value))
         case os.PathLike():
             return os.fspath(value)
         case _:

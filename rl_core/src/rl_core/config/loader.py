@@ -24,6 +24,7 @@ from rl_core.config.overrides import Override, apply_overrides
 from rl_core.config.parts import Layout, choose_parts
 from rl_core.config.provenance import Origin, trace
 from rl_core.config.schema import EnvironmentConfig, RunConfig
+from rl_core.config.secrets import Secrets
 from rl_core.config.shorthands import expand_shorthands
 from rl_core.config.sources import read_sources
 from rl_core.config.usage_checks import unused_sections
@@ -47,6 +48,8 @@ class LoadedConfig:
         layout: The models of the sections, and the keys that they have.
         written: The config as it was written, with the source location of each value.
         path: The file.
+        redacted: `resolved` with the `${...}` of each secret in place of its value: what may be written, printed and sent.
+        secrets: What came from the environment and must not be shown.
         overrides: As they were given.
     """
 
@@ -57,6 +60,8 @@ class LoadedConfig:
     layout: Layout
     written: Written
     path: FilePath
+    redacted: dict[str, Any]
+    secrets: Secrets
     overrides: tuple[str, ...] = ()
 
     def refuse(self, findings: Iterable[Finding]) -> None:
@@ -75,8 +80,8 @@ class LoadedConfig:
         return _blamed(self.written, path)
 
     def to_yaml(self) -> str:
-        """`resolved` as the text of a config file that inherits and interpolates nothing."""
-        return yaml.safe_dump(escape(self.resolved), sort_keys=False, allow_unicode=True, width=120)
+        """`redacted` as the text of a config file that inherits nothing, and interpolates secrets only."""
+        return yaml.safe_dump(escape(self.redacted), sort_keys=False, allow_unicode=True, width=120)
 
 
 def load_config(
@@ -123,6 +128,8 @@ def load_config(
         layout=layout,
         written=written,
         path=FilePath(path),
+        redacted=problems.secrets.redacted(resolved, through),
+        secrets=problems.secrets,
         overrides=tuple(overrides),
     )
 
