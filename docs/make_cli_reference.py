@@ -22,7 +22,9 @@ HEAD = """# The command
 Made by `python docs/make_cli_reference.py`; a test holds it to the code.
 
 Exit codes of every command: 0 done; 1 something broke, or a check found what it looks for; 2 a mistake in what was given; 130
-interrupted. A plugin may add commands of its own ([hooks](hooks.md)); `rlcore --help` lists them with these.
+interrupted. `rlcore train` also has 143 and 129 after SIGTERM and SIGHUP, and 124 at its time limit
+([checkpoints](checkpoints.md#stopping-a-run)). A plugin may add commands of its own ([hooks](hooks.md)); `rlcore --help` lists
+them with these.
 
 | command | what it does |
 |---|---|

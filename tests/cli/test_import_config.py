@@ -608,6 +608,8 @@ def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(folder, tmp_p
         ("loss_fn.force_on_policy_ratio", True, {"grpo.skip_logprobs_when_on_policy": True}),
         ("loss_fn.reference_policy_kl_type", "k2", {"loss_fn.reference_policy_kl_type": "k2"}),
         ("checkpointing.metric_name", "val:validation-easy_loss", {"checkpointing.metric_name": "validation/loss"}),
+        ("checkpointing.checkpoint_must_save_by", "01:03:45:00", {"checkpointing.max_time": "1-03:45:00"}),
+        ("checkpointing.checkpoint_must_save_by", 3600, {"checkpointing.max_time": 3600}),
         ("logger.wandb_enabled", True, {"logger.loggers.wandb.enabled": True}),
     ],
 )

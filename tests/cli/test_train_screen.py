@@ -71,7 +71,7 @@ def test_ctrl_c_is_answered_at_once_and_its_end_is_no_error(rlcore, config, tmp_
     assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == ["1/5", "2/5"]
     assert err.splitlines()[-2:] == [
         "warning: Ctrl-C: stopping after this step, with a checkpoint; once more stops at once",
-        "Stopped after step 2: its checkpoint is written; the same command goes on from there.",
+        "Stopped after step 2 (Ctrl-C): its checkpoint is written; the same command goes on from there.",
     ]
 
 
@@ -81,7 +81,8 @@ def test_ctrl_c_twice_ends_the_run_within_its_step(rlcore, config, tmp_path, mon
     code, out, err = rlcore("train", config, "++env.arithmetic.env_cls=hasty.Impatient")
     assert code == 130
     assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == ["1/5"]
-    first, second = err.splitlines()[-2:]
+    first, second, third = err.splitlines()[-3:]
+    assert third == "Stopped at once (Ctrl-C). The same command goes on from the last checkpoint, if there is one."
     assert first.startswith("warning: Ctrl-C: stopping after this step")
     assert second == "warning: Ctrl-C again: stopping at once; what the last checkpoint does not hold is lost"
     status = json.loads((tmp_path / "runs" / "run" / "status.json").read_text())

@@ -63,6 +63,17 @@ def test_without_a_name_everything_is_examined_and_one_failure_decides(site):
         assert plugin in result.stdout
 
 
+def test_doctor_lists_what_of_a_run_can_be_reached_from_other_machines(site):
+    site.environment.pop("RAY_ADDRESS", None)
+    site.environment["GLOO_SOCKET_IFNAME"] = "eth7"
+    local = site.rlcore("doctor").stdout.partition("\nnetwork\n")[2].splitlines()
+    assert [line.split()[0] for line in local] == ["ok", "open", "open"]
+    assert "GLOO_SOCKET_IFNAME=eth7" in local[1]
+    assert "vLLM" in local[2]
+    site.environment["RAY_ADDRESS"] = "10.0.0.1:6379"
+    assert "open    RAY_ADDRESS=10.0.0.1:6379" in site.rlcore("doctor").stdout
+
+
 def test_a_plugin_that_imports_heavily_at_registration_is_unhealthy(site):
     site.install("acme-rl", source="import numpy")
     result = site.rlcore("doctor", "acme")

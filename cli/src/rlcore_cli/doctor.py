@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import time
 import traceback
 from pathlib import Path
@@ -55,6 +56,8 @@ def doctor(
         healthy = all(verdicts)
         for warning in manager.warnings:
             print(f"warning: {warning}")
+        if name is None:
+            _print_open_ports()
     if not healthy:
         raise typer.Exit(1)
 
@@ -143,6 +146,21 @@ def _examine_target(component: Component) -> bool:
         else:
             print(f"    ok      {reference}  {(time.perf_counter() - started) * 1000:.0f} ms")
     return healthy
+
+
+def _print_open_ports() -> None:
+    """What of a run can be reached from other machines; docs/security.md says more."""
+    print("network")
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        print(f"  open    RAY_ADDRESS={address}: every port of the run, as Ray has no passwords; use a private network")
+    else:
+        print("  ok      Ray, gloo, NCCL and torch's stores of a run on this machine listen on the loopback interface only")
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            interface = os.environ.get(variable)
+            if interface is not None and not interface.startswith("lo"):
+                print(f"  open    {variable}={interface}: unset it for a run on this machine")
+    print("  open    vLLM's own process group store, one port for each engine; block it with a firewall")
 
 
 def _print_remedy(plugin: Plugin) -> None:

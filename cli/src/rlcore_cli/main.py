@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
-from rl_core.errors import PluginHookError, RLCoreError
+from rl_core.errors import PluginHookError, RLCoreError, RunInterrupted
 from rlcore_cli.lazy import LazyGroup
 
 COMMANDS = {
@@ -87,8 +88,9 @@ def rlcore(
 def main() -> None:
     """Runs the command line; never returns.
 
-    Exit codes: 0 done, 2 a mistake in what the user gave, 1 a run that broke, 130 interrupted. An error that rlcore
-    explains is printed without a traceback; any other keeps its own, and so does what a plugin's event hook raised.
+    Exit codes: 0 done, 2 a mistake in what the user gave, 1 a run that broke. A run that was asked to stop: 130 by Ctrl-C, 143
+    by SIGTERM, 129 by SIGHUP, 124 by `checkpointing.max_time`. An error that rlcore explains is printed without a traceback;
+    any other keeps its own, and so does what a plugin's event hook raised.
     """
     try:
         app()
@@ -97,7 +99,8 @@ def main() -> None:
             # The author of the hook needs its traceback, and the user that of the run's own error, if one came before.
             traceback.print_exception(error.__cause__)
         # An interrupt is what the user asked for, and no error.
-        print(error if error.exit_code == INTERRUPTED else f"error: {error}", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be gone, which may be why
+            print(error if isinstance(error, RunInterrupted) else f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None

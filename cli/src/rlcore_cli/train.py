@@ -31,7 +31,8 @@ def train(
 ) -> None:
     """Train by a config, from its last checkpoint if there is one.
 
-    Ctrl-C ends the run after the step under way, with a checkpoint; the same command goes on from there.
+    Ctrl-C, SIGTERM and SIGHUP end the run after the step under way, with a checkpoint; the same command continues it. A second
+    signal ends it at once. `checkpointing.max_time` ends it in the same way before a job's time is over.
 
     Example:
         rlcore train examples/grpo_addition.yaml

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.checkpoints.state import Checkpoints, Stateful
+from rl_core.checkpoints.time_limit import TimeLimit
 from rl_core.config.schema import RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import RunInterrupted
+from rl_core.errors import RunInterrupted, StopReason
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.logger import Logger
 from rl_core.interfaces.loss import LossFunction
@@ -67,8 +68,10 @@ class Run:
     """The numbers of the current step."""
     on_step: Callable[[int, Mapping[str, float]], None] | None = None
     """Told of each step's numbers, once they are flushed."""
-    stop_requested: bool = False
-    """Set by Ctrl-C: the run ends after this step, with a checkpoint."""
+    stop_reason: StopReason | None = None
+    """Set by a signal or the time limit: the run ends after this step, with a checkpoint."""
+    time_limit: TimeLimit | None = None
+    """`checkpointing.max_time`; None without a limit."""
     _restarts_told: int = field(default=0, init=False)
 
     def keep(self, name: str, part: Stateful) -> None:
@@ -89,7 +92,7 @@ class Run:
         """The steps still to be done, numbered from 1; between two, the numbers are flushed and a checkpoint is made.
 
         Raises:
-            RunInterrupted: Ctrl-C was pressed; the step was finished and its checkpoint written.
+            RunInterrupted: a signal came or the time is up; the step was finished and its checkpoint written.
         """
         last = self.config.algorithm.max_num_steps
         for step in range(self.first_step + 1, last + 1):
@@ -98,11 +101,23 @@ class Run:
             self.metrics.add({"time/step_s": time.perf_counter() - started})
             self.metrics.add(self._throughput())
             numbers = self.flush(step)
-            due = step % self.config.checkpointing.save_period == 0 or step == last or self.stop_requested
+            self._watch_time(started)
+            due = step % self.config.checkpointing.save_period == 0 or step == last or self.stop_reason is not None
             if self.checkpoints is not None and due:
+                saving = time.perf_counter()
                 self.checkpoints.save(step, numbers)
-            if self.stop_requested and step < last:
-                raise RunInterrupted(step, self.checkpoints is not None)
+                if self.time_limit is not None:
+                    self.time_limit.count_save(time.perf_counter() - saving)
+            if self.stop_reason is not None and step < last:
+                raise RunInterrupted(step, self.checkpoints is not None, self.stop_reason)
+
+    def _watch_time(self, step_started: float) -> None:
+        if self.time_limit is None:
+            return
+        now = time.perf_counter()
+        self.time_limit.count_step(now - step_started)
+        if not self.time_limit.allows_step(now) and self.stop_reason is None:
+            self.stop_reason = StopReason.MAX_TIME
 
     def _throughput(self) -> dict[str, float]:
         """Tokens of the step's rows, prompts included, by the seconds of the step without its validation."""

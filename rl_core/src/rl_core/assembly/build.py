@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,9 @@ from rl_core.assembly.folder import checkpoint_store
 from rl_core.assembly.late_errors import blaming
 from rl_core.assembly.parts import Builder, Workers, make_cluster
 from rl_core.checkpoints.state import Checkpoints, Stateful
+from rl_core.checkpoints.time_limit import TimeLimit
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.config.durations import parse_duration
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.schedule_lengths import (
     schedule_conflicts,
@@ -134,6 +137,8 @@ def connect(
     run.initial_metrics = loaders.metrics()
     run.batches = loaders.batches
     run.validation_batches = loaders.validation_batches
+    if config.checkpointing.max_time is not None:
+        run.time_limit = TimeLimit(parse_duration(config.checkpointing.max_time), started=time.perf_counter())
     run.checkpoints = _checkpoints(config, resolved, folder, run)
     if run.weights is not None:
         run.keep("canary", run.weights.calibration)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +17,17 @@ from rl_core.assembly.folder import choose_start, claim
 from rl_core.assembly.late_errors import locating
 from rl_core.assembly.origins import write_origins
 from rl_core.assembly.status import Status
+from rl_core.assembly.stopping import StopSignals
 from rl_core.checkpoints.config_changes import config_changes, described
 from rl_core.checkpoints.disk_space import explain_full_disk
 from rl_core.checkpoints.state import read_state, resumable_state
+from rl_core.cluster import daemons
 from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.config.parts import COMPANIONS
 from rl_core.config.resource_checks import machine_conflicts
 from rl_core.config.schedule_lengths import schedule_changes
 from rl_core.config.schema import RunConfig
-from rl_core.errors import NotSupportedError
+from rl_core.errors import NotSupportedError, RayDiedError
 from rl_core.metrics.console import ConsoleLogger
 from rl_core.metrics.jsonl import METRICS, JsonlLogger
 from rl_core.plugins.manager import PluginManager, discover
@@ -72,7 +73,8 @@ def train(
     Raises:
         ConfigError: the config cannot be honoured; nothing was started.
         CheckpointError: the checkpoint cannot be gone on from; nothing was trained.
-        RunInterrupted: Ctrl-C; a checkpoint of the last step is there.
+        RunInterrupted: a signal (Ctrl-C, SIGTERM, SIGHUP) or `checkpointing.max_time`; a checkpoint of the last step is there,
+            unless a second signal ended the run at once.
     """
     started = time.perf_counter()
     manager = discover()
@@ -83,28 +85,27 @@ def train(
     with ExitStack() as exits:
         start = choose_start(config, name=config.logger.run_name or Path(config_path).stem, resume=resume)
         start = claim(start, config.checkpointing, exits)
-        exits.enter_context(_logging_to(start.folder))
+        exits.enter_context(_logging_to(start.folder, loaded.secrets.redact))
         _say(console, f"run folder {start.folder}")
         if not config.checkpointing.enabled:
             _say(console, "checkpointing.enabled is false: a new run, which cannot be resumed")
-        # Entered before every part, so that it is left after the last of them was closed.
-        status = exits.enter_context(Status(start.folder, since=started, resumes=start.checkpoint is not None))
-        exits.enter_context(explain_full_disk(start.folder))
-        exits.enter_context(locating(loaded))
+        status = Status(start.folder, since=started, resumes=start.checkpoint is not None, redact=loaded.secrets.redact)
+        stop = StopSignals(config.checkpointing.stop_grace_s)
+        exits.enter_context(_supervised(status, stop, loaded, start.folder))
         if start.checkpoint is None:
             write_origins(start.folder, loaded, manager)
 
         def before_models(_: RunConfig) -> None:
             if start.checkpoint is not None:
                 resumable_state(
-                    start.checkpoint, loaded.resolved, config.algorithm_name, allow_config_change=allow_config_change
+                    start.checkpoint, loaded.redacted, config.algorithm_name, allow_config_change=allow_config_change
                 )
                 status.building()
             _say(console, f"starting {_workers(config)}")
 
         run = build_run(
             config,
-            resolved=loaded.resolved,
+            resolved=loaded.redacted,
             folder=start.folder,
             registry=registry,
             exits=exits,
@@ -120,9 +121,10 @@ def train(
             _set_later_checkpoints_aside(run, console)
         _say(console, f"ready after {time.perf_counter() - started:.0f} s")
         _attach_loggers(run, loaded, console, exits)
-        _announce(run, manager, status)
+        _announce(run, manager, status, since=started)
         loop_started = time.perf_counter()
-        with _attended(run, manager):
+        stop.attend(run)
+        with _announced_end(run, manager):
             loaded.components[config.algorithm_name].load()(run.config.algorithm, run)
         ended = time.perf_counter()
     return Finished(
@@ -180,11 +182,13 @@ def _attach_loggers(run: Run, loaded: LoadedConfig, console: bool, exits: ExitSt
         exits.callback(logger.finish)
     run.loggers = [*always, *run.loggers]
     for logger in run.loggers:
-        logger.log_hyperparams(loaded.resolved)
+        logger.log_hyperparams(loaded.redacted)
 
 
-def _announce(run: Run, manager: PluginManager, status: Status) -> None:
+def _announce(run: Run, manager: PluginManager, status: Status, *, since: float) -> None:
     """Whoever looks from outside, and every plugin, is told that the run is built, and of its steps."""
+    if run.time_limit is not None:
+        run.time_limit.started = since
     parts = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
     status.attend(parts, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
 
@@ -198,19 +202,8 @@ def _announce(run: Run, manager: PluginManager, status: Status) -> None:
 
 
 @contextmanager
-def _attended(run: Run, manager: PluginManager) -> Iterator[None]:
-    """Ctrl-C ends the run after its step (a second one at once); the end, whatever it is, is announced."""
-    before = signal.getsignal(signal.SIGINT)
-
-    def stop(*_: object) -> None:
-        if run.stop_requested:
-            _log.warning("Ctrl-C again: stopping at once; what the last checkpoint does not hold is lost")
-            raise KeyboardInterrupt
-        run.stop_requested = True
-        how = "with a checkpoint" if run.checkpoints is not None else "without a checkpoint: checkpointing is off"
-        _log.warning("Ctrl-C: stopping after this step, %s; once more stops at once", how)
-
-    in_main_thread = _set_handler(stop)
+def _announced_end(run: Run, manager: PluginManager) -> Iterator[None]:
+    """Every plugin is told of the end, whatever it is."""
     error: BaseException | None = None
     try:
         yield
@@ -218,26 +211,16 @@ def _attended(run: Run, manager: PluginManager) -> Iterator[None]:
         error = caught
         raise
     finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, before)
         manager.call_event("rlcore_run_finished", run=run, error=error)
 
 
-def _set_handler(handler: Any) -> bool:
-    try:
-        signal.signal(signal.SIGINT, handler)
-    except ValueError:  # not in the main thread: whoever owns it decides about signals
-        return False
-    return True
-
-
 @contextmanager
-def _logging_to(folder: Path) -> Iterator[None]:
-    """The run's own warnings go to the screen, everything to logs/driver.log."""
+def _logging_to(folder: Path, redact: Callable[[str], str]) -> Iterator[None]:
+    """The run's own warnings go to the screen, everything to logs/driver.log, without the config's secrets."""
     (folder / "logs").mkdir(exist_ok=True)
     file = _LogFile(folder / "logs" / "driver.log", encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _Screen()) for name in ("rlcore", "rl_core"))]
+    file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
+    handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _Screen(redact)) for name in ("rlcore", "rl_core"))]
     for logger, handler in handlers:
         logger.addHandler(handler)
     try:
@@ -256,18 +239,45 @@ class _LogFile(logging.FileHandler):
         """Nothing: the run reports a full disk once."""
 
 
+class _Redacting(logging.Formatter):
+    """Takes what must not be shown out of each record, its traceback included."""
+
+    def __init__(self, text: str, redact: Callable[[str], str]) -> None:
+        super().__init__(text)
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._redact(super().format(record))
+
+
 class _Screen(logging.Handler):
     """Warnings on standard error, whichever that is when they come: a live display puts itself in its place."""
 
-    def __init__(self) -> None:
+    def __init__(self, redact: Callable[[str], str]) -> None:
         super().__init__(logging.WARNING)
-        self.setFormatter(logging.Formatter("warning: %(message)s"))
+        self.setFormatter(_Redacting("warning: %(message)s", redact))
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError, ValueError):  # the screen may be gone; the file has the warning too
             print(self.format(record), file=sys.stderr, flush=True)
 
 
+@contextmanager
+def _supervised(status: Status, stop: StopSignals, loaded: LoadedConfig, folder: Path) -> Iterator[None]:
+    """What decides how the run ends and says so; entered before every part, and left after the last of them was closed."""
+    reporting = daemons.reporting(logs=folder / "logs", give_up=lambda error: _give_up(status, error))
+    with status, explain_full_disk(folder), locating(loaded), stop.listen(), reporting:
+        yield
+
+
+def _give_up(status: Status, error: RayDiedError) -> None:
+    """The main thread waits for a Ray that died: say how the run ended before the process does."""
+    status.__exit__(type(error), error, None)
+    with suppress(OSError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
 def _say(console: bool, text: str) -> None:
     if console:
-        print(text, flush=True)
+        with suppress(OSError):  # the screen may be gone
+            print(text, flush=True)

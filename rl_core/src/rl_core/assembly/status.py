@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from rl_core.dispatch.group import OverWorkers
-from rl_core.errors import RLCoreError, RunInterrupted, UserError
+from rl_core.errors import RLCoreError, RunInterrupted, StopReason, UserError
 
 STATUS = "status.json"
 BUILDING = "building"
@@ -28,7 +28,7 @@ class Status:
     """status.json of one process's run, from the first part that is made to the end, whatever that is.
 
     Entering it says that the run is being built, `running` that it trains, and leaving it how it ended: finished, interrupted
-    by Ctrl-C, or failed with an error, in the phase that it was in. Each writing replaces the file at once.
+    by a signal or the time limit, or failed with an error, in the phase that it was in. Each writing replaces the file at once.
 
     A resume says nothing before `building`: until then it may be refused, and a refused resume does not change the status
     of the run. Neither does a mistake of the user that is found
@@ -38,9 +38,13 @@ class Status:
         folder: the run folder; this process holds it.
         since: when the run began, by `time.perf_counter`.
         resumes: whether the folder holds a run that is to be resumed.
+        redact: takes what must not be shown out of an error.
     """
 
-    def __init__(self, folder: Path, *, since: float, resumes: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, since: float, resumes: bool = False, redact: Callable[[str], str] = lambda text: text
+    ) -> None:
+        self._redact = redact
         self._folder = folder
         self._since = since
         self._resumes = resumes
@@ -89,10 +93,11 @@ class Status:
         elif error is None:
             self._ended("finished", steps=self._steps)
         elif isinstance(error, KeyboardInterrupt | RunInterrupted):
-            self._ended("interrupted", during=self._phase(), error=str(error))
+            reason = error.reason if isinstance(error, RunInterrupted) else StopReason.CTRL_C
+            self._ended("interrupted", during=self._phase(), reason=reason.label, error=str(error))
         else:
             own_words = str(error) if isinstance(error, RLCoreError) else f"{type(error).__name__}: {error}"
-            self._ended("failed", during=self._phase(), error=own_words)
+            self._ended("failed", during=self._phase(), error=self._redact(own_words))
 
     def _ended(self, state: Literal["finished", "interrupted", "failed"], **facts: Any) -> None:
         seconds = round(time.perf_counter() - self._since, 1)

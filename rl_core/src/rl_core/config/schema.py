@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rl_core.config.algorithm_section import AlgorithmConfig as AlgorithmConfig
+from rl_core.config.durations import parse_duration
 from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
 from rl_core.config.policy_sections import (
     DynamicBatchingConfig as DynamicBatchingConfig,
@@ -251,6 +252,19 @@ class CheckpointingConfig(Section):
     """Keep the so many newest, whatever their metric."""
     save_optimizer: bool = True
     """Keep what training goes on from; without it a checkpoint is weights alone and cannot be resumed."""
+    max_time: float | str | None = None
+    """Longest time from the start of the command, as seconds or `HH:MM:SS` or `D-HH:MM:SS`: the run ends with a checkpoint
+    after the last step that fits, with exit code 124, and the same command continues it. No limit by default."""
+    stop_grace_s: float | None = Field(default=None, gt=0.0)
+    """Seconds after SIGTERM, SIGHUP or Ctrl-C within which the step under way and its checkpoint must end; then the run ends
+    without that checkpoint. No limit by default."""
+
+    @field_validator("max_time")
+    @classmethod
+    def _is_a_duration(cls, value: float | str | None) -> float | str | None:
+        if value is not None:
+            parse_duration(value)
+        return value
 
     @model_validator(mode="after")
     def _ranking_needs_a_metric(self) -> CheckpointingConfig:

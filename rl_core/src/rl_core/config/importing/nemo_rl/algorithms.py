@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rl_core.config.durations import parse_duration
 from rl_core.config.importing.nemo_rl.facts import algorithm_of, validates
 from rl_core.config.importing.rows import Becomes, Decision, Refused, Theirs, Unneeded
 
@@ -235,6 +236,19 @@ def best_checkpoints(value: Any, theirs: Theirs) -> Decision:
 def unless_null(key: str) -> Callable[[Any, Theirs], Decision]:
     """A key that may be null there and not here."""
     return lambda value, theirs: Unneeded("the default is taken") if value is None else Becomes({key: value})
+
+
+def time_limit(value: Any, theirs: Theirs) -> Decision:
+    """When the run must have ended with a checkpoint: seconds, or `DD:HH:MM:SS`, whose days are set off by a dash here."""
+    if value is None:
+        return Unneeded("off there")
+    days, _, rest = str(value).partition(":")
+    limit = f"{int(days)}-{rest}" if rest.count(":") == 2 and days.isdigit() else value
+    try:
+        parse_duration(limit)
+    except (TypeError, ValueError) as error:
+        return Refused(str(error))
+    return Becomes({"checkpointing.max_time": limit})
 
 
 def unless_zero(key: str) -> Callable[[Any, Theirs], Decision]:

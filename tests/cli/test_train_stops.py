@@ -1,0 +1,166 @@
+"""How `rlcore train` ends when it is asked to stop: by signals, within the grace period, and by its time limit."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_core.assembly.stopping import StopSignals
+from rl_core.checkpoints.time_limit import TimeLimit
+from rl_core.config.durations import parse_duration
+from rl_core.errors import RunInterrupted, StopReason
+from rlcore_cli.main import main
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = """
+import os
+import signal
+import time
+
+from rl_envs import ArithmeticEnvironment
+
+
+class Interrupting(ArithmeticEnvironment):
+    steps = 0
+
+    def step(self, *arguments, **named):
+        Interrupting.steps += 1
+        if Interrupting.steps == 2:
+            signal.raise_signal(getattr(signal, os.environ["SIGNAL"]))
+            if "HANG" in os.environ:
+                time.sleep(600)
+        return super().step(*arguments, **named)
+"""
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def rlcore(monkeypatch, capfd, tmp_path):
+    """`rlcore train` of five steps in this process: exit code and standard error."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the command itself sets it, for good
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    small = {"max_num_steps": 5, "num_prompts_per_step": 2, "val_period": 0, "val_at_start": False, "val_at_end": False}
+    values = {
+        "defaults": str(ROOT / "examples" / "grpo_addition.yaml"),
+        "grpo": small,
+        "cluster": {"backend": "in_process"},
+        "logger": {"run_name": "run"},
+    }
+    (tmp_path / "sums.yaml").write_text(json.dumps(values))
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["rlcore", "train", "sums.yaml", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code or 0, capfd.readouterr().err
+
+    return call
+
+
+@pytest.fixture
+def interrupted(rlcore, monkeypatch, tmp_path, request):
+    """Runs whose second step raises a signal."""
+
+    def call(name, *arguments, hang=False):
+        module = f"interrupting_{request.node.callspec.id if hasattr(request.node, 'callspec') else request.node.name}"
+        module = module.replace("-", "_")
+        (tmp_path / f"{module}.py").write_text(ENVIRONMENT)
+        monkeypatch.setenv("SIGNAL", name)
+        if hang:
+            monkeypatch.setenv("HANG", "1")
+        return rlcore(f"++env.arithmetic.env_cls={module}.Interrupting", *arguments)
+
+    return call
+
+
+def status(folder):
+    return json.loads((folder / "runs" / "run" / "status.json").read_text())
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "runs" / "run" / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_signal_ends_the_run_after_its_step_with_a_checkpoint(interrupted, tmp_path, name, code):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    found, errors = interrupted(name)
+    assert found == code
+    assert errors.splitlines()[-2:] == [
+        f"warning: {name}: stopping after this step, with a checkpoint; once more stops at once",
+        f"Stopped after step 2 ({name}): its checkpoint is written; the same command goes on from there.",
+    ]
+    assert checkpoints(tmp_path) == ["step_000002"]
+    assert status(tmp_path).items() >= {"state": "interrupted", "reason": name}.items()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
+
+
+def test_step_that_outlives_the_grace_period_is_ended_without_a_checkpoint(interrupted, tmp_path):
+    code, errors = interrupted("SIGTERM", "checkpointing.stop_grace_s=0.1", hang=True)
+    assert code == 143
+    assert "the 0.1 s of checkpointing.stop_grace_s are over: stopping at once" in errors
+    assert errors.splitlines()[-1].startswith("Stopped at once (SIGTERM).")
+    assert checkpoints(tmp_path) == []
+    ended = status(tmp_path)
+    assert (ended["state"], ended["reason"], ended["during"]) == ("interrupted", "SIGTERM", "rollout")
+
+
+def test_hang_up_that_the_process_was_started_to_ignore_stays_ignored(interrupted, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    try:
+        code, _ = interrupted("SIGHUP", "grpo.max_num_steps=3")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert code == 0
+    assert status(tmp_path)["state"] == "finished"
+
+
+def test_signal_while_the_run_is_being_built_ends_it_at_once():
+    with pytest.raises(RunInterrupted, match="SIGTERM") as caught, StopSignals().listen():
+        signal.raise_signal(signal.SIGTERM)
+    assert (caught.value.exit_code, caught.value.reason, caught.value.step) == (143, StopReason.SIGTERM, None)
+
+
+def test_run_that_reaches_its_time_limit_saves_and_the_same_command_continues(rlcore, tmp_path):
+    for step in (1, 2):
+        code, errors = rlcore("checkpointing.max_time=0.001")
+        assert code == 124
+        assert errors.splitlines()[-1].startswith(f"Stopped after step {step} (max_time): its checkpoint is written")
+        assert checkpoints(tmp_path)[-1] == f"step_{step:06d}"
+        assert status(tmp_path).items() >= {"state": "interrupted", "reason": "max_time"}.items()
+    assert rlcore("checkpointing.max_time=1-00:00:00")[0] == 0
+    assert status(tmp_path)["state"] == "finished"
+
+
+def test_time_limit_leaves_time_for_another_step_and_its_checkpoint():
+    limit = TimeLimit(100.0, started=1000.0)
+    limit.count_step(10.0)
+    limit.count_step(20.0)
+    assert limit.allows_step(1060.0)  # 60 s + a step of 20 s + a checkpoint that may last as long
+    assert not limit.allows_step(1061.0)
+    limit.count_save(5.0)
+    assert limit.allows_step(1075.0)
+    assert not limit.allows_step(1076.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("03:50:00", 13800.0), ("2-01:00:00", 176400.0), ("90:00", 5400.0), ("00:00:01.5", 1.5), (3600, 3600.0)],
+)
+def test_durations_are_read_as_slurm_writes_them(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["4h", "0", "00:00:00", "00:03:50:00", "", "-5", 0, -1.0, float("inf")])
+def test_other_durations_are_refused(text):
+    with pytest.raises(ValueError, match="is no duration"):
+        parse_duration(text)
+
+
+def test_config_error_names_the_time_limit_and_its_line(rlcore, tmp_path):
+    code, errors = rlcore("checkpointing.max_time=4h")
+    assert code == 2
+    assert "checkpointing.max_time: '4h' is no duration: give seconds, or MM:SS" in errors

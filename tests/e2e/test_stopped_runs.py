@@ -1,0 +1,51 @@
+"""A run over Ray whose process group is told to stop saves a checkpoint; one whose Ray dies says which daemon it was."""
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def steps_of(folder):
+    path = folder / "runs" / "run" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def status_of(folder):
+    return json.loads((folder / "runs" / "run" / "status.json").read_text())
+
+
+def test_sigterm_to_the_process_group_saves_and_a_resumed_run_names_the_ray_daemon_that_dies(train, tmp_path):
+    long = {
+        "grpo": {"max_num_steps": 500},
+        "policy": {"scheduler": None},
+        "checkpointing": {"save_period": 400, "keep_latest_k": 2},
+    }
+    run = train(long)
+    run.wait_for(lambda: steps_of(tmp_path) >= 1)
+    os.killpg(run.process.pid, signal.SIGTERM)  # as `timeout` does; Ray's daemons must live until the checkpoint is written
+    code, output = run.wait()
+    assert code == 143, output
+    done = steps_of(tmp_path)
+    assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{done:06d}").is_dir(), output
+    assert status_of(tmp_path).items() >= {"state": "interrupted", "reason": "SIGTERM"}.items()
+    run.assert_gone()
+
+    run = train(long)
+    run.wait_for(lambda: steps_of(tmp_path) > done)
+    [raylet] = [child.pid for child in psutil.Process(run.process.pid).children(recursive=True) if child.name() == "raylet"]
+    os.kill(raylet, signal.SIGKILL)
+    code, output = run.wait()
+    assert code == 1, output
+    assert f"{done} steps done" in output
+    ended = status_of(tmp_path)
+    assert ended["state"] == "failed"
+    assert ended["error"].startswith(f"Ray's raylet (process raylet, pid {raylet}) died")
+    assert f"error: Ray's raylet (process raylet, pid {raylet}) died" in output
+    assert "Traceback" not in output
+    assert (tmp_path / "runs" / "run" / "logs" / "ray-raylet.out").is_file()
+    run.assert_gone()
