@@ -116,5 +116,5 @@ def test_a_run_folder_that_cannot_be_made_is_a_mistake_of_the_user(rlcore, confi
     (tmp_path / "file").write_text("")
     code, out, err = rlcore("train", config, "logger.log_dir=file")
     assert (code, out) == (2, "")
-    assert err.startswith("error: The run folder file/run cannot be made: ")
-    assert err.endswith("Name another place with logger.log_dir=FOLDER.\n")
+    assert err.startswith("error: Cannot create the folder file/run: ")
+    assert err.endswith("Choose another one with logger.log_dir=FOLDER.\n")
