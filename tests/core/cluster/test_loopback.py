@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup, WorkerContext
-from rl_core.cluster.loopback import interface_variables, is_loopback
+from rl_core.rendezvous.loopback import interface_variables, is_loopback
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

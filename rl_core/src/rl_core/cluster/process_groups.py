@@ -1,50 +1,15 @@
-"""Opens torch.distributed stores and process groups; on one machine they listen on the loopback interface only."""
+"""Joins the process group of a worker group; on one machine it listens on the loopback interface only."""
 
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
-from rl_core.cluster.loopback import interface_variables, is_loopback
 from rl_core.cluster.worker_context import WorkerContext
-
-
-def open_store(ip: str, port: int, *, is_master: bool, timeout: timedelta) -> TCPStore:
-    """A store at `ip:port`; the master serves it.
-
-    A store that is served listens on every interface, whatever its address. If `ip` is loopback, the master hands it a
-    socket that is bound to that address.
-
-    Args:
-        ip: Address of the master.
-        port: A port that is free there.
-        is_master: Whether this process serves it.
-        timeout: Longest wait for the master, and for a key.
-
-    Raises:
-        RuntimeError: The port is taken, or the master does not answer in time.
-    """
-    if not (is_master and is_loopback(ip)):
-        return TCPStore(ip, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((ip, port))
-        except OSError as error:
-            raise RuntimeError(f"cannot listen on {ip}:{port}: {error.strerror}") from error
-        # The store closes the socket; detached, Python does not close it a second time.
-        return TCPStore(
-            ip,
-            listener.getsockname()[1],
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+from rl_core.rendezvous.loopback import interface_variables
+from rl_core.rendezvous.stores import open_store
 
 
 def join_process_group(context: WorkerContext, backend: str, *, timeout: timedelta | None = None) -> None:

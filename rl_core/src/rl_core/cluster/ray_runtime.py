@@ -19,7 +19,8 @@ import psutil
 import ray
 from ray._private import ray_constants, services
 
-from rl_core.cluster import daemons, guard, loopback
+from rl_core.cluster import daemons, guard
+from rl_core.rendezvous import loopback
 
 MARKER = "RLCORE_RAY"
 _GIB = 2**30

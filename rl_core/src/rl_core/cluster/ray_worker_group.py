@@ -13,7 +13,6 @@ import ray
 from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
-from rl_core.cluster.loopback import interface_variables
 from rl_core.cluster.places import Places, strategy_of
 from rl_core.cluster.ray_calls import PendingRayCall, collect
 from rl_core.cluster.remote_actor import Flight, RemoteActor, own_options, pack_worker, wait_gone
@@ -22,6 +21,7 @@ from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_per_rank, check_shards
 from rl_core.errors import DeadlineExceededError, UserError, WorkerError
+from rl_core.rendezvous.loopback import interface_variables
 
 _log = logging.getLogger(__name__)
 

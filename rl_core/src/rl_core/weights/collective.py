@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from rl_core.cluster.process_groups import open_store
 from rl_core.errors import RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface, RefitManifest
 from rl_core.interfaces.weights import TransportContext, WeightTransport
+from rl_core.rendezvous.stores import open_store
 from rl_core.weights.manifest import ALIGNMENT, Placement, as_sent, fill, lay_out, total_bytes
 
 Gather = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]

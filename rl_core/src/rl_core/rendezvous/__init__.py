@@ -1,0 +1,1 @@
+"""Where processes of a run meet: addresses and stores of torch.distributed."""
