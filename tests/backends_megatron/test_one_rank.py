@@ -133,6 +133,27 @@ def test_optimizer_state_that_is_torn_or_in_another_form_is_refused(policy, tmp_
         made.load_checkpoint(tmp_path / "w", tmp_path / "absent")
 
 
+def test_a_resume_steps_with_the_settings_of_the_present_config(policy, tmp_path):
+    linear = {"name": "linear", "kwargs": {"num_training_steps": 4}}
+    first = {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.9, 0.99]}
+    made = policy(optimizer={"kwargs": first}, scheduler=linear)
+    assert made.train(cases.make_rows(), cases.NLL())["lr"] == 1e-3
+    made.save_checkpoint(tmp_path / "w", tmp_path / "o")
+    made.shutdown()
+    second = {"lr": 4e-3, "weight_decay": 0.2, "betas": [0.8, 0.9], "eps": 1e-6}
+    made = policy_after(policy, optimizer={"kwargs": second}, scheduler={"name": "linear", "kwargs": {"num_training_steps": 8}})
+    made.load_checkpoint(tmp_path / "w", tmp_path / "o")
+    assert made.train(cases.make_rows(), cases.NLL())["lr"] == pytest.approx(4e-3 * 7 / 8)
+    for group in made.group.worker._trainer.optimizer.param_groups:
+        assert (group["lr"], group["weight_decay"], *group["betas"], group["eps"]) == pytest.approx(
+            (4e-3 * 7 / 8, 0.2, 0.8, 0.9, 1e-6)
+        )
+    made.shutdown()
+    made = policy_after(policy, optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 1e-3}})
+    with pytest.raises(Exception, match=r"policy\.optimizer\.name = 'torch.optim.AdamW', and this policy has"):
+        made.load_checkpoint(tmp_path / "w", tmp_path / "o")
+
+
 def policy_after(policy, **fields):
     """Another policy, once the one before has left."""
     from rl_backends_megatron.parallel import leave
