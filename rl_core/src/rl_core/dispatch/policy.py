@@ -236,8 +236,9 @@ class DistributedPolicy(OverWorkers, TextGeneration, ColocatablePolicyInterface,
         trained = int(self.facts.get("num_trained_parameters", whole))
         # Adapters are float32 beside a base of any type, and the base is not saved.
         width = 2 if self.config.precision == "bfloat16" and trained == whole else 4
-        kept = self.config.optimizer.name.rpartition(".")[2].startswith("Adam") * 2 + (width == 2)
-        return trained * (width + 4 * kept * optimizer)
+        moments = 2 if self.config.optimizer.name.rpartition(".")[2].startswith("Adam") else 0
+        float32_copies = 1 if width == 2 else 0
+        return trained * (width + (4 * (moments + float32_copies) if optimizer else 0))
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
         paths = Path(weights_path), Path(optimizer_path) if optimizer_path is not None else None
