@@ -112,3 +112,10 @@ def test_an_integer_that_python_refuses_to_read_is_refused():
 
 def test_a_text_without_values_is_empty():
     assert read("# nothing\n") == (None, [])
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "0x" + "f" * 5000, "0b" + "1" * 20_000, "1" + ":59" * 4000])
+def test_an_integer_that_python_cannot_print_is_refused_at_its_line(number):
+    _, [problem] = read(f"a: 1\nb: {number}\n")
+    assert problem.startswith("c.yaml:2:4: ")
+    assert "cannot be read as YAML's int" in problem

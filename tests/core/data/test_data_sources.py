@@ -18,7 +18,9 @@ from rl_core.data.dataset_config import (
     PreferenceDatasetConfig,
 )
 from rl_core.data.datasets import RecordDataset
+from rl_core.data.json_lines import JsonLines
 from rl_core.data.preferences import PreferenceDataset
+from rl_core.data.tool_calls import from_text
 from rl_core.errors import DataError
 
 ROWS = [
@@ -277,3 +279,16 @@ def test_pictures_beside_the_text_are_not_decoded(tmp_path):
     features = Features({**Dataset.from_list(ROWS).features, "picture": Image()})
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
     assert len(RecordDataset(ParquetDatasetConfig(path=tmp_path / "rows.parquet"))) == 2
+
+
+def test_an_integer_too_long_for_python_is_a_bad_line_with_its_place_in_rows_and_in_arguments(tmp_path):
+    longest = "9" * 5000
+    path = tmp_path / "long.jsonl"
+    path.write_text(f'{{"n": 1}}\n{{"n": {longest}}}\n')
+    rows = JsonLines(path)
+    assert rows[0] == {"n": 1}
+    assert rows.place(1) == f"{path}:2"
+    with pytest.raises(DataError, match="an integer of more than 4300 digits"):
+        rows[1]
+    with pytest.raises(DataError, match=r"arguments is the text .*an integer of more than 4300 digits"):
+        from_text(f'{{"n": {longest}}}', "arguments")

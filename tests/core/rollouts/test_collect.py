@@ -173,6 +173,7 @@ def test_records_of_rollouts_hold_what_a_log_needs(tokenizer, engine_for, enviro
         ({"expected_answer": None, "ground_truth": "3"}, "3"),
         ({"expected_answer": ["a", "b"]}, "['a', 'b']"),
         ({"solution": "3"}, None),
+        ({"expected_answer": "4\ud83d"}, "4\\ud83d"),
         (None, None),
     ],
 )

@@ -44,7 +44,13 @@ _BUILD = -1  # the index of a slot's "call" while its actor is being built
 
 
 class Pool(ABC):
-    """The face of a pool, whether of Ray actors or of one object in this process."""
+    """The face of a pool, whether of Ray actors or of one object in this process.
+
+    Attributes:
+        worker_class: Module and name of the class of its workers, for errors.
+    """
+
+    worker_class: str = "unknown"
 
     @property
     @abstractmethod
@@ -126,6 +132,7 @@ class ActorPool(Pool):
     ) -> None:
         if num_actors < 1:
             raise UserError(f"a pool needs at least one actor, found num_actors={num_actors}")
+        self.worker_class = _name_of(worker_class)
         self._num_actors = 1 if is_wrapped(worker_class) else num_actors
         self._name = name or plain_class(worker_class).__name__
         self._deadlines = deadlines or Deadlines()
@@ -311,6 +318,7 @@ class InProcessPool(Pool):
     """
 
     def __init__(self, worker_class: Any, kwargs: Mapping[str, Any] | None = None, *, name: str = "") -> None:
+        self.worker_class = _name_of(worker_class)
         self._group = InProcessWorkerGroup(plain_class(worker_class), worker_kwargs=kwargs, name=name)
 
     @property
@@ -322,3 +330,8 @@ class InProcessPool(Pool):
 
     def shutdown(self) -> None:
         self._group.shutdown()
+
+
+def _name_of(worker_class: Any) -> str:
+    plain = plain_class(worker_class)
+    return f"{plain.__module__}.{plain.__qualname__}"

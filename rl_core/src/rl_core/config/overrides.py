@@ -18,6 +18,8 @@ from rl_core.config.yaml_reader import read_yaml
 
 _SHAPE = re.compile(r"(?P<plus>\+{0,2})(?P<key>[^=]*)=(?P<value>.*)", re.DOTALL)
 _INDEX = re.compile(r"\[(\d{1,9})\]")
+_MOST_DIGITS = 9
+"""Of a position in a list, as in `_INDEX`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,7 @@ def _with_positions(root: Written, path: Path) -> Path:
     positions: list[str | int] = []
     for part in path:
         in_list = found is not None and isinstance(found.value, list)
-        part = int(part) if in_list and str(part).isdecimal() else part
+        part = int(part) if in_list and str(part).isdecimal() and len(str(part)) <= _MOST_DIGITS else part
         positions.append(part)
         found = None if found is None else found.child(part)
     return tuple(positions)

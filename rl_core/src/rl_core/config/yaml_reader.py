@@ -159,7 +159,10 @@ class _Reader:
         if node.tag not in _PLAIN_TAGS:
             raise _error(f"the tag {node.tag.removeprefix(_TAG)!r} is not supported: write the value without it", node)
         try:
-            return self._loader.construct_object(node)
+            value = self._loader.construct_object(node)
+            if isinstance(value, int):
+                str(value)  # a hexadecimal integer is read at any length, and can then not be printed
+            return value
         except (ValueError, KeyError) as error:  # a number too long for int(), or text under an explicit tag
             kind = node.tag.removeprefix(_TAG)
             raise _error(f"{show(node.value)} cannot be read as YAML's {kind}", node) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from rl_core.errors import DataError
@@ -19,6 +20,12 @@ def read_json(text: str) -> Any:
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise DataError(f"no JSON ({error.msg} at {line}column {error.colno})") from error
+    except ValueError as error:
+        # Python converts no text of more digits to an integer, since the time for it grows with their square.
+        raise DataError(
+            f"no JSON that can be read (it has an integer of more than {sys.get_int_max_str_digits()} digits): write it in "
+            "quotes, as text"
+        ) from error
     except RecursionError as error:
         raise DataError("no JSON that can be read (it is nested too deeply)") from error
 

@@ -25,7 +25,7 @@ class EnvironmentReturn(NamedTuple):
     """The answer of an environment to one turn of a batch; row i answers row i."""
 
     observations: list[Message]
-    """What the model reads next; ignored where the row has terminated."""
+    """`role` and `content` that the model reads next; ignored if the row has terminated."""
     metadata: list[Any]
     """The state that `step` gets back at the next turn; None ends it."""
     next_stop_strings: list[list[str] | None]
@@ -36,7 +36,7 @@ class EnvironmentReturn(NamedTuple):
     terminateds: torch.Tensor
     """[B], non-zero where the row has ended."""
     answers: list[str | None] | None = None
-    """What was read as the row's final answer."""
+    """The final answer that was read from each row, as text; None if there is none, or for all rows."""
 
 
 class EnvironmentInterface(ABC):
@@ -60,6 +60,9 @@ class EnvironmentInterface(ABC):
         Args:
             message_log_batch: B conversations so far, the last message being the model's.
             metadata: B states; at the first turn the record's `extra_env_info`.
+
+        The run checks what is returned (`rl_core.interfaces.environment_checks`): another type, a number of entries other than
+        B, a reward that is not finite, or text that is not valid Unicode ends it with an error that names task and class.
         """
 
     def global_post_process_and_metrics(
@@ -69,6 +72,9 @@ class EnvironmentInterface(ABC):
 
         Args:
             batch: `rewards`, `truncated`, `message_log` (role and content), `extra_env_info`, `answers`, `task_name`, `idx`.
+
+        Returns:
+            The batch, and numbers by name; `accuracy` is averaged over tasks as `rollout/accuracy`.
         """
         return batch, {}
 

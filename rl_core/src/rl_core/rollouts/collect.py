@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import ConfigError, RLCoreError
+from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
+from rl_core.interfaces.environment_checks import step_checked
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.rollouts.seeds import SampleStream, rollout_seed
 from rl_core.rollouts.trajectory import Trajectory
@@ -96,9 +97,10 @@ class Collector:
             for row in rows:
                 row.done = True
             return
-        answer = self.environments[task_name].step([row.conversation() for row in rows], [row.metadata for row in rows])
+        environment = self.environments[task_name]
+        answer = step_checked(environment, task_name, [row.conversation() for row in rows], [row.metadata for row in rows])
         for i, row in enumerate(rows):
-            row.add_rewards(_rewards_of(answer, i, task_name))
+            row.add_rewards(_rewards_of(answer, i))
             row.answer = answer.answers[i] if answer.answers is not None else None
             row.stop_strings = answer.next_stop_strings[i]
             row.done = bool(answer.terminateds[i]) or row.truncated or row.turns >= self.max_turns[task_name]
@@ -115,13 +117,6 @@ class Collector:
         row.message_log.append({**message, "token_ids": ids})
 
 
-def _rewards_of(answer: EnvironmentReturn, row: int, task_name: str) -> dict[str, float]:
+def _rewards_of(answer: EnvironmentReturn, row: int) -> dict[str, float]:
     parts = answer.rewards if isinstance(answer.rewards, Mapping) else {"reward": answer.rewards}
-    rewards = {name: float(values[row]) for name, values in parts.items()}
-    for name, value in rewards.items():
-        if value != value or abs(value) == float("inf"):
-            raise RLCoreError(
-                f"The environment of task {task_name!r} gave row {row} the {name} {value}. A reward is a finite number: "
-                "return 0.0 where nothing can be scored."
-            )
-    return rewards
+    return {name: float(values[row]) for name, values in parts.items()}

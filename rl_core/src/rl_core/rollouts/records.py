@@ -60,7 +60,10 @@ def expected_answer(metadata: Any) -> str | int | float | None:
     if not isinstance(metadata, Mapping):
         return None
     found = next((metadata[key] for key in EXPECTED_KEYS if metadata.get(key) is not None), None)
-    return found if found is None or isinstance(found, str | int | float) else str(found)
+    if found is None or isinstance(found, int | float):
+        return found
+    # Metadata may hold half of a surrogate pair, which cannot be written as UTF-8: it is recorded as its escape.
+    return str(found).encode(errors="backslashreplace").decode()
 
 
 def _sampled_only(values: torch.Tensor, trajectory: Trajectory) -> list[float]:

@@ -9,6 +9,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.environment_checks import metrics_checked
 from rl_core.rollouts.trajectory import Trajectory
 
 
@@ -41,10 +42,10 @@ def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[s
     counted = 0
     for task_name in dict.fromkeys(row.task_name for row in trajectories if environments):
         rows = [row for row in trajectories if row.task_name == task_name]
-        _, found = environments[task_name].global_post_process_and_metrics(_for_environment(rows))
-        metrics |= {f"env/{task_name}/{name}": float(value) for name, value in found.items()}
+        found = metrics_checked(environments[task_name], task_name, _for_environment(rows))
+        metrics |= {f"env/{task_name}/{name}": value for name, value in found.items()}
         if "accuracy" in found:
-            correct += float(found["accuracy"]) * len(rows)
+            correct += found["accuracy"] * len(rows)
             counted += len(rows)
     if counted:
         metrics["rollout/accuracy"] = correct / counted

@@ -1,0 +1,212 @@
+"""Checks what an environment returns, where it enters the run: every error names the task, the class and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from rl_core.errors import RLCoreError
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+
+_FIELDS = EnvironmentReturn._fields
+_REQUIRED = len(_FIELDS) - len(EnvironmentReturn._field_defaults)
+_LONGEST_VALUE = 120
+
+
+def class_name(environment_class: type) -> str:
+    """Module and name of a class, as a config would name it."""
+    return f"{environment_class.__module__}.{environment_class.__qualname__}"
+
+
+def step_checked(
+    environment: EnvironmentInterface, task_name: str, message_log_batch: list[list[Message]], metadata: list[Any]
+) -> EnvironmentReturn:
+    """One turn of an environment, as `checked_return` returns it."""
+    found = environment.step(message_log_batch, metadata)
+    return checked_return(
+        found, rows=len(message_log_batch), task_name=task_name, environment_class=class_name(type(environment))
+    )
+
+
+def metrics_checked(environment: EnvironmentInterface, task_name: str, batch: Any) -> dict[str, float]:
+    """The environment's metrics of a batch, as `checked_metrics` returns them."""
+    found = environment.global_post_process_and_metrics(batch)
+    _, metrics = checked_metrics(found, task_name=task_name, environment_class=class_name(type(environment)))
+    return metrics
+
+
+def checked_return(found: Any, *, rows: int, task_name: str, environment_class: str) -> EnvironmentReturn:
+    """What `step` returned, if it meets the contract of `EnvironmentReturn`.
+
+    Args:
+        found: the returned object. A plain tuple or list of the same fields is accepted; numbers may be in lists or arrays.
+        rows: B, the number of conversations in the call.
+        task_name: named in errors.
+        environment_class: named in errors.
+
+    Returns:
+        The same, with rewards [B] float32 (each, if named) and terminateds [B] bool, both in CPU memory.
+
+    Raises:
+        RLCoreError: the contract is not met.
+    """
+    who = f"Environment class {environment_class} of task {task_name!r}"
+    if not isinstance(found, tuple | list) or not _REQUIRED <= len(found) <= len(_FIELDS):
+        size = f" of {len(found)} values" if isinstance(found, tuple | list) else ""
+        raise RLCoreError(
+            f"{who} returned {_kind(found)}{size} from step(). Return an EnvironmentReturn({', '.join(_FIELDS)}); answers may "
+            "be left out."
+        )
+    made = EnvironmentReturn(*found)
+    _check_lists(made, who)
+    rewards: Any = made.rewards
+    if isinstance(rewards, Mapping):
+        for name in rewards:
+            if not isinstance(name, str):
+                raise RLCoreError(f"{who} returned a reward with the name {_shown(name)}. Names of rewards are text.")
+        rewards = {name: _numbers(values, f"the reward {name!r}", who) for name, values in rewards.items()}
+    else:
+        rewards = _numbers(rewards, "rewards", who)
+    made = made._replace(rewards=rewards, terminateds=_numbers(made.terminateds, "terminateds", who) != 0)
+    _check_sizes(made, rows, who)
+    _check_finite(made, who)
+    _check_rows(made, who)
+    return made
+
+
+def checked_metrics(found: Any, *, task_name: str, environment_class: str) -> tuple[Any, dict[str, float]]:
+    """What `global_post_process_and_metrics` returned: the batch, and metrics as floats.
+
+    Raises:
+        RLCoreError: it is not a batch and a mapping from names to numbers.
+    """
+    who = f"Environment class {environment_class} of task {task_name!r}"
+    expected = "Return the batch and a dict from names to numbers: `return batch, {'accuracy': 0.5}`."
+    if not isinstance(found, tuple | list) or len(found) != 2 or not all(isinstance(part, Mapping) for part in found):
+        parts = f" of {', '.join(_kind(part) for part in found) or 'nothing'}" if isinstance(found, tuple | list) else ""
+        raise RLCoreError(f"{who} returned {_kind(found)}{parts} from global_post_process_and_metrics(). {expected}")
+    batch, metrics = found
+    made = {}
+    for name, value in metrics.items():
+        number = None if isinstance(value, str | bytes) else _converted(partial(float, value))
+        if number is None or not isinstance(name, str) or _broken_text(name):
+            raise RLCoreError(
+                f"{who} returned the metric {_shown(name)}: {_shown(value)} from global_post_process_and_metrics(). {expected}"
+            )
+        made[name] = number
+    return batch, made
+
+
+def _check_lists(made: EnvironmentReturn, who: str) -> None:
+    for name in ("observations", "metadata", "next_stop_strings", "answers"):
+        value = getattr(made, name)
+        if not isinstance(value, tuple | list) and not (name == "answers" and value is None):
+            raise RLCoreError(f"{who} returned {_kind(value)} as {name}. Return a list with one entry per row.")
+
+
+def _check_sizes(made: EnvironmentReturn, rows: int, who: str) -> None:
+    rewards = made.rewards if isinstance(made.rewards, Mapping) else {"rewards": made.rewards}
+    found = {name: len(values) for name, values in rewards.items()}
+    found |= {name: len(value) for name in _FIELDS if name != "rewards" and (value := getattr(made, name)) is not None}
+    wrong = {name: size for name, size in found.items() if size != rows}
+    if wrong:
+        raise RLCoreError(
+            f"{who} was asked about {rows} rows and answered with "
+            + ", ".join(f"{size} {name}" for name, size in wrong.items())
+            + ". Every field of an EnvironmentReturn has one entry per row, in the order of the rows."
+        )
+
+
+def _check_finite(made: EnvironmentReturn, who: str) -> None:
+    rewards = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
+    for name, values in rewards.items():
+        for row in (~values.isfinite()).nonzero().flatten().tolist()[:1]:
+            raise RLCoreError(
+                f"{who} gave row {row} the {'' if name == 'reward' else 'reward '}{name} {float(values[row])}. A reward is a "
+                "finite number: return 0.0 if nothing can be scored."
+            )
+
+
+def _check_rows(made: EnvironmentReturn, who: str) -> None:
+    ended = made.terminateds.tolist()
+    for row, (message, stops) in enumerate(zip(made.observations, made.next_stop_strings, strict=True)):
+        if not ended[row]:  # the message of a row that has ended is never read
+            _check_message(message, row, who)
+        if stops is not None:
+            _check_stop_strings(stops, row, who)
+    for row, answer in enumerate(made.answers or ()):
+        if answer is not None:
+            _check_text(answer, "answer", row, who, "Return text, or None if no answer was found.")
+
+
+def _check_message(message: Any, row: int, who: str) -> None:
+    form = "Return {'role': 'environment', 'content': text} for each row that has not ended."
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        found = f"a mapping of {sorted(map(str, message))}" if isinstance(message, Mapping) else _shown(message)
+        raise RLCoreError(f"{who} returned {found} as observation of row {row}. {form}")
+    for key in ("role", "content"):
+        _check_text(message[key], f"observation's {key}", row, who, form)
+
+
+def _check_stop_strings(stops: Any, row: int, who: str) -> None:
+    form = "Return None or a list of texts that are not empty."
+    if not isinstance(stops, tuple | list):
+        raise RLCoreError(f"{who} returned {_shown(stops)} as next_stop_strings of row {row}. {form}")
+    for stop in stops:
+        _check_text(stop, "stop string", row, who, form)
+        if not stop:
+            raise RLCoreError(f"{who} returned an empty stop string for row {row}. {form}")
+
+
+def _check_text(value: Any, what: str, row: int, who: str, form: str) -> None:
+    if not isinstance(value, str):
+        raise RLCoreError(f"{who} returned {_shown(value)} as {what} of row {row}. {form}")
+    if (broken := _broken_text(value)) is not None:
+        raise RLCoreError(
+            f"{who} returned {what} of row {row} with {broken}, half of a surrogate pair: it cannot be tokenized or written as "
+            "UTF-8. Repair the text where it is made, for example with text.encode(errors='replace').decode()."
+        )
+
+
+def _broken_text(text: str) -> str | None:
+    """The first lone surrogate of a text and its position, or None."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"{text[error.start]!r} at position {error.start}"
+    return None
+
+
+def _numbers(values: Any, what: str, who: str) -> torch.Tensor:
+    """Values [B] as float32 in CPU memory."""
+    tensor = _converted(lambda: torch.as_tensor(values))
+    if tensor is None or tensor.is_complex():
+        raise RLCoreError(f"{who} returned {_shown(values)} as {what}. Return a tensor [B] of numbers.")
+    if tensor.dim() != 1:
+        raise RLCoreError(f"{who} returned a tensor of shape {list(tensor.shape)} as {what}. Return one number per row: [B].")
+    made: torch.Tensor = tensor.detach().to(device="cpu", dtype=torch.float32)
+    return made
+
+
+def _converted(convert: Callable[[], Any]) -> Any:
+    """The converted value, or None if it cannot be converted."""
+    try:
+        return convert()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, cut if it is long."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > _LONGEST_VALUE:
+        value = value[:_LONGEST_VALUE]
+    text = _converted(lambda: repr(value)) or _kind(value)  # an integer of more than 4,300 digits has no repr
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
