@@ -75,7 +75,7 @@ def rlcore(*arguments, environment=None):
 
 
 def check(*arguments):
-    return CliRunner().invoke(app, ["check-logprobs", *arguments])
+    return CliRunner().invoke(app, ["check", "logprobs", *arguments])
 
 
 def test_a_policy_and_an_engine_of_one_model_are_consistent(config, tmp_path):
@@ -98,7 +98,7 @@ def test_the_number_that_fails_is_named_and_the_exit_code_is_1(config):
 
 def test_a_policy_that_scores_with_a_perturbed_tensor_fails(config, tmp_path):
     (tmp_path / "perturbed_policy.py").write_text(PERTURBED)
-    result = rlcore("check-logprobs", config, IN_PROCESS, "--json", "policy.backend=perturbed_policy.PerturbedPolicy")
+    result = rlcore("check", "logprobs", config, IN_PROCESS, "--json", "policy.backend=perturbed_policy.PerturbedPolicy")
     assert result.returncode == 1, result.stderr
     report = json.loads(result.stdout)
     assert report["consistent"] is False
@@ -110,7 +110,7 @@ def test_a_policy_that_scores_with_a_perturbed_tensor_fails(config, tmp_path):
 def test_over_ray_the_json_is_alone_on_standard_output_and_no_process_is_left(config, tmp_path):
     mark = uuid.uuid4().hex
     bfloat16 = "policy.generation.hf_cfg.precision=bfloat16"
-    result = rlcore("check-logprobs", config, bfloat16, "--num-prompts", "7", "--json", environment={MARK: mark})
+    result = rlcore("check", "logprobs", config, bfloat16, "--num-prompts", "7", "--json", environment={MARK: mark})
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert (report["engine"], report["refit"], report["num_rows"]) == ("hf bfloat16", "shared_memory", 7)

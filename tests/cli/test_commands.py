@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from rlcore_cli.main import COMMANDS
+from rlcore_cli.check import CHECKS
+from rlcore_cli.main import ALIASES, COMMANDS
 
 
 def rlcore(*arguments):
@@ -25,10 +26,39 @@ def test_the_help_of_every_command_shows_an_example_on_a_line_of_its_own(command
     assert re.search(rf"^  Example:\n      rlcore {command}\b", result.stdout, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_is_where_the_table_says(command):
-    module, _, function = COMMANDS[command][0].partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
+@pytest.mark.parametrize("table", [COMMANDS, ALIASES, CHECKS])
+def test_the_functions_in_the_command_tables_exist(table):
+    for target, _ in table.values():
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("check", sorted(CHECKS))
+def test_the_help_of_every_check_shows_an_example(check):
+    result = rlcore("check", check, "--help")
+    assert result.returncode == 0, result.stderr
+    assert re.search(rf"^  Example:\n      rlcore check {check}\b", result.stdout, flags=re.MULTILINE)
+
+
+def test_check_lists_its_checks():
+    listed = rlcore("check", "--help").stdout
+    for check, (_, summary) in CHECKS.items():
+        assert re.search(rf"^  {check} +{re.escape(summary[:30])}", listed, flags=re.MULTILINE)
+
+
+def test_a_misspelt_check_suggests_the_nearest():
+    result = rlcore("check", "modle", "config.yaml")
+    assert result.returncode == 2
+    assert "No such command 'modle'. Did you mean 'model'?" in result.stderr
+
+
+@pytest.mark.parametrize(("alias", "check"), [("check-logprobs", "logprobs"), ("diagnose", "model")])
+def test_an_alias_runs_the_check_and_is_not_listed(alias, check):
+    of_alias, of_check = rlcore(alias, "--help"), rlcore("check", check, "--help")
+    assert of_alias.returncode == 0, of_alias.stderr
+    assert of_alias.stdout.partition("\n\n")[2] == of_check.stdout.partition("\n\n")[2]
+    assert COMMANDS["check"][1][:30] in (listed := rlcore("--help").stdout)
+    assert alias not in listed
 
 
 def test_the_list_of_commands_shows_each_with_its_line():
@@ -46,7 +76,7 @@ def test_a_misspelt_command_suggests_the_nearest():
 def test_a_file_in_the_place_of_a_command_is_a_forgotten_train():
     result = rlcore("config.yaml", "grpo.max_num_steps=3")
     assert result.returncode == 2
-    assert "No such command 'config.yaml'. To train by this file: rlcore train config.yaml\n" in result.stderr
+    assert "No such command 'config.yaml'. To train with this config: rlcore train config.yaml\n" in result.stderr
 
 
 @pytest.mark.parametrize(

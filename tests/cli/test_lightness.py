@@ -10,7 +10,15 @@ HEAVY = {"torch", "ray", "numpy", "transformers", "vllm", "megatron", "jax", "te
 
 @pytest.mark.parametrize(
     "arguments",
-    [["list-backends"], ["list-backends", "--all", "--json"], ["list-plugins"], ["doctor"], ["--help"], ["--version"]],
+    [
+        ["list-backends"],
+        ["list-backends", "--all", "--json"],
+        ["list-plugins"],
+        ["doctor"],
+        ["--help"],
+        ["--version"],
+        ["check", "--help"],
+    ],
 )
 def test_it_imports_none_of_the_heavy_libraries(arguments):
     result = subprocess.run(

@@ -93,7 +93,7 @@ def test_an_application_of_several_commands_is_a_group(acme):
 
 def test_a_name_of_ours_is_not_replaced_and_that_is_said(acme):
     assert acme.rlcore("doctor", "acme").stdout.startswith("acme  acme-rl 1.0  ready")
-    assert "warning: acme-rl 1.0 registers a command 'doctor'; rlcore's own is used" in acme.rlcore("--help").stderr
+    assert "warning: acme-rl 1.0 registers a command 'doctor'; the built-in command is used" in acme.rlcore("--help").stderr
 
 
 def test_a_misspelt_name_suggests_it(acme):

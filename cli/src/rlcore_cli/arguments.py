@@ -1,4 +1,4 @@
-"""The arguments that several commands share, each worded once; it reads none of them."""
+"""Arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", show_default=False)]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE", help="key=value to change a key of the file, ++key=value to add one.", show_default=False
+        metavar="KEY=VALUE", help="key=value overrides a key of the file; ++key=value adds one.", show_default=False
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

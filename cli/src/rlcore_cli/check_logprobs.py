@@ -1,4 +1,4 @@
-"""`rlcore check-logprobs`: samples with a config's engine, scores with its policy, and says whether they agree."""
+"""`rlcore check logprobs`: samples with the engine of a config, scores the samples with its policy and compares the two."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
 def check_logprobs(
     config: Config,
     overrides: Overrides = None,
-    threshold: Annotated[float, typer.Option(help="Most exp(mean |d|) that counts as consistent.")] = 1.05,
-    num_prompts: Annotated[int, typer.Option(help="Take the first so many prompts of the training data.", min=1)] = 32,
+    threshold: Annotated[float, typer.Option(help="Largest exp(mean |d|) that passes the check.")] = 1.05,
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts, taken from the start of the training data.", min=1)] = 32,
     as_json: AsJson = False,
 ) -> None:
-    """Check that policy and generation backend give the same tokens the same probabilities.
+    """Check that policy and generation backend agree on log-probabilities.
 
-    The config's own two backends are started, the weights brought over once and proven. d is log p of the policy minus log p
-    of the engine, at every token that the engine samples. docs/validation.md says what the numbers mean and what is usual.
+    Starts both backends of the config and synchronizes and verifies the weights once. d is the log-probability under the policy
+    minus that under the engine, for every token that the engine samples. See docs/validation.md for the meaning of the numbers
+    and typical values.
 
-    The exit code is 0 where they are consistent, 1 where they are not, 2 for a mistake in the config.
+    Exit code: 0 if they agree, 1 if they do not, 2 for an error in the config.
 
     Example:
-        rlcore check-logprobs config.yaml
-        rlcore check-logprobs config.yaml policy.precision=bfloat16 --num-prompts 128
-        rlcore check-logprobs config.yaml --threshold 1.001 --json
+        rlcore check logprobs config.yaml
+        rlcore check logprobs config.yaml policy.precision=bfloat16 --num-prompts 128
+        rlcore check logprobs config.yaml --threshold 1.001 --json
     """
     prepare_process()
-    # Workers' words go to standard output as well, and must not come between a program and its JSON.
+    # Workers print to standard output too; with --json it must contain the JSON only.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         from rl_core.assembly.examine import agreement_of
         from rl_core.assembly.pair import plan_pair
@@ -52,13 +53,13 @@ def check_logprobs(
     else:
         _print_head(agreement, _backends(pair, precision), pair)
         _print_numbers(agreement, plan, threshold)
-        _print_verdict(failures)
+        _print_status(failures)
     if failures:
         raise typer.Exit(1)
 
 
 def prepare_process() -> None:
-    """What has to be so before torch is loaded, as in `rlcore train`."""
+    """Sets the environment variables that must be set before torch is imported, as `rlcore train` does."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -71,7 +72,7 @@ def _backends(pair: Pair, precision: str) -> dict[str, str]:
 def _print_head(agreement: LogProbabilityAgreement, backends: dict[str, str], pair: Pair) -> None:
     engine = pair.config.policy.generation
     assert engine is not None
-    print(f"policy {backends['policy']}, engine {backends['engine']}; weights by {pair.refit}, proven")
+    print(f"policy {backends['policy']}, engine {backends['engine']}; weights synchronized by {pair.refit} and verified")
     print(f"{agreement.num_tokens} tokens of {agreement.num_rows} completions at temperature {engine.temperature:g}\n")
 
 
@@ -83,10 +84,10 @@ def _print_numbers(agreement: LogProbabilityAgreement, plan: PairPlan, threshold
     where = f"row {worst.row}, position {worst.position}, token {worst.token_id} {text!r}"
     rows = [
         ["mean |d|", f"{agreement.mean_abs_difference:.3e}", "nats"],
-        ["exp(mean |d|)", f"{agreement.multiplicative_error:.6f}", f"{threshold:g} is allowed"],
-        ["mean d", f"{agreement.mean_difference:+.3e}", "nats; a bias shows here"],
+        ["exp(mean |d|)", f"{agreement.multiplicative_error:.6f}", f"limit {threshold:g}"],
+        ["mean d", f"{agreement.mean_difference:+.3e}", "nats; a bias appears here"],
         ["max |d|", f"{agreement.max_abs_difference:.3e}", f"nats; {where}"],
-        ["KL (k3)", f"{agreement.kl:.3e}", "nats a token"],
+        ["KL (k3)", f"{agreement.kl:.3e}", "nats per token"],
     ]
     rows += [[f"|d|, {100 * share:g} %", f"{value:.3e}", "nats; quantile"] for share, value in agreement.quantiles.items()]
     rows += [[f"|d| > {limit:g}", f"{share:.3%}", "of the tokens"] for limit, share in agreement.share_beyond.items()]
@@ -99,12 +100,12 @@ def _print_numbers(agreement: LogProbabilityAgreement, plan: PairPlan, threshold
     print_table(table)
 
 
-def _print_verdict(failures: list[str]) -> None:
+def _print_status(failures: list[str]) -> None:
     if not failures:
         print("\nconsistent")
         return
     print("\nnot consistent: " + "; ".join(failures))
-    print("docs/validation.md says what is usual, and what usually is behind a difference")
+    print("See docs/validation.md for typical values and common causes of a difference.")
 
 
 def _as_json(
@@ -112,12 +113,12 @@ def _as_json(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    verdict = {"consistent": not failures, "failures": failures, "threshold": threshold}
-    return {**verdict, **backends, **plain(asdict(agreement))}
+    status = {"consistent": not failures, "failures": failures, "threshold": threshold}
+    return {**status, **backends, **plain(asdict(agreement))}
 
 
 def plain(value: Any) -> Any:
-    """The same as strict JSON can say it: null for what is no finite number, text for keys."""
+    """The value as strict JSON: numbers that are not finite become null, keys become strings."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`rlcore diagnose`: looks a config's model, tokenizer and backends over before a run, and says what to do. Mends nothing."""
+"""`rlcore check model`: checks the model, tokenizer and backends of a config before a run and suggests fixes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _WIDTH = 120
 def diagnose(
     config: Config,
     overrides: Overrides = None,
-    num_prompts: Annotated[int, typer.Option(help="Take the first so many prompts of the training data.", min=1)] = 8,
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts, taken from the start of the training data.", min=1)] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Diagnose model, tokenizer and backends: template, embeddings, longest rows, decoding against prefill.
+    """Check model, tokenizer and backends: chat template, embeddings, longest rows, decoding against prefill.
 
-    Each diagnosis is ok, a warning or failed, with what was found, why it matters and what to do. The exit code is 1 where
-    any has failed, 2 for a mistake in the config.
+    Each check is ok, a warning or failed, and shows what was found, why it matters and what to do. Exit code: 1 if a check
+    failed, 2 for an error in the config.
 
     Example:
-        rlcore diagnose config.yaml
-        rlcore diagnose config.yaml policy.generation.max_new_tokens=512 --num-prompts 16
+        rlcore check model config.yaml
+        rlcore check model config.yaml policy.generation.max_new_tokens=512 --num-prompts 16
     """
     prepare_process()
     from rl_core.diagnostics import Verdict

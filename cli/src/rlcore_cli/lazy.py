@@ -1,4 +1,4 @@
-"""Commands that are imported when they are run, so that each costs the others nothing; it knows none of them by name."""
+"""Command groups that import a command only when it runs, so that no command slows down the others."""
 
 from __future__ import annotations
 
@@ -15,80 +15,53 @@ if TYPE_CHECKING:
 
 
 class LightCommand(TyperCommand):
-    """A command whose flags are read without pydantic, which takes as long to import as everything else together."""
+    """A command that parses its flags without pydantic, whose import takes as long as all others together."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        """The option `--help`; Typer coerces its missing default through pydantic, so it is given one."""
+        """The `--help` option, with a default: without one, Typer imports pydantic to convert it."""
         option = super().get_help_option(ctx)
         if option is not None:
             option.default = False
         return option
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words of the usage line; what must be given stands bare, not in Typer's braces."""
+        """The usage line, with required arguments written without Typer's braces."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
 
 class LazyCommand(TyperCommand):
-    """A command that is a name and a line of help until it is run.
+    """A command that consists of a name and a help line until it runs.
 
     Args:
         name: The command's name.
         load: Imports and returns its function, or its `typer.Typer` application.
-        summary: The line that the list of commands shows.
+        summary: Its line in the list of commands.
+        hidden: Leave it out of the list of commands.
     """
 
-    def __init__(self, name: str, load: Callable[[], Any], *, summary: str) -> None:
-        super().__init__(name, help=summary, short_help=summary, rich_markup_mode=None)
+    def __init__(self, name: str, load: Callable[[], Any], *, summary: str, hidden: bool = False) -> None:
+        super().__init__(name, help=summary, short_help=summary, hidden=hidden, rich_markup_mode=None)
         self._load = load
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        """The context of the real command, imported here: this is the first moment at which it is needed."""
+        """The context of the real command, which is imported here, when it is first needed."""
         return _build_command(str(self.name), self._load()).make_context(info_name, args, parent=parent, **extra)
 
 
 class LazyGroup(TyperGroup):
-    """A group of lazy commands: its own, and those that plugins register.
+    """A group of lazy commands.
 
-    The plugins are asked only for `--help` and for a name that is not the group's own.
+    Subclasses set `builtin` and `aliases`: import path and help line by command name. Aliases are not listed.
     """
 
     builtin: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    aliases: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __init__(self, **settings: Any) -> None:
         settings["help"] = with_literal_examples(settings.get("help") or "")
         super().__init__(**settings)
-        self._registry: Registry | None = None
-        for name, (target, summary) in self.builtin.items():
-            self.add_command(LazyCommand(name, _importer(target), summary=summary))
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """The names of all commands: the group's own, then those of plugins."""
-        for registration in self._registry_with_commands().manager.registrations:
-            if registration.kind == "command" and registration.component.name in self.builtin:
-                print(
-                    f"warning: {registration.plugin.label} registers a command {registration.component.name!r}; "
-                    "rlcore's own is used",
-                    file=sys.stderr,
-                )
-        return super().list_commands(ctx)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this name, or None, for which Typer has its own words and a suggestion.
-
-        Raises:
-            PluginError: A plugin that is broken, disabled, or known and not installed would bring it.
-        """
-        from rl_core.errors import UnknownComponentError, WrongKindError
-        from rl_core.plugins.component import is_path
-
-        # `rlcore config.yaml` is a forgotten `train`, not the path of a class.
-        if cmd_name not in self.commands and not cmd_name.startswith("-") and not is_path(cmd_name):
-            try:
-                self._registry_with_commands().find("command", cmd_name)
-            except (UnknownComponentError, WrongKindError):
-                return None
-        return super().get_command(ctx, cmd_name)
+        for name, (target, summary) in (*self.builtin.items(), *self.aliases.items()):
+            self.add_command(LazyCommand(name, _importer(target), summary=summary, hidden=name in self.aliases))
 
     def get_help_option(self, ctx: Any) -> Any:
         """As `LightCommand.get_help_option`."""
@@ -97,6 +70,46 @@ class LazyGroup(TyperGroup):
             option.default = False
         return option
 
+
+class PluginGroup(LazyGroup):
+    """A lazy group that also has the commands of plugins.
+
+    Plugins are discovered only for `--help` and for a name that is not built in.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._own = frozenset(self.commands)
+        self._registry: Registry | None = None
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands: the built-in ones, then those of plugins."""
+        for registration in self._registry_with_commands().manager.registrations:
+            if registration.kind == "command" and registration.component.name in self._own:
+                print(
+                    f"warning: {registration.plugin.label} registers a command {registration.component.name!r}; "
+                    "the built-in command is used",
+                    file=sys.stderr,
+                )
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name, or None; Typer then prints an error with a suggestion.
+
+        Raises:
+            PluginError: The command belongs to a plugin that is broken, disabled, or known but not installed.
+        """
+        from rl_core.errors import UnknownComponentError, WrongKindError
+        from rl_core.plugins.component import is_path
+
+        # `rlcore config.yaml` is a forgotten `train`, not the import path of a class.
+        if cmd_name not in self.commands and not cmd_name.startswith("-") and not is_path(cmd_name):
+            try:
+                self._registry_with_commands().find("command", cmd_name)
+            except (UnknownComponentError, WrongKindError):
+                return None
+        return super().get_command(ctx, cmd_name)
+
     def _registry_with_commands(self) -> Registry:
         from rl_core.plugins.manager import discover
         from rl_core.plugins.registry import Registry
@@ -104,15 +117,15 @@ class LazyGroup(TyperGroup):
         if self._registry is None:
             self._registry = Registry(discover())
             for component in self._registry.all("command"):
-                if component.name not in self.builtin:
+                if component.name not in self._own:
                     load = _finder(self._registry, component.name)
                     self.add_command(LazyCommand(component.name, load, summary=component.summary))
         return self._registry
 
 
 def with_literal_examples(text: str) -> str:
-    """Help text in which everything from `Example:` on keeps its lines; Typer would join them into a paragraph."""
-    return text.replace("\nExample:\n", "\n\b\nExample:\n")
+    """Help text that keeps its line breaks from `Example:` on; Typer would join the lines into a paragraph."""
+    return text.replace("\b\nExample:\n", "Example:\n").replace("\nExample:\n", "\n\b\nExample:\n")
 
 
 def _build_command(name: str, target: Any) -> Any:

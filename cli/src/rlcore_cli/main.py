@@ -1,7 +1,7 @@
-"""The `rlcore` command: its list of commands, and how errors reach the terminal. It imports no command before it is run.
+"""The `rlcore` command: its subcommands and error handling. Subcommands are imported when they run.
 
-To add a command: write `rlcore_cli/NAME.py` with a function whose arguments carry Typer's annotations and whose docstring
-ends with an `Example:`, and add one line to `COMMANDS`.
+To add a command: write `rlcore_cli/NAME.py` with a function that has Typer annotations and a docstring that ends with an
+`Example:` section, and add one line to `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -15,38 +15,46 @@ from typing import Annotated, Any
 import typer
 
 from rl_core.errors import PluginHookError, RLCoreError, RunInterrupted
-from rlcore_cli.lazy import LazyGroup
+from rlcore_cli.lazy import PluginGroup
 
 COMMANDS = {
-    "train": ("rlcore_cli.train:train", "Train by a config, from its last checkpoint if there is one."),
-    "eval": ("rlcore_cli.eval:evaluate", "Ask a model or a checkpoint the validation data: pass@k, cons@k, rewards."),
-    "report": ("rlcore_cli.report.command:report", "One page of HTML about a run: curves, rollouts, config, how it ended."),
-    "compare": ("rlcore_cli.compare.command:compare", "Runs against each other: curves, configs, final and best values."),
-    "validate": ("rlcore_cli.validate:validate", "Check a config; every mistake with its line."),
-    "import-config": ("rlcore_cli.import_config:import_config", "A config of NeMo RL as ours, and what became of each key."),
-    "explain": ("rlcore_cli.explain:explain", "What a key of the config means, holds and may hold."),
-    "schema": ("rlcore_cli.schema:schema", "The JSON schema of configs, for editors."),
-    "check-logprobs": ("rlcore_cli.check_logprobs:check_logprobs", "Do policy and engine agree on probabilities?"),
-    "convert": ("rlcore_cli.convert:convert", "A checkpoint as a folder that others load; adapters alone, or merged."),
-    "diagnose": ("rlcore_cli.diagnose:diagnose", "Look model, tokenizer and backends over before a run."),
-    "list-backends": ("rlcore_cli.listing:list_backends", "What a config can name, and whether it is ready."),
-    "list-plugins": ("rlcore_cli.listing:list_plugins", "The installed plugins, what they register, how they fare."),
-    "doctor": ("rlcore_cli.doctor:doctor", "Why a plugin does not work: requirements, import, traceback."),
+    "train": ("rlcore_cli.train:train", "Train with a config, resuming from its last checkpoint if any."),
+    "eval": ("rlcore_cli.eval:evaluate", "Evaluate a model or checkpoint on the validation data."),
+    "report": ("rlcore_cli.report.command:report", "Write an HTML report of a run: curves, rollouts, config."),
+    "compare": ("rlcore_cli.compare.command:compare", "Compare runs: curves, configs, final and best values."),
+    "validate": ("rlcore_cli.validate:validate", "Check a config and report every error with its line."),
+    "check": ("rlcore_cli.check:app", "Check model, tokenizer and backends by running them."),
+    "doctor": ("rlcore_cli.doctor:doctor", "Check the installation: plugins, requirements, open ports."),
+    "explain": ("rlcore_cli.explain:explain", "Explain a config key: meaning, allowed values, default."),
+    "schema": ("rlcore_cli.schema:schema", "Write the JSON schema of config files, for editors."),
+    "convert": ("rlcore_cli.convert:convert", "Convert a checkpoint to Hugging Face format."),
+    "import-config": (
+        "rlcore_cli.import_config:import_config",
+        "Convert a NeMo RL config and report what happened to each key.",
+    ),
+    "list-backends": ("rlcore_cli.listing:list_backends", "List policy and generation backends and their status."),
+    "list-plugins": ("rlcore_cli.listing:list_plugins", "List installed plugins, their components and status."),
 }
-"""Command name: where its function is, and the line that `rlcore --help` shows."""
+"""Command name: import path of its function or application, and its line in `rlcore --help`."""
+ALIASES = {
+    "check-logprobs": ("rlcore_cli.check_logprobs:check_logprobs", "Alias of `rlcore check logprobs`."),
+    "diagnose": ("rlcore_cli.diagnose:diagnose", "Alias of `rlcore check model`."),
+}
+"""Commands that work but are not listed in `rlcore --help`."""
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, the same as in shells."""
 
 
-class Commands(LazyGroup):
-    """The commands of this distribution, and those that plugins add."""
+class Commands(PluginGroup):
+    """The built-in commands and those of plugins."""
 
     builtin = COMMANDS
+    aliases = ALIASES
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """As in every lazy group; a config in the place of a command is a forgotten `train`."""
+        """The command; a config file instead of a command is an error that suggests `rlcore train`."""
         if cmd_name.endswith((".yaml", ".yml")):
-            ctx.fail(f"No such command {cmd_name!r}. To train by this file: rlcore train {cmd_name}")
+            ctx.fail(f"No such command {cmd_name!r}. To train with this config: rlcore train {cmd_name}")
         return super().get_command(ctx, cmd_name)
 
 
@@ -72,34 +80,34 @@ def _print_versions(wanted: bool) -> None:
 def rlcore(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions and stop."),
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions and exit."),
     ] = False,
 ) -> None:
-    """Post-training of language models by reinforcement learning, from one YAML file.
+    """RL post-training of language models from one YAML file.
 
     Example:
         rlcore list-backends
         rlcore train config.yaml
     """
-    # What a config names by a dotted path may lie in the working directory, as with `python -m`.
+    # Import paths in a config can refer to modules in the working directory, as with `python -m`.
     sys.path.insert(0, os.getcwd())
 
 
 def main() -> None:
     """Runs the command line; never returns.
 
-    Exit codes: 0 done, 2 a mistake in what the user gave, 1 a run that broke. A run that was asked to stop: 130 by Ctrl-C, 143
-    by SIGTERM, 129 by SIGHUP, 124 by `checkpointing.max_time`. An error that rlcore explains is printed without a traceback;
-    any other keeps its own, and so does what a plugin's event hook raised.
+    Exit codes: 0 success, 1 failed run or check, 2 user error. A run that is stopped exits with 130 (Ctrl-C), 143 (SIGTERM),
+    129 (SIGHUP) or 124 (`checkpointing.max_time`). Errors of rlcore are printed without a traceback; unexpected exceptions and
+    exceptions from event hooks of plugins are printed with one.
     """
     try:
         app()
     except RLCoreError as error:
         if isinstance(error, PluginHookError):
-            # The author of the hook needs its traceback, and the user that of the run's own error, if one came before.
+            # The author of the hook needs its traceback. It includes the run's own error if one came before.
             traceback.print_exception(error.__cause__)
-        # An interrupt is what the user asked for, and no error.
-        with suppress(OSError):  # the terminal may be gone, which may be why
+        # An interrupt was requested by the user and is not an error.
+        with suppress(OSError):  # the terminal may be closed
             print(error if isinstance(error, RunInterrupted) else f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
 """Checks that the sections of a config are used by a run of it; imports no torch.
 
-Only training is checked: `rlcore eval` and `rlcore diagnose` use sections that training does not.
+Only training is checked: `rlcore eval` and `rlcore check model` use sections that training does not.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def check_engine_against_policy(
             verdict=Verdict.FAILED,
             found="; ".join(failures),
             why=_WHY,
-            remedy="`rlcore check-logprobs` shows where the tokens are; docs/validation.md says what usually is behind it.",
+            remedy="`rlcore check logprobs` shows where the tokens are; docs/validation.md says what usually is behind it.",
             details=details,
         )
     return Diagnosis(

@@ -203,7 +203,7 @@ class Canary:
             f"at position {place} of row {row} has {float(found.output['logprobs'][row, place]):.4f} in the engine and "
             f"{float(found.scored[row, place]):.4f} in the policy. The engine computes with an older copy of a weight, samples "
             "from another distribution than the policy scores, or rounds much more than the policy. "
-            "`rlcore check-logprobs` shows where they differ. If this difference is acceptable for training, set "
+            "`rlcore check logprobs` shows where they differ. If this difference is acceptable for training, set "
             "policy.generation.canary_tolerance."
         )
 

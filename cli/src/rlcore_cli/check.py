@@ -1,0 +1,44 @@
+"""`rlcore check`: the checks that start parts of a run."""
+
+from __future__ import annotations
+
+import typer
+
+from rlcore_cli.lazy import LazyGroup
+
+CHECKS = {
+    "logprobs": (
+        "rlcore_cli.check_logprobs:check_logprobs",
+        "Compare the log-probabilities of policy and generation backend.",
+    ),
+    "model": ("rlcore_cli.diagnose:diagnose", "Check model, tokenizer and backends before a run."),
+}
+"""Check name: import path of its function, and its line in `rlcore check --help`."""
+
+
+class Checks(LazyGroup):
+    """The checks."""
+
+    builtin = CHECKS
+
+
+app = typer.Typer(
+    cls=Checks,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+
+@app.callback()
+def check() -> None:
+    """Check policy, generation backend, model and tokenizer of a config by running them.
+
+    `rlcore validate` checks a config without running anything, and `rlcore doctor` checks the installation. Aliases:
+    `rlcore check-logprobs` for `rlcore check logprobs`, `rlcore diagnose` for `rlcore check model`.
+
+    Example:
+        rlcore check logprobs config.yaml
+        rlcore check model config.yaml
+    """
