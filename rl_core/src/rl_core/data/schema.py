@@ -1,6 +1,6 @@
-"""Every batch key, once: shape, dtype, unit, padding and who writes it; knows no algorithm and no backend.
+"""Table of all batch keys: shape, dtype, unit, padding and writer. It does not depend on an algorithm or a backend.
 
-`python -m rl_core.data.schema` prints the table as Markdown; `docs/batch_keys.md` is that text.
+`python -m rl_core.data.schema` prints the table as Markdown, which is `docs/batch_keys.md`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from rl_core.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class KeySpec:
-    """What one batch key holds.
+    """Specification of one batch key.
 
     Attributes:
         name: The key.
-        shape: Its axes, from B (rows), T (tokens) and K (candidates); a list column says `[B]`.
+        shape: Its axes, from B (rows), T (tokens) and K (candidates); `[B]` for a list column.
         dtype: The name of a torch dtype, or `list` for a column of Python objects.
-        unit: What one number counts or measures; empty where it is a mere object.
-        padding: What stands beyond a row's end (right padding); None for a column without a token axis.
-        written_by: The room or part that puts it there.
-        meaning: One line.
-        holds_tokens: Whether it holds token ids, so that a batch for a model pads it with the tokenizer's id.
+        unit: Unit of the numbers; empty for other objects.
+        padding: Value after the end of a row (right padding); None for a column without a token axis.
+        written_by: Module or component that writes the column.
+        meaning: One-line description.
+        holds_tokens: Whether it holds token ids, which a batch for a model pads with the tokenizer's padding id.
     """
 
     name: str
@@ -73,25 +73,25 @@ def _rows(name: str, dtype: str, unit: str, written_by: str, meaning: str) -> Ke
 _NATS = "nats"
 _ID = "token id"
 _TABLE = (
-    _tokens("input_ids", "int64", _ID, "data, rollouts", "Tokens that a model reads.", holds_tokens=True),
-    _rows("input_lengths", "int64", "tokens", "data, rollouts", "Tokens of the row without padding."),
+    _tokens("input_ids", "int64", _ID, "data, rollouts", "Input tokens of the model.", holds_tokens=True),
+    _rows("input_lengths", "int64", "tokens", "data, rollouts", "Number of tokens in the row, without padding."),
     _tokens(
         "attention_mask",
         "int64",
         "",
-        "callers from outside",
-        "1 on tokens; accepted at the door only, where it becomes `input_lengths`.",
+        "external callers",
+        "1 on tokens, 0 on padding. Accepted only by public entry points, which convert it to `input_lengths`.",
     ),
-    _tokens("token_mask", "float32", "", "rollouts, data", "1 on the tokens that are trained, else 0."),
-    _rows("sample_mask", "float32", "", "rollouts, data", "0 drops the row from every loss and count."),
-    _tokens("advantages", "float32", "reward", "algorithms", "What each trained token is worth."),
+    _tokens("token_mask", "float32", "", "rollouts, data", "1 on trained tokens, else 0."),
+    _rows("sample_mask", "float32", "", "rollouts, data", "0 excludes the row from every loss and count."),
+    _tokens("advantages", "float32", "reward", "algorithms", "Advantage of each trained token."),
     _tokens("prev_logprobs", "float32", _NATS, "policy", "Log-probs under the policy before this step."),
-    _tokens("generation_logprobs", "float32", _NATS, "generation", "Log-probs that the sampler reported."),
-    _tokens("reference_policy_logprobs", "float32", _NATS, "policy", "Log-probs under the frozen copy."),
-    _tokens("logprobs", "float32", _NATS, "policy, generation", "Log-probs, as they come from a backend."),
-    _tokens("reference_logprobs", "float32", _NATS, "policy", "Reference log-probs, as a backend returns them."),
-    _per_candidate("topk_token_ids", "int64", _ID, "policy", "The K likeliest tokens at each place, the likeliest first."),
-    _per_candidate("topk_logprobs", "float32", _NATS, "policy", "Their log-probs, as they come from a backend."),
+    _tokens("generation_logprobs", "float32", _NATS, "generation", "Log-probs reported by the sampler."),
+    _tokens("reference_policy_logprobs", "float32", _NATS, "policy", "Log-probs under the frozen reference policy."),
+    _tokens("logprobs", "float32", _NATS, "policy, generation", "Log-probs, as returned by a backend."),
+    _tokens("reference_logprobs", "float32", _NATS, "policy", "Reference log-probs, as returned by a backend."),
+    _per_candidate("topk_token_ids", "int64", _ID, "policy", "The K most likely tokens at each position, in descending order."),
+    _per_candidate("topk_logprobs", "float32", _NATS, "policy", "Their log-probs, as returned by a backend."),
     _tokens("teacher_logprobs", "float32", _NATS, "algorithms", "Log-probs under the teacher."),
     _per_candidate("teacher_topk_token_ids", "int64", _ID, "algorithms", "`topk_token_ids` of the teacher."),
     _per_candidate("teacher_topk_logprobs", "float32", _NATS, "algorithms", "`topk_logprobs` of the teacher."),
@@ -100,37 +100,37 @@ _TABLE = (
         "float32",
         _NATS,
         "policy",
-        "Log-probs of the tokens that a loss names (`candidates_key`), with their gradient; 0.0 where none is trained.",
+        "Log-probs, with gradient, of the tokens named by a loss (`candidates_key`); 0.0 at untrained positions.",
     ),
-    _rows("margins", "float32", "reward", "data", "By how much the chosen row of a pair should lead; both rows say it."),
-    _tokens("values", "float32", "reward", "value model", "What the scalar head says after each token."),
-    _tokens("prev_values", "float32", "reward", "value model", "The same before this step."),
-    _tokens("returns", "float32", "reward", "algorithms", "What the scalar head should say after each token."),
-    _tokens("output_ids", "int64", _ID, "generation", "Prompt and completion.", holds_tokens=True),
-    _rows("generation_lengths", "int64", "tokens", "generation", "Tokens of the completion."),
-    _rows("unpadded_sequence_lengths", "int64", "tokens", "generation", "Prompt and completion together."),
-    _rows("truncated", "bool", "", "generation", "True where a length limit ended the completion."),
-    _rows("weight_version", "int64", "optimizer steps", "generation", "The weights that sampled the row."),
-    _rows("rewards", "float32", "reward", "environments", "What the environment gave for the sample, shaped by the algorithm."),
-    _rows("reward_parts", "list", "reward", "environments", "dict: the named rewards that `rewards` is the sum of."),
-    _tokens("token_penalties", "float32", "reward", "algorithms", "What each token costs: the KL, where it is in the reward."),
-    _rows("group_ids", "int64", "", "rollouts", "Samples of one prompt share it."),
-    _rows("sample_seeds", "int64", "", "rollouts", "The seed that the sample's randomness starts from."),
-    _rows("stop_strings", "list", "", "data, environments", "list[str] or None: texts that end a completion."),
+    _rows("margins", "float32", "reward", "data", "Required score margin of a pair's chosen row; the same in both rows."),
+    _tokens("values", "float32", "reward", "value model", "Output of the scalar head after each token."),
+    _tokens("prev_values", "float32", "reward", "value model", "`values` before this step."),
+    _tokens("returns", "float32", "reward", "algorithms", "Target of the scalar head after each token."),
+    _tokens("output_ids", "int64", _ID, "generation", "Prompt and completion tokens.", holds_tokens=True),
+    _rows("generation_lengths", "int64", "tokens", "generation", "Number of completion tokens."),
+    _rows("unpadded_sequence_lengths", "int64", "tokens", "generation", "Number of prompt and completion tokens."),
+    _rows("truncated", "bool", "", "generation", "True if a length limit ended the completion."),
+    _rows("weight_version", "int64", "optimizer steps", "generation", "Version of the weights that sampled the row."),
+    _rows("rewards", "float32", "reward", "environments", "Reward from the environment, after the algorithm's shaping."),
+    _rows("reward_parts", "list", "reward", "environments", "dict: named rewards; `rewards` is their sum."),
+    _tokens("token_penalties", "float32", "reward", "algorithms", "Penalty of each token: the KL, if it is in the reward."),
+    _rows("group_ids", "int64", "", "rollouts", "Group id, shared by the samples of one prompt."),
+    _rows("sample_seeds", "int64", "", "rollouts", "Random seed of the sample."),
+    _rows("stop_strings", "list", "", "data, environments", "list[str] or None: strings that end a completion."),
     _rows("message_log", "list", "", "data, rollouts", "list of {role, content, token_ids, ...}."),
-    _rows("task_name", "list", "", "data", "str: which environment answers and scores."),
-    _rows("extra_env_info", "list", "", "data, environments", "dict: what the environment knows of the row."),
-    _rows("idx", "list", "", "data", "int: the row's place in its dataset."),
-    _rows("length", "int64", "tokens", "data", "Tokens of the prompt's message log."),
-    _rows("loss_multiplier", "float32", "", "data", "0 where the row must not be trained on; → `sample_mask`."),
-    _tokens("token_ids", "int64", _ID, "data", "A flattened message log's tokens.", holds_tokens=True),
-    _tokens("token_loss_mask", "float32", "", "data", "1 on the roles that are trained; → `token_mask`."),
+    _rows("task_name", "list", "", "data", "str: name of the environment that responds and scores."),
+    _rows("extra_env_info", "list", "", "data, environments", "dict: the environment's data for the row."),
+    _rows("idx", "list", "", "data", "int: index of the row in its dataset."),
+    _rows("length", "int64", "tokens", "data", "Number of tokens in the prompt's message log."),
+    _rows("loss_multiplier", "float32", "", "data", "0 if the row must not be trained on; becomes `sample_mask`."),
+    _tokens("token_ids", "int64", _ID, "data", "Tokens of a flattened message log.", holds_tokens=True),
+    _tokens("token_loss_mask", "float32", "", "data", "1 on tokens of trained roles; becomes `token_mask`."),
     _rows("message_log_chosen", "list", "", "data", "The conversation with the chosen answer, as `message_log`."),
     _rows("message_log_rejected", "list", "", "data", "The same with the rejected answer."),
-    _rows("length_chosen", "int64", "tokens", "data", "Tokens of the conversation with the chosen answer."),
+    _rows("length_chosen", "int64", "tokens", "data", "Number of tokens in the conversation with the chosen answer."),
     _rows("length_rejected", "int64", "tokens", "data", "The same with the rejected answer."),
-    _rows("role", "list", "", "data", "list[str]: the roles of a flattened message log."),
-    _rows("content", "list", "", "data", "list[str]: the texts of a flattened message log."),
+    _rows("role", "list", "", "data", "list[str]: roles of a flattened message log."),
+    _rows("content", "list", "", "data", "list[str]: texts of a flattened message log."),
 )
 
 SCHEMA: Mapping[str, KeySpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
@@ -140,7 +140,7 @@ PAD_VALUES: Mapping[str, int | float | bool] = MappingProxyType(
 
 
 def pad_value(key: str, *, pad_token_id: int = 0) -> int | float | bool:
-    """What lies beyond the end of a row in this column: 0 for a key that the table does not list.
+    """Padding value of a column; 0 for a key that is not in the table.
 
     Args:
         key: The batch key.
@@ -153,19 +153,20 @@ def pad_value(key: str, *, pad_token_id: int = 0) -> int | float | bool:
 
 
 def pad_values(*, pad_token_id: int) -> dict[str, int | float | bool]:
-    """The `pad_value_dict` for a model's batches: the table, token columns padded with the tokenizer's id."""
+    """The `pad_value_dict` for a model's batches: token columns are padded with the tokenizer's padding id."""
     return {key: pad_value(key, pad_token_id=pad_token_id) for key in PAD_VALUES}
 
 
 def check_batch(data: Mapping[str, Any], *, required: Iterable[str] = ()) -> None:
-    """Hold a batch to the table: every key of the table that is there, and that the required ones are.
+    """Check that required keys are present and that all known keys match the table.
 
     Args:
         data: The batch.
-        required: Keys that must be there. Those of shape [B, T] must also share one T.
+        required: Keys that must be present. Those of shape [B, T] must also have the same T.
 
     Raises:
-        DataError: A key is missing, or its kind, axes, dtype or size differ; names key, found and expected.
+        DataError: A key is missing, or its type, axes, dtype or size is wrong. The message names the key, what was found and
+            what was expected.
     """
     required = tuple(required)
     for key in required:
@@ -216,15 +217,16 @@ def _expected(key: str) -> str:
 
 
 def as_markdown() -> str:
-    """The table as the page `docs/batch_keys.md`."""
+    """The table as Markdown, the content of `docs/batch_keys.md`."""
     lines = [
         "# Batch keys",
         "",
-        "Made by `python -m rl_core.data.schema > docs/batch_keys.md`; a test holds it to the code.",
+        "Generated by `python -m rl_core.data.schema > docs/batch_keys.md`; a test checks that it is up to date.",
         "",
-        "B rows, T tokens, K candidates. Everything is right-padded. A per-token tensor at position t describes token t:",
-        "`logprobs[:, t]` = log p(token t | tokens before t), in nats; 0.0 at position 0 and on padding.",
-        "Columns of token ids are padded with the tokenizer's padding id where a batch is made for a model.",
+        "B is rows, T is tokens, K is candidates. Everything is right-padded.",
+        "A per-token tensor at position t describes token t: `logprobs[:, t]` = log p(token t | tokens before t), in nats;",
+        "it is 0.0 at position 0 and on padding.",
+        "In a batch for a model, columns of token ids are padded with the tokenizer's padding id.",
         "",
         "| key | shape | dtype | unit | padding | written by | meaning |",
         "|---|---|---|---|---|---|---|",
