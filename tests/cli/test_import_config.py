@@ -460,6 +460,14 @@ def test_switches_in_the_env_section_are_not_tasks(folder, tmp_path):
     load_config(tmp_path / "ours.yaml")
 
 
+def test_the_import_says_that_answers_of_mathematics_need_a_box_here(folder, tmp_path):
+    imported, _ = imported_with(folder, tmp_path, {})
+    [added] = [one for one in imported.added if one.key == "env.math.require_box"]
+    assert added.value is True
+    assert "without a box" in added.reason
+    assert load_config(tmp_path / "ours.yaml").run.env["math"].require_box
+
+
 def test_references_to_environment_variables_stay_references(folder, tmp_path, monkeypatch):
     monkeypatch.delenv("NO_SUCH_FOLDER", raising=False)
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")

@@ -207,8 +207,17 @@ def additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
                 yield Added(key=f"{at}.{key}", value=value, reason="what theirs reads unless told otherwise")
         if "path" not in implied and f"{at}.path" not in ours:
             yield Added(key=f"{at}.path", value=LEFT_OPEN, reason="left open: the file to read")
+    yield from _environments(theirs, ours)
+
+
+def _environments(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
     tasks = theirs.get("env")
     for task, section in tasks.items() if samples(theirs) and isinstance(tasks, Mapping) else ():
         # `env` also has switches (`should_use_...: false`), which are not tasks.
-        if isinstance(section, Mapping | None) and not any(key.startswith(f"env.{task}.") for key in ours):
+        if not isinstance(section, Mapping | None):
+            continue
+        if not any(key.startswith(f"env.{task}.") for key in ours):
             yield Added(key=f"env.{task}", value={}, reason="the task, with its defaults")
+        if ours.get(f"env.{task}.name", task) == "math":
+            reason = "NeMo RL also grades answers without a box; false does the same here, and pays for more wrong answers"
+            yield Added(key=f"env.{task}.require_box", value=True, reason=reason)
