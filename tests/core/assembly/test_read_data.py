@@ -178,9 +178,37 @@ def test_rows_that_cannot_be_tokenised_are_told_by_place_or_left_out_counted_and
     assert train.bad_rows.count == 2, "a second use of the same rows finds no new ones"
     strict = DataConfig(train=section(lines("rows", *(row for row in rows if row != "{")), **keys))
     train, _ = read_data(strict, registry)
-    loader = conversation_loader(train, run_of(strict), tokenizer, batch_size=7, shuffle=False)
     with pytest.raises(DataError, match=r"jsonl: .*rows\.jsonl:4: record 3 has 21 tokens"):
-        next(iter(loader))
+        conversation_loader(train, run_of(strict), tokenizer, batch_size=7, shuffle=False)
+
+
+def test_rows_that_are_too_long_are_found_before_the_first_step_among_the_rows_that_are_drawn_first(
+    lines, registry, tokenizer, caplog
+):
+    long = {"question": "1+2+3+4+5+6+7+8+9=", "answer": "45"}
+    rows = [*answered(sums(1, 40)), long, *answered(sums(2, 30)), long]
+    keys = {"output_key": None, "response_key": "answer"}
+
+    def load(most: int, shuffle: bool = False, **more):
+        data = DataConfig(train=section(lines("rows", *rows), **keys), check_rows=most, **more)
+        train, _ = read_data(data, registry)
+        return conversation_loader(train, run_of(data), tokenizer, batch_size=2, shuffle=shuffle)
+
+    with pytest.raises(DataError, match=r"(?s)2 of the first 72 rows.*rows\.jsonl:41: record 40 .*rows\.jsonl:72: record 71 "):
+        load(2000)
+    with pytest.raises(DataError, match=r"rows\.jsonl:41: record 40 has 21 tokens and 16 are allowed"):
+        load(41)
+    with caplog.at_level(logging.INFO, logger="rlcore"):
+        loader = load(40)
+        load(72, on_long_prompt="drop")
+    assert "checked the first 40 of 72 rows of jsonl" in caplog.text
+    assert "2 of the first 72 rows that are drawn from jsonl are too long and dropped" in caplog.text
+    assert loader.next_ordinal == 0
+    shuffled = load(0, shuffle=True).next_rows(72)
+    first = min(shuffled.index(40), shuffled.index(71))
+    load(first, shuffle=True)
+    with pytest.raises(DataError, match="has 21 tokens"):
+        load(first + 1, shuffle=True)
 
 
 def test_data_of_another_form_than_the_algorithm_wants_is_refused_before_anything_starts(lines, registry, tokenizer):

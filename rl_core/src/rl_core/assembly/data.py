@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from rl_core.assembly.late_errors import blaming
+from rl_core.assembly.row_checks import check_rows
 from rl_core.config.schema import DataConfig, DatasetConfig, RunConfig
 from rl_core.config.shorthands import with_prompt
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -268,7 +269,7 @@ def _loader(
             f"The dataset {source.name!r} has {len(rows)} records, and a step draws {batch_size}: "
             "draw fewer a step, or give it more data."
         )
-    return BatchedDataLoader(
+    loader = BatchedDataLoader(
         rows,
         batch_size=batch_size,
         shuffle=shuffle,
@@ -278,6 +279,10 @@ def _loader(
         mixture=mixture,
         fingerprint=_fingerprint(source),
     )
+    members = [source] if source.members is None else source.members.values()
+    if any(member.on_bad_row is OnBadRow.ERROR for member in members):  # of the others all rows were tokenized
+        check_rows(loader, source.name, most=run.data.check_rows)
+    return loader
 
 
 def _fingerprint(source: Source) -> str | None:

@@ -127,6 +127,8 @@ def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count:
         raise ConfigError("data.train names no data to take prompts from. Add `data: {train: {dataset_name: ...}}`.")
     if count < 1:
         raise ConfigError(f"{count} prompts were asked for: take at least 1.")
+    # Only these prompts are used, so no later row is checked.
+    config = config.model_copy(update={"data": config.data.model_copy(update={"check_rows": 0})})
     loader = prompt_loader(train, config, tokenizer, batch_size=count, shuffle=False)
     first: BatchedDataDict[Any] = next(iter(loader))
     kept = [row for row in range(first.size) if float(first["loss_multiplier"][row]) > 0]

@@ -151,6 +151,10 @@ class DataConfig(Section):
     """Most tokens of a prompt; the policy's `max_total_sequence_length` less one by default."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """What happens to a longer one; dropped ones are counted."""
+    check_rows: int = Field(default=2000, ge=0)
+    """Rows of the training data and of the validation data that are tokenized before the run starts, in the order in which they
+    are drawn. A row among them that is too long, or that the chat template cannot render, ends the run at once. 0 checks the
+    first row only."""
     shuffle: bool = True
     """See the training data in another order each epoch."""
 

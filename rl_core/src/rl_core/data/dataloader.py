@@ -155,6 +155,10 @@ class BatchedDataLoader:
         if len(self.dataset) - self._cursor < (self.batch_size if self.drop_last else 1):
             self._epoch, self._cursor = self._epoch + 1, 0
 
+    def next_rows(self, count: int) -> Sequence[int]:
+        """The numbers of the next `count` rows to be drawn, or of those that are left of the epoch."""
+        return self._order(self._epoch)[self._cursor : self._cursor + count]
+
     def _order(self, epoch: int) -> Sequence[int]:
         if self.mixture is not None:
             return self.mixture.order(seed=self.seed, epoch=epoch, shuffle=self.shuffle)
