@@ -99,7 +99,7 @@ def test_the_python_of_the_readme_runs_as_printed(monkeypatch, capsys):
 @pytest.mark.usefixtures("one_thread")
 def test_the_commands_of_the_readme_run_in_their_order(monkeypatch, tmp_path, capfd):
     text = (ROOT / "README.md").read_text()
-    [block] = re.findall(r"## A config\n\n```yaml\n(.*?)```", text, flags=re.DOTALL)
+    [block] = re.findall(r"## Configuration\n\n```yaml\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "readme.yaml").write_text(block)
     small = {
         "defaults": "readme.yaml",
