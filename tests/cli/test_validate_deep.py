@@ -86,3 +86,21 @@ def test_a_later_row_that_is_bad_is_found_by_the_deep_check_only(validate, tmp_p
     assert code == 2
     assert f"data.train: {rows}:5: the field 'rejected' is absent" in output
     assert re.search(r"run\.yaml:\d+:\d+: data\.train: ", output)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "1+2=", "chosen": "3" * 20, "rejected": "4"}, "has 25 tokens and 16 are allowed"),
+        ('{"prompt": "1+2=", "chosen": ' + "9" * 5000 + ', "rejected": "4"}', "an integer of more than 4300 digits"),
+    ],
+    ids=["a row over the limit of tokens", "an integer too long for Python"],
+)
+def test_a_row_that_would_end_the_run_at_a_later_step_is_found_with_its_line(validate, tmp_path, row, says):
+    with (tmp_path / "pairs.jsonl").open("a") as file:
+        file.write((row if isinstance(row, str) else json.dumps(row)) + "\n")
+    code, printed = validate({}, "--deep")
+    assert code == 2
+    assert "pairs.jsonl:5" in printed
+    assert says in " ".join(printed.split())
+    assert "Traceback" not in printed
