@@ -1,8 +1,8 @@
-"""The hooks that a plugin may implement: what each is for, when it is called, where. It calls none of them.
+"""The hooks that a plugin may implement: the purpose of each, and when and where it is called. This module calls none of them.
 
-Noun hooks describe components and are called once, at discovery, in the process that runs the command; nothing else of
-their distribution is imported then. Event hooks tell of a run and are called in its driver process, never in a worker. A
-hook may name fewer arguments than its specification.
+Noun hooks return components and are called once, at discovery, in the process that runs the command; nothing else of
+their distribution is imported then. Event hooks report the progress of a run and are called in its driver process, never in
+a worker. A hook may declare fewer arguments than its specification.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ KIND_OF_HOOK = {
     "rlcore_weight_transports": Kind.WEIGHT_TRANSPORT,
     "rlcore_commands": Kind.COMMAND,
 }
-"""Every noun hook and the kind of the components that it returns."""
+"""Maps each noun hook to the kind of the components that it returns."""
 
 
 @hookspec
 def rlcore_policies() -> Iterable[Component]:
-    """The policy backends of a distribution: what trains a model.
+    """Policy backends of a distribution: they train a model.
 
     When: once, at discovery, in the process of the `rlcore` command.
     Return: components whose targets are subclasses of `rl_core.interfaces.policy.PolicyInterface`.
-    When it raises: the plugin is `failed` for that reason; others are untouched; naming its component is an error.
+    When it raises: the plugin gets the status `failed`; other plugins are not affected; using its components is an error.
 
     Example:
         >>> @hookimpl
@@ -63,11 +63,11 @@ def rlcore_policies() -> Iterable[Component]:
 
 @hookspec
 def rlcore_generations() -> Iterable[Component]:
-    """The generation backends of a distribution: what samples completions.
+    """Generation backends of a distribution: they sample completions.
 
     When: once, at discovery, in the process of the `rlcore` command.
     Return: components whose targets are subclasses of `rl_core.interfaces.generation.GenerationInterface`.
-    When it raises: the plugin is `failed` for that reason; others are untouched; naming its component is an error.
+    When it raises: the plugin gets the status `failed`; other plugins are not affected; using its components is an error.
 
     Example:
         >>> @hookimpl
@@ -87,11 +87,11 @@ def rlcore_generations() -> Iterable[Component]:
 
 @hookspec
 def rlcore_environments() -> Iterable[Component]:
-    """The environments of a distribution: what answers and scores.
+    """Environments of a distribution: they respond to rollouts and score them.
 
     When: once, at discovery, in the process of the `rlcore` command.
     Return: components whose targets are subclasses of `rl_core.interfaces.environment.EnvironmentInterface`.
-    When it raises: the plugin is `failed` for that reason; others are untouched; naming its component is an error.
+    When it raises: the plugin gets the status `failed`; other plugins are not affected; using its components is an error.
 
     Example:
         >>> @hookimpl
@@ -110,11 +110,12 @@ def rlcore_environments() -> Iterable[Component]:
 
 @hookspec
 def rlcore_algorithms() -> Iterable[Component]:
-    """The algorithms of a distribution: each a function that trains a run to its end.
+    """Algorithms of a distribution: functions that train a run to its end.
 
     When: once, at discovery, in the process of the `rlcore` command.
-    Return: components whose targets are functions `train(config, run)`; the name is that of the YAML section.
-    When it raises: the plugin is `failed` for that reason; others are untouched; naming its component is an error.
+    Return: components whose targets are functions `train(config, run)`; the component name is the name of
+        the YAML section.
+    When it raises: the plugin gets the status `failed`; other plugins are not affected; using its components is an error.
 
     Example:
         >>> @hookimpl
@@ -133,11 +134,11 @@ def rlcore_algorithms() -> Iterable[Component]:
 
 @hookspec
 def rlcore_losses() -> Iterable[Component]:
-    """The loss functions of a distribution.
+    """Loss functions of a distribution.
 
     When: once, at discovery, in the process of the `rlcore` command.
     Return: components whose targets are subclasses of `rl_core.interfaces.loss.LossFunction`.
-    When it raises: the plugin is `failed` for that reason; others are untouched; naming its component is an error.
+    When it raises: the plugin gets the status `failed`; other plugins are not affected; using its components is an error.
 
     Example:
         >>> @hookimpl
@@ -156,11 +157,11 @@ def rlcore_losses() -> Iterable[Component]:
 
 @hookspec
 def rlcore_datasets() -> Iterable[Component]:
-    """The datasets of a distribution: what prompts, conversations or preferences come from.
+    """Datasets of a distribution: sources of prompts, conversations or preferences.
 
     When: once, at discovery, in the process of the `rlcore` command.
-    Return: components whose targets follow `rl_core.interfaces.dataset`.
-    When it raises: the plugin is `failed` for that reason; others are untouched; naming its component is an error.
+    Return: components whose targets implement `rl_core.interfaces.dataset`.
+    When it raises: the plugin gets the status `failed`; other plugins are not affected; using its components is an error.
 
     Example:
         >>> @hookimpl
@@ -179,11 +180,11 @@ def rlcore_datasets() -> Iterable[Component]:
 
 @hookspec
 def rlcore_loggers() -> Iterable[Component]:
-    """The loggers of a distribution: where metrics and samples go.
+    """Loggers of a distribution: destinations of metrics and samples.
 
     When: once, at discovery, in the process of the `rlcore` command.
-    Return: components whose targets follow `rl_core.interfaces.logger`.
-    When it raises: the plugin is `failed` for that reason; others are untouched; naming its component is an error.
+    Return: components whose targets implement `rl_core.interfaces.logger`.
+    When it raises: the plugin gets the status `failed`; other plugins are not affected; using its components is an error.
 
     Example:
         >>> @hookimpl
@@ -195,11 +196,11 @@ def rlcore_loggers() -> Iterable[Component]:
 
 @hookspec
 def rlcore_weight_transports() -> Iterable[Component]:
-    """The ways in which a distribution brings a policy's weights to a generation backend.
+    """Weight transports of a distribution: they send a policy's weights to a generation backend.
 
     When: once, at discovery, in the process of the `rlcore` command.
-    Return: components whose targets follow `rl_core.interfaces.weights`.
-    When it raises: the plugin is `failed` for that reason; others are untouched; naming its component is an error.
+    Return: components whose targets implement `rl_core.interfaces.weights`.
+    When it raises: the plugin gets the status `failed`; other plugins are not affected; using its components is an error.
 
     Example:
         >>> @hookimpl
@@ -213,13 +214,13 @@ def rlcore_weight_transports() -> Iterable[Component]:
 
 @hookspec
 def rlcore_commands() -> Iterable[Component]:
-    """The commands that a distribution adds to `rlcore`.
+    """Commands that a distribution adds to `rlcore`.
 
-    When: once, at discovery, in the process of the `rlcore` command, for `rlcore --help` and for a name that is no
-        command of `rlcore` itself. The target is imported when the command is run, or asked for its own help.
-    Return: components whose targets are functions with Typer's annotations, or `typer.Typer` applications; a docstring
-        with an `Example:` is its help. No config.
-    When it raises: the plugin is `failed` for that reason; others are untouched; the command does not exist.
+    When: once, at discovery, in the process of the `rlcore` command, for `rlcore --help` and for a name that is not
+        a built-in command. The target is imported when the command or its help is requested.
+    Return: components whose targets are functions with Typer annotations, or `typer.Typer` applications; the docstring,
+        with an `Example:`, is the command's help. Commands have no config.
+    When it raises: the plugin gets the status `failed`; other plugins are not affected; the command does not exist.
 
     Example:
         >>> @hookimpl
@@ -231,35 +232,35 @@ def rlcore_commands() -> Iterable[Component]:
 
 @hookspec
 def rlcore_run_started(run: Run) -> None:
-    """Tells that a run is assembled.
+    """Called when a run is assembled.
 
     When: once, after assembly and before the first step, in the driver process.
     Return: nothing.
-    When it raises: the other plugins are told, then the run stops with an error that names the plugin and its
+    When it raises: the hooks of other plugins are still called, then the run stops with an error that names the plugin and its
         distribution.
 
     Args:
-        run: The assembled parts of the run; read them, do not change them.
+        run: The assembled run; read it, do not change it.
 
     Example:
         >>> @hookimpl
         ... def rlcore_run_started(run: Run) -> None:
-        ...     print("a run begins")
+        ...     print("run started")
     """
 
 
 @hookspec
 def rlcore_step_finished(run: Run, step: int, metrics: Mapping[str, float]) -> None:
-    """Tells that a step is over and its metrics are written.
+    """Called when a step is finished and its metrics are written.
 
     When: after each step, once its metrics are flushed, in the driver process; the next step waits for it.
     Return: nothing.
-    When it raises: the other plugins are told, then the run stops with an error that names the plugin and its
+    When it raises: the hooks of other plugins are still called, then the run stops with an error that names the plugin and its
         distribution.
 
     Args:
-        run: The assembled parts of the run.
-        step: The number of the finished step; the first is 1, and 0 is a validation before it.
+        run: The assembled run.
+        step: The number of the finished step; the first is 1, and 0 is the validation before it.
         metrics: The values of the step under the names of `metrics.jsonl`.
 
     Example:
@@ -271,16 +272,16 @@ def rlcore_step_finished(run: Run, step: int, metrics: Mapping[str, float]) -> N
 
 @hookspec
 def rlcore_run_finished(run: Run, error: BaseException | None) -> None:
-    """Tells that a run is over, however it ended.
+    """Called when a run is over, however it ended.
 
     When: once, at the end, also after an error or Ctrl-C, before the workers are shut down, in the driver process.
     Return: nothing.
-    When it raises: the other plugins are told, then the command fails with an error that names the plugin and its
-        distribution; an error of the run itself is shown above it.
+    When it raises: the hooks of other plugins are still called, then the command fails with an error that names the plugin and
+        its distribution; an error of the run itself is shown above it.
 
     Args:
-        run: The assembled parts of the run.
-        error: What ended the run early; None where it reached its end.
+        run: The assembled run.
+        error: The exception that ended the run early; None if it reached its end.
 
     Example:
         >>> @hookimpl
