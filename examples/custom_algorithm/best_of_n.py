@@ -1,14 +1,14 @@
-"""Best of N: sample N answers to each prompt, keep the best, and raise its likelihood. An algorithm of your own, by its path.
+"""Best of N: sample N answers to each prompt, keep the best, and train on it: a custom algorithm, named by its import path.
 
-Rejection-sampling fine-tuning, https://arxiv.org/abs/2304.06767: no baseline, no ratio, no reference policy. What it cannot
-do is to make a bad answer less likely; that is what grpo is for.
+Rejection-sampling fine-tuning, https://arxiv.org/abs/2304.06767: no baseline, no ratio, no reference policy. It cannot make
+a bad answer less likely; use grpo for that.
 """
 
 from rl_core.algorithms.validation import validate
 
 
 def best_rows(batch, min_reward):
-    """The row of the best sample of each group, of groups whose best earns more than `min_reward`."""
+    """Row indices of the best sample of each group, for groups whose best reward is above `min_reward`."""
     rows = []
     for group in batch["group_ids"].unique():
         members = (batch["group_ids"] == group).nonzero().flatten()
@@ -19,9 +19,9 @@ def best_rows(batch, min_reward):
 
 
 def train(config, run):
-    """Train `run.policy` for `config.max_num_steps` steps in all, from `run.first_step` on."""
+    """Train `run.policy` up to step `config.max_num_steps`, starting at `run.first_step`."""
     validate(run, step=0)
-    for step in run.steps():  # between two steps: metrics are flushed, a checkpoint is made where one is due
+    for step in run.steps():  # between steps: metrics are flushed, due checkpoints are saved
         with run.timed("refit"):
             run.metrics.add(run.weights.sync(only_if_stale=True))
 
