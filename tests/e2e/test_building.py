@@ -49,7 +49,7 @@ def test_an_engine_that_refuses_its_arguments_fails_the_building_with_its_own_wo
     assert code != 0, output
     status = status_of(tmp_path)
     assert (status["state"], status["during"]) == ("failed", "building")
-    assert "'generation'" in status["error"]
+    assert "policy.generation" in status["error"]
     assert "block_size" in status["error"]
     assert "greater than 0" in status["error"]
     run.assert_gone()
