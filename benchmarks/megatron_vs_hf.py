@@ -1,7 +1,7 @@
-"""The Megatron backend against the one on Transformers, one rank each, in one process: tokens/s of scoring and of training.
+"""Compare the Megatron backend with the Transformers backend, one rank each, in one process: tokens/s of scoring and training.
 
-Both take turns on the same rows, model and threads, so that a busy machine is busy for both; the best of each is compared: by
-the clock, and by CPU time, which other processes do not add to.
+Both take turns on the same rows, model and threads, so that other load on the machine affects both. The best turns are
+compared, by wall-clock time and by CPU time, which does not include other processes.
 
     python benchmarks/megatron_vs_hf.py [--model path/to/model] [--rows 16] [--length 128] [--threads 1] [--repeats 5]
 """
@@ -38,8 +38,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder with safetensors; a random Llama of 9 million parameters by default")
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--length", type=int, default=128, help="tokens of the longest row; the shortest has half of it")
-    parser.add_argument("--micro", type=int, default=4, help="rows of a microbatch")
+    parser.add_argument("--length", type=int, default=128, help="tokens of the longest row; the shortest has half as many")
+    parser.add_argument("--micro", type=int, default=4, help="rows per microbatch")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
@@ -62,7 +62,7 @@ def seconds(action) -> dict[str, float]:
     start = {name: clock() for name, clock in _CLOCKS.items()}
     action()
     if torch.cuda.is_available():
-        # What is left of a step on the device is this action's, not the next one's.
+        # Pending device work belongs to this phase, not to the next one.
         torch.cuda.synchronize()
     return {name: clock() - start[name] for name, clock in _CLOCKS.items()}
 
@@ -89,7 +89,7 @@ def main() -> None:
             "train": lambda policy: policy.train(rows, NLLLossFn()),
         }
         best: dict[tuple[str, str, str], float] = {}
-        for _ in range(given.repeats + 1):  # the first warms up, and is beaten by the rest
+        for _ in range(given.repeats + 1):  # the first is a warm-up and slower than the rest
             for phase, action in work.items():
                 for name, policy in policies.items():
                     for clock, took in seconds(lambda action=action, policy=policy: action(policy)).items():

@@ -1,9 +1,9 @@
-"""How long a refit takes, item by item, against a memcpy of the same bytes in the same run.
+"""Measure how long each phase of a refit takes, relative to a memcpy of the same bytes in the same run.
 
     python benchmarks/refit.py [--rounds 5] [--device cuda] [--write]
 
-134.5 million float32 parameters in the shapes of SmolLM2-135M go from a policy process to a generation process on one machine,
-over shared memory (of one GPU: by CUDA IPC) and over gloo; every refit is proven. `--write` puts the table into
+134.5 million float32 parameters in the shapes of SmolLM2-135M are sent from a policy process to a generation process on one
+machine, over shared memory (on one GPU: by CUDA IPC) and over gloo; every refit is verified. `--write` writes the table to
 benchmarks/results/refit.md, or refit_cuda.md.
 """
 
@@ -31,7 +31,7 @@ from rl_core.weights.synchronizer import WeightSynchronizer
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "RLCORE_BENCHMARK_DEVICE"
-"""The variable that tells both processes where they compute."""
+"""Environment variable with the device of both processes."""
 LAYERS, HIDDEN, KEYS, INNER, VOCABULARY = 30, 576, 192, 1536, 49152
 
 
@@ -54,7 +54,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 class Timed:
-    """Adds up the seconds of each verb, inside the worker."""
+    """Adds up the seconds of each operation, inside the worker."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -75,7 +75,7 @@ class Timed:
         return taken
 
     def clock(self) -> float:
-        """Now, when everything that was asked of the device is done."""
+        """The current time, after all pending device work is finished."""
         if self.context.device != "cpu":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -104,7 +104,7 @@ class Policy(Timed, WeightSource):
     def offload_after_refit(self) -> None: ...
 
     def memcpy(self) -> float:
-        """Seconds to copy the same tensors within this process, into memory that has been touched before."""
+        """Seconds to copy the same tensors within this process, into memory that was touched before."""
         if not hasattr(self, "copy"):
             self.copy = {name: tensor.clone() for name, tensor in self.weights.items()}
         started = self.clock()
@@ -141,7 +141,7 @@ def _call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Face:
-    """A worker in a process of its own."""
+    """A worker in a separate process."""
 
     start, call = staticmethod(_start), staticmethod(_call)
     PENDING = ("init_collective", "broadcast_weights_for_collective", "update_weights_from_collective")
@@ -201,7 +201,7 @@ def table(name: str, found: dict[str, float]) -> list[str]:
     return [
         *lines,
         "",
-        f"{rate:.2f} GB/s pushed; with its proof a refit is {found['refit/total_s'] / found['memcpy']:.1f} memcpys.",
+        f"{rate:.2f} GB/s pushed; a verified refit takes {found['refit/total_s'] / found['memcpy']:.1f} memcpys.",
         "",
     ]
 
@@ -223,7 +223,7 @@ def main() -> None:
             f"`python benchmarks/refit.py`: {size / 4e6:.1f} million float32 parameters ({size / 1e6:.0f} MB, {len(shapes())}"
             f" tensors), one policy process, one generation process, one thread each; {os.cpu_count()} cores, {machine}. "
             f"Median of {options.rounds} refits, each with a memcpy of the same tensors (one thread, touched memory) just "
-            "before it. Verbs of the two sides overlap, so they add up to more than the push.",
+            "before it. Operations of the two sides overlap, so they add up to more than the push.",
             "",
         ]
         for transport in (SharedMemoryTransport, CollectiveTransport):

@@ -1,14 +1,14 @@
-"""What `VllmGeneration` costs on top of vLLM: tokens per second and start-up, against `vllm.LLM` in the same run.
+"""Measure the overhead of `VllmGeneration` on top of vLLM: tokens per second and start-up, against `vllm.LLM` in the same run.
 
     python benchmarks/vllm_overhead.py --model path/to/model --prompts 32 --samples 4 --new-tokens 64
     python benchmarks/vllm_overhead.py --model path/to/model --start-up
 
-All sides get one environment, the same engine arguments and the same requests (prompts, a seed for each row, lengths), and take
-turns: `vllm.LLM`; ours in the same process; ours as one replica over Ray. `vllm.LLM, unseeded` draws from one generator for all
-rows instead of one for each, so that the seeds' price shows as well. The model's end-of-sequence token is left out, so every
-row has the same length; that all compute the same is seen in greedy tokens before.
+All sides get the same environment, engine arguments and requests (prompts, one seed per row, lengths), and take turns:
+`vllm.LLM`; `VllmGeneration` in the same process; `VllmGeneration` as one replica over Ray. `vllm.LLM, unseeded` uses one random
+generator for all rows instead of one per row, which shows the cost of the seeds. The model's end-of-sequence token is removed,
+so every row has the same length. Before the measurement, greedy tokens confirm that all sides compute the same.
 
-CPU-seconds are those of this process and all its children, and tell more than the clock where the machine is shared.
+CPU-seconds are those of this process and all its children. On a shared machine they are more reliable than wall-clock time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def on_gpu() -> bool:
 
 
 def requests_of(options: argparse.Namespace, vocabulary: int) -> Any:
-    """`prompts` random prompts, `samples` rows of each, with seeds of their own."""
+    """`prompts` random prompts, `samples` rows of each, with one seed per row."""
     import torch
 
     from rl_core.data.batched_data_dict import BatchedDataDict
@@ -90,11 +90,11 @@ def section(options: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 Run = Callable[[bool], list[list[int]]]
-"""Samples all rows, greedily or not; their new tokens."""
+"""Samples all rows, greedily or not, and returns their new tokens."""
 
 
 def raw(options: argparse.Namespace, model: str, batch: Any) -> dict[str, Run]:
-    """`vllm.LLM` with the arguments that ours gives its engine."""
+    """`vllm.LLM` with the same engine arguments as `VllmGeneration`."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -105,7 +105,7 @@ def raw(options: argparse.Namespace, model: str, batch: Any) -> dict[str, Run]:
         kv_cache_memory_bytes=2**30,
         enforce_eager=True,
         gpu_memory_utilization=0.25,
-        # With seeds, pieces of prompts are an error on a CPU.
+        # With seeds, chunked prefill is an error on a CPU.
         enable_chunked_prefill=None if on_gpu() else False,
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
@@ -190,7 +190,7 @@ def _in_turns(options: argparse.Namespace, runs: dict[str, Run]) -> dict[str, An
             "tokens_per_s": tokens / statistics.median(seconds[name]),
             "seconds": seconds[name],
             "cpu_seconds": statistics.median(cpu[name]),
-            # Of neighbours in time, so that what else the machine does falls on both.
+            # Compare runs that are close in time, so that other load on the machine affects both.
             "ratio": statistics.median(r / o for r, o in zip(seconds["vllm.LLM"], seconds[name], strict=True)),
         }
         for name in runs
@@ -211,7 +211,7 @@ engine = VllmGeneration(None, {"model_name": model, "max_new_tokens": 2, "vllm_c
 engine.generate(BatchedDataDict(input_ids=torch.tensor([[5, 6, 7]]), input_lengths=torch.tensor([3])))
 """,
 }
-"""Programs that start an engine and sample one row; `vllm.LLM` with and without its compilation, which takes a minute."""
+"""Programs that start an engine and sample one row; `vllm.LLM` with and without compilation, which takes a minute."""
 _REPORT = """
 import json, psutil
 print("REPORT" + json.dumps(1 + len(psutil.Process().children(recursive=True))), flush=True)
@@ -219,10 +219,10 @@ print("REPORT" + json.dumps(1 + len(psutil.Process().children(recursive=True))),
 
 
 def start_up(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from the start of the interpreter to the first row, and processes then, each in a process of its own."""
+    """Seconds from interpreter start to the first row, and the number of processes then; each program runs in a new process."""
     from rl_backends_vllm.device import worker_environment
 
-    # With nothing set at all, vLLM takes nine tenths of the machine's memory for its KV cache.
+    # By default, vLLM uses nine tenths of the machine's memory for its KV cache.
     plain = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     variants = {
         "ours": (START["ours"], {**os.environ, **worker_environment(use_gpus=on_gpu())}),
@@ -282,7 +282,7 @@ def show(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder of Transformers, or a GGUF file")
+    parser.add_argument("--model", required=True, help="a Transformers folder, or a GGUF file")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=4)
@@ -291,8 +291,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--start-up", action="store_true", help="measure start-up instead of speed")
-    parser.add_argument("--without-compiling", action="store_true", help="at start-up, leave out what takes minutes")
-    parser.add_argument("--json", type=Path, help="append the figures, one object a line")
+    parser.add_argument("--without-compiling", action="store_true", help="skip the variant that compiles (minutes)")
+    parser.add_argument("--json", type=Path, help="append the results, one JSON object per line")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.inside and not options.start_up:

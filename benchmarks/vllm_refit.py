@@ -1,11 +1,11 @@
-"""A refit of vLLM from a Transformers policy, item by item, against a memcpy of the same bytes and vLLM's own loading.
+"""Measure each phase of a refit of vLLM from a Transformers policy, against a memcpy of the same bytes and vLLM's own loading.
 
     python benchmarks/vllm_refit.py --model path/to/SmolLM2-135M-Instruct.gguf --dtype float32 --engine-dtype bfloat16
 
-Policy and engine are processes of their own; the weights go over shared memory, as in `rlcore train`, and every refit is proven
-by digests, by the layers that took them and by a canary. `vLLM alone` is vLLM's reload of the same weights from a state dict in
-the engine's own memory, with the packing of a tied head that it leaves out, and with no digest, check or copy of ours. It and
-the memcpy have the weights in the dtype in which they travel, the narrower of the two.
+Policy and engine are separate processes. The weights are sent over shared memory, as in `rlcore train`, and every refit is
+verified by digests, by the layers that received them and by a canary. `vLLM alone` is vLLM's reload of the same weights from a
+state dict in the engine's own memory. It includes the packing of a tied head, which vLLM's reload omits, but no digest, check
+or copy of rlcore. It and the memcpy use the dtype in which the weights are sent, the narrower of the two.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ OWN_PARTS = ("refit_begins", "give_to_vllm", "weights_changed")
 
 
 def now() -> float:
-    """The clock, once the GPU has done what it was asked for."""
+    """The current time, after all pending GPU work is finished."""
     if ON_GPU:
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Timed:
-    """Adds up the seconds of each verb, inside the process that holds `inner`."""
+    """Adds up the seconds of each operation, inside the process that holds `inner`."""
 
     inner: Any
 
@@ -104,13 +104,13 @@ class Policy(Timed):
         self.inner.train(batch, NLLLossFn())
 
     def save_state(self) -> str:
-        """A file with the weights, for the engine to have them in its own memory."""
+        """Writes the weights to a file, so that the engine can load them into its own memory."""
         path = f"/dev/shm/vllm_refit-{os.getpid()}.pt"
         torch.save(dict(self._as_sent()), path)
         return path
 
     def memcpy(self) -> float:
-        """Seconds to copy all weights within this process on one thread, into memory that has been touched before."""
+        """Seconds to copy all weights within this process on one thread, into memory that was touched before."""
         weights = [tensor for _, tensor in self._as_sent()]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -131,7 +131,7 @@ class Policy(Timed):
 
 
 class Engine(Timed):
-    """vLLM in this process; the parts of its receiver are timed apart."""
+    """vLLM in this process; the phases of its receiver are timed separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Engine(Timed):
         setattr(owner, name, timed)
 
     def alone(self, path: str) -> float:
-        """Seconds of vLLM's own reload from tensors that this process has in memory."""
+        """Seconds of vLLM's own reload from tensors in the memory of this process."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -202,7 +202,7 @@ def _call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Face(refit.Face):
-    """A side in a process of its own."""
+    """One side, in a separate process."""
 
     start, call = staticmethod(_start), staticmethod(_call)
 
@@ -234,7 +234,7 @@ def measure(options: argparse.Namespace, policy: Any, engine: Any) -> dict[str, 
 
 
 def show(found: dict[str, float]) -> list[str]:
-    # What the canary costs is computing, not moving: it is shown, and left out of the bound.
+    # The canary is computation, not transfer: it is shown, but not included in the bound.
     moved = found["refit/total_s"] - found["refit/canary_s"]
     allowed = 3 * found["memcpy"] + found["vLLM alone"]
     shown = ["memcpy", "vLLM alone", "refit/prepare_s", "refit/push_s", "refit/prove_s", "refit/canary_s", "refit/total_s"]
@@ -251,12 +251,12 @@ def show(found: dict[str, float]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder of Transformers, or a GGUF file")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the policy's weights")
-    parser.add_argument("--engine-dtype", choices=["float32", "bfloat16"], help="of the engine's; the policy's by default")
+    parser.add_argument("--model", required=True, help="a Transformers folder, or a GGUF file")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="dtype of the policy's weights")
+    parser.add_argument("--engine-dtype", choices=["float32", "bfloat16"], help="dtype of the engine; the policy's by default")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2, help="of each side, as over Ray on a machine of so many cores")
-    parser.add_argument("--json", type=Path, help="append the figures, one object a line")
+    parser.add_argument("--threads", type=int, default=2, help="threads per side, as over Ray with that many cores")
+    parser.add_argument("--json", type=Path, help="append the results, one JSON object per line")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.inside:
