@@ -9,8 +9,9 @@ MORE_PACKAGES := rl_backends_megatron rl_backends_vllm
 EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
 DESCRIPTIONS := constraints.txt pyproject.toml $(foreach package,$(PACKAGES),$(package)/pyproject.toml)
 MORE_DESCRIPTIONS := $(foreach package,$(MORE_PACKAGES),$(package)/pyproject.toml)
+DIST := dist
 
-.PHONY: quickstart test lint docs clean
+.PHONY: quickstart test lint docs dist clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
@@ -26,6 +27,12 @@ lint: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The sdist of each distribution, and its wheel, built from that sdist. The build tools are those of the environment: no network.
+dist: $(VENV)/.installed-dev
+	rm -f $(DIST)/*.whl $(DIST)/*.tar.gz
+	set -e; for package in $(PACKAGES) $(MORE_PACKAGES); do \
+	  $(BIN)/python -m build --no-isolation --outdir $(DIST) $$package; done
 
 $(VENV)/.installed: $(DESCRIPTIONS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlcore needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
