@@ -1,0 +1,66 @@
+"""Files that a release needs: license, changelog, pre-commit hooks, Docker image."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["workspace"]["members"]
+SECTIONS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def makefile_commands(target):
+    """The commands that make would run for a target in an installed environment."""
+    command = ["make", "--dry-run", "--always-make", "--old-file", ".venv/.installed-dev", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_makefile_installs_and_builds_every_distribution_of_the_workspace():
+    text = (ROOT / "Makefile").read_text()
+    listed = [name for line in re.findall(r"^(?:MORE_)?PACKAGES := (.*)$", text, flags=re.MULTILINE) for name in line.split()]
+    assert sorted(listed) == sorted(PACKAGES) == sorted(path.parent.name for path in ROOT.glob("*/pyproject.toml"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_distribution_has_a_copy_of_the_license(package):
+    text = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    # A copy, not a link: an sdist cannot contain a file from outside its folder.
+    assert not (ROOT / package / "LICENSE").is_symlink()
+    assert (ROOT / package / "LICENSE").read_text() == text
+
+
+def test_the_changelog_starts_with_unreleased_changes_and_uses_the_known_sections():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    first, *versions = re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
+    assert first == "[Unreleased]"
+    assert [heading for heading in versions if not re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading)] == []
+    assert set(re.findall(r"^### (.+)$", text, flags=re.MULTILINE)) <= SECTIONS
+    unreleased = text.split("## [Unreleased]")[1].split("\n## ")[0]
+    assert "(docs/changes.md)" in unreleased
+
+
+def test_pre_commit_hooks_run_the_commands_of_make_lint_without_downloads():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    [local] = config["repos"]
+    assert local["repo"] == "local"
+    assert {hook["language"] for hook in local["hooks"]} == {"system"}
+    assert [hook["entry"] for hook in local["hooks"]] == makefile_commands("lint")
+
+
+def test_the_docker_image_is_built_with_the_makefile_from_files_that_are_not_ignored():
+    text = (ROOT / "Dockerfile").read_text()
+    assert "Not run on this hardware" in text
+    assert re.search(r"^FROM python:3\.11-slim$", text, flags=re.MULTILINE)
+    [target] = re.findall(r"^RUN make .*?(\S+)$", text, flags=re.MULTILINE)
+    assert target == ".venv/.installed"
+    ignored = {line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")}
+    needed = {"Makefile", "constraints.txt", "pyproject.toml", *PACKAGES}
+    assert needed & ignored == set()
+    assert {".git", ".venv", "runs", "dist"} <= ignored
