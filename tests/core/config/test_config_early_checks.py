@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import sys
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.config.loader import load_config
 from rl_core.config.resource_checks import machine_conflicts
 from rl_core.config.torch_arguments import OPTIMIZERS, SCHEDULERS, UNUSABLE_OPTIMIZERS, UNUSABLE_SCHEDULERS
+from rl_core.plugins.static_lookup import missing_target
 
 OPTIMIZER = {
     "{name: torch.optim.AdamX}": "policy.optimizer.name: torch.optim.AdamX cannot be imported: torch.optim has no 'AdamX'. "
@@ -312,3 +314,14 @@ def test_a_resolved_config_means_the_same_for_data_and_engine(files, good):
     again = load_config(files.write(loaded.to_yaml(), "resolved.yaml"), registry=files.registry)
     engines = [one.run.policy.generation.for_policy(one.run.policy) for one in (loaded, again)]
     assert engines[0].hf_cfg.attn_implementation == engines[1].hf_cfg.attn_implementation == "eager"
+
+
+def test_a_class_inside_folders_without_init_files_is_found_without_importing_them(tmp_path, monkeypatch):
+    folder = tmp_path / "outer_folder" / "inner_folder"
+    folder.mkdir(parents=True)
+    (folder / "module.py").write_text("class Loss: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert missing_target("outer_folder.inner_folder.module.Loss") is None
+    assert "has no 'Lost'" in missing_target("outer_folder.inner_folder.module.Lost")
+    assert "has no module 'modul'" in missing_target("outer_folder.inner_folder.modul.Loss")
+    assert not any(name.startswith("outer_folder") for name in sys.modules)

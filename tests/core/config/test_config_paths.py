@@ -8,6 +8,7 @@ def model(files):
     """A model folder beside the config."""
     folder = files.folder / "models" / "tiny"
     folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
     return folder
 
 
@@ -18,6 +19,7 @@ def test_a_folder_beside_the_config_is_found(files, good, model):
 def test_the_working_directory_comes_first(files, good, model, monkeypatch, tmp_path):
     here = tmp_path / "work" / "models" / "tiny"
     here.mkdir(parents=True)
+    (here / "config.json").write_text("{}")
     assert files.load(good.replace("some/model", "models/tiny")).run.policy.model_name == str(here)
 
 

@@ -47,12 +47,23 @@ def _missing(module: str, name: str) -> str | None:
         folders = _folders(spec)
         if folders is None:
             return f"{walked} is a module, not a package, so it has no {part!r}."
-        spec = importlib.machinery.PathFinder.find_spec(f"{walked}.{part}", folders)
+        spec = _find_inside(walked, part, folders)
         if spec is None:
             modules = [each.name for each in pkgutil.iter_modules(folders)]
             return f"{walked} has no module {part!r}.{did_you_mean(part, modules)}"
         walked = f"{walked}.{part}"
     return _missing_in_file(spec, module, name)
+
+
+def _find_inside(package: str, part: str, folders: Sequence[str]) -> importlib.machinery.ModuleSpec | None:
+    """The module or package `part` in the folders of a package that has not been imported."""
+    try:
+        return importlib.machinery.PathFinder.find_spec(f"{package}.{part}", folders)
+    except KeyError:
+        # For a package without __init__.py the finder looks its parent up in sys.modules, where it is only after an import.
+        spec = importlib.machinery.ModuleSpec(f"{package}.{part}", None, is_package=True)
+        spec.submodule_search_locations = [str(Path(folder) / part) for folder in folders if (Path(folder) / part).is_dir()]
+        return spec
 
 
 def _missing_in_file(spec: importlib.machinery.ModuleSpec, module: str, name: str) -> str | None:
