@@ -24,7 +24,8 @@ def test_a_key_without_a_config():
     lines = explain("policy.generation.temperature").stdout.splitlines()
     assert lines[:5] == [
         "policy.generation.temperature",
-        "  means     Logits are divided by it; training scores tokens at the same temperature.",
+        "  means     Sampling temperature. Algorithms that sample score tokens at the same temperature; all others score "
+        "at 1.0.",
         "  type      float",
         "  allowed   a number, more than 0.0",
         "  default   1.0",
@@ -59,7 +60,7 @@ def test_the_section_of_many_components_lists_them_with_the_keys_that_all_have()
     lines = explain("loss_fn").stdout.splitlines()
     assert len(lines) < 40
     assert re.match(r"loss_fn: the section of one of \d+ components", lines[0])
-    assert any(re.match(r"  name +null +The loss component", line) for line in lines)
+    assert any(re.match(r"  name +null +Loss component", line) for line in lines)
     assert any(re.match(r"  dpo +\d+ +Preferences by likelihood", line) for line in lines)
     assert lines[-1].startswith("The keys of one: rlcore explain loss_fn --component ")
 

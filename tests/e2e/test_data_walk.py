@@ -125,7 +125,7 @@ def test_rows_that_are_too_long_are_counted_where_they_are_dropped(data, tmp_pat
         ("parquet", {"data": {"train": {"path": "{data}/empty.parquet"}}}, "train", "has no row to train on (it is empty)"),
         ("parquet", {"data": {"train": {"path": "absent.parquet"}}}, "validate", "there is no 'absent.parquet'"),
         ("parquet", {"data": {"train": {"weight": 2}}}, "validate", "weights are for the members of mix"),
-        ("parquet", {"data": {"train": {"record_fn": "gsm8k"}}}, "validate", "nobody reads output_key, response_key"),
+        ("parquet", {"data": {"train": {"record_fn": "gsm8k"}}}, "validate", "output_key, response_key would have no effect"),
         ("parquet", {"dpo": {}, "sft": None}, "validate", "parquet has prompts or conversations, and dpo reads pairs"),
         ("mixture", {"data": {"mix": {"saved": {"split": "tset"}}}}, "train", "has no split 'tset': it has train, test"),
         ("mixture", {"data": {"mix": {"chats": {"on_bad_row": "error"}}}}, "train", "chats.jsonl:41: no JSON"),

@@ -1,4 +1,4 @@
-"""The sections `policy` and `policy.generation` of the Transformers backend; imports no torch."""
+"""The sections `policy` and `policy.generation` of the Transformers backend. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ NEEDS_PEFT: Final = (
 
 
 class HFModelConfig(Section):
-    """How a model of Transformers is loaded."""
+    """How a Transformers model is loaded."""
 
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Whether to run Python code that comes with the model."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
     """Attention kernel; `sdpa` by default."""
     device_map: str | dict[str, Any] | None = None
-    """`auto`, `cpu`, `cuda` or a map of Transformers; the rank's own device by default."""
+    """`auto`, `cpu`, `cuda` or a device map of Transformers; defaults to the device of the rank."""
     load_in_8bit: bool = False
-    """Quantise frozen weights to 8 bits (bitsandbytes, GPU)."""
+    """Whether to quantize frozen weights to 8 bits (bitsandbytes, GPU)."""
     load_in_4bit: bool = False
-    """Quantise frozen weights to 4 bits (bitsandbytes, GPU)."""
+    """Whether to quantize frozen weights to 4 bits (bitsandbytes, GPU)."""
     config_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the model's own config to replace, such as `attention_dropout`."""
+    """Fields of the model's config to replace, such as `attention_dropout`."""
 
     @model_validator(mode="after")
     def _one_quantisation(self) -> HFModelConfig:
@@ -52,29 +52,29 @@ _NAMES_ELSEWHERE: Final = {
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
 }
-"""What peft and others call our keys: too far apart for a comparison of spellings."""
+"""Names of these keys in peft and elsewhere that are too different to be found by spelling."""
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters: small matrices beside frozen linear layers are trained in place of all weights (by peft)."""
+    """Low-rank adapters (LoRA, by peft): train small matrices added to frozen linear layers instead of all weights."""
 
     rank: int = Field(default=16, ge=1)
-    """Rows of A and columns of B, of which W + scale * B A is made; peft's `r`."""
+    """Rank of the adapters: the number of rows of A and columns of B in W + scale * B A. Called `r` in peft."""
     alpha: int = Field(default=32, ge=1)
-    """The scale is alpha / rank; peft's `lora_alpha`."""
+    """Numerator of the scale, alpha / rank. Called `lora_alpha` in peft."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of an adapter's inputs that is dropped in training; 0 for algorithms that sample from the policy."""
+    """Dropout probability of an adapter's inputs in training. Must be 0 for algorithms that sample from the policy."""
     target_modules: str | list[str] = ALL_LINEAR
-    """Names of linear layers or their ends (`[q_proj, v_proj]`), one expression for whole names, or `all-linear`: all but the
-    LM head."""
+    """Linear layers to adapt: a list of names or ends of names (`[q_proj, v_proj]`), a regular expression for whole names, or
+    `all-linear`, which means all except the LM head."""
     exclude_modules: str | list[str] | None = None
-    """Which of those stay without an adapter; names or an expression, as in `target_modules`."""
+    """Layers among `target_modules` to leave without an adapter; names or a regular expression, as in `target_modules`."""
     use_rslora: bool = False
-    """The scale is alpha / sqrt(rank), so that a large rank learns as fast as a small one."""
+    """Whether to use the scale alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
     use_dora: bool = False
-    """Train the length of each output's weights apart from their direction: a little better, and slower."""
+    """Whether to train magnitude and direction of weights separately (DoRA): slightly better, and slower."""
     seed: int = 0
-    """Seed of the random matrix that each adapter begins with."""
+    """Seed of the random initial matrix of each adapter."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,13 +97,15 @@ class HFConfig(HFModelConfig):
     """`policy.hf_cfg`."""
 
     data_parallel: Literal["replicate", "fsdp2"] = "replicate"
-    """How ranks share the work: whole copies with summed gradients, or sharded weights, gradients and optimizer."""
+    """How ranks share the work: `replicate` keeps a whole copy of the model on each rank and sums gradients; `fsdp2` shards
+    weights, gradients and optimizer state."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
-    """Positions of which the LM head's logits exist at one time, in float32."""
+    """Number of positions for which the float32 logits of the LM head are in memory at one time."""
     reference: bool = True
-    """Keep a frozen copy of the initial weights once something asks for it; under `lora`, allow adapters to be switched off."""
+    """Whether a reference policy is available: a frozen copy of the initial weights, made when it is first needed. With `lora`,
+    the adapters are disabled instead."""
     lora: LoRAConfig | None = None
-    """Train low-rank adapters beside frozen weights; all weights by default."""
+    """Train low-rank adapters with frozen base weights. By default, all weights are trained."""
 
     @model_validator(mode="after")
     def _lora_on_whole_plain_weights(self) -> HFConfig:
@@ -128,10 +130,10 @@ class HFPolicyConfig(PolicyConfig):
 
     backend: str = "hf"
     hf_cfg: HFConfig = Field(default_factory=HFConfig)
-    """What only this backend knows."""
+    """Settings specific to this backend."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """A model that is not there, libraries that are not installed, LoRA targets that the model lacks, dropout in RL."""
+        """Missing models and libraries, LoRA targets that the model does not have, and dropout in RL."""
         yield from model_problems(self.model_name, self.hf_cfg, is_here=self.python is None)
         lora = self.hf_cfg.lora
         if lora is None:
@@ -149,7 +151,7 @@ class HFPolicyConfig(PolicyConfig):
             )
 
     def deep_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """The model's config and class, what the loading needs of this machine, and LoRA's targets."""
+        """Checks the model's config and class, the requirements for loading it on this machine, and LoRA's targets."""
         from rl_backends_hf.lora import check_targets
         from rl_backends_hf.model import model_without_weights
 
@@ -165,18 +167,18 @@ class HFSamplerConfig(HFModelConfig):
     """`policy.generation.hf_cfg`."""
 
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and completion; the smaller of the policy's and the model's own limit by default."""
+    """Maximum number of tokens of prompt and completion; defaults to the smaller of the limits of the policy and the model."""
     repetition_penalty: float = Field(default=1.0, gt=0.0)
-    """Divide positive logits of tokens that the row already holds by it, and multiply negative ones; 1 changes nothing.
-    Algorithms that train on samples refuse any other value, since the policy scores tokens without it."""
+    """Divide positive logits of tokens already in the row by this value, and multiply negative ones; 1 disables it. Algorithms
+    that train on samples reject other values, since the policy scores tokens without the penalty."""
     max_batch_rows: int = Field(default=256, ge=1)
-    """Rows decoded together."""
+    """Maximum number of rows decoded together."""
     precision: Literal["float32", "bfloat16"] | None = None
-    """Type of the sampling copy; the policy's by default."""
+    """Data type of the sampling copy; defaults to that of the policy."""
     tokenizer: TokenizerConfig | None = None
-    """What reads text for stop strings; the policy's by default."""
+    """Tokenizer used to find stop strings; defaults to that of the policy."""
     seed: int = 0
-    """Seed of rows that bring none of their own."""
+    """Seed for rows that have no seed of their own."""
 
 
 class HFGenerationConfig(GenerationConfig):
@@ -184,20 +186,20 @@ class HFGenerationConfig(GenerationConfig):
 
     backend: str = "hf"
     hf_cfg: HFSamplerConfig = Field(default_factory=HFSamplerConfig)
-    """What only this backend knows."""
+    """Settings specific to this backend."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """A model that is not there, and libraries that are not installed."""
+        """Missing models and libraries."""
         yield from super().conflicts(run)
         yield from model_problems(self.model_name, self.hf_cfg, is_here=self.python is None)
 
     def logit_changes(self) -> dict[Path, Any]:
-        """The repetition penalty, where there is one."""
+        """The repetition penalty, if it is set."""
         own: dict[Path, Any] = {} if self.hf_cfg.repetition_penalty == 1.0 else {("hf_cfg", "repetition_penalty"): 1.0}
         return super().logit_changes() | own
 
     def for_policy(self, policy: PolicyConfig) -> Self:
-        """This section with what it leaves open taken from the policy: model, how it is loaded, type, tokenizer, length."""
+        """This section with unset values taken from the policy: model, loading options, data type, tokenizer, length."""
         own = self.hf_cfg
         bounds = [policy.max_total_sequence_length, own.max_model_len or policy.max_total_sequence_length]
         filled: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The section `policy` of the Megatron backend, and which of its keys exclude each other; imports no torch."""
+"""The section `policy` of the Megatron backend, and which of its keys exclude each other. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,69 +19,75 @@ if TYPE_CHECKING:
 
 
 class MegatronConfig(Section):
-    """`policy.megatron_cfg`: how ranks share the model, and how Megatron-Core runs it.
+    """`policy.megatron_cfg`: parallelism and options of Megatron-Core.
 
-    What is left of the ranks after tensor, pipeline and context parallelism is data parallel.
+    Ranks that remain after tensor, pipeline and context parallelism are data parallel.
     """
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that share each matrix; neighbours, so keep them on one node."""
+    """Tensor parallelism: number of ranks that share each weight matrix. They are adjacent ranks; keep them on one node."""
     sequence_parallel: bool = False
-    """Cut activations between the matrices along the sequence, over the tensor-parallel ranks: less memory, same traffic."""
+    """Whether to shard activations between matrix multiplications along the sequence over the tensor-parallel ranks: less
+    memory, same communication volume."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
-    """Stages that the layers are divided into."""
+    """Pipeline parallelism: number of stages that the layers are divided into."""
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
-    """Model chunks of each stage, which take turns (the interleaved schedule): smaller bubbles, more traffic."""
+    """Number of model chunks per stage (interleaved schedule): smaller pipeline bubbles, more communication."""
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, ge=1)
-    """Layers of the first stage, where the division is not to be even."""
+    """Number of layers in the first stage; by default, layers are divided evenly."""
     num_layers_in_last_pipeline_stage: int | None = Field(default=None, ge=1)
-    """Layers of the last stage, where the division is not to be even."""
+    """Number of layers in the last stage; by default, layers are divided evenly."""
     context_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that share each row, for rows too long for one device."""
+    """Context parallelism: number of ranks that share each row, for rows that are too long for one device."""
     expert_model_parallel_size: int = Field(default=1, ge=1)
-    """Ranks, of those along data and context, that the experts of a mixture are divided over."""
+    """Expert parallelism: number of ranks, among the data- and context-parallel ones, that the experts of a mixture are divided
+    over."""
     expert_tensor_parallel_size: int | None = Field(default=None, ge=1)
-    """Ranks that share each matrix of an expert: by default one where experts are divided, and `tensor_model_parallel_size`
-    where they are not. More than one needs NCCL where experts are divided as well."""
+    """Number of ranks that share each matrix of an expert. Defaults to 1 with expert parallelism and to
+    `tensor_model_parallel_size` without. More than one with expert parallelism requires NCCL."""
     use_distributed_optimizer: bool = False
-    """Divide optimizer state and float32 weights over the data-parallel ranks."""
+    """Whether to shard optimizer state and float32 weights over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Sum gradients over data-parallel ranks while the backward pass goes on."""
+    """Whether to overlap the gradient reduction over data-parallel ranks with the backward pass."""
     overlap_param_gather: bool = False
-    """Gather stepped weights while the next forward pass goes on; needs the distributed optimizer."""
+    """Whether to overlap gathering the updated weights with the next forward pass. Requires `use_distributed_optimizer` and
+    `overlap_grad_reduce`."""
     ddp_bucket_size: int | None = Field(default=None, ge=1)
-    """Parameters of one gradient bucket; Megatron's own choice by default."""
+    """Number of parameters per gradient bucket; chosen by Megatron by default."""
     grad_reduce_in_fp32: bool = True
-    """Add up and sum gradients in float32 where weights are bfloat16."""
+    """Whether to accumulate and reduce gradients in float32 if weights are bfloat16."""
     recompute_granularity: Literal["selective", "full"] | None = None
-    """What to compute again in the backward pass: attention alone, or whole layers; `policy.activation_checkpointing` is
-    `full`."""
+    """What to recompute in the backward pass: only attention (`selective`), or whole layers (`full`).
+    `policy.activation_checkpointing` means `full`."""
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """Whole layers in groups of `recompute_num_layers`, or only the first so many of each stage."""
+    """Which whole layers to recompute: `uniform` recomputes all of them in groups of `recompute_num_layers`, `block` only the
+    first `recompute_num_layers` of each stage."""
     recompute_num_layers: int = Field(default=1, ge=1)
-    """See `recompute_method`."""
+    """Number of layers; see `recompute_method`."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers of torch, or of Transformer Engine (GPUs); `auto` takes the latter where it is installed."""
+    """Layers implemented in PyTorch (`local`) or by Transformer Engine (GPU only). `auto` uses Transformer Engine if it is
+    installed."""
     use_flash_attention: bool | None = None
-    """True: a flash kernel or an error; false: the plain kernel; by default the fastest that there is."""
+    """True requires a flash attention kernel and fails without one; false uses the plain kernel. By default, the fastest
+    available kernel is used."""
     moe_grouped_gemm: bool = False
-    """Multiply all experts of a rank in one kernel; needs Transformer Engine."""
+    """Whether to compute all experts of a rank in one kernel. Requires Transformer Engine."""
     make_vocab_size_divisible_by: int = Field(default=1, ge=1)
-    """Each rank's share of the vocabulary is padded to a multiple of it; padding never gets probability."""
+    """Pad each rank's shard of the vocabulary to a multiple of this value. Padding never receives probability."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
-    """Positions of which float32 logits exist at one time."""
+    """Number of positions for which float32 logits are in memory at one time."""
     reference: bool = True
-    """Keep a frozen copy of the initial weights once something asks for it."""
+    """Whether a reference policy is available: a frozen copy of the initial weights, made when it is first needed."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the tokenizer."""
+    """Whether to run Python code that comes with the tokenizer."""
     seed: int = 0
-    """Seed of `generate` for rows that bring none of their own."""
+    """Seed of `generate` for rows that have no seed of their own."""
     distributed_timeout_s: float = Field(default=600.0, gt=0.0)
-    """How long a rank waits for the others in a collective."""
+    """Timeout of collective operations between ranks, in seconds."""
 
     @property
     def ranks_of_a_replica(self) -> int:
-        """Ranks that hold one copy of the model between them."""
+        """Number of ranks that hold one copy of the model together."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
@@ -136,10 +142,10 @@ class MegatronPolicyConfig(PolicyConfig):
 
     backend: str = "megatron"
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
-    """What only this backend knows."""
+    """Settings specific to this backend."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """A cluster whose ranks do not hold whole copies of the model, and a division that a model that lies here forbids."""
+        """A cluster whose ranks do not hold whole copies of the model, and parallelism that a local model does not support."""
         if (problem := model_path_problem(self.model_name)) is not None:
             yield ("model_name",), problem
         # Parts that were made from Python have places of their own.
@@ -165,7 +171,7 @@ class MegatronPolicyConfig(PolicyConfig):
                 yield ("megatron_cfg", key), reason
 
     def data_ranks(self, cluster: ClusterConfig) -> int:
-        """Whole copies of the model that the cluster holds."""
+        """Number of whole copies of the model in the cluster."""
         return max(1, super().data_ranks(cluster) // self.megatron_cfg.ranks_of_a_replica)
 
     @model_validator(mode="after")
@@ -194,7 +200,7 @@ _SHAPE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "nu
 
 
 def _described(model_name: str) -> SimpleNamespace | None:
-    """The config.json of a model's folder; None where there is none, or it leaves to the model's class what counts here."""
+    """The config.json of a model folder; None if it is missing, or lacks the values needed here."""
     try:
         found = json.loads((file_path(model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -209,4 +215,4 @@ OPTIMIZER_KEYS = {
     **dict.fromkeys(ADAMS, _ADAM),
     "torch.optim.SGD": ("lr", "momentum", "weight_decay", "decay_matrices_only"),
 }
-"""The optimizers that Megatron-Core has, by the names that `policy.optimizer` uses, and their arguments."""
+"""Optimizers supported by Megatron-Core, by their names in `policy.optimizer`, and their arguments."""

@@ -1,4 +1,4 @@
-"""The section `policy.generation` with `backend: vllm`; imports neither torch nor vLLM."""
+"""The section `policy.generation` with `backend: vllm`. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -23,45 +23,47 @@ class VllmEngineConfig(Section):
     """`policy.generation.vllm_cfg`."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Processes that share each layer of one replica."""
+    """Tensor parallelism: number of processes that share each layer of a replica."""
     pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Processes that share the layers of one replica."""
+    """Pipeline parallelism: number of processes that the layers of a replica are divided over."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0.0, le=1.0)
-    """Share of a GPU's memory for weights, activations and KV cache; on a CPU `kv_cache_gib` decides."""
+    """Fraction of GPU memory to use for weights, activations and KV cache. On a CPU, `kv_cache_gib` is used instead."""
     kv_cache_gib: float | None = Field(default=None, gt=0.0)
-    """Size of the KV cache in GiB; on a GPU what `gpu_memory_utilization` leaves, on a CPU room for all rows at full length,
-    one GiB at most."""
+    """Size of the KV cache in GiB. By default, what `gpu_memory_utilization` leaves on a GPU; on a CPU, enough for all rows at
+    full length, but at most 1 GiB."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and completion; the policy's `max_total_sequence_length`, or the model's limit, by default."""
+    """Maximum number of tokens of prompt and completion; defaults to the policy's `max_total_sequence_length` or the model's
+    limit."""
     max_num_seqs: int = Field(default=256, ge=1)
-    """Rows decoded together."""
+    """Maximum number of rows decoded together."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Tokens computed together; vLLM's choice by default."""
+    """Maximum number of tokens per engine step; chosen by vLLM by default."""
     enforce_eager: bool | None = None
-    """Neither compile nor capture graphs; by default so on a CPU, where compiling takes a minute, and not on a GPU."""
+    """Whether to disable compilation and graph capture. By default, true on a CPU, where compiling takes a minute, and false on
+    a GPU."""
     enable_prefix_caching: bool = True
-    """Prompts that begin alike, such as the rows of a group, are computed once."""
+    """Whether to compute a common prefix of prompts, such as the rows of a group, only once."""
     precision: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of weights and activations; the policy's by default."""
+    """Data type of weights and activations; defaults to that of the policy."""
     kv_cache_dtype: str = "auto"
-    """Type of the KV cache, such as `fp8`; `auto` is the engine's own."""
+    """Data type of the KV cache, such as `fp8`; `auto` is the engine's own."""
     load_format: str | None = None
-    """`auto` reads the model's weights, `dummy` waits for the policy's. By default `dummy` in a run, whose first refit brings
-    all weights, and `auto` outside of one."""
+    """`auto` loads the model's weights, `dummy` waits for the policy's weights. Defaults to `dummy` in a run, which sends all
+    weights with its first refit, and to `auto` otherwise."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Whether to run Python code that comes with the model."""
     tokenizer: TokenizerConfig | None = None
-    """What reads text for stop strings; the policy's by default."""
+    """Tokenizer used to find stop strings; defaults to that of the policy."""
     seed: int = 0
-    """Seed of rows that bring none of their own."""
+    """Seed for rows that have no seed of their own."""
     async_engine: bool = False
-    """Run the engine's core in a process of its own: scheduling overlaps with what is done with finished rows."""
+    """Whether to run the engine core in a separate process, so that scheduling overlaps with processing finished rows."""
     in_flight: Literal["recompute", "restart"] = "recompute"
-    """Rows that are under way at a refit: keep their tokens and compute their keys and values anew, or sample them again from
-    the start."""
+    """How rows in progress are handled at a refit: `recompute` keeps their tokens and recomputes their KV cache; `restart`
+    samples them again from the start."""
     sleep_level: Literal[0, 1, 2] = 0
-    """What `finish_generation` frees on a GPU: nothing (0), the KV cache, with weights moved to the host (1), or both (2). On
-    a CPU it does nothing."""
+    """What `finish_generation` frees on a GPU: nothing (0), the KV cache, with weights moved to host memory (1), or both (2).
+    It has no effect on a CPU."""
 
     @model_validator(mode="after")
     def _a_token_for_each_row(self) -> Self:
@@ -74,12 +76,12 @@ class VllmEngineConfig(Section):
 
     @property
     def processes(self) -> int:
-        """Processes of one replica."""
+        """Number of processes of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def _engine_argument(name: str) -> str:
-    """A name that `vllm_kwargs` may hold; of a key, so that the error has the key's own line."""
+    """A name that `vllm_kwargs` may contain. Applied to the key, so that an error shows the line of the key."""
     known = known_engine_arguments()
     if name in OWNED:
         raise ValueError(f"vllm_kwargs cannot set {name}: {OWNED[name]}")
@@ -93,9 +95,9 @@ class VllmConfig(GenerationConfig):
 
     backend: str = "vllm"
     vllm_cfg: VllmEngineConfig = Field(default_factory=VllmEngineConfig)
-    """What only this backend knows."""
+    """Settings specific to this backend."""
     vllm_kwargs: dict[Annotated[str, AfterValidator(_engine_argument)], Any] = Field(default_factory=dict)
-    """Any further argument of vLLM's `EngineArgs`, by its name there."""
+    """Any other argument of vLLM's `EngineArgs`, by its name there."""
 
     @model_validator(mode="after")
     def _a_temperature_that_the_engine_has(self) -> Self:
@@ -107,13 +109,13 @@ class VllmConfig(GenerationConfig):
         return self
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """A model that is not there."""
+        """Checks that the model exists."""
         yield from super().conflicts(run)
         if self.model_name is not None and (problem := model_path_problem(self.model_name)) is not None:
             yield ("model_name",), problem
 
     def for_policy(self, policy: PolicyConfig) -> Self:
-        """This section with what it leaves open taken from the policy: model, type, tokenizer, length, and no weights."""
+        """This section with unset values taken from the policy: model, data type, tokenizer, length. Weights are not loaded."""
         own = self.vllm_cfg
         loaded_as = getattr(policy, f"{policy.backend}_cfg", None)
         filled: dict[str, Any] = {

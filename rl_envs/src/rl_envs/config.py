@@ -1,4 +1,4 @@
-"""The sections of our environments and datasets; imports nothing heavy."""
+"""Sections of the environments and datasets of this package. Lightweight imports only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def read_section(model: type[SectionT], section: SectionT | Mapping[str, Any] | None) -> SectionT:
-    """The section as its model, from what a Python caller gives: the model itself, a dict such as YAML holds, or nothing.
+    """The section as its model, from the model itself, a dict such as YAML contains, or None.
 
     Raises:
         ConfigError: A key is unknown or a value is not allowed; one line each.
@@ -30,46 +30,47 @@ class MathEnvironmentConfig(EnvironmentConfig):
     """`env.math`: the final answer must equal the expected one."""
 
     timeout_s: float = Field(default=5.0, gt=0.0)
-    """CPU seconds of one comparison; its process is then killed and the answer counted wrong."""
+    """CPU time limit of one comparison, in seconds. When it expires, the process is killed and the answer counts as wrong."""
     num_processes: int = Field(default=1, ge=1)
-    """Comparing processes in each worker."""
+    """Number of processes per worker that compare answers."""
     require_box: bool = True
-    """Grade only what the last `\\boxed{}` holds. If false, a completion without a box is graded by its last stated answer."""
+    r"""Whether to grade only the content of the last `\boxed{}`. If false, a completion without a box is graded by its last
+    stated answer."""
     allow_unevaluated: bool = False
-    """Accept answers that leave arithmetic to do, such as `3 + 2` for 5 or `(x+1)^2` for `x^2+2x+1`."""
+    """Whether to accept answers with unevaluated arithmetic, such as `3 + 2` for 5 or `(x+1)^2` for `x^2+2x+1`."""
 
 
 class ArithmeticEnvironmentConfig(EnvironmentConfig):
-    """`env.arithmetic`: the completion's text must be the number."""
+    """`env.arithmetic`: the completion must be exactly the number."""
 
     format_reward: float = Field(default=0.0, ge=0.0)
-    """Added where the completion is a whole number, right or wrong."""
+    """Reward added if the completion is a whole number, correct or not."""
 
 
 class ArithmeticDatasetConfig(DatasetConfig):
-    """Generated arithmetic: `a + b =` with as many digits as asked."""
+    """Generated arithmetic problems of the form `a + b =`, with a configurable number of digits."""
 
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "arithmetic"
     num_samples: int = Field(default=4096, ge=1)
-    """Records."""
+    """Number of records."""
     split: Literal["train", "validation"] = "train"
-    """Which operand pairs are drawn: one pair in eight is kept for validation, in either order and for every operation."""
+    """Which operand pairs to draw. One pair in eight is reserved for validation, in either order and for every operation."""
     operations: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
-    """What is drawn from, evenly."""
+    """Operations to draw from, with equal probability."""
     min_digits: int = Field(default=1, ge=1, le=9)
-    """Fewest digits of an operand."""
+    """Minimum number of digits of an operand."""
     max_digits: int = Field(default=2, ge=1, le=9)
-    """Most digits of an operand."""
+    """Maximum number of digits of an operand."""
     seed: int = 0
-    """Record i is a function of the seed, the split and i."""
+    """Random seed. Record i depends only on the seed, the split and i."""
     style: Literal["plain", "chat"] = "plain"
-    """`plain` is the bare `12+34=`; `chat` asks in words and wants the answer in a box."""
+    """`plain` is the bare `12+34=`; `chat` asks in words for an answer in a box."""
     with_response: bool = False
-    """Add the answer as the assistant's message, for supervised training."""
+    """Whether to add the answer as the assistant's message, for supervised training."""
     forgotten_carries: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of those answers that forget to carry, as pupils do: 38+24 gives 52. What is expected stays exact."""
+    """Fraction of those answers that are sums with dropped carries: 38+24 gives 52. The expected answer stays correct."""
 
     @model_validator(mode="after")
     def _carries_are_of_sums(self) -> ArithmeticDatasetConfig:
@@ -85,16 +86,17 @@ class ArithmeticDatasetConfig(DatasetConfig):
 
 
 class GuessNumberEnvironmentConfig(EnvironmentConfig):
-    """`env.guess`: the model says numbers until it hits the secret one."""
+    """`env.guess`: the model guesses numbers until it finds the secret one."""
 
     max_guesses: int = Field(default=7, ge=1)
-    """Guesses after which the game is lost. Each takes a turn; a lower `max_rollout_turns` ends the game earlier."""
+    """Maximum number of guesses before the game is lost. Each takes one turn; a lower `max_rollout_turns` ends the game
+    earlier."""
     higher: str = Field(default="higher", min_length=1)
-    """What the environment says where the secret number is higher; a tiny tokenizer may want `+`."""
+    """Reply of the environment if the secret number is higher. A tiny tokenizer may need `+`."""
     lower: str = Field(default="lower", min_length=1)
-    """What it says where the secret number is lower."""
+    """Reply of the environment if the secret number is lower."""
     unreadable: str = Field(default="Say one whole number.", min_length=1)
-    """What it says where the message is no whole number, which costs a guess."""
+    """Reply of the environment if the message is not a whole number, which counts as a guess."""
 
     @property
     def turns_needed(self) -> int:
@@ -102,28 +104,29 @@ class GuessNumberEnvironmentConfig(EnvironmentConfig):
 
 
 class RewardModelEnvironmentConfig(EnvironmentConfig):
-    """`env.reward_model`: a trained model scores the conversation."""
+    """`env.reward_model`: a trained reward model scores the conversation."""
 
     model_name: Annotated[str, NAME_OR_PATH]
-    """Folder or name of the reward model, a classifier of one label: of a checkpoint of `rm`, `step_<n>/policy/weights`."""
+    """Folder or name of the reward model, a classifier with one label, such as `step_<n>/policy/weights` of an `rm`
+    checkpoint."""
     tokenizer_name: Annotated[str | None, NAME_OR_PATH] = None
-    """Name or folder of its tokenizer; the model's own by default."""
+    """Name or folder of the tokenizer; defaults to that of the model."""
     chat_template: Annotated[str | None, NAME_OR_PATH] = None
-    """A Jinja template, or the path of one; the tokenizer's own by default."""
+    """Jinja chat template or its path; defaults to the one of the tokenizer."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(default_factory=dict)
-    """Variables for the chat template, such as `{enable_thinking: false}`."""
+    """Variables passed to the chat template, such as `{enable_thinking: false}`."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations; scores are float32 in any case."""
+    """Data type of weights and activations. Scores are always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it computes; by default a GPU, if the environment's process sees one."""
+    """Device of the reward model. `auto` uses a GPU if the environment's process sees one."""
     batch_size: int = Field(default=32, ge=1)
-    """Conversations of one forward pass."""
+    """Number of conversations per forward pass."""
     max_length: int = Field(default=4096, ge=1)
-    """Most tokens that are read; of a longer conversation the last so many, for the answer is there."""
+    """Maximum number of tokens to score. Longer conversations keep their last tokens, which contain the answer."""
     shift: float = 0.0
-    """Taken from every score: the scores' mean, for rewards about 0."""
+    """Value subtracted from every score, for example the mean score, so that rewards are centered at 0."""
     scale: float = 1.0
-    """The reward is scale * (score - shift)."""
+    """Factor of the reward: scale * (score - shift)."""
 
     @model_validator(mode="after")
     def _rewards_differ(self) -> RewardModelEnvironmentConfig:
@@ -139,15 +142,15 @@ class GuessNumberDatasetConfig(DatasetConfig):
 
     dataset_name: str = "guess"
     num_samples: int = Field(default=1024, ge=1)
-    """Records."""
+    """Number of records."""
     lowest: int = 1
     """Smallest secret number."""
     highest: int = 100
     """Largest secret number."""
     seed: int = 0
-    """Record i is a function of the seed and i."""
+    """Random seed. Record i depends only on the seed and i."""
     question: str = "I think of a whole number from {lowest} to {highest}. Say one number a turn, and nothing else."
-    """The opening message; `{lowest}` and `{highest}` are filled in."""
+    """First message to the model; `{lowest}` and `{highest}` are replaced by their values."""
 
     @model_validator(mode="after")
     def _range_in_order(self) -> GuessNumberDatasetConfig:

@@ -76,7 +76,7 @@ def test_it_refuses_a_mistake_that_an_editor_should_show(validator, good, case):
 
 def test_keys_carry_their_docstrings(validator):
     definition = validator.schema["$defs"]["GRPOConfig"]["properties"]["num_prompts_per_step"]
-    assert definition["description"] == "P, the prompts drawn each step."
+    assert definition["description"] == "P, number of prompts per step."
 
 
 def test_the_reference_page_is_current():

@@ -105,7 +105,7 @@ WRONG_IN_GOOD = {
         "but one."
     ],
     ("  model_name: some/model\n", ""): [
-        "config.yaml:3:1: policy.model_name: must be set to text. Name, folder or GGUF file of the model."
+        "config.yaml:3:1: policy.model_name: must be set to text. Name or folder of the model, or a GGUF file."
     ],
     ("model_name: some/model", "model_name: 7"): [
         "config.yaml:5:15: policy.model_name: must be text; found 7. YAML reads '7' so: write it in quotes if text is meant."
@@ -268,5 +268,5 @@ def test_an_empty_file_says_what_a_config_needs(files):
     assert [line.split(": ", 1)[1].split(";")[0] for line in files.errors("")] == [
         "There is no section of an algorithm: add one of ... (it may be empty).",
         "policy.backend: must be set: which policy backend. Installed: ....",
-        "policy.model_name: must be set to text. Name, folder or GGUF file of the model.",
+        "policy.model_name: must be set to text. Name or folder of the model, or a GGUF file.",
     ]

@@ -171,7 +171,7 @@ def test_a_function_that_is_not_there_and_keys_that_nobody_would_read_are_refuse
         read({}, record_fn="no_such_module.function")
     with pytest.raises(ConfigError, match="json has no 'loadz'"):
         read({}, record_fn="json.loadz")
-    with pytest.raises(ValidationError, match="nobody reads input_key"):
+    with pytest.raises(ValidationError, match="input_key would have no effect"):
         JsonlDatasetConfig(path=tmp_path, record_fn="gsm8k", input_key="q")
-    with pytest.raises(ValidationError, match="nobody reads chosen_key"):
+    with pytest.raises(ValidationError, match="chosen_key would have no effect"):
         PreferenceDatasetConfig(path=tmp_path, record_fn="gsm8k", chosen_key="q")

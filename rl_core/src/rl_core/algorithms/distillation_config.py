@@ -1,4 +1,4 @@
-"""The section `distillation`; imports no torch."""
+"""The section `distillation`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from rl_core.config.written import Path
 
 
 class DistillationConfig(AlgorithmConfig):
-    """On-policy distillation: the student answers, a teacher says at each token what it would have said."""
+    """On-policy distillation: a teacher scores each token of the student's answers."""
 
     default_loss: ClassVar[str] = "distillation"
 
     num_prompts_per_step: int = Field(default=64, ge=1)
-    """P, the prompts drawn each step."""
+    """P, number of prompts per step."""
     num_generations_per_prompt: int = Field(default=1, ge=1)
-    """G, the samples drawn for each prompt."""
+    """G, number of samples per prompt."""
     student_data_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
-    """GKD's lambda: with this probability the rows of a step are answers of the student, else answers that the training data
-    gives."""
+    """GKD's lambda: probability that the rows of a step are sampled from the student. Otherwise they are answers from the
+    training data."""
     max_rollout_turns: int | None = Field(default=None, ge=1)
-    """Most turns of one rollout; null means as many as the environment needs. Without an environment there is one."""
+    """Maximum number of turns in a rollout; null means as many as the environment needs. Without an environment, a rollout has
+    one turn."""
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:
@@ -46,7 +47,7 @@ class DistillationConfig(AlgorithmConfig):
 
     @property
     def rows_per_step(self) -> int:
-        """B, the rows that a step trains on, sampled or given."""
+        """B, number of rows that a step trains on, sampled or from the data."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:

@@ -1,4 +1,4 @@
-"""The section `dpo`; imports no torch."""
+"""The section `dpo`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rl_core.config.written import Path
 
 
 class DPOConfig(AlgorithmConfig):
-    """Direct preference optimisation and its relatives."""
+    """Direct preference optimization (DPO) and its variants."""
 
     default_loss: ClassVar[str] = "dpo"
 
     global_batch_size: int = Field(default=32, ge=1)
-    """Pairs of one step; `policy.train_global_batch_size` (in rows, two a pair) splits them into optimizer steps."""
+    """Number of pairs per step. `policy.train_global_batch_size` (in rows, two per pair) splits them into optimizer steps."""
     val_batch_size: int = Field(default=128, ge=1)
-    """Pairs of one validation batch."""
+    """Number of pairs per validation batch."""
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:

@@ -1,4 +1,4 @@
-"""The section `grpo`; imports no torch."""
+"""The section `grpo`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo")
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages (`grpo.adv_estimator`)."""
+    """How advantages are computed from rewards (`grpo.adv_estimator`)."""
 
     name: str = "grpo"
-    """`grpo`: within the group; `rloo`: against the others of the group, without normalisation; `reinforce_plus_plus`: against
-    the whole batch; `gdpo`: each named reward by itself, then weighted; or the dotted path of an `AdvantageEstimator`."""
+    """Advantage estimator. `grpo`: relative to the group; `rloo`: relative to the other samples of the group, without
+    normalization; `reinforce_plus_plus`: relative to the whole batch; `gdpo`: each named reward separately, then a weighted
+    sum; or the dotted path of an `AdvantageEstimator`."""
     normalize_rewards: bool | None = None
-    """Divide the centred rewards of a group by their standard deviation; `grpo` and `gdpo` do, `rloo` does not by default."""
+    """Whether to divide the centered rewards of a group by their standard deviation. By default, `grpo` and `gdpo` do and
+    `rloo` does not."""
     use_leave_one_out_baseline: bool | None = None
-    """Centre each reward on the mean of the others of its group; `rloo` does, `grpo` and `gdpo` do not by default."""
+    """Whether to center each reward on the mean of the other rewards of its group. By default, `rloo` does and `grpo` and
+    `gdpo` do not."""
     minus_baseline: bool = False
-    """`reinforce_plus_plus`: take the group's mean from its rewards before the batch is normalised."""
+    """For `reinforce_plus_plus`: whether to subtract the group's mean reward before the batch is normalized."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """`gdpo`: weights of the named rewards, 1 by default; `overlong` is the penalty of `reward_shaping`."""
+    """For `gdpo`: weights of the named rewards, 1 by default. `overlong` is the penalty of `reward_shaping`."""
     normalize_batch: bool = True
-    """`gdpo`: normalise the weighted sum over the batch."""
+    """For `gdpo`: whether to normalize the weighted sum over the batch."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of an estimator given by its path."""
 
     @property
     def normalizes(self) -> bool:
-        """Whether groups are divided by their standard deviation."""
+        """Whether rewards are divided by the standard deviation of their group."""
         return self.name != "rloo" if self.normalize_rewards is None else self.normalize_rewards
 
     @property
     def leaves_one_out(self) -> bool:
-        """Whether a reward is compared with the others of its group alone."""
+        """Whether a reward is compared only with the other rewards of its group."""
         return self.name == "rloo" if self.use_leave_one_out_baseline is None else self.use_leave_one_out_baseline
 
     @field_validator("name")
@@ -75,23 +78,23 @@ class AdvantageConfig(Section):
 
 
 class GRPOConfig(RewardedConfig):
-    """Group-relative policy optimisation."""
+    """Group-relative policy optimization (GRPO)."""
 
     num_generations_per_prompt: int = Field(default=8, ge=2)
-    """G, the samples drawn for each prompt."""
+    """G, number of samples per prompt."""
     adv_estimator: AdvantageConfig = Field(default_factory=AdvantageConfig)
-    """How rewards become advantages."""
+    """How advantages are computed from rewards."""
     use_dynamic_sampling: bool = False
-    """Leave out groups in which the environment's rewards are all equal, and draw further prompts until the step has P that
-    are not."""
+    """Whether to drop groups whose environment rewards are all equal, and to draw more prompts until the step has P other
+    groups."""
     dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
-    """Most draws of a step; then it goes on with the groups that there are."""
+    """Maximum number of draws per step. After them, the step continues with the groups collected so far."""
     batch_multiplier: float = Field(default=1.0, ge=1.0)
-    """Dynamic sampling draws so many times P prompts at once."""
+    """Number of prompts in each draw of dynamic sampling, as a multiple of P."""
 
     @property
     def prompts_per_draw(self) -> int:
-        """Prompts that are drawn at once."""
+        """Number of prompts per draw."""
         return math.ceil(self.num_prompts_per_step * self.batch_multiplier)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The section `ppo`; imports no torch."""
+"""The section `ppo`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ VALUE_LOSS = "mse_value"
 
 
 class GAEConfig(Section):
-    """How rewards and values become advantages and returns (`ppo.gae`)."""
+    """How advantages and returns are computed from rewards and values (`ppo.gae`)."""
 
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Discount from one sampled token to the next."""
+    """Discount factor from one sampled token to the next."""
     lam: float = Field(default=0.95, ge=0.0, le=1.0)
-    """How much of what happened counts against what the critic expected: 1 all of it (no bias), 0 a single token (no
+    """GAE's lambda for advantages, which trades bias for variance: 1 uses the whole return (no bias), 0 a single token (lowest
     variance)."""
     value_lam: float | None = Field(default=None, ge=0.0, le=1.0)
-    """The same for the returns that the critic learns; as for the advantages by default."""
+    """GAE's lambda for the returns that the critic is trained on; defaults to the lambda of the advantages."""
     length_adaptive_alpha: float | None = Field(default=None, gt=0.0)
-    """In place of `lam`: 1 - 1 / (alpha n) for an answer of n tokens (VAPO has 0.05)."""
+    """Replaces `lam` with 1 - 1 / (alpha n) for an answer of n tokens (0.05 in VAPO)."""
     normalize_advantages: bool = True
-    """Advantages of a step's trained tokens are given mean 0 and standard deviation 1."""
+    """Whether to normalize the advantages of a step's trained tokens to mean 0 and standard deviation 1."""
     bootstrap_truncated: bool = False
-    """An answer that a limit cut off goes on in the critic's eyes: its last value stands for what would have come. By default
-    the limit is part of the task, and nothing comes after it."""
+    """Whether to bootstrap the return of a truncated answer from its last value. By default, the length limit is part of the
+    task, and a truncated answer has no further reward."""
 
     @model_validator(mode="after")
     def _one_lambda(self) -> GAEConfig:
@@ -45,18 +45,19 @@ class GAEConfig(Section):
 
 
 class PPOConfig(RewardedConfig):
-    """Proximal policy optimisation with a critic."""
+    """Proximal policy optimization (PPO) with a critic."""
 
     num_generations_per_prompt: int = Field(default=1, ge=1)
-    """G, the samples drawn for each prompt; the critic is the baseline, so one is enough."""
+    """G, number of samples per prompt. One is enough, since the critic is the baseline."""
     ppo_epochs: int = Field(default=4, ge=1)
-    """Passes of policy and critic over the rollouts of a step, each in optimizer steps of `train_global_batch_size` rows."""
+    """Number of passes of policy and critic over the rollouts of a step, each in optimizer steps of `train_global_batch_size`
+    rows."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """The first so many steps train the critic alone, so that the policy never follows a critic that knows nothing."""
+    """Number of steps at the start that train only the critic, so that the policy is not trained with an untrained critic."""
     gae: GAEConfig = Field(default_factory=GAEConfig)
-    """How rewards and values become advantages and returns."""
+    """How advantages and returns are computed from rewards and values."""
     value_loss: MseValueLossConfig = Field(default_factory=MseValueLossConfig)
-    """What the critic minimises; the policy's loss is `loss_fn`."""
+    """Loss of the critic. The loss of the policy is `loss_fn`."""
 
     @model_validator(mode="after")
     def _one_loss_of_values(self) -> PPOConfig:
@@ -71,7 +72,7 @@ class PPOConfig(RewardedConfig):
         return replace(super().runtime_needs, companions=("value",))
 
     def takes_one_step(self, run: RunConfig) -> bool:
-        """Whether a step's rollouts are one optimizer step of the policy, so that they are always its own."""
+        """Whether a step makes one optimizer step of the policy, so that its rollouts are always on-policy."""
         rows = run.policy.train_global_batch_size
         return self.ppo_epochs == 1 and (rows is None or rows >= self.rows_per_step)
 
@@ -80,10 +81,10 @@ class PPOConfig(RewardedConfig):
         return TrainingPlan(steps=max(0, self.max_num_steps - alone), rows=self.rows_per_step, passes=self.ppo_epochs)
 
     def refuse_a_warmup_of(self, steps: int) -> None:
-        """Refuse a run of so many steps that ends before the policy is trained: `max_num_epochs` may make it that short.
+        """Rejects a run of this many steps if it ends before the policy is trained; `max_num_epochs` may make it that short.
 
         Raises:
-            ConfigError: it does.
+            ConfigError: The run is not longer than `critic_warmup_steps`.
         """
         if problem := self._warmup_problem(steps):
             raise ConfigError(f"ppo.critic_warmup_steps: {problem}")

@@ -1,4 +1,4 @@
-"""What the sections of all algorithms that learn from rewards of rollouts share; imports no torch."""
+"""Base sections of the algorithms that learn from rewards of rollouts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rl_core.config.written import Path
 
 
 class RewardScalingConfig(Section):
-    """A linear map of rewards, with what is outside held at its ends (`reward_scaling`)."""
+    """Linear scaling of rewards, clipped to a range (`reward_scaling`)."""
 
     enabled: bool = False
-    """Use it."""
+    """Whether to scale rewards."""
     source_min: float = 0.0
-    """Rewards below it count as it."""
+    """Lower bound; smaller rewards are clipped to it."""
     source_max: float = 1.0
-    """Rewards above it count as it."""
+    """Upper bound; larger rewards are clipped to it."""
     target_min: float = 0.0
-    """What `source_min` becomes."""
+    """Value that `source_min` is mapped to."""
     target_max: float = 1.0
-    """What `source_max` becomes."""
+    """Value that `source_max` is mapped to."""
 
     @model_validator(mode="after")
     def _a_range(self) -> RewardScalingConfig:
@@ -41,47 +41,47 @@ class RewardScalingConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """The soft punishment of answers that near the length limit (`reward_shaping`)."""
+    """Soft penalty for answers close to the length limit (`reward_shaping`)."""
 
     enabled: bool = False
-    """Use it."""
+    """Whether to use the penalty."""
     overlong_buffer_length: int = Field(default=128, ge=1)
-    """So many tokens before the limit the punishment begins, and grows evenly."""
+    """Number of tokens before the limit at which the penalty starts. It grows linearly up to the limit."""
     overlong_buffer_penalty: float = Field(default=1.0, gt=0.0)
-    """What an answer at the limit loses. With `adv_estimator: {name: gdpo}` set `reward_weights.overlong` instead."""
+    """Penalty of an answer at the limit. With `adv_estimator: {name: gdpo}`, set `reward_weights.overlong` instead."""
     max_response_length: int | None = Field(default=None, ge=1)
-    """The limit, in sampled tokens of all turns; `policy.generation.max_new_tokens` by default."""
+    """Length limit in sampled tokens of all turns; defaults to `policy.generation.max_new_tokens`."""
 
 
 class RewardedConfig(AlgorithmConfig):
-    """An algorithm that samples, is rewarded, and takes policy-gradient steps."""
+    """Base section of policy-gradient algorithms that learn from rewards."""
 
     default_loss: ClassVar[str] = "clipped_pg"
 
     num_prompts_per_step: int = Field(default=32, ge=1)
-    """P, the prompts drawn each step."""
+    """P, number of prompts per step."""
     num_generations_per_prompt: int = Field(default=1, ge=1)
-    """G, the samples drawn for each prompt."""
+    """G, number of samples per prompt."""
     max_rollout_turns: int | None = Field(default=None, ge=1)
-    """Most turns of one rollout; null means as many as the environment needs."""
+    """Maximum number of turns in a rollout; null means as many as the environment needs."""
     reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
-    """Scales and bounds rewards, before anything else is done with them."""
+    """Scales and clips rewards before anything else is computed from them."""
     reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
-    """Takes from the rewards of answers that near the length limit."""
+    """Penalizes answers close to the length limit."""
     advantage_clip_low: float | None = Field(default=None, lt=0.0)
-    """Advantages below it count as it."""
+    """Lower bound; smaller advantages are clipped to it."""
     advantage_clip_high: float | None = Field(default=None, gt=0.0)
-    """Advantages above it count as it."""
+    """Upper bound; larger advantages are clipped to it."""
     overlong_filtering: bool = False
-    """Leave rows that a limit cut off out of the loss; their rewards still count where rewards are compared."""
+    """Whether to exclude truncated rows from the loss. Their rewards still count in baselines and normalization."""
     val_num_generations_per_prompt: int = Field(default=1, ge=1)
-    """Samples of each validation prompt; accuracy is their mean."""
+    """Number of samples per validation prompt; accuracy is their mean."""
     skip_logprobs_when_on_policy: bool = True
-    """Skip the scoring pass where a step makes one optimizer step: the ratio is then identically 1."""
+    """Whether to skip the scoring pass if a step makes one optimizer step, since the ratio is then always 1."""
 
     @property
     def prompts_per_draw(self) -> int:
-        """Prompts that are drawn at once."""
+        """Number of prompts per draw."""
         return self.num_prompts_per_step
 
     @property
@@ -94,7 +94,7 @@ class RewardedConfig(AlgorithmConfig):
 
     @property
     def rows_per_step(self) -> int:
-        """B, the rows that a step trains on."""
+        """B, number of rows that a step trains on."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:

@@ -1,4 +1,4 @@
-"""The section `rm`; imports no torch."""
+"""The section `rm`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rl_core.config.written import Path
 
 
 class RewardModelConfig(AlgorithmConfig):
-    """A reward model, learnt from preferences."""
+    """Reward model training on preferences."""
 
     default_loss: ClassVar[str] = "bradley_terry"
     head: ClassVar[Literal["tokens", "scalar"]] = "scalar"
 
     global_batch_size: int = Field(default=32, ge=1)
-    """Pairs of one step; `policy.train_global_batch_size` (in rows, two a pair) splits them into optimizer steps."""
+    """Number of pairs per step. `policy.train_global_batch_size` (in rows, two per pair) splits them into optimizer steps."""
     val_batch_size: int = Field(default=128, ge=1)
-    """Pairs of one validation batch."""
+    """Number of pairs per validation batch."""
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:

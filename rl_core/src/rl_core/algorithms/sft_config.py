@@ -1,4 +1,4 @@
-"""The section `sft`; imports no torch."""
+"""The section `sft`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rl_core.config.schema import AlgorithmConfig, RunConfig
 
 
 class SFTConfig(AlgorithmConfig):
-    """Supervised fine-tuning."""
+    """Supervised fine-tuning (SFT)."""
 
     default_loss: ClassVar[str] = "nll"
 
     global_batch_size: int = Field(default=128, ge=1)
-    """Rows of one step; `policy.train_global_batch_size` splits them into optimizer steps."""
+    """Number of rows per step. `policy.train_global_batch_size` splits them into optimizer steps."""
     only_unmask_final: bool = False
-    """Train on the last assistant message alone; on all of them otherwise."""
+    """Whether to train only on the last assistant message instead of all of them."""
     val_accuracy: bool = False
-    """Also complete the validation prompts greedily and score them; needs `policy.generation` and `env`."""
+    """Whether validation also completes the prompts greedily and scores the answers. Requires `policy.generation` and `env`."""
     max_rollout_turns: int | None = Field(default=None, ge=1)
-    """Most turns of one validation rollout; null means as many as the environment needs."""
+    """Maximum number of turns in a validation rollout; null means as many as the environment needs."""
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:

@@ -14,12 +14,12 @@ from rl_core.plugins.registry import Registry
 
 
 class AlgorithmPathConfig(Section):
-    """An algorithm given by its paths (`algorithm`); its settings are a section of their own, under a name of your choice."""
+    """An algorithm given by its paths (`algorithm`). Its settings are in a separate section with a name of your choice."""
 
     train: str
-    """Dotted path of the function that trains, `train(config, run)`; imported by a run."""
+    """Dotted path of the training function, `train(config, run)`. Imported only by a run."""
     config: str
-    """Dotted path of the model of its settings, an `AlgorithmConfig`; imported by `rlcore validate` as well."""
+    """Dotted path of the model of its settings, an `AlgorithmConfig`. Also imported by `rlcore validate`."""
 
 
 _PATHS = tuple(AlgorithmPathConfig.model_fields)
@@ -33,14 +33,14 @@ def choose_algorithm(
     registry: Registry,
     problems: Problems,
 ) -> Component | None:
-    """The algorithm of the one section that is no other section of a config; every further one is reported.
+    """The algorithm of the only section that is not one of the standard sections; every further one is reported.
 
     Args:
         values: The plain values of the whole config.
         sections: The keys of the sections that every config may have.
-        written: The same as it was written, for the places.
+        written: The same values with their source locations.
         registry: Where algorithms are found.
-        problems: Receives sections that are none, several algorithms, and none at all.
+        problems: Receives unknown sections, several algorithms, and a missing algorithm.
     """
     names = [name for name in values if name not in sections]
     if values.get("algorithm") is not None:
@@ -87,7 +87,7 @@ def _named(
 
 
 def _at_a_path(names: list[str], paths: Any, *, written: Written, registry: Registry, problems: Problems) -> Component | None:
-    """The one section that nobody registers, with the function and the model that `algorithm` names."""
+    """The only unregistered section, with the function and the model that `algorithm` names."""
     place = written.nearest(("algorithm",)).key_place
     if len(names) != 1:
         others = f"has {' and '.join(names)}: remove all but one" if names else "has none: add one (it may be empty)"

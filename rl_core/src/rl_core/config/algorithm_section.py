@@ -1,4 +1,4 @@
-"""The section of an algorithm: the keys that all have, and what each declares of itself; imports no torch."""
+"""The base section of an algorithm: the keys that all algorithms have, and what each one declares. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ if TYPE_CHECKING:
 
 
 class AlgorithmConfig(Section):
-    """What every algorithm's section has."""
+    """Base section of every algorithm."""
 
     default_loss: ClassVar[str | None] = None
-    """The loss component that `loss_fn` means when it names none; without one, `loss_fn.name` is required."""
+    """Loss component used if `loss_fn` names none. If this is None, `loss_fn.name` is required."""
     head: ClassVar[Literal["tokens", "scalar"]] = "tokens"
-    """What the model that it trains ends in; `policy.head` means it where the file does not say."""
+    """Head type of the model that the algorithm trains; the default of `policy.head`."""
     allows_filtered_sampling: ClassVar[bool] = False
-    """Whether it may train on samples drawn with top-p or top-k, whose log-probabilities are of the filtered distribution."""
+    """Whether the algorithm may train on samples drawn with top-p or top-k, with log-probabilities of the filtered
+    distribution."""
 
     max_num_steps: int = Field(default=100, ge=1)
-    """Steps to run in all, resumed ones included."""
+    """Total number of steps, including the steps before a resume."""
     max_num_epochs: int | None = Field(default=None, ge=1)
-    """Passes over the training data after which the run ends, if that comes before `max_num_steps`."""
+    """Maximum number of passes over the training data. The run ends after them if that comes before `max_num_steps`."""
     seed: int = 42
-    """Seed of everything that is drawn: data order, sampling, initialisation."""
+    """Random seed for data order, sampling and initialization."""
     val_period: int = Field(default=0, ge=0)
-    """Validate after every so many steps; 0 never."""
+    """Number of steps between validations; 0 disables periodic validation."""
     val_at_start: bool = False
-    """Validate before the first step."""
+    """Whether to validate before the first step."""
     val_at_end: bool = False
-    """Validate after the last step."""
+    """Whether to validate after the last step."""
     val_batch_size: int = Field(default=256, ge=1)
-    """Rows of one validation batch."""
+    """Number of rows per validation batch."""
     max_val_samples: int | None = Field(default=None, ge=1)
-    """Validate on the first so many records; all by default."""
+    """Number of validation records to use, from the start of the data; all by default."""
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:
-        """What the algorithm needs from the runtime; every algorithm implements it.
+        """What the algorithm needs from the runtime. Every algorithm must implement it.
 
         Raises:
-            NotImplementedError: the section's model does not.
+            NotImplementedError: The section's model does not implement it.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must implement the property `runtime_needs`: without it the runtime cannot know how many "
@@ -63,12 +64,12 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_generation(self) -> bool:
-        """Whether it trains on rollouts: the config must then have `policy.generation`."""
+        """Whether the algorithm trains on rollouts, so that the config must have `policy.generation`."""
         return self.runtime_needs.rollouts is not None
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether its rollouts must be scored: the config must then have a section `env`."""
+        """Whether its rollouts must be scored, so that the config must have a section `env`."""
         rollouts = self.runtime_needs.rollouts
         return rollouts is None or rollouts.rewarded
 
@@ -79,12 +80,12 @@ class AlgorithmConfig(Section):
         return records is not None and records.pairs
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """What of the run's other sections the algorithm cannot work with: each key that is to blame, and why."""
+        """Settings of other sections that the algorithm does not support: each conflicting key, and the reason."""
         yield from ()
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
-        """How it trains the model of a section (`policy`, `value`), for schedules that count optimizer steps.
+        """How the algorithm trains the model of a section (`policy`, `value`), for schedules that count optimizer steps.
 
-        None, the default, leaves that open: a schedule must then say its own length.
+        None, the default, means unknown: a schedule must then set its own length.
         """
         return None

@@ -1,4 +1,4 @@
-"""Checks that every weight sync covers what the engine computes with; imports no torch."""
+"""Checks that every weight sync verifies the tensors that the engine computes with. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 
 HELD_DIGESTS = "held_weight_digests"
-"""Capability of a generation backend whose weight digests are of the tensors that it computes with."""
+"""Capability of a generation backend whose weight digests cover the tensors that it computes with."""
 
 
 def canary_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[Path, str]]:
-    """A canary that is switched off for an engine that has no other check of what it computes with."""
+    """A canary that is disabled for an engine whose tensors are not checked in any other way."""
     generation = run.policy.generation
     if generation is None or generation.refit_canary or is_path(generation.backend):
         return
@@ -24,7 +24,7 @@ def canary_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[Path,
 
 
 def without_canary(backend: str) -> str:
-    """Why the canary of an engine without `HELD_DIGESTS` cannot be left out."""
+    """Why the canary of an engine without `HELD_DIGESTS` is required."""
     return (
         f"the engine {backend!r} must be checked by the canary. Its fingerprint covers the weights that arrived and not the "
         f"tensors that it computes with (it lacks the capability {HELD_DIGESTS!r}). Leave refit_canary at true, and logits "

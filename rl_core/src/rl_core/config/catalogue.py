@@ -1,6 +1,6 @@
-"""Every section that a config could have with the plugins that are installed; reads no config.
+"""Every section that a config could have with the installed plugins. Does not read configs.
 
-What `rlcore explain`, `rlcore schema` and the reference pages are made of.
+Used by `rlcore explain`, `rlcore schema` and the reference pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl_core.plugins.record import Status
 from rl_core.plugins.registry import Registry
 
 ANY = "<name>"
-"""Stands for a key that the user chooses: the task of `env.<name>`."""
+"""Placeholder for a key that the user chooses: the task of `env.<name>`."""
 
 _PLACES: dict[Kind, tuple[Path, ...]] = {
     Kind.ALGORITHM: (),
@@ -28,7 +28,7 @@ _PLACES: dict[Kind, tuple[Path, ...]] = {
     Kind.ENVIRONMENT: (("env", ANY),),
     Kind.LOGGER: (),
 }
-"""Where the section of a component of each kind stands; where there is none, the component's name is its key."""
+"""Keys of the section of each kind of component; if empty, the component's name is its key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Catalogue:
     """All sections.
 
     Attributes:
-        parts: Each section of each component, and those of the core; one key may have several.
+        parts: Each section of each component, and the built-in ones; one key may have several.
         unusable: One sentence for each component whose model cannot be loaded.
     """
 
@@ -48,7 +48,7 @@ class Catalogue:
         return {part.component.name: part.model for part in self.parts if part.kind is kind and part.component is not None}
 
     def find(self, path: Path) -> list[tuple[Part, Field]]:
-        """The fields that a key may mean, one for each component that has it."""
+        """The fields that a key may refer to, one for each component that has it."""
         found = []
         for part in self.parts:
             if len(path) > len(part.path) and all(a in (b, ANY) for a, b in zip(part.path, path, strict=False)):
@@ -62,7 +62,7 @@ class Catalogue:
 
 
 def catalogue(registry: Registry, *, plugins: Collection[str] | None = None) -> Catalogue:
-    """The sections of the core and of the components that are installed and work.
+    """The built-in sections and those of installed, working components.
 
     Args:
         registry: The plugins.

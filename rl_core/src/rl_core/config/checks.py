@@ -1,4 +1,4 @@
-"""What no single section can know: whether algorithm, backends, data and cluster of one config fit together."""
+"""Checks that span several sections: whether algorithm, backends, data and cluster of a config fit together."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rl_core.plugins.requirements import unmet_needs
 
 
 def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[Finding]:
-    """Everything about a run that its sections are each right about and are wrong about together.
+    """Everything that is wrong with a combination of sections that are valid by themselves.
 
     Args:
         run: The valid sections.
         layout: The components that they name.
-        registry: Asked for the capabilities of the components.
+        registry: Provides the capabilities of the components.
     """
     yield from _what_the_algorithm_needs(run)
     yield from section_conflicts(run, registry)
@@ -39,11 +39,11 @@ def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[
 
 
 def section_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
-    """Constraints between sections that hold however the run was made: from a config file, or from Python objects.
+    """Constraints between sections that always apply, whether the run comes from a config file or from Python objects.
 
     Args:
         run: The valid sections.
-        registry: Asked for the capabilities of the components.
+        registry: Provides the capabilities of the components.
     """
     yield from run.algorithm.conflicts(run)
     yield from component_conflicts(run)
@@ -73,7 +73,7 @@ def _what_the_algorithm_needs(run: RunConfig) -> Iterator[Finding]:
 
 
 def _sampling(run: RunConfig) -> Iterator[Finding]:
-    """Everything but the temperature that makes the distribution of the samples another than the policy's."""
+    """Sampling settings, other than the temperature, that make the sampling distribution differ from the policy's."""
     generation = run.policy.generation
     if generation is None or not run.algorithm.needs_generation:
         return
@@ -94,7 +94,7 @@ def _sampling(run: RunConfig) -> Iterator[Finding]:
 
 
 def _companion_conflicts(run: RunConfig) -> Iterator[Finding]:
-    """What the policy, its loss and the models beside it end in, and whether the algorithm has such models."""
+    """Head types of the policy, its loss and its companion models, and whether the algorithm uses these models."""
     name, algorithm = run.algorithm_name, run.algorithm
     if run.loss_fn.head == "scalar" and algorithm.head == "tokens":
         yield (

@@ -1,4 +1,4 @@
-"""Asks the sections of all components for what they find wrong, each through its `conflicts`; knows no component by name."""
+"""Runs the `conflicts` checks of the sections of all components. Independent of specific components."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rl_core.config.schema import (
 from rl_core.config.written import Path
 
 Finding = tuple[Path, str]
-"""The key that is to blame, and what is wrong."""
+"""The wrong key, and what is wrong with it."""
 
 _Checked = PolicyConfig | GenerationConfig | DatasetConfig | EnvironmentConfig | LossConfig | LoggerConfig
 
 
 def component_conflicts(run: RunConfig) -> Iterator[Finding]:
-    """What the sections of backends, datasets, environments, losses and loggers find wrong with the run."""
+    """Conflicts that the sections of backends, datasets, environments, losses and loggers report."""
     for path, section in sections_of(run):
         for inner, message in section.conflicts(run):
             yield (*path, *inner), message
 
 
 def models_of(run: RunConfig) -> dict[str, PolicyConfig]:
-    """The policy and its companions, by section."""
+    """The policy and its companion models, by section."""
     found = {name: getattr(run, name) for name in ("policy", *COMPANIONS)}
     return {name: model for name, model in found.items() if model is not None}
 

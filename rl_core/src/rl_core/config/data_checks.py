@@ -1,4 +1,4 @@
-"""Checks that the datasets of a run have what its algorithm reads, as far as sections and first rows tell; imports no torch."""
+"""Checks that datasets match what the algorithm reads, as far as sections and first rows show. Does not import torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def data_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
 
 
 def validates(run: RunConfig) -> bool:
-    """Whether the algorithm is asked to validate at any time."""
+    """Whether validation is enabled."""
     algorithm = run.algorithm
     return algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
 

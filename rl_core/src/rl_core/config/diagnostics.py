@@ -1,6 +1,6 @@
-"""What is wrong with a config, one line each: place, key, what was found, what is allowed, what may have been meant.
+"""What is wrong with a config, one line each: location, key, what was found, what is allowed, and a suggestion.
 
-Knows neither YAML nor the sections; the other rooms hand it what they found.
+Independent of YAML and of the sections; other modules report their findings here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        place: Where it is written; None where nothing was read.
+        place: Where it is written; None if nothing was read.
         path: The key it is about; empty for the file as a whole.
-        message: What is wrong, without place and key, and what to do.
+        message: What is wrong, without location and key, and what to do.
     """
 
     place: Place | None
@@ -40,7 +40,7 @@ class Problem:
 
 
 class InvalidConfigError(ConfigError):
-    """The config cannot be honoured.
+    """The config is invalid.
 
     Attributes:
         problems: Everything that is wrong, in the order of the files.
@@ -53,13 +53,13 @@ class InvalidConfigError(ConfigError):
 
 @dataclass
 class Problems:
-    """Collects what is wrong, so that all of it is said at once.
+    """Collects problems, so that all of them are reported at once.
 
     Attributes:
         found: The problems so far.
-        poisoned: Paths whose value is known to be wrong: what follows from that is not said again.
-        secrets: What problems must not show.
-        is_partial: Whether some file could not be read, so that what is absent may well be written.
+        poisoned: Keys with a value known to be invalid; follow-up errors about them are not reported.
+        secrets: Values that problems must not show.
+        is_partial: Whether a file could not be read, so that a missing key may be set there.
     """
 
     found: list[Problem] = field(default_factory=list)
@@ -68,32 +68,32 @@ class Problems:
     secrets: Secrets = field(default_factory=Secrets)
 
     def add(self, message: str, *, place: Place | None, path: Path = ()) -> None:
-        """Keeps one problem."""
+        """Adds a problem."""
         problem = Problem(place=place, path=path, message=self.secrets.redact(message))
         if problem not in self.found:
             self.found.append(problem)
 
     def poison(self, message: str, *, place: Place | None, path: Path) -> None:
-        """Keeps one problem whose value must not be looked at again."""
+        """Adds a problem, and marks its value as invalid so that it is not checked again."""
         self.add(message, place=place, path=path)
         self.poisoned.add(path)
 
     def is_poisoned(self, path: Path) -> bool:
-        """Whether the value here, or one that holds it, is already known to be wrong."""
+        """Whether this value, or one that contains it, is already known to be invalid."""
         return any(path[:length] in self.poisoned for length in range(len(path) + 1))
 
     def raise_if_any(self) -> None:
-        """Ends the loading.
+        """Raises an error if there are problems.
 
         Raises:
-            InvalidConfigError: Something was found.
+            InvalidConfigError: There is at least one problem.
         """
         if self.found:
             raise InvalidConfigError(sorted(self.found, key=_in_order_of_files))
 
 
 def show(value: Any) -> str:
-    """A value as an error prints it: YAML's words, long ones cut short."""
+    """A value as an error prints it: in YAML notation, long values truncated."""
     match value:
         case None:
             text = "null"
@@ -112,7 +112,7 @@ def show(value: Any) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The candidate that was probably meant, or None; letter case does not count."""
+    """The candidate that was probably meant, or None; ignores letter case."""
     by_folded = {candidate.casefold(): candidate for candidate in candidates}
     matches = get_close_matches(name.casefold(), by_folded, n=1, cutoff=cutoff)
     return by_folded[matches[0]] if matches else None

@@ -1,4 +1,4 @@
-"""Reads durations as a config writes them."""
+"""Parses durations in a config."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+)
 
 
 def parse_duration(value: float | str) -> float:
-    """Seconds of a duration: a number of them, or `MM:SS`, `HH:MM:SS` or `D-HH:MM:SS` as Slurm writes it.
+    """Seconds of a duration: a number of seconds, or `MM:SS`, `HH:MM:SS` or `D-HH:MM:SS` as in Slurm.
 
     Raises:
-        ValueError: It is none of these, or not positive.
+        ValueError: The value is not a duration or is not positive.
     """
     found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
     if isinstance(value, str) and found is None:

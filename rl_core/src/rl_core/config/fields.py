@@ -1,4 +1,4 @@
-"""Looks into the models of sections: which keys they have, what each allows, what it defaults to; knows no section by name."""
+"""Inspects the models of sections: their keys, allowed values and defaults. Independent of the sections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_core.config.written import Path
 Model = type[BaseModel]
 
 NOTHING = object()
-"""Stands for a default that is not there; null is a default."""
+"""Marks a missing default; null is a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class Field:
     Attributes:
         path: The whole key.
         owner: The model that declares it.
-        name: The field of that model; for a free key, the field that holds the mapping.
+        name: The field of that model; for a free key, the field that contains the mapping.
         info: That field.
-        is_free: Whether the key is one of a free mapping, which may hold any.
-        default: Its value where none is given, as plain data; `NOTHING` where one must be.
+        is_free: Whether the key belongs to a free mapping, which accepts any key.
+        default: Its default as plain data; `NOTHING` if it is required.
     """
 
     path: Path
@@ -50,21 +50,21 @@ class Field:
 
     @property
     def type_name(self) -> str:
-        """Its type in Python's words; `Any` for a free key."""
+        """Its type in Python notation; `Any` for a free key."""
         return "Any" if self.is_free else type_name(self.info.annotation)
 
     @property
     def allowed(self) -> str:
-        """What it may hold, for a sentence: `a whole number, 1 or more`."""
+        """Its allowed values, for a sentence: `a whole number, 1 or more`."""
         return "anything" if self.is_free else describe(self.info)
 
 
 def find_field(model: Model, path: Path, *, prefix: Path = ()) -> Field | None:
-    """The field at a path within a model, or None where the model has no such key.
+    """The field at a path within a model, or None if the model has no such key.
 
     Args:
-        model: Where to begin.
-        path: The key, from the model on.
+        model: The model to start at.
+        path: The key, relative to the model.
         prefix: The key of the model itself.
     """
     if not path:
@@ -98,30 +98,30 @@ def all_fields(model: Model, *, prefix: Path = (), depth: int = 8) -> Iterator[F
 
 
 def declaring_model(model: Model, name: str) -> Model:
-    """The class that declares a field, which may be a base of the model."""
+    """The class that declares a field, which may be a base class of the model."""
     return next((base for base in model.__mro__ if name in vars(base).get("__annotations__", {})), model)
 
 
 def plain_default(info: FieldInfo) -> Any:
-    """What a field holds where nothing is given, as plain data; `NOTHING` where it must be given."""
+    """The default of a field as plain data; `NOTHING` if the field is required."""
     if info.is_required():
         return NOTHING
     return to_jsonable_python(info.get_default(call_default_factory=True, validated_data={}))
 
 
 def section_model(annotation: Any) -> Model | None:
-    """The model of a section, also of one that may be null; None for a value or a choice between models."""
+    """The model of a section, including optional ones; None for a value or a choice between models."""
     models = [option for option in _options(annotation) if isinstance(option, type) and issubclass(option, BaseModel)]
     return models[0] if len(models) == 1 else None
 
 
 def holds_free_keys(annotation: Any) -> bool:
-    """Whether the value may be a mapping of keys that no model states."""
+    """Whether the value may be a mapping with arbitrary keys."""
     return any(option is Any or (get_origin(option) or option) in (dict, Mapping) for option in _options(annotation))
 
 
 def allows_bool(annotation: Any) -> bool:
-    """Whether true and false are values of their own, not numbers by accident."""
+    """Whether true and false are valid values themselves, not accidental numbers."""
     return any(
         option in (bool, Any, object) or (get_origin(option) is Literal and any(isinstance(v, bool) for v in get_args(option)))
         for option in _options(annotation)
@@ -140,7 +140,7 @@ def choices(annotation: Any) -> list[Any]:
 
 
 def inner_annotation(annotation: Any, path: Path) -> Any:
-    """The type of the items of a list, or of the values of a mapping, as many levels deep as the path is long."""
+    """The type of the items of a list or of the values of a mapping, with one level per component of the path."""
     for part in path:
         inner = Any
         for option in _options(annotation):
@@ -154,7 +154,7 @@ def inner_annotation(annotation: Any, path: Path) -> Any:
 
 
 def type_name(annotation: Any) -> str:
-    """A type in Python's words, modules left out: `float | None`."""
+    """A type in Python notation without modules: `float | None`."""
     if annotation is None or annotation is type(None):
         return "None"
     origin = get_origin(annotation)
@@ -170,13 +170,13 @@ def type_name(annotation: Any) -> str:
 
 
 def describe(info: FieldInfo) -> str:
-    """What a field may hold, for a sentence."""
+    """The allowed values of a field, for a sentence."""
     bounds = [item for item in info.metadata if isinstance(item, Ge | Gt | Le | Lt | MinLen | MaxLen | MultipleOf)]
     return describe_type(info.annotation, bounds)
 
 
 def describe_type(annotation: Any, bounds: Sequence[Any] = ()) -> str:
-    """What a type allows, within bounds of `annotated_types`, for a sentence."""
+    """The values that a type allows, within bounds of `annotated_types`, for a sentence."""
     texts = []
     for option in _options(annotation):
         text = _describe_one(option)

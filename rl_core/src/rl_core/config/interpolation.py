@@ -1,4 +1,4 @@
-"""Resolves `${...}` through OmegaConf, each value by itself so that every failure is reported; knows no section."""
+"""Resolves `${...}` with OmegaConf, one value at a time so that every failure is reported. Independent of the sections."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def resolve(
     """The plain values with every `${...}` replaced.
 
     Args:
-        root: What is written.
-        default_at: What a key holds that is written nowhere; `NOTHING` for a key that has no default.
+        root: The values as written.
+        default_at: Default of a key that is not written; `NOTHING` for a key without a default.
         known: Keys of the sections' models, for suggestions.
-        problems: Receives what cannot be resolved; those values are poisoned and null in the result.
+        problems: Receives what cannot be resolved; those values are marked as invalid and null in the result.
 
     Returns:
         The plain values, and the text of each interpolation by its path.
@@ -60,7 +60,7 @@ def resolve(
 
 
 def _with_defaults(plain: Any, texts: Iterable[str], *, root: Written, default_at: Callable[[Path], Any]) -> dict[str, Any]:
-    """A copy of the values in which the keys that are interpolated and not written hold their defaults."""
+    """A copy of the values in which interpolated keys that are not written have their defaults."""
     complete: dict[str, Any] = copy.deepcopy(plain)
     for key in {match for text in texts for match in _REFERENCE.findall(text)}:
         path = tuple(key.split("."))
@@ -134,9 +134,9 @@ def _put(plain: Any, path: Path, value: Any) -> None:
 
 
 def escape(value: Any) -> Any:
-    """A plain value such that reading it again resolves nothing: every `${` in its texts is escaped.
+    """A plain value in which every `${` is escaped, so that reading it again resolves nothing.
 
-    Not so the interpolations that stand in place of secrets.
+    Interpolations that replace secrets are not escaped.
     """
     match value:
         case dict():

@@ -1,6 +1,6 @@
-"""The JSON schema of config files, for editors: completion, documentation and a first check of every installed section.
+"""The JSON schema of config files, for editors: completion, documentation and basic checks of every installed section.
 
-It forgives what only the loader can judge: a file may leave out what another one gives it, and anything may be `${...}`.
+It is more permissive than the loader: a file may omit what another file sets, and any value may be `${...}`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHOOSERS = {
 
 
 def json_schema(catalogue: Catalogue) -> dict[str, Any]:
-    """The schema of one config file.
+    """The schema of a config file.
 
     Args:
         catalogue: The sections; each model becomes a definition.
@@ -69,7 +69,7 @@ def _by_name(models: dict[str, Model], reference_of: dict[Any, Any]) -> dict[str
 
 
 def _chosen(kind: Kind, sections: dict[str, Any]) -> dict[str, Any]:
-    """A section whose keys depend on the component that it names; a path of a class leaves them free."""
+    """A section whose keys depend on the component that it names; for the path of a class, any keys are allowed."""
     key = _CHOOSERS[kind]
     names = {"anyOf": [{"enum": [*sections, None]}, _PATH, _INTERPOLATION]}
     return {
@@ -83,7 +83,7 @@ def _chosen(kind: Kind, sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environments(sections: dict[str, Any]) -> dict[str, Any]:
-    """The tasks: each by `name` or `env_cls`, or, where it says neither, by its own key."""
+    """The tasks: each by `name` or `env_cls`, or, if neither is set, by its own key."""
     chosen = _chosen(Kind.ENVIRONMENT, sections)
     says_which = {"anyOf": [{"required": ["name"]}, {"required": ["env_cls"]}]}
     return {
@@ -102,7 +102,7 @@ def _put(definitions: dict[str, Any], reference_of: dict[Any, Any], catalogue: C
 
 
 def _forgiving(definition: dict[str, Any]) -> dict[str, Any]:
-    """A definition whose keys may be left out, and whose values may be interpolated."""
+    """A definition whose keys are optional and whose values may be interpolated."""
     if definition.get("type") != "object" or "properties" not in definition:
         return definition
     relaxed = {key: value for key, value in definition.items() if key != "required"}

@@ -1,4 +1,4 @@
-"""One section of a config out of a constructor's keyword arguments, for backends made from Python; imports no torch."""
+"""Builds a config section from keyword arguments, for backends created in Python. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def section_from_keywords(
     config: SectionT | None = None,
     nested: Mapping[str, type[BaseModel] | partial[Any]] | None = None,
 ) -> SectionT:
-    """The section that keyword arguments amount to.
+    """The section that results from keyword arguments.
 
     Args:
         who: the class that was called, for errors.
         model: the section's model.
-        own: the key of the backend's own section in it, such as "hf_cfg"; its fields may be given beside those of `model`.
+        own: the key of the backend's own section in it, such as "hf_cfg"; its fields may be given next to those of `model`.
         fields: the arguments by name.
-        model_name: the field of that name; None where it was not given.
-        torch_dtype: `precision` by its promised name, as text or as a dtype of torch; None where it was not given.
+        model_name: the field of that name; None if it was not given.
+        torch_dtype: `precision` by its documented name, as text or as a torch dtype; None if it was not given.
         config: the whole section, which excludes any of `fields`.
         nested: what makes a model of a field that may be given as a plain mapping.
 
     Raises:
-        ConfigError: a whole section and fields beside it, no model, an unknown field, or a value that is not allowed.
+        ConfigError: a whole section and additional fields, no model, an unknown field, or a value that is not allowed.
     """
     given = dict(fields)
     if model_name is not None:

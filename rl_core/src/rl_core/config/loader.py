@@ -1,6 +1,6 @@
-"""One config file into the frozen models of a run, in stages that each say all that they find wrong; imports no backend.
+"""Loads a config file into the frozen models of a run, in stages that each report all problems. Does not import backends.
 
-Files and what they inherit, then overrides, then `${...}`, then the model of each section, then what holds between sections.
+The stages: files and what they inherit, overrides, `${...}`, the model of each section, and checks across sections.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class LoadedConfig:
 
     Attributes:
         run: The sections as their models.
-        resolved: The whole config as plain data, defaults filled in, under the keys that a file has: loading it again gives
+        resolved: The whole config as plain data with defaults, under the keys of a config file: loading it again gives
             the same run.
         source: Where each leaf of `resolved` came from, by its dotted key.
         components: The component of each section that names one, by the section's dotted key (`policy.generation`).
         layout: The models of the sections, and the keys that they have.
         written: The config as it was written, with the source location of each value.
         path: The file.
-        redacted: `resolved` with the `${...}` of each secret in place of its value: what may be written, printed and sent.
-        secrets: What came from the environment and must not be shown.
+        redacted: `resolved` with the `${...}` of each secret instead of its value; safe to write, print and send.
+        secrets: Values from the environment that must not be shown.
         overrides: As they were given.
     """
 
@@ -76,11 +76,11 @@ class LoadedConfig:
         problems.raise_if_any()
 
     def place_of(self, path: Path) -> Place:
-        """Where a key is written; for one that is not, the key of the innermost section around it."""
+        """Where a key is written; for a key that is not written, the key of the innermost section around it."""
         return _blamed(self.written, path)
 
     def to_yaml(self) -> str:
-        """`redacted` as the text of a config file that inherits nothing, and interpolates secrets only."""
+        """`redacted` as the text of a config file that inherits nothing and only interpolates secrets."""
         return yaml.safe_dump(escape(self.redacted), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -95,12 +95,12 @@ def load_config(
 
     Args:
         path: The YAML file.
-        overrides: `key=value` and `++key=value`, applied in turn.
+        overrides: `key=value` and `++key=value`, applied in order.
         registry: Where components are found; the installed plugins by default.
-        for_training: Refuse sections that training does not use; evaluations and diagnoses use more of them.
+        for_training: Reject sections that training does not use; evaluation and diagnosis use more of them.
 
     Raises:
-        InvalidConfigError: A `ConfigError` that lists every mistake with its place.
+        InvalidConfigError: A `ConfigError` that lists every mistake with its location.
     """
     registry = registry if registry is not None else Registry(discover())
     problems = Problems()
@@ -146,7 +146,7 @@ def _plain_values(
 
 
 def _refuse_new_keys(applied: Sequence[Override], layout: Layout, *, problems: Problems) -> None:
-    """Reports `key=value` where a section would take in a key that nobody has."""
+    """Reports `key=value` if a section would accept a key that does not exist."""
     for override in applied:
         if override.adds:
             continue
@@ -164,7 +164,7 @@ def _refuse_new_keys(applied: Sequence[Override], layout: Layout, *, problems: P
 def _validated_sections(
     values: dict[str, Any], layout: Layout, *, written: Written, problems: Problems
 ) -> dict[Path, BaseModel]:
-    """Every section as its model, inner ones first, so that an outer one takes them as they are."""
+    """Every section as its model; inner ones first, since outer ones contain them."""
     validator = Validator(written=written, problems=problems, find_elsewhere=layout.ending_in)
     done: dict[Path, BaseModel] = {}
     for path in sorted(layout.parts, key=len, reverse=True):
@@ -180,7 +180,7 @@ def _validated_sections(
 
 
 def _given(values: dict[str, Any], path: Path, *, layout: Layout, done: Mapping[Path, BaseModel]) -> dict[str, Any]:
-    """What the file gives for a section, with the sections of components in it replaced by their models."""
+    """The values that the file sets in a section, with sections of components replaced by their models."""
     found: Any = values
     for part in path:
         found = found.get(part)

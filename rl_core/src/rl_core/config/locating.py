@@ -1,4 +1,4 @@
-"""Finds the files and folders that a config names, by the rule of `paths`, and reports those that are nowhere."""
+"""Finds the files and folders that a config names, by the rule of `paths`, and reports missing ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rl_core.config.written import Path, Written
 
 
 def locate_paths(values: dict[str, Any], layout: Layout, *, written: Written, problems: Problems) -> None:
-    """Makes every marked path absolute, in place; a name that is no file is left as it is.
+    """Makes every marked path absolute, in place; a name that is not a file is unchanged.
 
     Args:
         values: The plain values.
-        layout: Says which keys may hold paths.
-        written: The same as it was written: paths are relative to the file that writes them.
-        problems: Receives paths that are nowhere.
+        layout: Determines which keys may contain paths.
+        written: The same values with their source locations: paths are relative to the file that contains them.
+        problems: Receives paths that do not exist.
     """
     for field in layout.fields():
         rule = next((item for item in field.info.metadata if isinstance(item, PathRule)), None)
@@ -38,7 +38,7 @@ def locate_paths(values: dict[str, Any], layout: Layout, *, written: Written, pr
 
 
 def _section(values: Any, path: Path) -> dict[str, Any]:
-    """The section itself, to be changed; an empty one where there is none."""
+    """The section itself, to be changed; an empty one if there is none."""
     for part in path:
         values = values.get(part) if isinstance(values, dict) else None
     return values if isinstance(values, dict) else {}

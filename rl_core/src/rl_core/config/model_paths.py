@@ -1,4 +1,4 @@
-"""What the path of a model leads to, read from the folder and the headers of its files; imports no torch."""
+"""Finds out what the path of a model contains, from its folder and the headers of its files. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST_HEADER = 100 * 2**20
-"""Bytes; safetensors itself refuses longer ones."""
+"""Bytes; safetensors itself rejects longer ones."""
 
 
 def model_path_problem(name_or_path: str) -> str | None:
-    """Why a local path cannot be a model of Transformers; None if it can, and for the name of a model of the hub.
+    """Why a local path is not a Transformers model; None if it is one, or the name of a model on the hub.
 
     Args:
         name_or_path: The value of a key `model_name`.
@@ -47,7 +47,7 @@ def _checkpoint_hint(path: Path) -> str:
 
 
 def model_config(name_or_path: str) -> dict[str, Any] | None:
-    """The `config.json` of a model folder; None if there is none that can be read."""
+    """The `config.json` of a model folder; None if it is missing or unreadable."""
     try:
         found = json.loads((Path(name_or_path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -56,7 +56,7 @@ def model_config(name_or_path: str) -> dict[str, Any] | None:
 
 
 def weight_names(name_or_path: str) -> set[str] | None:
-    """The names of the weights in the safetensors files of a model folder; None if there are none that can be read."""
+    """The names of the weights in the safetensors files of a model folder; None if there are no readable ones."""
     folder = Path(name_or_path).expanduser()
     try:
         index = folder / "model.safetensors.index.json"

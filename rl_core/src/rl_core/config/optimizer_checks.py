@@ -1,4 +1,4 @@
-"""Checks optimizers and learning-rate schedules: names, arguments and ranges of values; imports no torch."""
+"""Checks optimizers and learning-rate schedules: names, arguments and ranges of values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Problem = tuple[Path, str]
 
 
 def optimizer_conflicts(model: PolicyConfig) -> Iterator[Problem]:
-    """What is wrong with the optimizer and the schedule of a model that is trained."""
+    """Problems of the optimizer and the schedule of a model that is trained."""
     yield from _optimizer_problems(model.optimizer)
     if model.scheduler is not None:
         yield from _scheduler_problems(model.scheduler)
 
 
 def unused_by_frozen(model: PolicyConfig) -> Iterator[Problem]:
-    """Settings of training on a model that is never trained."""
+    """Training settings of a model that is never trained."""
     # By value: a resolved config states every default.
     for key, default in (("optimizer", OptimizerConfig()), ("scheduler", None)):
         if getattr(model, key) != default:
@@ -88,7 +88,7 @@ def _scheduler_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
 
 
 def _class_of(name: str, prefix: str) -> str:
-    """The class of torch that a dotted name means; '' for anything else."""
+    """The torch class that a dotted name refers to; '' for anything else."""
     dotted = name.replace(":", ".")
     return dotted.removeprefix(prefix) if dotted.startswith(prefix) and "." not in dotted.removeprefix(prefix) else ""
 

@@ -1,7 +1,7 @@
-"""How many optimizer steps a config asks of each model that it trains; knows no schedule and imports no torch.
+"""Number of optimizer steps of each trained model. Independent of schedules; does not import torch.
 
-Users count steps of the algorithm, and learning-rate schedules those of the optimizer: a step may make several, and PPO makes
-passes over its rows.
+Users count steps of the algorithm, but learning-rate schedules count optimizer steps: a step may make several, and PPO makes
+several passes over its rows.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """How an algorithm trains a model, as its section says it."""
+    """How an algorithm trains a model, according to its section."""
 
     steps: int
-    """Steps in which it is trained."""
+    """Number of steps in which the model is trained."""
     rows: int
-    """Rows of one step; the most where they vary."""
+    """Number of rows per step; the maximum if it varies."""
     passes: int = 1
-    """Passes over the rows of a step."""
+    """Number of passes over the rows of a step."""
     rows_per_unit: int = 1
-    """Neighbouring rows that stay together: two a pair."""
+    """Number of adjacent rows that must stay together: two for a pair."""
     is_exact: bool = True
-    """Whether every step has so many rows."""
+    """Whether every step has exactly `rows` rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSteps:
-    """The optimizer steps of a whole run."""
+    """Number of optimizer steps of a whole run."""
 
     plan: TrainingPlan
     per_pass: int
-    """Of one pass over a step's rows, at most."""
+    """Maximum number of optimizer steps in one pass over a step's rows."""
     is_exact: bool
-    """Whether the config settles their number; else there may be fewer."""
+    """Whether the config determines the number exactly; otherwise there may be fewer."""
 
     @property
     def most(self) -> int:
-        """As many as there are, or at most are."""
+        """The number of optimizer steps, or its upper bound."""
         return self.plan.steps * self.plan.passes * self.per_pass
 
     @property
     def fewest(self) -> int:
-        """As many as there are, or at least are."""
+        """The number of optimizer steps, or its lower bound."""
         return self.most if self.is_exact else 1
 
     def __str__(self) -> str:
@@ -56,18 +56,18 @@ class OptimizerSteps:
 
 
 def rows_per_optimizer_step(rows: int, *, asked: int | None, multiple_of: int) -> int:
-    """Rows of one optimizer step, filler rows included.
+    """Number of rows of one optimizer step, including filler rows.
 
     Args:
-        rows: of the batch.
+        rows: number of rows in the batch.
         asked: `train_global_batch_size`; None takes all rows at once.
-        multiple_of: data-parallel ranks times the rows that stay together: each rank has as many.
+        multiple_of: data-parallel ranks times the rows that stay together, so that each rank has the same number of rows.
     """
     return -(-(asked or rows) // multiple_of) * multiple_of
 
 
 def optimizer_steps(run: RunConfig, model: str) -> OptimizerSteps | None:
-    """The optimizer steps of a run's model; None where it is not trained, or the algorithm's section does not say how.
+    """The optimizer steps of a run's model; None if it is not trained, or the algorithm's section does not declare them.
 
     Args:
         run: the config.

@@ -1,7 +1,7 @@
-"""Overrides of the command line, `key=value` and `++key=value`, laid over what the files say; knows no section.
+"""Command-line overrides, `key=value` and `++key=value`, applied to the values of the files. Independent of the sections.
 
-`key=value` sets a key that the file or its model has; `++key=value` may add one where a section holds free keys. Which keys a
-model has is not known here: `Override.known` lets the loader ask later.
+`key=value` sets a key that the file or its model has; `++key=value` may add one to a section with free keys. This module does
+not know the models' keys: `Override.known` lets the loader check them later.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MOST_DIGITS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """One override, as it was laid over the files.
+    """One override, as applied to the values of the files.
 
     Attributes:
         path: The key that it sets.
-        place: Itself, with its number.
+        place: The override as a source location, with its number.
         adds: Whether it is written with `++`.
-        known: How many parts of the path the files had before it.
+        known: How many components of the path existed in the files before it.
     """
 
     path: Path
@@ -40,10 +40,10 @@ class Override:
 
 
 def apply_overrides(root: Written, overrides: Sequence[str], *, problems: Problems) -> tuple[Written, tuple[Override, ...]]:
-    """The files' values with the overrides laid over them in turn.
+    """The values of the files with the overrides applied in order.
 
     Args:
-        root: What the files say.
+        root: The values of the files.
         overrides: `key=value`; the value is YAML (`1e-5`, `[a, b]`, `null`, `'007'`), the key dotted (`policy.precision`,
             `data.files.0` or `data.files[0]`).
         problems: Receives those that cannot be applied.
@@ -96,7 +96,7 @@ def _parse(text: str, *, place: Place, problems: Problems) -> tuple[Path, Writte
 
 
 def _with_positions(root: Written, path: Path) -> Path:
-    """The path with numbers where the values that they stand in are lists."""
+    """The path with numbers as indices of lists."""
     found: Written | None = root
     positions: list[str | int] = []
     for part in path:

@@ -1,4 +1,4 @@
-"""`${package:NAME/FILE}`: a file that an installed package brings, such as model weights; imports no package to find it."""
+"""`${package:NAME/FILE}`: a file of an installed package, such as model weights. Finds it without importing the package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which model each section has: the core's own, or that of the component that the section names; validates nothing.
+"""Finds the model of each section: a built-in one, or that of the component that the section names. Validates nothing.
 
-The room that knows the layout of a config. A component is found through the registry, so a name that is unknown, not
+This module defines the layout of a config. Components are found through the registry, so a name that is unknown, not
 installed or broken is reported at its line.
 """
 
@@ -31,16 +31,16 @@ SECTIONS: dict[str, Model | None] = {
     "checkpointing": schema.CheckpointingConfig,
     "logger": schema.LoggingConfig,
 }
-"""The sections that every config may have, besides the one of its algorithm; None where a component has the model."""
+"""The sections that every config may have, besides that of its algorithm; None if the model comes from a component."""
 
 OPTIONAL = ("algorithm",)
-"""Sections of the core that have keys which must be set, and are not there unless they are written."""
+"""Built-in sections with required keys, which are only present if they are written."""
 
 COMPANIONS: dict[str, dict[str, Any]] = {
     "value": {"head": "scalar", "frozen": False},
     "teacher": {"head": "tokens", "frozen": True},
 }
-"""Sections of models beside the policy, each like `policy`, and what its place says of each."""
+"""Sections of models in addition to the policy, each like `policy`, and the values that each implies."""
 
 BASES: dict[Kind, tuple[Model, Model]] = {
     Kind.ALGORITHM: (schema.AlgorithmConfig, schema.AlgorithmConfig),
@@ -51,19 +51,19 @@ BASES: dict[Kind, tuple[Model, Model]] = {
     Kind.DATASET: (schema.DatasetConfig, schema.OpenDatasetConfig),
     Kind.LOGGER: (schema.LoggerConfig, schema.OpenLoggerConfig),
 }
-"""What the config model of each kind extends, and the model of one that is given by its path."""
+"""The base class of the config model of each kind, and the model of a component given by its path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A section, its model, and the component that brought it.
+    """A section, its model, and the component that it belongs to.
 
     Attributes:
         path: The section's key.
         model: Its model.
-        component: None for the core's own sections.
-        kind: What the component is.
-        implied: Keys that the section need not say because its place in the file does, with their values.
+        component: None for the built-in sections.
+        kind: The kind of the component.
+        implied: Keys whose values follow from the position of the section in the config, and their values.
     """
 
     path: Path
@@ -74,18 +74,18 @@ class Part:
 
     @property
     def is_open(self) -> bool:
-        """Whether the section takes keys that its model does not know."""
+        """Whether the section accepts keys that its model does not define."""
         return self.model.model_config.get("extra") == "allow"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The parts of one config, and the keys that they may have.
+    """The sections of a config, and the keys that they may have.
 
     Attributes:
         parts: By section key.
-        algorithm: The component whose section the file has; None where that is unclear.
-        slots: Where a component's section stands, found or not.
+        algorithm: The component whose section the file has; None if it is unclear.
+        slots: Keys of all sections that belong to components, whether found or not.
     """
 
     parts: dict[Path, Part]
@@ -93,16 +93,16 @@ class Layout:
     slots: frozenset[Path]
 
     def find(self, path: Path) -> Field | None:
-        """The field at a key, or None where no section has such a key."""
+        """The field at a key, or None if no section has such a key."""
         part = self.part_of(path)
         return None if part is None else find_field(part.model, path[len(part.path) :], prefix=part.path)
 
     def part_of(self, path: Path) -> Part | None:
-        """The innermost section that a key is in."""
+        """The innermost section that contains a key."""
         return next((self.parts[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in self.parts), None)
 
     def takes_any(self, path: Path) -> bool:
-        """Whether a key is one of many that its section would take, and none that a model or a default states."""
+        """Whether a section accepts this key although no model or default defines it."""
         if path[:-1] in (("env",), ("data", "mix"), ("logger", "loggers")):
             return True
         found, part = self.find(path), self.part_of(path)
@@ -111,7 +111,7 @@ class Layout:
         return found.is_free and found.default is NOTHING
 
     def default(self, path: Path) -> Any:
-        """What a key holds where the file does not write it; `NOTHING` where it must be written or there is no such key."""
+        """The value of a key that the file does not set; `NOTHING` if it is required or there is no such key."""
         part = self.parts.get(path[:-1])
         if part is not None and path[-1] in part.implied:
             return part.implied[str(path[-1])]
@@ -123,7 +123,7 @@ class Layout:
         return [found for part in self.parts.values() for found in all_fields(part.model, prefix=part.path)]
 
     def ending_in(self, name: str) -> list[Path]:
-        """The full keys whose last part is this name, keys of free mappings with a default among them."""
+        """The full keys that end in this name, including keys of free mappings that have a default."""
         found = []
         for item in self.fields():
             if item.name.casefold() == name.casefold():
@@ -134,13 +134,13 @@ class Layout:
 
 
 def choose_parts(values: Mapping[str, Any], *, written: Written, registry: Registry, problems: Problems) -> Layout:
-    """The model of each section that the values have or need.
+    """The model of each section that the values contain or need.
 
     Args:
         values: The plain values of the whole config.
-        written: The same as it was written, for the places.
+        written: The same values with their source locations.
         registry: Where components are found.
-        problems: Receives names that cannot be found, and sections that are none.
+        problems: Receives names that cannot be found, and invalid sections.
     """
     chooser = _Chooser(values, written=written, registry=registry, problems=problems)
     algorithm = chooser.algorithm()
@@ -156,7 +156,7 @@ def choose_parts(values: Mapping[str, Any], *, written: Written, registry: Regis
 
 
 class _Chooser:
-    """One pass over the sections; `parts` fills as it goes."""
+    """One pass over the sections, which fills `parts`."""
 
     def __init__(self, values: Mapping[str, Any], *, written: Written, registry: Registry, problems: Problems) -> None:
         self.parts: dict[Path, Part] = {}
@@ -170,7 +170,7 @@ class _Chooser:
         self._head: str = "tokens"
 
     def algorithm(self) -> str | None:
-        """The one section that is an algorithm's."""
+        """The only section that belongs to an algorithm."""
         self.own("algorithm")
         component = choose_algorithm(
             self._values, sections=SECTIONS, written=self._written, registry=self._registry, problems=self._problems
@@ -186,7 +186,7 @@ class _Chooser:
         return component.name
 
     def loss(self) -> None:
-        """`loss_fn`: the loss that it names, or the algorithm's own."""
+        """`loss_fn`: the loss that it names, or the default of the algorithm."""
         section = self._section(("loss_fn",))
         if section is None:
             return
@@ -217,7 +217,7 @@ class _Chooser:
                 self._by_key(("policy", "generation"), generation, Kind.GENERATION, key="backend")
 
     def companions(self) -> None:
-        """The models beside the policy, each by its backend."""
+        """The models in addition to the policy, each by its backend."""
         for name, implied in COMPANIONS.items():
             section = self._section((name,))
             if section is not None and self._values.get(name) is not None:
@@ -265,14 +265,14 @@ class _Chooser:
                 self._named(path, Kind.LOGGER, name, key=None)
 
     def own(self, name: str) -> None:
-        """A section of the core."""
+        """A built-in section."""
         model = SECTIONS[name]
         is_there = name not in OPTIONAL or self._values.get(name) is not None
         if model is not None and is_there and self._section((name,)) is not None:
             self.parts[name,] = Part(path=(name,), model=model)
 
     def _section(self, path: Path) -> Mapping[str, Any] | None:
-        """The keys of a section; empty where it is absent or null; None where it is no section, which is reported."""
+        """The keys of a section; empty if it is missing or null; None if it is not a mapping, which is reported."""
         section: Mapping[str, Any] = self._values
         for depth, part in enumerate(path, start=1):
             value = section.get(str(part))
@@ -366,7 +366,7 @@ def section_of(component: Component, kind: Kind) -> Model:
     """The model of a component's section.
 
     Raises:
-        PluginError: It cannot be imported, or does not extend the model of its kind.
+        PluginError: The model cannot be imported, or does not extend the base model of its kind.
     """
     base, opened = BASES[kind]
     model = component.load_config()

@@ -1,7 +1,7 @@
-"""The one rule for relative paths: from the working directory first, else from the file that writes them.
+"""The rule for relative paths: relative to the working directory, else to the file that contains them.
 
-A field takes part by its annotation, `Annotated[str, INPUT_PATH]` or `Annotated[str, NAME_OR_PATH]`; what a run writes (the run
-folder, checkpoints) is not marked, and relative to the working directory. Knows no section.
+The rule applies to fields annotated as `Annotated[str, INPUT_PATH]` or `Annotated[str, NAME_OR_PATH]`. Outputs of a run (the
+run folder, checkpoints) are not marked, and are relative to the working directory. Independent of the sections.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from rl_core.config.written import Place
 
 @dataclass(frozen=True)
 class PathRule:
-    """The mark of a field that may hold a path.
+    """Marks a field that may contain a path.
 
     Attributes:
-        must_exist: Whether a path that is nowhere is a mistake; otherwise it is left as it is, as the name of something.
+        must_exist: Whether a path that does not exist is an error; otherwise it is unchanged, as the name of something.
     """
 
     must_exist: bool
@@ -30,11 +30,11 @@ NAME_OR_PATH = PathRule(must_exist=False)
 
 
 def locate(text: str, *, place: Place | None) -> str | None:
-    """The absolute path that a text means, or None where there is nothing of that name.
+    """The absolute path that a text refers to, or None if it does not exist.
 
     Args:
         text: The path as it was written; `~` is the home folder.
-        place: Where it was written; its file's folder is looked in after the working directory.
+        place: Where it was written; the folder of that file is searched after the working directory.
     """
     written = os.path.expanduser(text)
     for folder in folders(place):
@@ -45,7 +45,7 @@ def locate(text: str, *, place: Place | None) -> str | None:
 
 
 def folders(place: Place | None) -> list[str]:
-    """Where relative paths are looked for, in order: the working directory and the folder of the file."""
+    """The folders searched for relative paths, in order: the working directory and the folder of the file."""
     here = os.getcwd()
     if place is None or place.file is None:
         return [here]
@@ -54,7 +54,7 @@ def folders(place: Place | None) -> list[str]:
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a text can only mean a path: `./model`, `~/model`, `/model`, `model.gguf`."""
+    """Whether a text can only be a path: `./model`, `~/model`, `/model`, `model.gguf`."""
     return text.startswith(("./", "../", "~", "/")) or text.endswith((".gguf", ".jsonl", ".safetensors"))
 
 

@@ -1,4 +1,4 @@
-"""The section `policy` and what lies in it: model, batching, optimizer, generation; imports no torch."""
+"""The section `policy` and its subsections: model, batching, optimizer, generation. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class TokenizerConfig(Section):
-    """Where the tokenizer comes from."""
+    """Which tokenizer and chat template to use."""
 
     name: Annotated[str | None, NAME_OR_PATH] = None
-    """Name, folder or GGUF file; the policy's model by default."""
+    """Name or folder of the tokenizer, or a GGUF file; defaults to the policy's model."""
     chat_template: Annotated[str | None, NAME_OR_PATH] = None
-    """A Jinja template, or the path of one; the tokenizer's own by default."""
+    """Jinja chat template or its path; defaults to the one of the tokenizer."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(default_factory=dict)
-    """Variables for the chat template, such as `{enable_thinking: false}`, in everything that is rendered; a name that the
-    template does not read is an error."""
+    """Variables passed to the chat template whenever it is rendered, such as `{enable_thinking: false}`. A name that the
+    template does not use is an error."""
 
 
 _ADAMW = "torch.optim.AdamW"
@@ -34,12 +34,13 @@ _ADAMW_DEFAULTS = {"lr": 1e-5, "weight_decay": 0.0}
 
 
 class OptimizerConfig(Section):
-    """The optimizer, by dotted name."""
+    """Optimizer class and its arguments."""
 
     name: str = _ADAMW
-    """Any class that takes parameters and keyword arguments."""
+    """Dotted name of any class that takes parameters and keyword arguments."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: dict(_ADAMW_DEFAULTS))
-    """Its keyword arguments; AdamW keeps those of its defaults that are not given, other optimizers have their own."""
+    """Keyword arguments of the optimizer. AdamW keeps the defaults shown here for arguments that are not given; other
+    optimizers use their own defaults."""
 
     @field_validator("name")
     @classmethod
@@ -59,85 +60,88 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """The learning-rate scheduler, by dotted name; it steps, and counts, once an optimizer step."""
+    """Learning-rate schedule. It steps once per optimizer step, and its lengths count optimizer steps."""
 
     name: str
-    """Any class or factory that takes the optimizer and keyword arguments, or `linear`, `cosine`, `constant` with
-    `num_warmup_steps`, and `num_training_steps`: all that the run makes, by default."""
+    """Schedule: `linear`, `cosine`, `constant`, or the dotted name of a class or factory.
+
+    The named schedules take `num_warmup_steps`; `linear` and `cosine` also take `num_training_steps`, by default all optimizer
+    steps of the run. A class or factory is called with the optimizer and `kwargs`.
+    """
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its keyword arguments."""
+    """Keyword arguments of the schedule."""
 
 
 class DynamicBatchingConfig(Section):
-    """Microbatches by token budget: rows sorted by length, padded to the longest of each microbatch."""
+    """Microbatches with a token budget: rows are sorted by length and padded to the longest row of their microbatch."""
 
     enabled: bool = False
-    """Use it."""
+    """Whether to use dynamic batching."""
     train_mb_tokens: int = Field(default=4096, ge=1)
-    """Most padded tokens of a training microbatch."""
+    """Maximum number of tokens in a training microbatch, including padding."""
     logprob_mb_tokens: int = Field(default=8192, ge=1)
-    """Most padded tokens of a scoring microbatch."""
+    """Maximum number of tokens in a scoring microbatch, including padding."""
     sequence_length_round: int = Field(default=8, ge=1)
-    """Padded lengths are multiples of it."""
+    """Padded lengths are rounded up to a multiple of this number of tokens."""
 
 
 class SequencePackingConfig(Section):
-    """Microbatches by packing: several rows in one, attention block-diagonal."""
+    """Microbatches of several rows packed into one sequence, with block-diagonal attention."""
 
     enabled: bool = False
-    """Use it."""
+    """Whether to use sequence packing."""
     train_mb_tokens: int = Field(default=4096, ge=1)
-    """Most tokens of a training microbatch."""
+    """Maximum number of tokens in a training microbatch."""
     logprob_mb_tokens: int = Field(default=8192, ge=1)
-    """Most tokens of a scoring microbatch."""
+    """Maximum number of tokens in a scoring microbatch."""
     algorithm: Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"] = (
         "modified_first_fit_decreasing"
     )
-    """How rows are put into microbatches."""
+    """Algorithm that packs rows into microbatches."""
     sequence_length_pad_multiple: int = Field(default=1, ge=1)
-    """Each row takes a multiple of so many tokens."""
+    """Pad each row to a multiple of this number of tokens."""
 
 
 class GenerationConfig(ComponentSection):
-    """What every generation backend's section has (`policy.generation`)."""
+    """Base section of every generation backend (`policy.generation`)."""
 
     backend: str
-    """The generation component, or a dotted path."""
+    """Generation component or dotted path."""
     model_name: Annotated[str | None, NAME_OR_PATH] = None
-    """Name, folder or GGUF file; the policy's model by default."""
+    """Name or folder of the model, or a GGUF file; defaults to the policy's model."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Most tokens of one completion."""
+    """Maximum number of tokens in one completion."""
     temperature: float = Field(default=1.0, gt=0.0)
-    """Logits are divided by it. Algorithms that sample score tokens at the same temperature; all others score at 1.0."""
+    """Sampling temperature. Algorithms that sample score tokens at the same temperature; all others score at 1.0."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Sample from the smallest set of tokens whose probability reaches it."""
+    """Sample from the smallest set of most likely tokens with a total probability of at least `top_p`."""
     top_k: int | None = Field(default=None, ge=1)
-    """Sample from the so many likeliest tokens."""
+    """Sample from the `top_k` most likely tokens."""
     stop_strings: list[str] | None = None
-    """Strings that end a completion; they stay in it."""
+    """Strings that end a completion. They are kept in the completion."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end a completion, besides the end-of-sequence token; they stay in it."""
+    """Tokens that end a completion, in addition to the end-of-sequence token. They are kept in the completion."""
     val_temperature: float = Field(default=0.0, ge=0.0)
-    """Temperature of validation; 0 is greedy."""
+    """Sampling temperature in validation; 0 means greedy decoding."""
     python: Annotated[str | None, NAME_OR_PATH] = None
-    """Interpreter of another environment for the workers, such as `venvs/sampler/bin/python`."""
+    """Python interpreter of another environment to run the workers with, such as `venvs/sampler/bin/python`."""
     num_workers: int | None = Field(default=None, ge=1)
-    """Replicas; as many as the policy has ranks by default."""
+    """Number of engine replicas; defaults to the number of policy ranks."""
     max_restarts: int = Field(default=3, ge=0)
-    """Workers that may be replaced after they died, over a run; their rows are sampled again. 0 never."""
+    """Maximum number of dead workers to replace during a run. Their rows are sampled again. 0 disables restarts."""
     refit_buffer_mib: int = Field(default=512, ge=1)
-    """Most MiB of weights on their way at one time."""
+    """Maximum amount of weights in transit at one time, in MiB."""
     refit_transport: str | None = None
-    """Weight transport by name; the first that both sides speak by default."""
+    """Name of the weight transport; defaults to the first one that policy and engine both support."""
 
     refit_folder: Annotated[str | None, NAME_OR_PATH] = None
-    """Where weights that travel by disk (`refit_transport: disk`) are written; policy and engine both see it."""
+    """Folder for weights transferred by disk (`refit_transport: disk`). Policy and engine must both have access to it."""
     refit_canary: bool = True
-    """After each refit, compare log-probabilities of a few sampled rows between engine and policy, and stop the run where they
-    differ. Engines that cannot digest the tensors that they compute with (vLLM) require it."""
+    """Whether to compare the log-probabilities of a few sampled rows between engine and policy after each refit, and stop the
+    run if they differ. Required for engines that cannot compute digests of the tensors they compute with (vLLM)."""
     canary_tolerance: float | None = Field(default=None, gt=0.0)
-    """Largest allowed mean difference of those log-probabilities, in nats per token. By default 0.001 where both sides compute
-    in float32; otherwise 0.1 at the first sync, and then 1.5 times the error of the first sync."""
+    """Maximum allowed mean difference of those log-probabilities, in nats per token. Defaults to 0.001 if both sides compute in
+    float32; otherwise to 0.1 at the first sync, and then to 1.5 times the error of the first sync."""
 
     @model_validator(mode="after")
     def _validation_is_greedy_or_as_in_training(self) -> Self:
@@ -149,70 +153,71 @@ class GenerationConfig(ComponentSection):
         return self
 
     def sampling_filters(self) -> dict[Path, Any]:
-        """Keys of this section that drop tokens before one is drawn, each with the value that drops none.
+        """Keys of this section that restrict sampling to some of the tokens, each with the value that disables it.
 
-        The most likely token and its probability under the whole distribution are not changed by them.
+        They do not change the most likely token or its probability under the whole distribution.
         """
         neutral: dict[Path, Any] = {("top_p",): 1.0, ("top_k",): None}
         return {key: value for key, value in neutral.items() if getattr(self, str(key[0])) != value}
 
     def logit_changes(self) -> dict[Path, Any]:
-        """Keys of this section that change logits other than by the temperature, each with the value that changes none.
+        """Keys of this section that change logits other than by the temperature, each with the value that disables it.
 
         A backend with such keys (a repetition penalty, a logit bias) returns those that are set. No policy scores tokens under
-        the changed distribution, so algorithms that train on samples refuse them.
+        the changed distribution, so algorithms that train on samples reject them.
         """
         return {}
 
     def for_policy(self, policy: PolicyConfig) -> Self:
-        """This section with what it leaves open taken from the policy; a backend adds its own."""
+        """This section with unset values taken from the policy. Backends extend it with their own keys."""
         return self.model_copy(update={"model_name": self.model_name or policy.model_name})
 
 
 class PolicyConfig(ComponentSection):
-    """What every policy backend's section has (`policy`)."""
+    """Base section of every policy backend (`policy`)."""
 
     backend: str
-    """The policy component, or a dotted path."""
+    """Policy component or dotted path."""
     model_name: Annotated[str, NAME_OR_PATH]
-    """Name, folder or GGUF file of the model."""
+    """Name or folder of the model, or a GGUF file."""
     head: Literal["tokens", "scalar"] = "tokens"
-    """What the model ends in: scores of the next token, or one number after each (a value model, a reward model)."""
+    """Head of the model: `tokens` for next-token logits, `scalar` for one number per token (a value model or a reward
+    model)."""
     frozen: bool = False
-    """Scores and is never trained, such as a teacher: no memory is spent on an optimizer and what it steps on."""
+    """Whether the model is never trained, such as a teacher. A frozen model needs no memory for an optimizer and gradients."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
-    """The tokenizer; the model's by default."""
+    """Tokenizer; defaults to the one of the model."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations; optimizer state and log-probabilities are float32 in any case."""
+    """Data type of weights and activations. Optimizer state and log-probabilities are always float32."""
     max_total_sequence_length: int = Field(default=1024, ge=2)
-    """Most tokens of a row, prompt and completion."""
+    """Maximum number of tokens in a row: prompt and completion."""
     train_global_batch_size: int | None = Field(default=None, ge=1)
-    """Rows of one optimizer step, over all ranks; all rows of a step by default."""
+    """Number of rows per optimizer step over all ranks. By default, all rows of a step make one optimizer step."""
     train_micro_batch_size: int = Field(default=8, ge=1)
-    """Rows of one forward-backward on one rank, where neither token budget nor packing is on."""
+    """Number of rows per forward-backward pass on one rank, unless dynamic batching or sequence packing is enabled."""
     logprob_batch_size: int = Field(default=16, ge=1)
-    """Rows of one scoring pass on one rank, where neither token budget nor packing is on."""
+    """Number of rows per scoring pass on one rank, unless dynamic batching or sequence packing is enabled."""
     dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
-    """Microbatches by token budget."""
+    """Form microbatches with a token budget."""
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
-    """Microbatches by packing."""
+    """Form microbatches by packing several rows into one sequence."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    """Whether to recompute activations in the backward pass. Uses less memory and takes a third more time."""
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
-    """Clip the global gradient norm to it; null leaves gradients as they are."""
+    """Maximum norm of the gradient; larger gradients are clipped to it. null disables clipping."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    """The optimizer."""
+    """Optimizer."""
     scheduler: SchedulerConfig | None = None
-    """The learning-rate schedule; constant by default."""
+    """Learning-rate schedule; the learning rate is constant by default."""
     generation: GenerationConfig | None = None
-    """The generation backend; needed by algorithms that sample."""
+    """Generation backend. Required by algorithms that sample."""
     python: Annotated[str | None, NAME_OR_PATH] = None
-    """Interpreter of another environment for the workers."""
+    """Python interpreter of another environment to run the workers with."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """What of the run the backend cannot work with: each key of this section that is to blame, and why.
+        """Settings of the run that the backend cannot support: each conflicting key of this section, and the reason.
 
-        It is asked of the policy and of the models beside it alike; `run.policy is self` says which this is.
+        Called for the policy, the value model and the teacher alike; `run.policy is self` tells which model this is.
         """
         yield from ()
 
@@ -222,7 +227,7 @@ class PolicyConfig(ComponentSection):
         return self.generation.temperature if self.generation is not None else 1.0
 
     def data_ranks(self, cluster: ClusterConfig) -> int:
-        """Ranks that a batch is split over; a backend whose ranks hold one copy of the model together has fewer."""
+        """Number of ranks that a batch is split over; lower for a backend that shards a model copy over several ranks."""
         return 1 if cluster.backend == "in_process" else cluster.num_nodes * cluster.workers_per_node
 
     @model_validator(mode="after")

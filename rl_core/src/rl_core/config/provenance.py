@@ -1,4 +1,4 @@
-"""Says of each value of a loaded config where it came from; knows no section by name."""
+"""Finds where each value of a loaded config came from. Independent of the sections."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Origin:
 
     Attributes:
         place: The file and line, or the override; None for a default.
-        through: The `${...}` that brought it, as it is written at `place`.
-        default_of: The model or component whose default it is; None for what is written.
+        through: The `${...}` that produced it, as it is written at `place`.
+        default_of: The model or component that defines the default; None for a value that is written.
     """
 
     place: Place | None = None
@@ -34,8 +34,8 @@ def trace(resolved: Mapping[str, Any], *, written: Written, through: Mapping[Pat
     """The origin of every leaf of a resolved config, by its dotted key.
 
     Args:
-        resolved: The whole config, defaults filled in.
-        written: What files and overrides say.
+        resolved: The whole config with defaults.
+        written: The values of files and overrides.
         through: The interpolations, by the path where they are written.
         layout: The models.
     """

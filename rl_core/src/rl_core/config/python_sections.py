@@ -1,4 +1,4 @@
-"""Sections that Python code gives as keyword arguments or dicts, with errors in the words that a config file gets."""
+"""Sections given in Python as keyword arguments or dicts, with the same errors as in a config file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def section_of_values(model: type[ModelT], values: Mapping[str, Any], *, name: s
         who: The class that was called, named first in errors.
 
     Raises:
-        ConfigError: A key is unknown or a value is not allowed; all of them, one a line, each with what is allowed and what
-            may have been meant.
+        ConfigError: A key is unknown or a value is not allowed. Lists all errors, one per line, each with what is allowed and a
+            suggestion.
     """
     path: Path = tuple(name.split(".")) if name else ()
     problems = Problems()

@@ -1,4 +1,4 @@
-"""The reference pages of the config: one table for each section, from the models and their docstrings."""
+"""The config reference page: one table per section, generated from the models and their docstrings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rl_core.config.written import Path, dotted
 
 _SLOTS = (("policy", "generation"), ("data", "train"), ("data", "validation"), ("data", "mix"))
 _TOLD_WITH_TRAIN = (("data", "validation"), ("data", "mix"))
-_HEAD = """# Reference of the config
+_HEAD = """# Config reference
 
-Every section and key, with its default and what it may hold. `docs/config.md` says how files, overrides and `${...}` work.
+Every section and key, with its default and allowed values. See `docs/config.md` for files, overrides and `${...}`.
 
-This page is made from the models: `rlcore schema --markdown --plugins {plugins} --output docs/config_reference.md`.
+This page is generated from the models: `rlcore schema --markdown --plugins {plugins} --output docs/config_reference.md`.
 """
 
 
@@ -26,7 +26,7 @@ def reference(catalogue: Catalogue, *, plugins: str) -> str:
 
     Args:
         catalogue: The sections.
-        plugins: What the catalogue was made from, for the command that the page names.
+        plugins: The plugins in the catalogue, for the command shown on the page.
     """
     lines = [_HEAD.replace("{plugins}", plugins)]
     parts = [part for part in catalogue.parts if part.path[:2] not in _TOLD_WITH_TRAIN and part.path[0] not in COMPANIONS]
@@ -70,7 +70,7 @@ def _table(part: Part) -> Iterator[str]:
 
 
 def _is_told_elsewhere(field: Field, part: Part) -> bool:
-    """Whether the key is within a section of another component, which has a table of its own."""
+    """Whether the key belongs to a section of another component, which has its own table."""
     return any(len(field.path) > len(slot) > len(part.path) and field.path[: len(slot)] == slot for slot in _SLOTS)
 
 

@@ -1,4 +1,4 @@
-"""Checks the section `cluster`: settings that one process ignores, and workers that this machine has no room for."""
+"""Checks the section `cluster`: settings that one process cannot use, and workers that this machine has no CPUs for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IN_PROCESS = "cluster.backend is in_process, which runs one worker of each kind
 
 
 def in_process_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
-    """Numbers of workers, threads and interpreters that `cluster.backend: in_process` cannot honour."""
+    """Numbers of workers, threads and interpreters that `cluster.backend: in_process` does not support."""
     cluster = run.cluster
     if cluster.backend != "in_process":
         return
@@ -43,9 +43,10 @@ def in_process_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
 
 
 def machine_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
-    """More workers than this machine has CPUs for, when the run would start on this machine alone.
+    """More workers than this machine has CPUs for, if the run would only use this machine.
 
-    A running Ray (RAY_ADDRESS), several nodes and GPUs are not judged: their resources are known only when the run starts.
+    A running Ray cluster (RAY_ADDRESS), several nodes and GPUs are not checked: their resources are only known when
+    the run starts.
     """
     cluster = run.cluster
     is_here = cluster.backend == "ray" and cluster.num_nodes == 1 and not os.environ.get("RAY_ADDRESS")

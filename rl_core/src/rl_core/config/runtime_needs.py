@@ -1,7 +1,7 @@
-"""What an algorithm needs from the runtime: prompts, samples, turns, records, models. Imports no torch.
+"""What an algorithm needs from the runtime: prompts, samples, turns, records, models. Does not import torch.
 
-The runtime reads these values and no field of an algorithm's section by its name, so a custom algorithm may name its settings
-as it likes.
+The runtime reads these values and never a field of an algorithm's section by name, so a custom algorithm may choose its own
+field names.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Companion = Literal["value", "teacher"]
-"""A model beside the policy, by its section: a critic, which is trained as well, or a frozen teacher."""
+"""A model in addition to the policy, by its section: `value`, a critic that is trained as well, or `teacher`, which is
+frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutNeeds:
-    """The rollouts of a step."""
+    """Rollouts that a step needs."""
 
     prompts_per_draw: int
-    """P, prompts of one call of `RolloutSource.next_batch`; at least 1."""
+    """P, number of prompts per call of `RolloutSource.next_batch`; at least 1."""
     samples_per_prompt: int
-    """G, rollouts of each prompt; at least 1."""
+    """G, number of rollouts per prompt; at least 1."""
     sampled_fraction: float = 1.0
-    """Probability that a step samples its rows. The rows of all other steps are answers from the training data."""
+    """Probability that a step samples its rows. In all other steps, the rows are answers from the training data."""
     rewarded: bool = True
     """Whether rollouts must be scored, so that the config must have a section `env`."""
 
@@ -39,14 +40,14 @@ class RolloutNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordNeeds:
-    """The records of a step, for an algorithm that trains on the data itself."""
+    """Records that a step needs, for an algorithm that trains on the data itself."""
 
     records_per_step: int
-    """Conversations, or pairs of a chosen and a rejected answer, of one batch; at least 1."""
+    """Number of conversations, or of pairs of a chosen and a rejected answer, per batch; at least 1."""
     pairs: bool = False
     """Whether a record is a pair of answers."""
     only_final_answer: bool = False
-    """Train the last message of the assistant and no earlier one."""
+    """Whether to train only on the last assistant message."""
 
     def __post_init__(self) -> None:
         _at_least_one(records_per_step=self.records_per_step)
@@ -54,23 +55,23 @@ class RecordNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeNeeds:
-    """Everything that an algorithm asks the runtime for.
+    """Everything that an algorithm needs from the runtime.
 
-    With neither `rollouts` nor `records` the algorithm needs no training data.
+    An algorithm with neither `rollouts` nor `records` needs no training data.
     """
 
     rollouts: RolloutNeeds | None = None
-    """The rollouts of a step (`run.rollouts`); needs `policy.generation`."""
+    """Rollouts of a step (`run.rollouts`); requires `policy.generation`."""
     records: RecordNeeds | None = None
-    """The records of a step (`run.batches`)."""
+    """Records of a step (`run.batches`)."""
     max_turns: int | None = None
-    """Most turns of a rollout, in training and in validation. None means as many as the environment needs."""
+    """Maximum number of turns in a rollout, in training and validation. None means as many as the environment needs."""
     samples_in_validation: bool = False
-    """Whether validation samples and scores answers although training does not; `rollouts` imply it."""
+    """Whether validation samples and scores answers although training does not. Implied by `rollouts`."""
     val_samples_per_prompt: int = 1
-    """Rollouts of each validation prompt; at least 1."""
+    """Number of rollouts per validation prompt; at least 1."""
     companions: tuple[Companion, ...] = ()
-    """Models beside the policy; the config must have their sections."""
+    """Models in addition to the policy. The config must have their sections."""
 
     def __post_init__(self) -> None:
         _at_least_one(max_turns=self.max_turns, val_samples_per_prompt=self.val_samples_per_prompt)

@@ -1,6 +1,6 @@
-"""Whether learning-rate schedules are as long as their run, and how long one is that does not say; imports no torch.
+"""Checks that learning-rate schedules are as long as their run, and fills in missing lengths. Does not import torch.
 
-It knows the schedules that have a name. One that is given by its path is its author's.
+Covers the named schedules only. A schedule given by its path is not checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TRAINED = ("policy", "value")
 
 
 def schedule_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
-    """Schedules that are certainly over, at a learning rate of 0, before the run is."""
+    """Schedules that certainly end, at a learning rate of 0, before the run does."""
     for model, scheduler, steps in _named_schedules(run):
         length = scheduler.kwargs.get(LENGTH)
         at = (model, "scheduler", "kwargs", LENGTH)
@@ -30,7 +30,7 @@ def schedule_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
 
 
 def schedule_warnings(run: RunConfig) -> Iterator[tuple[Path, str]]:
-    """Schedules that may be over before the run is, or a warm-up that the run does not come to the end of."""
+    """Schedules that may end before the run does, and warm-ups longer than the run."""
     for model, scheduler, steps in _named_schedules(run):
         if steps is None:
             continue
@@ -48,7 +48,7 @@ def schedule_warnings(run: RunConfig) -> Iterator[tuple[Path, str]]:
 
 
 def schedule_lengths(run: RunConfig) -> dict[str, int]:
-    """Optimizer steps of each schedule that follows the length of the run because the config does not say its own, by model."""
+    """Optimizer steps of each schedule without a configured length, which follows the length of the run, by model."""
     return {
         model: steps.most
         for model, scheduler, steps in _named_schedules(run)
@@ -57,7 +57,7 @@ def schedule_lengths(run: RunConfig) -> dict[str, int]:
 
 
 def with_schedule_lengths(run: RunConfig) -> RunConfig:
-    """The run with the length of each schedule that does not say its own: as many optimizer steps as the run makes."""
+    """The run with the length of each schedule that sets none: the number of optimizer steps of the run."""
     update = {}
     for model, length in schedule_lengths(run).items():
         section = getattr(run, model)
@@ -67,7 +67,7 @@ def with_schedule_lengths(run: RunConfig) -> RunConfig:
 
 
 def schedule_changes(run: RunConfig, before: Mapping[str, int], done: Mapping[str, int]) -> Iterator[str]:
-    """What a resume at another length does to the schedules that follow the length of the run.
+    """How a resume with another run length changes the schedules that follow the length of the run.
 
     Args:
         run: the present config.
@@ -104,7 +104,7 @@ def _arguments(scheduler: SchedulerConfig) -> tuple[str, ...]:
 
 
 def _is_over(scheduler: SchedulerConfig, steps: int) -> bool:
-    """Whether the last of so many optimizer steps has a learning rate of 0."""
+    """Whether the learning rate is 0 in the last of this many optimizer steps."""
     return _factor(scheduler, steps - 1) == 0.0
 
 

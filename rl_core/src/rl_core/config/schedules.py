@@ -1,4 +1,4 @@
-"""The learning-rate schedules that have a name, as factors of the learning rate; they know no optimizer.
+"""The named learning-rate schedules, as factors of the learning rate. Independent of optimizers.
 
 Arguments: the optimizer steps done, then those of `policy.scheduler.kwargs`.
 """
@@ -15,14 +15,14 @@ def constant(step: int, num_warmup_steps: int = 0) -> float:
 
 
 def linear(step: int, num_training_steps: int, num_warmup_steps: int = 0) -> float:
-    """From 1 to 0 in a straight line, after a linear warm-up."""
+    """Linear decay from 1 to 0, after a linear warm-up."""
     if step < num_warmup_steps:
         return constant(step, num_warmup_steps)
     return max(0.0, (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps))
 
 
 def cosine(step: int, num_training_steps: int, num_warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> float:
-    """From 1 to `min_lr_ratio` in half a cosine, after a linear warm-up."""
+    """Cosine decay from 1 to `min_lr_ratio` over half a period, after a linear warm-up."""
     if step < num_warmup_steps:
         return constant(step, num_warmup_steps)
     done = min(1.0, (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))

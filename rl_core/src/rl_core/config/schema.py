@@ -1,4 +1,4 @@
-"""The sections that every config has, as frozen models with their defaults; knows no backend and imports no torch.
+"""The sections that every config has, as frozen models with their defaults. Independent of backends; does not import torch.
 
 A plugin's section extends one of these: a policy backend's config model subclasses `PolicyConfig` and adds
 `<backend>_cfg`, a generation backend's subclasses `GenerationConfig`, an environment's `EnvironmentConfig`,
@@ -40,41 +40,41 @@ from rl_core.config.section import Section as Section
 
 
 class LossConfig(ComponentSection):
-    """What every loss's section has."""
+    """Base section of every loss (`loss_fn`)."""
 
     head: ClassVar[Literal["tokens", "scalar"]] = "tokens"
-    """What the model ends in whose loss it is."""
+    """Head type of the model this loss applies to."""
 
     name: str | None = None
-    """The loss component or a dotted path; the algorithm's own by default."""
+    """Loss component or dotted path; defaults to the loss of the algorithm."""
 
     @property
     def num_candidates(self) -> int:
-        """K, how many tokens it compares at each position; 0 where it reads the row's own alone.
+        """K, the number of tokens that the loss compares at each position; 0 if it uses only the row's own tokens.
 
-        For others policy and teacher need the capability `topk_logprobs`.
+        A loss with K > 0 requires the capability `topk_logprobs` of policy and teacher.
         """
         return 0
 
 
 class EnvironmentConfig(ComponentSection):
-    """What every environment's section has (`env.<task>`)."""
+    """Base section of every environment (`env.<task>`)."""
 
     name: str | None = None
-    """The environment component; the task's own name by default."""
+    """Environment component; defaults to the name of the task."""
     env_cls: str | None = None
-    """Dotted path of an environment class, in place of a component; all other keys are then its config."""
+    """Dotted path of an environment class, used instead of a component. All other keys are passed to it as its config."""
     num_workers: int = Field(default=1, ge=1)
-    """Processes that score."""
+    """Number of worker processes of this environment."""
     max_rollout_turns: int | None = Field(default=None, ge=1)
-    """Most turns of a rollout of this task. By default the algorithm's `max_rollout_turns`, and where that is null as many as
-    the environment needs."""
+    """Maximum number of turns in a rollout of this task. Defaults to the algorithm's `max_rollout_turns`, or, if that is null,
+    to the number of turns that the environment needs."""
     step_timeout_s: float = Field(default=600.0, gt=0.0)
-    """A worker that takes longer over one call is replaced and the call made again."""
+    """Timeout of one call to a worker, in seconds. A worker that exceeds it is replaced, and the call is repeated."""
 
     @property
     def turns_needed(self) -> int:
-        """Most turns that the environment itself has use for; 1 where its section does not say more."""
+        """Maximum number of turns that the environment itself can use; 1 unless its section overrides this."""
         return 1
 
     @model_validator(mode="after")
@@ -85,31 +85,32 @@ class EnvironmentConfig(ComponentSection):
 
 
 class DatasetConfig(ComponentSection):
-    """What every dataset's section has (`data.train`, `data.validation`)."""
+    """Base section of every dataset (`data.train`, `data.validation`)."""
 
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = None
-    """Whether records are conversations (prompts included) or pairs of a chosen and a rejected answer; None if that depends on
+    """Whether records are conversations (including prompts) or pairs of a chosen and a rejected answer; None if it depends on
     the data."""
 
     dataset_name: str
-    """The dataset component, or a dotted path."""
+    """Dataset component or dotted path."""
     task_name: str | None = None
-    """Which environment answers its records, where the dataset does not say."""
+    """Name of the environment (task) that scores the records. Used for records whose dataset does not set a task."""
     processor: str | None = None
-    """Dotted path of a function from a record to a tokenised row, in place of the core's; `docs/data.md` has its face."""
+    """Dotted path of a function that converts a record to a tokenized row, replacing the built-in one; see `docs/data.md` for
+    its signature."""
     weight: float | None = Field(default=None, gt=0.0)
-    """In `data.mix`: its share of the training rows, relative to the other members; 1 by default."""
+    """In `data.mix`: sampling weight of this dataset, relative to the other datasets; 1 by default."""
 
 
 class PromptConfig(Section):
-    """How a record becomes a message, for every dataset that does not say so itself."""
+    """How records become messages, for all datasets that do not configure this themselves (`data.prompt`)."""
 
     prompt_config: Annotated[str | None, NAME_OR_PATH] = None
-    """A packaged template such as `generic/math`, or the path of one."""
+    """Prompt template: the name of a packaged template such as `generic/math`, or a path."""
     system_prompt: str | None = None
-    """The system message; the template's own by default."""
+    """System message; defaults to the one of the template."""
     examples_type: str | None = None
-    """Few-shot examples by name: not there, so null alone is allowed. Write examples into a template of your own."""
+    """Named few-shot examples. Not supported, so only null is allowed; write examples into your own template instead."""
 
     @model_validator(mode="after")
     def _no_examples(self) -> PromptConfig:
@@ -122,41 +123,42 @@ class PromptConfig(Section):
 
 
 class SplitConfig(Section):
-    """Rows of the training data that are held out of it for validation."""
+    """Holds out rows of the training data for validation (`data.split`)."""
 
     validation: float = Field(gt=0.0, lt=1.0)
-    """The share that is held out: each row with this probability, by what it asks and not by where it stands."""
+    """Fraction of rows to hold out. Each row is selected with this probability, by its prompt and not by its position."""
     seed: int = 0
-    """Another seed holds out others."""
+    """Seed that determines which rows are held out."""
 
 
 class DataConfig(Section):
-    """What is asked (`data`)."""
+    """Training and validation data (`data`)."""
 
     train: DatasetConfig | None = None
-    """The training data."""
+    """Training data."""
     mix: dict[str, DatasetConfig] = Field(default_factory=dict)
-    """Training data of several datasets, by a name of your own, in place of `train`; each has a `weight`."""
+    """Training data from several datasets, used instead of `train`. Keys are names of your choice; each dataset has a
+    `weight`."""
     split: SplitConfig | None = None
-    """Validation data held out of the training data, in place of `validation`."""
+    """Hold out validation data from the training data, used instead of `validation`."""
     validation: DatasetConfig | None = None
-    """The validation data."""
+    """Validation data."""
     train_data_path: Annotated[str | None, INPUT_PATH] = None
     """Short for `train: {dataset_name: jsonl, path: ...}`."""
     val_data_path: Annotated[str | None, INPUT_PATH] = None
     """Short for `validation: {dataset_name: jsonl, path: ...}`."""
     prompt: PromptConfig | None = None
-    """How a record becomes a message."""
+    """How records become messages."""
     max_input_seq_length: int | None = Field(default=None, ge=1)
-    """Most tokens of a prompt; the policy's `max_total_sequence_length` less one by default."""
+    """Maximum number of prompt tokens. Defaults to the policy's `max_total_sequence_length` minus one."""
     on_long_prompt: Literal["error", "drop"] = "error"
-    """What happens to a longer one; dropped ones are counted."""
+    """Whether longer prompts are an error or are dropped and counted."""
     check_rows: int = Field(default=2000, ge=0)
-    """Rows of the training data and of the validation data that are tokenized before the run starts, in the order in which they
-    are drawn. A row among them that is too long, or that the chat template cannot render, ends the run at once. 0 checks the
-    first row only."""
+    """Number of training rows and of validation rows to tokenize before the run starts, in the order in which they are drawn.
+    A row among them that is too long, or that the chat template cannot render, ends the run at once. 0 checks only the first
+    row."""
     shuffle: bool = True
-    """See the training data in another order each epoch."""
+    """Whether to shuffle the training data each epoch."""
 
     @model_validator(mode="after")
     def _one_source_each(self) -> DataConfig:
@@ -188,80 +190,82 @@ class DataConfig(Section):
 
     @property
     def has_training_data(self) -> bool:
-        """Whether anything names training data."""
+        """Whether training data is configured."""
         return self.train is not None or bool(self.mix)
 
     @property
     def has_validation_data(self) -> bool:
-        """Whether anything names validation data."""
+        """Whether validation data is configured."""
         return self.validation is not None or (self.split is not None and self.has_training_data)
 
     def sections(self) -> dict[str, DatasetConfig]:
-        """Every dataset, by its key within `data`."""
+        """The sections of all datasets, by their keys within `data`."""
         own = {"train": self.train, "validation": self.validation}
         named = {key: section for key, section in own.items() if section is not None}
         return {**named, **{f"mix.{name}": section for name, section in self.mix.items()}}
 
 
 class DeadlineConfig(Section):
-    """How long the driver waits before it says who did not answer, in seconds."""
+    """Timeouts of remote calls, in seconds. When one expires, the error names the workers that did not answer."""
 
     start_s: float = Field(default=600.0, gt=0.0)
-    """Starting workers and loading models."""
+    """Timeout for starting workers and loading models."""
     generate_s: float = Field(default=1800.0, gt=0.0)
-    """One generation call."""
+    """Timeout for one generation call."""
     train_s: float = Field(default=1800.0, gt=0.0)
-    """One training or scoring call."""
+    """Timeout for one training or scoring call."""
     refit_s: float = Field(default=600.0, gt=0.0)
-    """One refit."""
+    """Timeout for one refit."""
     checkpoint_s: float = Field(default=1800.0, gt=0.0)
-    """Saving or loading a checkpoint."""
+    """Timeout for saving or loading a checkpoint."""
     environment_s: float = Field(default=1800.0, gt=0.0)
-    """One environment turn of the whole batch."""
+    """Timeout for one environment turn of the whole batch."""
 
 
 class ClusterConfig(Section):
-    """Where it runs (`cluster`)."""
+    """Nodes, workers and timeouts of a run (`cluster`)."""
 
     backend: Literal["ray", "in_process"] = "ray"
-    """`in_process` runs one worker of each kind in the driver, without Ray: for debuggers and fast tests."""
+    """How workers run. `in_process` runs one worker of each kind in the driver process, without Ray, for debugging and fast
+    tests."""
     num_nodes: int = Field(default=1, ge=1)
-    """Nodes."""
+    """Number of nodes."""
     workers_per_node: int = Field(default=1, ge=1)
-    """Policy ranks on each node; with GPUs, one GPU each."""
+    """Number of policy ranks per node. On GPUs, each rank uses one GPU."""
     use_gpus: bool | None = None
-    """GPUs where there are any by default."""
+    """Whether to use GPUs. By default, GPUs are used if there are any."""
     cpus_per_worker: int | None = Field(default=None, ge=1)
-    """CPUs (and threads) of one rank; the node's, shared evenly, by default."""
+    """Number of CPUs (and threads) per rank. By default, the CPUs of the node are divided evenly among its ranks."""
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
-    """How long to wait before saying who did not answer."""
+    """Timeouts of remote calls."""
 
 
 class CheckpointingConfig(Section):
-    """What is kept on disk (`checkpointing`)."""
+    """When checkpoints are saved and how many are kept (`checkpointing`)."""
 
     enabled: bool = True
-    """Write checkpoints. Without them, every start is a new run."""
+    """Whether to save checkpoints. Without checkpoints, every start is a new run."""
     checkpoint_dir: str | None = None
-    """Folder of the checkpoints, for this run alone; `checkpoints/` in the run folder by default."""
+    """Folder for the checkpoints of this run only; defaults to `checkpoints/` in the run folder."""
     save_period: int = Field(default=10, ge=1)
-    """After every so many steps, and after the last."""
+    """Number of steps between checkpoints. A checkpoint is also saved after the last step."""
     metric_name: str | None = None
-    """The metric that ranks checkpoints, such as `validation/accuracy`."""
+    """Metric that ranks checkpoints, such as `validation/accuracy`."""
     higher_is_better: bool = True
-    """How it ranks them."""
+    """Whether a higher value of `metric_name` is better."""
     keep_top_k: int | None = Field(default=None, ge=1)
-    """Keep the so many best by that metric; needs `metric_name`."""
+    """Number of best checkpoints to keep, ranked by `metric_name`, which must then be set."""
     keep_latest_k: int = Field(default=2, ge=1)
-    """Keep the so many newest, whatever their metric."""
+    """Number of newest checkpoints to keep, regardless of their metric."""
     save_optimizer: bool = True
-    """Keep what training goes on from; without it a checkpoint is weights alone and cannot be resumed."""
+    """Whether to save the state that training resumes from. Without it, a checkpoint contains only weights and cannot be
+    resumed."""
     max_time: float | str | None = None
-    """Longest time from the start of the command, as seconds or `HH:MM:SS` or `D-HH:MM:SS`: the run ends with a checkpoint
-    after the last step that fits, with exit code 124, and the same command continues it. No limit by default."""
+    """Time limit from the start of the command, in seconds or as `HH:MM:SS` or `D-HH:MM:SS`. The run saves a checkpoint after
+    the last step that fits and exits with code 124; the same command continues it. No limit by default."""
     stop_grace_s: float | None = Field(default=None, gt=0.0)
-    """Seconds after SIGTERM, SIGHUP or Ctrl-C within which the step under way and its checkpoint must end; then the run ends
-    without that checkpoint. No limit by default."""
+    """Seconds that the current step and its checkpoint may take after SIGTERM, SIGHUP or Ctrl-C. If they take longer, the run
+    ends without that checkpoint. No limit by default."""
 
     @field_validator("max_time")
     @classmethod
@@ -278,39 +282,39 @@ class CheckpointingConfig(Section):
 
 
 class LoggerConfig(ComponentSection):
-    """What every logger's section has (`logger.<name>`)."""
+    """Base section of every logger (`logger.loggers.<name>`)."""
 
     enabled: bool = True
-    """Use it."""
+    """Whether to use this logger."""
 
 
 class LoggingConfig(Section):
-    """Where metrics and rollouts go (`logger`); metrics.jsonl and the console are always written."""
+    """Where metrics and rollouts are logged (`logger`). metrics.jsonl and the console output are always written."""
 
     log_dir: str = "runs"
-    """Parent of run folders."""
+    """Parent folder of run folders."""
     run_name: str | None = None
-    """Name of the run folder; the config file's by default."""
+    """Name of the run folder; defaults to the name of the config file."""
     num_rollouts_logged: int | None = Field(default=None, ge=0)
-    """Rollouts written to rollouts.jsonl each step; all by default."""
+    """Number of rollouts written to rollouts.jsonl in each step; all by default."""
     loggers: dict[str, LoggerConfig] = Field(default_factory=dict)
-    """Further loggers, by component name."""
+    """Additional loggers, by component name."""
 
 
 class RunConfig(Section):
-    """A whole run, as the sections' own models."""
+    """A whole run, with each section as its own model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     algorithm_name: str
-    """The component whose section the file has."""
+    """Name of the algorithm whose section the config has."""
     algorithm: AlgorithmConfig
     loss_fn: LossConfig
     policy: PolicyConfig
     value: PolicyConfig | None = None
-    """The value model, as a policy's section; its head is scalar."""
+    """The value model, configured like the policy; its head is scalar."""
     teacher: PolicyConfig | None = None
-    """The model that is learnt from, as a policy's section; it is never trained."""
+    """The teacher model, configured like the policy; it is never trained."""
     data: DataConfig
     env: dict[str, EnvironmentConfig] = Field(default_factory=dict)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
@@ -319,7 +323,10 @@ class RunConfig(Section):
 
     @property
     def max_turns(self) -> dict[str, int]:
-        """Most turns of a rollout, by task: what its environment's section says, else the algorithm, else what it needs."""
+        """Maximum number of turns in a rollout, by task.
+
+        It is set by the environment's section, else by the algorithm, else by what the environment needs.
+        """
         asked = self.algorithm.runtime_needs.max_turns
         return {task: env.max_rollout_turns or asked or env.turns_needed for task, env in self.env.items()}
 
@@ -327,43 +334,43 @@ class RunConfig(Section):
     def scoring_temperature(self) -> float:
         """Temperature at which policy and teacher score tokens, in training and in validation losses.
 
-        An algorithm that samples scores tokens under the distribution that they are drawn from. Every other algorithm scores
-        under the model's own distribution (1.0), whatever `policy.generation.temperature` its validation samples at.
+        An algorithm that samples scores tokens under the distribution that they are sampled from. Every other algorithm scores
+        under the model's own distribution (1.0), regardless of the `policy.generation.temperature` used in validation.
         """
         return self.policy.scoring_temperature if self.algorithm.needs_generation else 1.0
 
 
 class OpenPolicyConfig(PolicyConfig):
-    """`policy` of a backend given by its path: keys that this model does not know are passed on."""
+    """`policy` of a backend given by its path. Keys unknown to this model are passed on."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class OpenGenerationConfig(GenerationConfig):
-    """`policy.generation` of a backend given by its path: keys that this model does not know are passed on."""
+    """`policy.generation` of a backend given by its path. Keys unknown to this model are passed on."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class OpenEnvironmentConfig(EnvironmentConfig):
-    """`env.<task>` of an environment given by its path: keys that this model does not know are passed on."""
+    """`env.<task>` of an environment given by its path. Keys unknown to this model are passed on."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class OpenDatasetConfig(DatasetConfig):
-    """The section of a dataset given by its path: keys that this model does not know are passed on."""
+    """Section of a dataset given by its path. Keys unknown to this model are passed on."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class OpenLossConfig(LossConfig):
-    """`loss_fn` of a loss given by its path: keys that this model does not know are passed on."""
+    """`loss_fn` of a loss given by its path. Keys unknown to this model are passed on."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class OpenLoggerConfig(LoggerConfig):
-    """The section of a logger given by its path: keys that this model does not know are passed on."""
+    """Section of a logger given by its path. Keys unknown to this model are passed on."""
 
     model_config = ConfigDict(extra="allow")

@@ -1,8 +1,8 @@
-"""Finds the secrets that `${oc.env:...}` brings into a config, and writes the config without them; knows no section.
+"""Finds secrets that `${oc.env:...}` reads into a config, and writes the config without them. Independent of the sections.
 
 A value from the environment is a secret if the variable or the key that it is written under has a secret-looking name, or if
-the value is a URL with a password or begins as well-known tokens do. Everything else from the environment, such as a path,
-stays visible. In place of a secret stands the `${...}` that brings it, so that what is written can be loaded again.
+the value is a URL with a password or starts like a well-known token. Everything else from the environment, such as a path,
+stays visible. A secret is replaced by the `${...}` that reads it, so that the written config can be loaded again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _COUNTED = frozenset({"tokens", "keys"})  # `MAX_TOKENS=512` is a number of them
 _URL_WITH_PASSWORD = re.compile(r"[A-Za-z][\w+.-]*://[^/\s:@]*:[^/\s@]+@")
 _WELL_KNOWN = re.compile(r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|wandb_v1_|eyJ)[\w.-]{8,}")
 _LONG_ENOUGH = 6
-"""Characters of a secret that is looked for inside other texts; a shorter one would be found by chance."""
+"""Minimum number of characters of a secret that is searched for inside other texts; shorter ones would match by chance."""
 
 
 _CUT = 40
-"""Characters of a secret that are looked for in errors, which cut long values short."""
+"""Number of characters of a secret to search for in errors, which truncate long values."""
 
 
 class Unresolved(str):
-    """The text of an interpolation that stands in place of a secret; it is not escaped when it is written."""
+    """The text of an interpolation that replaces a secret; it is not escaped when it is written."""
 
     __slots__ = ()
 
@@ -43,7 +43,7 @@ class Secrets:
     """The secrets of one config.
 
     Attributes:
-        values: The interpolation that brings each secret, by the secret.
+        values: The interpolation that reads each secret, by the secret.
         paths: Where an interpolation that uses a secret is written.
     """
 
@@ -52,7 +52,7 @@ class Secrets:
 
     @contextmanager
     def watching(self, path: Path) -> Iterator[None]:
-        """Take in what the resolution of the value at `path` reads from the environment."""
+        """Records what the resolution of the value at `path` reads from the environment."""
         from omegaconf import OmegaConf
         from omegaconf.resolvers import oc
 
@@ -80,7 +80,7 @@ class Secrets:
         return found
 
     def redact(self, text: str) -> str:
-        """A text without the secrets that it holds."""
+        """A text with its secrets replaced."""
         for secret in sorted(self.values, key=len, reverse=True):
             if len(secret) >= _LONG_ENOUGH:
                 text = text.replace(secret, self.values[secret]).replace(secret[:_CUT], self.values[secret])
@@ -119,7 +119,7 @@ class Secrets:
 
 
 def escaped(text: str) -> str:
-    """A text such that reading it again resolves nothing."""
+    """A text that resolves to itself when it is read again."""
     return text if isinstance(text, Unresolved) else text.replace("${", "\\${")
 
 

@@ -1,4 +1,4 @@
-"""What every section of a config is; knows none of them."""
+"""Base class of all config sections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Section(BaseModel):
-    """A part of the config: keyword-only, frozen, and closed to unknown keys."""
+    """A section of the config: keyword-only, frozen, and closed to unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 class ComponentSection(Section):
-    """The section of a component, which may contribute checks of its own."""
+    """Section of a component, which may add its own checks."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         """Checks the section against the rest of the run: each wrong key, relative to this section, and the reason.
@@ -37,7 +37,7 @@ class ComponentSection(Section):
         yield from ()
 
     def deep_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """As `conflicts`, but may import torch and read a tokenizer or a model's config; it loads no weights.
+        """Like `conflicts`, but may import torch and read a tokenizer or a model's config; it must not load weights.
 
         `rlcore validate --deep` calls it. A `UserError` that it raises is reported at the key that its message names.
         """

@@ -1,4 +1,4 @@
-"""Writes out what a config may say in short: `data.train_data_path` is `data.train` with the dataset `jsonl`."""
+"""Expands short forms in a config: `data.train_data_path` means `data.train` with the dataset `jsonl`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _DATA_PATHS = {"train_data_path": "train", "val_data_path": "validation"}
 
 
 def expand_data_paths(data: dict[str, Any]) -> list[tuple[str, str]]:
-    """Write out, in place, the paths that stand for datasets in a section `data`: the short keys, and what each became.
+    """Expands, in place, the paths that stand for datasets in a section `data`; returns the short keys and what each became.
 
-    Where both forms are there nothing is done: the model of `data` refuses that.
+    If both forms are set, nothing is done: the model of `data` rejects that.
     """
     expanded = [
         (short, split) for short, split in _DATA_PATHS.items() if data.get(short) is not None and data.get(split) is None
@@ -30,11 +30,11 @@ def expand_data_paths(data: dict[str, Any]) -> list[tuple[str, str]]:
 def expand_shorthands(
     values: dict[str, Any], *, written: Written, through: dict[Path, str]
 ) -> tuple[dict[str, Any], Written, dict[Path, str]]:
-    """The config with its shorthands written out; each value keeps the place at which the user wrote it.
+    """The config with its short forms expanded; each value keeps the location where the user wrote it.
 
     Args:
         values: The plain values; changed in place.
-        written: The same as it was written.
+        written: The same values with their source locations.
         through: The interpolations by path.
     """
     data = values.get("data")
@@ -53,7 +53,7 @@ def expand_shorthands(
 
 
 def with_prompt(section: DatasetT, data: DataConfig) -> DatasetT:
-    """A dataset's section, with `data.prompt` where it does not set the prompt template or the system prompt itself."""
+    """A dataset's section, with `data.prompt` if it does not set the prompt template or the system prompt itself."""
     if data.prompt is None:
         return section
     asked = {"prompt": data.prompt.prompt_config, "system_prompt": data.prompt.system_prompt}

@@ -1,7 +1,7 @@
-"""Reads a config file and those that it inherits from into one tree of written values; knows no section.
+"""Reads a config file and those that it inherits from into one tree of values. Independent of the sections.
 
-`defaults: base.yaml`, or a list of files, each relative to the file that names it. Parents come first, in their order and depth
-first; what a file says itself comes last and wins.
+`defaults: base.yaml`, or a list of files, each relative to the file that names it. Parents are applied first, in their order
+and depth first; the values of the file itself are applied last and override them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from rl_core.config.written import Place, Written, merge
 from rl_core.config.yaml_reader import read_yaml
 
 LARGEST_FILE = 1 << 20
-"""Bytes; a config is text that people wrote, and a larger file is another one given by mistake."""
+"""Bytes; a larger file is not a hand-written config and was probably given by mistake."""
 
 _PARENTS = "defaults"
 
 
 def read_sources(path: str | os.PathLike[str], *, problems: Problems) -> Written:
-    """The file with all that it inherits.
+    """The file with everything that it inherits.
 
     Args:
         path: The config file.
         problems: Receives what is wrong with any of the files.
 
     Returns:
-        The root mapping; empty where nothing could be read.
+        The root mapping; empty if nothing could be read.
     """
     source = os.fspath(path)
     read = _read(source, asked_at=None, open_files=(), problems=problems)
@@ -61,7 +61,7 @@ def _read(source: str, *, asked_at: Place | None, open_files: tuple[str, ...], p
 
 
 def _root(source: str, *, asked_at: Place | None, problems: Problems) -> Written | None:
-    """The mapping of one file; None where it cannot be read or is none, which is reported."""
+    """The mapping of one file; None if it cannot be read or is not a mapping, which is reported."""
     text = _text(source, asked_at=asked_at, problems=problems)
     if text is None:
         return None

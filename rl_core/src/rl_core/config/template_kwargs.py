@@ -1,4 +1,4 @@
-"""Checks the variables that a config passes to chat templates; imports no torch."""
+"""Checks the variables that a config passes to chat templates. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RESERVED = (
 
 
 def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The variables, if a template can have them.
+    """The variables, if they are valid.
 
     Raises:
         ValueError: A name is reserved or is not an identifier, or a value is not plain YAML.

@@ -1,6 +1,6 @@
-"""The arguments of the optimizers and learning-rate schedulers of torch, so that configs can be checked without torch.
+"""Arguments of torch's optimizers and learning-rate schedulers, so that configs can be checked without torch.
 
-A test compares both tables with the installed torch. A class that is missing here is checked by name only.
+A test compares both tables with the installed torch. For a class that is missing here, only the name is checked.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ UNUSABLE_SCHEDULERS: dict[str, str] = {
     "ReduceLROnPlateau": "it needs a metric at each step, and the schedule is stepped without one",
     "SequentialLR": "it takes scheduler objects, which YAML cannot hold",
 }
-"""Classes of `torch.optim.lr_scheduler` that cannot be a policy's schedule, and why."""
+"""Classes of `torch.optim.lr_scheduler` that cannot be used as a schedule, and why."""
 
 DECAY_MATRICES_ONLY = "decay_matrices_only"
-"""An argument of ours in `optimizer.kwargs`: true exempts biases and norms (all tensors of one axis) from weight decay."""
+"""Additional argument of `optimizer.kwargs`: true excludes biases and norms (all one-dimensional tensors) from weight decay."""

@@ -1,4 +1,4 @@
-"""Checks that weights can get from the policy to the engine; imports no torch."""
+"""Checks that weights can be transferred from the policy to the engine. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rl_core.plugins.registry import Registry
 IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
 ONE_NODE_TRANSPORTS = ("shared_memory", "collective")
 MANY_NODES_TRANSPORTS = ("collective",)
-"""What is tried without `refit_transport`, the cheapest first."""
+"""Transports that are tried if `refit_transport` is not set, the cheapest first."""
 
 _AT = ("policy", "generation", "refit_transport")
 
 
 def transport_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[Path, str]]:
-    """A weight transport that does not exist or that a backend does not support, and backends that have none in common."""
+    """A weight transport that does not exist or is not supported by a backend, and backends without a common transport."""
     generation = run.policy.generation
     if generation is None:
         return
@@ -45,7 +45,7 @@ def _not_supported(run: RunConfig, registry: Registry, transport: str) -> Iterat
 
 
 def _nothing_in_common(run: RunConfig, registry: Registry) -> Iterator[tuple[Path, str]]:
-    """Backends that no default transport connects; those given by a path state their capabilities only when imported."""
+    """Backends without a common default transport; the capabilities of backends given by a path are only known after import."""
     if run.cluster.backend == "in_process":
         tried: tuple[str, ...] = IN_PROCESS_TRANSPORTS
     else:
@@ -92,5 +92,5 @@ def _backends(run: RunConfig) -> tuple[tuple[Kind, str], ...]:
 
 
 def _capabilities(registry: Registry, kind: Kind, backend: str) -> tuple[str, ...] | None:
-    """What a registered backend supports; None for one given by its path, which says so only when it is imported."""
+    """What a registered backend supports; None for one given by its path, since this is only known after import."""
     return None if is_path(backend) else registry.find(kind, backend).capabilities

@@ -1,4 +1,4 @@
-"""Checks that the sections of a config are used by a run of it; imports no torch.
+"""Checks that a run uses all sections of its config. Does not import torch.
 
 Only training is checked: `rlcore eval` and `rlcore check model` use sections that training does not.
 """
@@ -12,7 +12,7 @@ from rl_core.config.written import Path
 
 
 def unused_sections(run: RunConfig) -> Iterator[tuple[Path, str]]:
-    """Sections that a training run would ignore: an engine or environments of an algorithm that never samples."""
+    """Sections that a training run would ignore: the engine or environments of an algorithm that never samples."""
     if run.algorithm.runtime_needs.samples:
         return
     name = run.algorithm_name

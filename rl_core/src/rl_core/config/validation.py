@@ -1,4 +1,4 @@
-"""Validates plain values by a section's model and words what is wrong in the config's own terms; knows no section by name."""
+"""Validates plain values with a section's model and reports errors in terms of the config. Independent of the sections."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Validator:
     """Validates sections, one at a time.
 
     Attributes:
-        written: All that is written, for the places.
+        written: The values with their source locations.
         problems: Receives what is wrong.
         find_elsewhere: The full keys of all sections that end in a name, for suggestions.
     """
@@ -55,7 +55,7 @@ class Validator:
     find_elsewhere: Callable[[str], list[Path]]
 
     def validate(self, model: Model, values: Mapping[str, Any], *, path: Path) -> BaseModel | None:
-        """The section as its model, or None where something is wrong with it.
+        """The section as its model, or None if something is wrong with it.
 
         Args:
             model: The section's model.
@@ -81,7 +81,7 @@ class Validator:
         return instance if len(self.problems.found) == before else None
 
     def _refuse_accidental_numbers(self, model: Model, values: Mapping[str, Any], *, path: Path) -> None:
-        """Reports what pydantic would take for a number: true and false as 1 and 0, and NaN in a free mapping."""
+        """Reports values that pydantic would accept as numbers: true and false as 1 and 0, and NaN in a free mapping."""
         for leaf, value in _scalars(values):
             where = (*path, *leaf)
             field = find_field(model, leaf, prefix=path)
@@ -197,7 +197,7 @@ def _reason(detail: ErrorDetails) -> str:
 
 
 def _walk(values: Any, loc: tuple[int | str, ...]) -> tuple[Path, Any]:
-    """The path of an error within the values, and the value there; names of a union's alternatives in `loc` fall away."""
+    """The path of an error within the values, and the value there; names of union alternatives in `loc` are skipped."""
     path: list[int | str] = []
     for part in loc:
         holder = dict(enumerate(values)) if isinstance(values, list) else values

@@ -1,4 +1,4 @@
-"""What was written and where: values that remember file, line and column; knows no model and no YAML."""
+"""Values that remember the file, line and column they were written at. Independent of models and YAML."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 Path = tuple[str | int, ...]
-"""Where a value stands in the config: keys, and positions in lists, from the root."""
+"""The key of a value: keys of mappings and indices of lists, from the root."""
 
 
 def dotted(path: Path) -> str:
-    """A path as errors print it and overrides take it: `policy.generation.stop_strings.0`."""
+    """A key as errors print it and overrides take it: `policy.generation.stop_strings.0`."""
     return ".".join(str(part) for part in path)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something is written.
+    """A source location.
 
     Attributes:
         source: A file as the user would name it, or an override with its number.
         line: Counted from 1; None for an override.
         column: Counted from 1; None for an override.
         file: The file's own path; None for an override.
-        number: Which override it is, from 1; None for a file.
+        number: The number of the override, from 1; None for a file.
     """
 
     source: str
@@ -39,14 +39,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A value as it was written; containers hold `Written` again.
+    """A value with its source location; containers contain `Written` again.
 
     Attributes:
         value: A scalar, a dict of `Written` by key, or a list of `Written`.
-        place: Where the value stands.
-        key_place: Where its key stands; the value's own place in lists and at the root.
+        place: The location of the value.
+        key_place: The location of its key; that of the value in lists and at the root.
         text: A scalar as it was typed, without quotes; None for containers.
-        replaces: Whether a mapping replaces the inherited one (`_override_: true`) in place of merging with it.
+        replaces: Whether a mapping replaces the inherited one (`_override_: true`) instead of merging with it.
     """
 
     value: Any
@@ -56,7 +56,7 @@ class Written:
     replaces: bool = False
 
     def child(self, part: str | int) -> Written | None:
-        """The value under a key or at a position of a list, or None."""
+        """The value under a key or at an index of a list, or None."""
         found: Written | None = None
         if isinstance(self.value, dict):
             found = self.value.get(part)
@@ -65,14 +65,14 @@ class Written:
         return found
 
     def at(self, path: Path) -> Written | None:
-        """The value at a path, or None where nothing is written there."""
+        """The value at a path, or None if nothing is written there."""
         found: Written | None = self
         for part in path:
             found = None if found is None else found.child(part)
         return found
 
     def nearest(self, path: Path) -> Written:
-        """The value at a path, or the innermost one on the way to it that is written."""
+        """The value at a path, or the innermost value on the way to it."""
         found = self
         for part in path:
             inner = found.child(part)
@@ -82,7 +82,7 @@ class Written:
         return found
 
     def plain(self) -> Any:
-        """The bare values: dicts, lists and scalars."""
+        """The plain values: dicts, lists and scalars."""
         if isinstance(self.value, dict):
             return {key: item.plain() for key, item in self.value.items()}
         if isinstance(self.value, list):
@@ -102,7 +102,7 @@ class Written:
 
 
 def merge(base: Written, over: Written) -> Written:
-    """The inherited value with the inheriting one laid over it: mappings merge key by key, all else is replaced."""
+    """The inherited value overlaid with the inheriting one: mappings merge key by key, everything else is replaced."""
     if over.replaces or not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     merged: dict[str, Written] = dict(base.value)
@@ -112,7 +112,7 @@ def merge(base: Written, over: Written) -> Written:
 
 
 def written_from(value: Any, *, place: Place) -> Written:
-    """Plain values as if all of them were written at one place."""
+    """Plain values, all with the same source location."""
     if isinstance(value, Mapping):
         inner: Any = {key: written_from(item, place=place) for key, item in value.items()}
         return Written(inner, place=place, key_place=place)

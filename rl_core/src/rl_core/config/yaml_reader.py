@@ -1,7 +1,7 @@
-"""Reads one YAML text into values that remember their lines; knows no key and no model.
+"""Reads a YAML text into values that remember their lines. Independent of keys and models.
 
-Scalars mean what they mean to OmegaConf (YAML 1.1, but `1e-5` is a number and a date is text). Refused: duplicate and
-non-text keys, tags, documents after the first, recursive aliases, and texts that grow without measure.
+Scalars are parsed as by OmegaConf (YAML 1.1, but `1e-5` is a number and a date is text). Rejected: duplicate and non-text keys,
+tags, documents after the first, recursive aliases, and texts that expand without limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OVERRIDE_MARK = "_override_"
 
 
 class _Loader(yaml.SafeLoader):
-    """The loader in Python: the one in C overflows its stack on deeply nested texts, which ends the process."""
+    """The pure Python loader: the C loader overflows its stack on deeply nested texts, which kills the process."""
 
 
 _Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
@@ -49,11 +49,11 @@ def read_yaml(text: str, *, place: Place, problems: Problems) -> Written | None:
 
     Args:
         text: One document.
-        place: Where it begins: line 1 of a file, or an override, whose values all stand at that one place.
+        place: Where it begins: line 1 of a file, or an override, whose values all have the same location.
         problems: Receives what is wrong with it.
 
     Returns:
-        The root value, or None where the text is no YAML at all or is empty.
+        The root value, or None if the text is not valid YAML or is empty.
     """
     loader = None
     try:

@@ -1,4 +1,4 @@
-"""The config of the datasets that the core brings: where rows come from, and what their fields mean; imports no torch."""
+"""Sections of the built-in datasets: where rows come from, and what their fields mean. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 
 class OnBadRow(StrEnum):
-    """What a bad row does: end the run with its place, or be counted and left out."""
+    """How an invalid row is handled: end the run with the location of the row, or skip and count it."""
 
     ERROR = "error"
     SKIP = "skip"
 
 
 class OnTooLong(StrEnum):
-    """What a prompt over the limit does: be cut and dropped from training (loss_multiplier 0), or end the run."""
+    """How a prompt over the limit is handled: truncate it and drop it from training (loss_multiplier 0), or end the run."""
 
     DROP = "drop"
     ERROR = "error"
 
 
 class RowsConfig(DatasetConfig):
-    """What every source of rows has."""
+    """Base section of all sources of rows."""
 
-    on_bad_row: OnBadRow = Field(OnBadRow.ERROR, description="Whether a bad row ends the run or is skipped and counted.")
+    on_bad_row: OnBadRow = Field(OnBadRow.ERROR, description="Whether an invalid row ends the run or is skipped and counted.")
     record_fn: str | None = Field(
         None,
-        description="A function of a row's fields that gives a record, in place of the keys below: the dotted path of one, or "
-        "`alpaca`, `gsm8k`, `record` or `sharegpt`.",
+        description="Function that converts the fields of a row to a record, used instead of the keys below: a dotted path, "
+        "or `alpaca`, `gsm8k`, `record` or `sharegpt`.",
     )
 
     def changed(self) -> set[str]:
-        """The keys whose values are not their defaults; a resolved config states the others as well."""
+        """The keys whose values differ from their defaults; a resolved config also states the defaults."""
         return {key for key, info in type(self).model_fields.items() if getattr(self, key) != info.get_default()}
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
@@ -53,64 +53,66 @@ class RowsConfig(DatasetConfig):
 
 
 class JsonLinesSource(RowsConfig):
-    """Rows of a file of JSON lines."""
+    """Rows of a JSON Lines file."""
 
-    path: Annotated[Path, INPUT_PATH] = Field(description="The file: one JSON object a line.")
+    path: Annotated[Path, INPUT_PATH] = Field(description="JSON Lines file: one JSON object per line.")
 
 
 class ParquetSource(RowsConfig):
-    """Rows of parquet files."""
+    """Rows of Parquet files."""
 
     path: Annotated[Path, INPUT_PATH] = Field(
-        description="The file, or a folder of `*.parquet` files, read in the order of their names."
+        description="Parquet file, or a folder of `*.parquet` files, read in alphabetical order."
     )
 
 
 class HuggingFaceSource(RowsConfig):
-    """Rows of a dataset in Hugging Face's form."""
+    """Rows of a Hugging Face dataset."""
 
     path: Annotated[str, NAME_OR_PATH] = Field(
-        description="A folder that `save_to_disk` wrote, a folder of data files, or the name of a dataset of the hub."
+        description="Folder written by `save_to_disk`, folder of data files, or name of a dataset on the hub."
     )
-    subset: str | None = Field(None, description="One of the dataset's configurations.")
-    split: str | None = Field(None, description="One of its splits; may be left out where there is only one.")
-    revision: str | None = Field(None, description="Of a dataset of the hub: branch, tag or commit.")
+    subset: str | None = Field(None, description="Configuration (subset) of the dataset.")
+    split: str | None = Field(None, description="Split of the dataset. Optional if there is only one.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a dataset on the hub.")
 
 
 class RecordForm(RowsConfig):
-    """Rows that are prompts, with answers or without, or conversations."""
+    """Rows that are prompts, with or without answers, or conversations."""
 
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
-    input_key: str = Field("question", description="The field that is asked: a text, or a list of {role, content} messages.")
+    input_key: str = Field("question", description="Field with the prompt: text, or a list of {role, content} messages.")
     output_key: str | None = Field(
         "expected_answer",
-        description="The field of the right answer; the environment gets it as `expected_answer`. null for none.",
+        description="Field with the correct answer, which the environment receives as `expected_answer`. null for none.",
     )
     response_key: str | None = Field(
         None,
-        description="The field of what the assistant says, a text or a list of messages, appended at the end: for supervised "
-        "training.",
+        description="Field with the assistant's response, text or a list of messages, appended to the prompt. Used for "
+        "supervised training.",
     )
     tools_key: str | None = Field(
         "tools",
-        description="The field with the functions that are offered to the assistant, in OpenAI's form or as its JSON. Rows may "
-        "lack `tools`; a field of another name must be there (null or an empty list for none). null reads none.",
+        description="Field with the tools available to the assistant, in OpenAI's format or as JSON text. With the default "
+        "`tools`, rows may lack the field; any other field must exist (null or an empty list for none). null "
+        "disables tools.",
     )
-    env_keys: tuple[str, ...] = Field((), description="Further fields that the environment gets, under their names.")
-    stop_strings_key: str | None = Field(None, description="The field with a list of texts that end a completion.")
+    env_keys: tuple[str, ...] = Field((), description="Additional fields passed to the environment under their own names.")
+    stop_strings_key: str | None = Field(None, description="Field with a list of strings that end a completion.")
     prompt: Annotated[str | None, NAME_OR_PATH] = Field(
         None,
-        description="A prompt template for text inputs: a path, or a packaged name such as `generic/math`. Its fields are the "
-        "row's; where it has a single one that the row lacks, that is `input_key`.",
+        description="Prompt template for text inputs: a path, or the name of a packaged template such as `generic/math`. Its "
+        "variables are fields of the row. If it has exactly one variable that the row lacks, `input_key` is used "
+        "for it.",
     )
     system_prompt: str | None = Field(
-        None, description="A system message before every conversation that has none; in place of the template's own."
+        None, description="System message for every conversation that has none, replacing the one of the template."
     )
 
     @property
     def names_tools(self) -> bool:
-        """Whether `tools_key` names another field than the default, which rows must then have."""
+        """Whether `tools_key` names a field other than the default, which rows must then have."""
         return "tools_key" in self.changed()
 
     @model_validator(mode="after")
@@ -119,42 +121,43 @@ class RecordForm(RowsConfig):
 
 
 class PreferenceForm(RowsConfig):
-    """Rows that have a better and a worse answer to a prompt."""
+    """Rows with a prompt and a better and a worse answer."""
 
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "pairs"
 
     prompt_key: str = Field(
         "prompt",
-        description="The field that is asked: a text, or a list of {role, content} messages. Where a row lacks it, the prompt "
-        "is what both conversations begin with.",
+        description="Field with the prompt: text, or a list of {role, content} messages. If a row lacks it, the prompt is "
+        "the common beginning of both conversations.",
     )
-    chosen_key: str = Field("chosen", description="The field of the better answer: a text, or a list of messages.")
-    rejected_key: str = Field("rejected", description="The field of the worse answer, likewise.")
+    chosen_key: str = Field("chosen", description="Field with the better answer: text, or a list of messages.")
+    rejected_key: str = Field("rejected", description="Field with the worse answer, in the same format.")
     tools_key: str | None = Field(
         "tools",
-        description="The field with the functions that are offered to the assistant, in OpenAI's form or as its JSON. Rows may "
-        "lack `tools`; a field of another name must be there (null or an empty list for none). null reads none.",
+        description="Field with the tools available to the assistant, in OpenAI's format or as JSON text. With the default "
+        "`tools`, rows may lack the field; any other field must exist (null or an empty list for none). null "
+        "disables tools.",
     )
     completions_key: str = Field(
         "completions",
-        description="In rows without a chosen answer: the field with a list of {completion, rank}, rank 0 the best, or of "
-        "{completion, score}, the highest score the best.",
+        description="For rows without a chosen answer: field with a list of {completion, rank}, where rank 0 is the best, or "
+        "of {completion, score}, where the highest score is the best.",
     )
     pairing: Literal["best_worst", "all"] = Field(
         "best_worst",
-        description="What ranked answers become: one pair of the best and the worst, or a pair of every two that differ in "
-        "rank or score.",
+        description="`best_worst` pairs the best answer with the worst; `all` pairs every two answers that differ in rank or "
+        "score.",
     )
     margin_key: str = Field(
         "margin",
-        description="The field that says by how much the better answer's score should lead, a number; 0 in rows that lack it. "
-        "Reward models read it.",
+        description="Field with the margin by which the score of the better answer should be higher, a number; 0 for rows "
+        "that lack it. Used by reward models.",
     )
-    system_prompt: str | None = Field(None, description="A system message before every conversation that has none.")
+    system_prompt: str | None = Field(None, description="System message for every conversation that has none.")
 
     @property
     def names_tools(self) -> bool:
-        """Whether `tools_key` names another field than the default, which rows must then have."""
+        """Whether `tools_key` names a field other than the default, which rows must then have."""
         return "tools_key" in self.changed()
 
     @model_validator(mode="after")
@@ -164,39 +167,39 @@ class PreferenceForm(RowsConfig):
 
 
 class JsonlDatasetConfig(RecordForm, JsonLinesSource):
-    """Prompts or conversations of a file of JSON lines."""
+    """Prompts or conversations in a JSON Lines file."""
 
-    dataset_name: str = Field("jsonl", description="The dataset component, or a dotted path.")
+    dataset_name: str = Field("jsonl", description="Dataset component or dotted path.")
 
 
 class ParquetDatasetConfig(RecordForm, ParquetSource):
-    """Prompts or conversations of parquet files."""
+    """Prompts or conversations in Parquet files."""
 
-    dataset_name: str = Field("parquet", description="The dataset component, or a dotted path.")
+    dataset_name: str = Field("parquet", description="Dataset component or dotted path.")
 
 
 class HuggingFaceDatasetConfig(RecordForm, HuggingFaceSource):
-    """Prompts or conversations of a dataset in Hugging Face's form."""
+    """Prompts or conversations in a Hugging Face dataset."""
 
-    dataset_name: str = Field("huggingface", description="The dataset component, or a dotted path.")
+    dataset_name: str = Field("huggingface", description="Dataset component or dotted path.")
 
 
 class PreferenceDatasetConfig(PreferenceForm, JsonLinesSource):
-    """Preferences of a file of JSON lines."""
+    """Preferences in a JSON Lines file."""
 
-    dataset_name: str = Field("preference", description="The dataset component, or a dotted path.")
+    dataset_name: str = Field("preference", description="Dataset component or dotted path.")
 
 
 class ParquetPreferenceDatasetConfig(PreferenceForm, ParquetSource):
-    """Preferences of parquet files."""
+    """Preferences in Parquet files."""
 
-    dataset_name: str = Field("preference_parquet", description="The dataset component, or a dotted path.")
+    dataset_name: str = Field("preference_parquet", description="Dataset component or dotted path.")
 
 
 class HuggingFacePreferenceDatasetConfig(PreferenceForm, HuggingFaceSource):
-    """Preferences of a dataset in Hugging Face's form."""
+    """Preferences in a Hugging Face dataset."""
 
-    dataset_name: str = Field("preference_huggingface", description="The dataset component, or a dotted path.")
+    dataset_name: str = Field("preference_huggingface", description="Dataset component or dotted path.")
 
 
 ConfigT = TypeVar("ConfigT", bound=RowsConfig)
@@ -205,5 +208,7 @@ ConfigT = TypeVar("ConfigT", bound=RowsConfig)
 def _refuse_beside_record_fn(config: ConfigT, keys: set[str]) -> ConfigT:
     unread = sorted(keys & config.changed())
     if config.record_fn is not None and unread:
-        raise ValueError(f"record_fn makes the records, so that nobody reads {', '.join(unread)}: keep one of the two")
+        raise ValueError(
+            f"record_fn creates the records, so {', '.join(unread)} would have no effect: remove either record_fn or these keys"
+        )
     return config

@@ -1,4 +1,4 @@
-"""What a config may say of each logger that it must name (`logger.loggers.<name>`); imports none of their libraries."""
+"""Sections of the loggers that a config must name (`logger.loggers.<name>`). Does not import their libraries."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from rl_core.config.schema import LoggerConfig
 
 
 class TensorBoardConfig(LoggerConfig):
-    """Event files for TensorBoard."""
+    """TensorBoard event files."""
 
     log_dir: str | None = None
-    """Where the event files go; `tensorboard/` in the run folder by default."""
+    """Folder of the event files; defaults to `tensorboard/` in the run folder."""
     flush_s: int = Field(default=10, ge=1)
-    """Numbers are on disk after at most so many seconds."""
+    """Maximum number of seconds before metrics are written to disk."""
 
 
 class WandbConfig(LoggerConfig):
-    """A run of Weights & Biases."""
+    """Weights & Biases run."""
 
     mode: Literal["offline", "online", "shared"] = "offline"
-    """Only `online` and `shared` use the network; an offline run is uploaded later with `wandb sync`."""
+    """Only `online` and `shared` use the network. Upload an offline run later with `wandb sync`."""
     project: str = "rlcore"
-    """The project."""
+    """Name of the project."""
     name: str | None = None
-    """The run's name; the run folder's by default."""
+    """Name of the run; defaults to the name of the run folder."""
     entity: str | None = None
-    """The user or team; the account's own by default."""
+    """User or team; defaults to that of the account."""
     group: str | None = None
-    """Runs of one group are shown together."""
+    """Group of the run. Runs of a group are shown together."""
     job_type: str | None = None
-    """What kind of run it is, such as `train`."""
+    """Type of the run, such as `train`."""
     tags: list[str] = Field(default_factory=list)
-    """Tags."""
+    """Tags of the run."""
     notes: str | None = None
-    """A longer description."""
+    """Description of the run."""
     dir: str | None = None
-    """Parent of its `wandb/` folder; the run folder by default."""
+    """Parent folder of the `wandb/` folder; defaults to the run folder."""
 
 
 class MlflowConfig(LoggerConfig):
-    """A run of MLflow."""
+    """MLflow run."""
 
     tracking_uri: str | None = None
-    """Its store: a server's address, or `sqlite:///...`; `mlflow.db` in the run folder by default. Never what the
-    environment names."""
+    """Tracking store: address of a server or `sqlite:///...`; defaults to `mlflow.db` in the run folder. `MLFLOW_TRACKING_URI`
+    is ignored."""
     experiment_name: str = "rlcore"
-    """The experiment; made if it is not there."""
+    """Name of the experiment; created if it does not exist."""
     run_name: str | None = None
-    """The run's name; the run folder's by default."""
+    """Name of the run; defaults to the name of the run folder."""
     tags: dict[str, str] = Field(default_factory=dict)
-    """Tags."""
+    """Tags of the run."""

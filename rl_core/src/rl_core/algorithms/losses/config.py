@@ -1,4 +1,4 @@
-"""The section `loss_fn` of the core's own losses; imports no torch."""
+"""The section `loss_fn` of the built-in losses. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,59 +9,61 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from rl_core.config.schema import LossConfig, Section
 
 MOST_ERROR = 0.2
-"""A KL further from its target than this share of it counts as so far."""
+"""The relative error of the KL is clipped to this fraction."""
 
 
 class NLLLossConfig(LossConfig):
-    """Supervised training: the mean negative log-likelihood of the trained tokens."""
+    """Supervised training: mean negative log-likelihood of the trained tokens."""
 
 
 class AdaptiveKLConfig(Section):
-    """A weight of the KL penalty that follows the KL (`loss_fn.adaptive_kl`)."""
+    """Adaptive weight of the KL penalty (`loss_fn.adaptive_kl`)."""
 
     target: float = Field(gt=0.0)
-    """The KL of an answer to the reference policy that is aimed at: summed over its tokens, in nats."""
+    """Target KL of an answer to the reference policy, summed over its tokens, in nats."""
     horizon: int = Field(default=10_000, ge=1)
-    """A step of n answers changes the weight by at most 20 % times n / horizon."""
+    """Number of answers over which the weight adapts: a step of n answers changes it by at most 20 % times n / horizon."""
 
 
 class ClippedPGLossConfig(LossConfig):
-    """The clipped policy gradient, its ratios, its means, its KL penalty and its correction for the sampler's rounding."""
+    """Clipped policy-gradient loss with optional KL penalty and correction for numerical differences to the sampler."""
 
     ratio_clip_min: float = Field(default=0.2, ge=0.0, le=1.0)
-    """The importance ratio is held above 1 minus it."""
+    """The importance ratio is clipped from below at 1 minus this value."""
     ratio_clip_max: float = Field(default=0.2, ge=0.0)
-    """The importance ratio is held below 1 plus it."""
+    """The importance ratio is clipped from above at 1 plus this value."""
     ratio_clip_c: float | None = Field(default=None, gt=1.0)
-    """Dual clip: where the advantage is negative, the loss is at most it times the advantage's size."""
+    """Dual clip: for negative advantages, the loss is at most this value times the absolute advantage. Disabled by default."""
     disable_ppo_ratio: bool = False
-    """REINFORCE: advantage times log-probability, with neither ratio nor clip."""
+    """REINFORCE: advantage times log-probability, without ratio and clipping."""
     use_cispo: bool = False
-    """CISPO: the clipped ratio is a weight without a gradient, so that no token's gradient is lost to the clip."""
+    """CISPO: use the clipped ratio as a weight without a gradient, so that clipping does not remove the gradient of any
+    token."""
     sequence_level_importance_ratios: bool = False
-    """GSPO: one ratio a sequence, the geometric mean of its tokens' ratios."""
+    """GSPO: use one ratio per sequence, the geometric mean of the ratios of its tokens."""
     token_level_loss: bool = True
-    """A mean over all tokens; else a mean of each sequence's own mean."""
+    """Whether to average the loss over all tokens. If false, average over the tokens of each sequence, then over sequences."""
     constant_length_normalizer: int | None = Field(default=None, ge=1)
-    """Dr. GRPO: divide each sequence's sum by so many tokens, not by its length; usually the most that it may have."""
+    """Dr. GRPO: divide the sum over each sequence by this number of tokens instead of its length; usually the maximum
+    length."""
     reference_policy_kl_penalty: float = Field(default=0.0, ge=0.0)
-    """Weight of the KL penalty to the reference policy; 0 asks no reference to be kept."""
+    """Weight of the KL penalty to the reference policy. With 0, no reference policy is kept."""
     use_kl_in_reward: bool = False
-    """Take the penalty from the reward of each token, not from the loss."""
+    """Whether to subtract the KL penalty from the reward of each token instead of adding it to the loss."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of that KL; by default k3 in the loss and k1 in the reward. In the loss k1 is refused, in the reward k2 and k3:
-    their gradients there are wrong."""
+    """Estimator of that KL; by default k3 in the loss and k1 in the reward. k1 in the loss and k2 and k3 in the reward are
+    rejected, because their gradients are wrong there."""
     adaptive_kl: AdaptiveKLConfig | None = None
-    """Move the weight of a penalty in the reward after each step, towards a target KL; constant by default."""
+    """Adapt the weight of a KL penalty in the reward after each step to reach a target KL; constant by default."""
     kl_input_clamp_value: float | None = Field(default=20.0, gt=0.0, le=80.0)
     """Clamp the log-ratio of the KL estimate to plus and minus this value. With null, k3 still clamps it to 20."""
     kl_output_clamp_value: float | None = Field(default=10.0, gt=0.0)
-    """The KL estimate of a token is held within plus and minus it."""
+    """Clamp the KL estimate of a token to plus and minus this value."""
     use_importance_sampling_correction: bool = False
-    """Weigh each token by how likelier the training backend finds it than the sampler did."""
+    """Whether to weight each token by the ratio of its probability under the training backend to that under the sampler."""
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
-    """What happens to a weight out of bounds: `tis` holds it at the bound, `icepop` leaves the token out, `seq-mask-tis`
-    leaves the sequence out whose geometric mean of weights is out of bounds."""
+    """How weights out of bounds are handled: `tis` clips the weight to the bound, `icepop` drops the token, `seq-mask-tis`
+    drops sequences whose geometric mean of weights is out of bounds."""
     truncated_importance_sampling_ratio: float = Field(default=2.0, gt=0.0)
     """Upper bound of a weight."""
     truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0.0)
@@ -147,49 +149,50 @@ class ClippedPGLossConfig(LossConfig):
 
 
 class GRPOLossConfig(ClippedPGLossConfig):
-    """The clipped policy gradient as the GRPO paper has it: a mean of sequence means, and a KL penalty."""
+    """Clipped policy-gradient loss of the GRPO paper: mean of sequence means, and a KL penalty."""
 
     token_level_loss: bool = False
-    """A mean over all tokens; else a mean of each sequence's own mean."""
+    """Whether to average the loss over all tokens. If false, average over the tokens of each sequence, then over sequences."""
     reference_policy_kl_penalty: float = Field(default=0.04, ge=0.0)
-    """Weight of the KL penalty to the reference policy; 0 asks no reference to be kept."""
+    """Weight of the KL penalty to the reference policy. With 0, no reference policy is kept."""
 
 
 class DAPOLossConfig(ClippedPGLossConfig):
-    """The clipped policy gradient of DAPO: clip-higher and a mean over tokens."""
+    """Clipped policy-gradient loss of DAPO: clip-higher and a mean over tokens."""
 
     ratio_clip_max: float = Field(default=0.28, ge=0.0)
-    """The importance ratio is held below 1 plus it."""
+    """The importance ratio is clipped from above at 1 plus this value."""
 
 
 class DrGRPOLossConfig(ClippedPGLossConfig):
-    """The clipped policy gradient of Dr. GRPO: each sequence's sum, divided by one constant for all."""
+    """Clipped policy-gradient loss of Dr. GRPO: the sum over each sequence, divided by a constant."""
 
     token_level_loss: bool = False
-    """A mean over all tokens; else a mean of each sequence's own mean."""
+    """Whether to average the loss over all tokens. If false, average over the tokens of each sequence, then over sequences."""
     constant_length_normalizer: int = Field(ge=1)
-    """Divide each sequence's sum by so many tokens; usually `${policy.generation.max_new_tokens}`."""
+    """Divide the sum over each sequence by this number of tokens; usually `${policy.generation.max_new_tokens}`."""
 
 
 class GSPOLossConfig(ClippedPGLossConfig):
-    """The clipped policy gradient of GSPO: one ratio a sequence, within narrow bounds."""
+    """Clipped policy-gradient loss of GSPO: one ratio per sequence, within narrow bounds."""
 
     ratio_clip_min: float = Field(default=3e-4, ge=0.0, le=1.0)
-    """The importance ratio is held above 1 minus it."""
+    """The importance ratio is clipped from below at 1 minus this value."""
     ratio_clip_max: float = Field(default=4e-4, ge=0.0)
-    """The importance ratio is held below 1 plus it."""
+    """The importance ratio is clipped from above at 1 plus this value."""
     sequence_level_importance_ratios: bool = True
-    """GSPO: one ratio a sequence, the geometric mean of its tokens' ratios."""
+    """GSPO: use one ratio per sequence, the geometric mean of the ratios of its tokens."""
     token_level_loss: bool = False
-    """A mean over all tokens; else a mean of each sequence's own mean."""
+    """Whether to average the loss over all tokens. If false, average over the tokens of each sequence, then over sequences."""
 
 
 class CISPOLossConfig(ClippedPGLossConfig):
-    """The policy gradient of CISPO: ratios are weights, bounded above alone."""
+    """Policy-gradient loss of CISPO: ratios are weights and are clipped only from above."""
 
     ratio_clip_min: float = Field(default=1.0, ge=0.0, le=1.0)
-    """The importance ratio is held above 1 minus it."""
+    """The importance ratio is clipped from below at 1 minus this value."""
     ratio_clip_max: float = Field(default=4.0, ge=0.0)
-    """The importance ratio is held below 1 plus it."""
+    """The importance ratio is clipped from above at 1 plus this value."""
     use_cispo: bool = True
-    """CISPO: the clipped ratio is a weight without a gradient, so that no token's gradient is lost to the clip."""
+    """CISPO: use the clipped ratio as a weight without a gradient, so that clipping does not remove the gradient of any
+    token."""

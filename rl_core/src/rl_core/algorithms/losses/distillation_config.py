@@ -1,4 +1,4 @@
-"""The section `loss_fn` of distillation; imports no torch."""
+"""The section `loss_fn` of distillation. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _HALF: Final = 0.5
 
 
 class DistillationLossConfig(LossConfig):
-    """How far the student is from its teacher, token by token."""
+    """Token-level divergence between student and teacher."""
 
     divergence: Literal["forward_kl", "reverse_kl", "mixed_kl", "jsd"] = "forward_kl"
-    """`forward_kl`: KL(teacher, student), which covers all that the teacher would say; `reverse_kl`: KL(student, teacher),
-    which says nothing that the teacher would not; `mixed_kl`: a weighted mean of the two; `jsd`: the generalised
-    Jensen-Shannon divergence of GKD."""
+    """`forward_kl`: KL(teacher, student), mode-covering; `reverse_kl`: KL(student, teacher), mode-seeking; `mixed_kl`: weighted
+    mean of the two; `jsd`: generalized Jensen-Shannon divergence of GKD."""
     topk: int | None = Field(default=64, ge=1)
-    """K: compare the two on the teacher's so many likeliest tokens; null compares them on the sampled token alone, by policy
-    gradient, for `reverse_kl`."""
+    """K: compute the divergence on the teacher's `topk` most likely tokens. null uses only the sampled token, by policy
+    gradient, and requires `reverse_kl`."""
     beyond_topk: Literal["bucket", "renormalize"] = "bucket"
-    """What all other tokens are: `bucket`: one more, so that mass outside costs; `renormalize`: nothing."""
+    """How tokens outside the top-k are treated. `bucket`: as one additional token, so that probability outside counts;
+    `renormalize`: ignored."""
     mixed_kl_weight: float = Field(default=_HALF, gt=0.0, lt=1.0)
-    """`mixed_kl`: weight of the forward KL; the reverse KL has the rest."""
+    """For `mixed_kl`: weight of the forward KL. The reverse KL has one minus this weight."""
     jsd_beta: float = Field(default=_HALF, gt=0.0, lt=1.0)
-    """`jsd`: the teacher's share of the mixture; near 0 like `forward_kl`, near 1 like `reverse_kl`."""
+    """For `jsd`: weight of the teacher in the mixture. Near 0 it behaves like `forward_kl`, near 1 like `reverse_kl`."""
     token_level_loss: bool = True
-    """A mean over all tokens; else a mean of each sequence's own mean."""
+    """Whether to average the loss over all tokens. If false, average over the tokens of each sequence, then over sequences."""
 
     @property
     def num_candidates(self) -> int:

@@ -1,4 +1,4 @@
-"""The section `loss_fn` of the losses over pairs of a chosen and a rejected answer; imports no torch."""
+"""The section `loss_fn` of the losses over pairs of a chosen and a rejected answer. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rl_core.config.schema import LossConfig
 
 
 class PreferenceLossConfig(LossConfig):
-    """What every loss over pairs has."""
+    """Base section of every preference loss."""
 
     preference_loss_weight: float = Field(default=1.0, ge=0.0)
-    """Weight of the preference term."""
+    """Weight of the preference loss."""
     sft_loss_weight: float = Field(default=0.0, ge=0.0)
     """Weight of the negative log-likelihood of the chosen answers."""
     sft_average_log_probs: bool = True
-    """That likelihood is a mean over an answer's tokens; else their sum."""
+    """Whether that likelihood is averaged over the tokens of an answer instead of summed."""
 
     @model_validator(mode="after")
     def _something_to_minimise(self) -> PreferenceLossConfig:
@@ -25,49 +25,49 @@ class PreferenceLossConfig(LossConfig):
 
 
 class DPOLossConfig(PreferenceLossConfig):
-    """Direct preference optimisation."""
+    """Direct preference optimization (DPO)."""
 
     reference_policy_kl_penalty: float = Field(default=0.05, gt=0.0)
-    """Beta: how much straying from the reference policy costs; also what a nat of log-probability is worth as a reward."""
+    """Beta: strength of the penalty for deviating from the reference policy, and the reward per nat of log-probability."""
     preference_average_log_probs: bool = False
-    """An answer's log-probability is the mean over its tokens; else their sum."""
+    """Whether log-probabilities are averaged over the tokens of an answer instead of summed."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """The share of pairs whose labels may be the wrong way round (conservative DPO)."""
+    """Assumed fraction of pairs with swapped labels (conservative DPO)."""
 
 
 class IPOLossConfig(PreferenceLossConfig):
-    """Identity preference optimisation: the margin is drawn to a number, not to infinity."""
+    """Identity preference optimization (IPO), which trains the margin towards a finite value."""
 
     reference_policy_kl_penalty: float = Field(default=0.05, gt=0.0)
-    """Tau: the log-ratios of a pair are drawn to differ by 1 / (2 tau) nats."""
+    """Tau: the log-ratios of a pair are trained towards a difference of 1 / (2 tau) nats."""
     preference_average_log_probs: bool = False
-    """An answer's log-probability is the mean over its tokens; else their sum."""
+    """Whether log-probabilities are averaged over the tokens of an answer instead of summed."""
 
 
 class HingeLossConfig(PreferenceLossConfig):
-    """The hinge on DPO's margin: pairs told apart by more than 1 teach nothing more."""
+    """Hinge loss on the DPO margin: pairs with a margin above 1 have no gradient."""
 
     reference_policy_kl_penalty: float = Field(default=0.05, gt=0.0)
-    """Beta: what a nat of log-probability is worth as a reward."""
+    """Beta: the reward per nat of log-probability."""
     preference_average_log_probs: bool = False
-    """An answer's log-probability is the mean over its tokens; else their sum."""
+    """Whether log-probabilities are averaged over the tokens of an answer instead of summed."""
 
 
 class SimPOLossConfig(PreferenceLossConfig):
-    """Simple preference optimisation: mean log-probabilities, a margin, no reference policy."""
+    """Simple preference optimization (SimPO): mean log-probabilities, a margin, no reference policy."""
 
     beta: float = Field(default=2.0, gt=0.0)
-    """What a nat of mean log-probability is worth as a reward."""
+    """Reward per nat of mean log-probability."""
     gamma: float = Field(default=1.0, ge=0.0)
-    """The margin by which the chosen answer's reward must lead."""
+    """Target margin of the chosen answer's reward over the rejected one's."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """The share of pairs whose labels may be the wrong way round."""
+    """Assumed fraction of pairs with swapped labels."""
 
 
 class ORPOLossConfig(PreferenceLossConfig):
-    """Odds-ratio preference optimisation: likelihood of the chosen answer, and its odds against the rejected one."""
+    """Odds-ratio preference optimization (ORPO): likelihood of the chosen answer and its odds ratio to the rejected one."""
 
     preference_loss_weight: float = Field(default=0.1, ge=0.0)
-    """Lambda: weight of the odds-ratio term."""
+    """Lambda: weight of the odds-ratio loss."""
     sft_loss_weight: float = Field(default=1.0, ge=0.0)
     """Weight of the negative log-likelihood of the chosen answers."""

@@ -1,4 +1,4 @@
-"""The section `loss_fn` of the loss of a reward model; imports no torch."""
+"""The section `loss_fn` of the reward model loss. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rl_core.config.schema import LossConfig
 
 
 class BradleyTerryLossConfig(LossConfig):
-    """The likelihood of preferences under scores of the answers."""
+    """Bradley-Terry loss: negative log-likelihood of the preferences under the scores of the answers."""
 
     head: ClassVar[Literal["tokens", "scalar"]] = "scalar"
 
     centring_weight: float = Field(default=0.0, ge=0.0)
-    """Weight of the squared sum of a pair's scores, which draws them to mean 0; 0.01 is usual, 0 leaves their level open."""
+    """Weight of the squared sum of a pair's scores, which keeps their mean near 0. 0.01 is usual; 0 disables it."""
