@@ -82,7 +82,7 @@ def test_a_policy_and_an_engine_of_one_model_are_consistent(config, tmp_path):
     result = check(config, IN_PROCESS)
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0] == "policy hf float32, engine hf float32; weights by by_reference, proven"
+    assert lines[0] == "policy hf float32, engine hf float32; weights synchronized by by_reference and verified"
     assert lines[-1] == "consistent"
     assert any(line.startswith("exp(mean |d|)  1.00000") and line.endswith("1.05 is allowed") for line in lines)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]

@@ -45,8 +45,8 @@ def test_the_final_and_the_best_value_of_each_metric_are_found_with_their_steps(
     _, by_name = verdicts(*two)
     accuracy = by_name["validation/accuracy"]
     assert (accuracy.finals, accuracy.bests) == (((0.6, 3), (0.7, 3)), ((0.9, 2), (0.7, 3)))
-    assert verdict_words(accuracy, ("A", "B")) == "B at the end, A at best"
-    assert verdict_words(by_name["validation/loss"], ("A", "B")) == "level"
+    assert verdict_words(accuracy, ("A", "B")) == "final: B, best: A"
+    assert verdict_words(by_name["validation/loss"], ("A", "B")) == "equal"
     assert by_name["validation/loss"].bests == ((1 / 3, 3), (1 / 3, 3))
 
 
@@ -92,7 +92,7 @@ def test_runs_without_a_common_step_have_no_better_one(write_run, tmp_path):
     assert (found.step, found.bests, verdict_words(found, ("A", "B"))) == (None, None, "")
 
 
-@pytest.mark.parametrize(("first", "second", "words"), [(2e-13, 5e-13, "level"), (0.3, 0.3000009, "level"), (0.3, 0.31, "A")])
+@pytest.mark.parametrize(("first", "second", "words"), [(2e-13, 5e-13, "equal"), (0.3, 0.3000009, "equal"), (0.3, 0.31, "A")])
 def test_rounding_noise_makes_no_run_better(write_run, tmp_path, first, second, words):
     folders = [
         write_run(tmp_path / name, steps=2, metrics=lambda step, value=value: {"validation/loss": value})
@@ -104,7 +104,7 @@ def test_rounding_noise_makes_no_run_better(write_run, tmp_path, first, second, 
 def test_three_runs_are_counted_against_the_first(two, write_run, tmp_path):
     third = write_run(tmp_path / "c", steps=3, metrics=lambda step: {"validation/accuracy": 0.7, "validation/loss": 1.0 / step})
     _, by_name = verdicts(*two, third)
-    assert verdict_words(by_name["validation/accuracy"], ("A", "B", "C")) == "B and C at the end, A at best"
+    assert verdict_words(by_name["validation/accuracy"], ("A", "B", "C")) == "final: B and C, best: A"
 
 
 def test_the_terminal_shows_curves_differences_and_the_table(two):
@@ -113,7 +113,7 @@ def test_the_terminal_shows_curves_differences_and_the_table(two):
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert f"A = {two[0]} (3 steps)" in lines
     assert "grpo.seed 3 4" in lines
-    assert "validation/accuracy 0.6 0.7 (+0.1) 0.9 0.7 (-0.2) B at the end, A at best" in lines
+    assert "validation/accuracy 0.6 0.7 (+0.1) 0.9 0.7 (-0.2) final: B, best: A" in lines
     assert "time/step_s" not in result.stdout
     assert re.search(r"┤.*A", result.stdout)
     assert "time/step_s" in rlcore("compare", *two, "--all").stdout
@@ -137,7 +137,7 @@ def test_the_page_draws_one_line_a_run_and_loads_nothing(two, tmp_path):
     text = page.read_text()
     [chart] = re.findall(r'<svg [^>]*aria-label="validation/accuracy".*?</svg>', text)
     assert len(re.findall(r"<polyline", chart)) == 2
-    assert "B at the end, A at best" in text
+    assert "final: B, best: A" in text
     assert not re.search(r"https?:|@import|url\(", text)
 
 
@@ -150,4 +150,4 @@ def test_what_cannot_be_compared_is_a_mistake_of_the_user(two, write_run, tmp_pa
     nothing = rlcore("compare", write_run(tmp_path / "n", steps=0), write_run(tmp_path / "m", steps=0, environment=None))
     assert nothing.returncode == 0, nothing.stderr
     assert "The runs have no metric in common." in nothing.stdout
-    assert "Versions cannot be compared: B has no environment.json." in nothing.stdout
+    assert "Versions not compared: no environment.json in B." in nothing.stdout

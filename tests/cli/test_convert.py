@@ -148,7 +148,7 @@ def test_a_base_that_has_moved_is_named_by_an_option(peft, adapted, tmp_path):
 def test_the_command_says_what_it_wrote(peft, adapted, tmp_path):
     result = rlcore("convert", adapted, tmp_path / "out", "--to", "hf", "--merge")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"{tmp_path / 'out'} written: ")
+    assert result.stdout.startswith(f"Wrote {tmp_path / 'out'}: ")
     assert "  model.safetensors\n" in result.stdout
     assert sorted(line.strip() for line in result.stdout.splitlines()[1:]) == sorted(files(tmp_path / "out"))
 

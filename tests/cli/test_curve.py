@@ -23,7 +23,7 @@ def test_a_curve_has_the_steps_that_recorded_the_metric_and_not_a_line_that_a_ki
 def test_a_line_that_is_damaged_in_the_middle_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "reward/mean": 0.5}\nnonsense\n{"step": 3, "reward/mean": 0.5}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2 is damaged"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: invalid JSON"):
         read_series(path, "reward/mean")
 
 

@@ -198,7 +198,7 @@ def test_a_narrow_terminal_cuts_no_number_off(config, monkeypatch):
 def test_without_a_run_folder_nothing_is_written_and_the_table_is_all(config, tmp_path):
     result = evaluate(config, "grpo.max_val_samples=2", "--greedy")
     assert result.exit_code == 0, result.output
-    assert "nothing was written: --json FILE keeps the results" in result.output
+    assert "Results were not saved; use --json FILE to save them" in result.output
     assert any(line.split()[:2] == ["arithmetic", "pass@1"] and "±" in line for line in result.output.splitlines())
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
@@ -302,11 +302,11 @@ def test_a_path_without_fitting_weights_is_the_users_mistake(config, run, tmp_pa
     [
         (("--samples", "4", "--k", "1,8"), "--k 8: of 4 samples a prompt, 1 to 4 can be drawn"),
         (("--greedy", "--k", "2"), "of 1 samples a prompt"),
-        (("--k", "1;2"), "is no list of whole numbers"),
+        (("--k", "1;2"), "is not a list of integers"),
         (("--k", "0"), "--k 0"),
         (("--best",), "name the run folder with --checkpoint"),
         (("--best", "--checkpoint", str(MODEL)), "there is no best of it"),
-        (("--json", "no/such/folder/found.json"), "Make it first"),
+        (("--json", "no/such/folder/found.json"), "Create it first"),
         (("--json", "."), "is a folder"),
         (("--json", "/proc/found.json"), "cannot be written"),
         (("data.validation=null",), "data.validation names no data"),

@@ -24,7 +24,7 @@ def test_a_key_without_a_config():
     lines = explain("policy.generation.temperature").stdout.splitlines()
     assert lines[:5] == [
         "policy.generation.temperature",
-        "  means     Sampling temperature. Algorithms that sample score tokens at the same temperature; all others score "
+        "  meaning   Sampling temperature. Algorithms that sample score tokens at the same temperature; all others score "
         "at 1.0.",
         "  type      float",
         "  allowed   a number, more than 0.0",
@@ -32,7 +32,7 @@ def test_a_key_without_a_config():
     ]
     # Further backends may be installed, which read it as well.
     assert "generation backend hf (rl_backends_hf.generation:HuggingFaceGeneration)" in lines[5]
-    assert lines[6] == "  declared  rl_core.config.policy_sections:GenerationConfig"
+    assert lines[6] == "  defined   rl_core.config.policy_sections:GenerationConfig"
 
 
 def test_a_key_in_a_config_says_what_it_holds_and_where_that_is_from():
@@ -59,10 +59,10 @@ def test_a_section_lists_its_keys():
 def test_the_section_of_many_components_lists_them_with_the_keys_that_all_have():
     lines = explain("loss_fn").stdout.splitlines()
     assert len(lines) < 40
-    assert re.match(r"loss_fn: the section of one of \d+ components", lines[0])
+    assert re.match(r"loss_fn: section of one of \d+ components", lines[0])
     assert any(re.match(r"  name +null +Loss component", line) for line in lines)
     assert any(re.match(r"  dpo +\d+ +Preferences by likelihood", line) for line in lines)
-    assert lines[-1].startswith("The keys of one: rlcore explain loss_fn --component ")
+    assert lines[-1].startswith("To see the keys of one: rlcore explain loss_fn --component ")
 
 
 def test_one_component_of_a_section_shows_its_keys_with_their_defaults():
@@ -77,11 +77,11 @@ def test_one_component_of_a_section_shows_its_keys_with_their_defaults():
 @pytest.mark.parametrize(
     ("key", "heading"),
     [
-        ("env", "env.<task>: the section of one of "),
+        ("env", "env.<task>: section of one of "),
         ("env.math", "env.math: environment math ("),
-        ("env.sums", "env.sums: the section of one of "),
-        ("logger.loggers", "logger.loggers.<name>: the section of one of "),
-        ("data.mix", "data.mix.<name>: the section of one of "),
+        ("env.sums", "env.sums: section of one of "),
+        ("logger.loggers", "logger.loggers.<name>: section of one of "),
+        ("data.mix", "data.mix.<name>: section of one of "),
     ],
 )
 def test_sections_with_names_of_the_users_choice_can_be_explained(key, heading):
@@ -102,12 +102,12 @@ def test_sections_with_names_of_the_users_choice_can_be_explained(key, heading):
 def test_an_unknown_key_suggests_the_one_that_was_meant(key, meant, config):
     result = explain(key, *config)
     assert result.returncode == 2
-    assert result.stderr.endswith(f"there is no key {key}. Did you mean {meant}?\n")
+    assert result.stderr.endswith(f"unknown key {key}. Did you mean {meant}?\n")
 
 
 def test_overrides_without_a_config_are_refused():
     result = explain("grpo.seed", "grpo.seed=3")
-    assert (result.returncode, "name it with --config" in result.stderr) == (2, True)
+    assert (result.returncode, "give it with --config" in result.stderr) == (2, True)
 
 
 def test_the_schema_is_written_to_a_file(tmp_path):

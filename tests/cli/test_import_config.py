@@ -311,7 +311,7 @@ def test_every_leaf_of_theirs_is_listed_exactly_once(folder, name):
 def test_every_line_has_the_place_at_which_its_key_is_written(folder, name):
     for line in import_config(folder / name, NEMO_RL).lines:
         if line.place is None:
-            assert "(their default)" in describe(line)
+            assert "(framework default)" in describe(line)
             continue
         written = Path(line.place.file).read_text().splitlines()[line.place.line - 1]
         last = next(part for part in reversed(line.key.split(".")) if not part.isdecimal())
@@ -345,11 +345,11 @@ def test_a_grpo_config_means_the_same_here(folder, tmp_path):
     assert ours.env["math"].num_workers == 8
     assert (ours.checkpointing.metric_name, ours.checkpointing.keep_top_k) == ("validation/accuracy", 3)
     assert list(ours.logger.loggers) == ["tensorboard"]
-    assert lines["grpo.num_prompts_per_step"].outcome == "taken over"
+    assert lines["grpo.num_prompts_per_step"].outcome == "kept"
     assert lines["cluster.gpus_per_node"].outcome == "renamed"
-    assert lines["grpo.async_grpo.max_trajectory_age_steps"].outcome == "needs nothing"
-    assert lines["grpo.invented_by_a_fork"].outcome == "not honoured"
-    assert {key for key, line in lines.items() if line.outcome == "not honoured"} == {"grpo.invented_by_a_fork"}
+    assert lines["grpo.async_grpo.max_trajectory_age_steps"].outcome == "redundant"
+    assert lines["grpo.invented_by_a_fork"].outcome == "unsupported"
+    assert {key for key, line in lines.items() if line.outcome == "unsupported"} == {"grpo.invented_by_a_fork"}
 
 
 def test_a_supervised_config_means_the_same_here(folder, tmp_path):
@@ -364,7 +364,7 @@ def test_a_supervised_config_means_the_same_here(folder, tmp_path):
     assert (lora.rank, lora.alpha, lora.target_modules) == (8, 32, "all-linear")
     assert ours.policy.hf_cfg.data_parallel == "replicate"
     assert ours.checkpointing.metric_name == "validation/loss"
-    assert lines["data.add_bos"].outcome == "not honoured"
+    assert lines["data.add_bos"].outcome == "unsupported"
 
 
 def test_pairs_of_a_preference_config_are_counted_as_rows_where_ours_counts_rows(folder, tmp_path):
@@ -390,7 +390,7 @@ def test_a_config_with_a_critic_means_the_same_here(folder, tmp_path):
     assert (ours.value.train_global_batch_size, ours.value.scheduler) == (64, None)
     assert ours.value.optimizer.kwargs == {"lr": 1.0e-5, "weight_decay": 0.0}
     assert lines["value.megatron_cfg.tensor_model_parallel_size"].reason == "value.megatron_cfg.enabled is off there"
-    assert {key for key, line in lines.items() if line.outcome == "not honoured"} == set()
+    assert {key for key, line in lines.items() if line.outcome == "unsupported"} == set()
 
 
 def test_a_config_of_a_reward_model_means_the_same_here(folder, tmp_path):
@@ -404,7 +404,7 @@ def test_a_config_of_a_reward_model_means_the_same_here(folder, tmp_path):
         "acme/preferences",
         "test",
     )
-    assert {key for key, line in lines.items() if line.outcome == "not honoured"} == set()
+    assert {key for key, line in lines.items() if line.outcome == "unsupported"} == set()
 
 
 def test_a_distillation_config_means_the_same_here(folder, tmp_path):
@@ -415,9 +415,9 @@ def test_a_distillation_config_means_the_same_here(folder, tmp_path):
     assert (loss.divergence, loss.topk, loss.beyond_topk) == ("reverse_kl", 32, "renormalize")
     assert (ours.teacher.model_name, ours.teacher.backend, ours.teacher.logprob_batch_size) == ("acme/large", "hf", 2)
     assert ours.teacher.hf_cfg.data_parallel == "fsdp2"
-    assert lines["teacher.optimizer.kwargs.lr"].outcome == "needs nothing"
-    assert lines["teacher.generation.max_new_tokens"].outcome == "needs nothing"
-    assert {key for key, line in lines.items() if line.outcome == "not honoured"} == set()
+    assert lines["teacher.optimizer.kwargs.lr"].outcome == "redundant"
+    assert lines["teacher.generation.max_new_tokens"].outcome == "redundant"
+    assert {key for key, line in lines.items() if line.outcome == "unsupported"} == set()
 
 
 def imported_with(folder, tmp_path, changes, base="grpo.yaml"):
@@ -438,7 +438,7 @@ def imported_with(folder, tmp_path, changes, base="grpo.yaml"):
 def test_the_chat_template_default_is_the_tokenizers_own(folder, tmp_path):
     imported, lines = imported_with(folder, tmp_path, {"policy.tokenizer.chat_template": "default"})
     assert "chat_template" not in imported.values["policy"]["tokenizer"]
-    assert lines["policy.tokenizer.chat_template"].outcome == "needs nothing"
+    assert lines["policy.tokenizer.chat_template"].outcome == "redundant"
 
 
 def test_a_null_chat_template_concatenates_the_contents_of_the_messages(folder, tmp_path):
@@ -456,7 +456,7 @@ def test_switches_in_the_env_section_are_not_tasks(folder, tmp_path):
     changes = {"env.should_use_nemo_gym": True, "env.should_log_nemo_gym_responses": False}
     imported, lines = imported_with(folder, tmp_path, changes)
     assert set(imported.values["env"]) == {"math"}
-    assert lines["env.should_use_nemo_gym"].outcome == "not honoured"
+    assert lines["env.should_use_nemo_gym"].outcome == "unsupported"
     load_config(tmp_path / "ours.yaml")
 
 
@@ -491,7 +491,7 @@ def test_references_to_environment_variables_stay_references(folder, tmp_path, m
 
 def test_one_of_our_own_configs_is_refused(tmp_path):
     (tmp_path / "ours.yaml").write_text("grpo: {max_num_steps: 3}\npolicy: {backend: hf, model_name: acme/small}\n")
-    with pytest.raises(ConfigError, match=r"is a config of rlcore already \(policy\.backend is set"):
+    with pytest.raises(ConfigError, match=r"is already an rlcore config: it sets policy\.backend"):
         import_config(tmp_path / "ours.yaml", NEMO_RL)
 
 
@@ -546,7 +546,7 @@ def test_an_estimator_that_is_wrong_in_the_reward_is_replaced_by_k1(folder, tmp_
     assert imported.values["loss_fn"]["use_kl_in_reward"] is True
     assert "reference_policy_kl_type" not in imported.values["loss_fn"]
     line = lines["loss_fn.reference_policy_kl_type"]
-    assert line.outcome == "not honoured"
+    assert line.outcome == "unsupported"
     assert "k1 is taken" in line.reason
 
 
@@ -566,7 +566,7 @@ def test_a_dataset_of_the_older_layout_is_told_where_the_newer_one_has_it(tmp_pa
     lines = import_config(tmp_path / "theirs.yaml", NEMO_RL).lines
     told = {line.key: line for line in lines if line.key.startswith("data.")}
     assert told.keys() == {"data.dataset_name", "data.prompt_file"}
-    assert all(line.outcome == "not honoured" and "move it to data.train" in line.reason for line in told.values())
+    assert all(line.outcome == "unsupported" and "move it to data.train" in line.reason for line in told.values())
 
 
 def test_several_datasets_are_not_taken_over_and_each_of_their_keys_says_so(tmp_path):
@@ -594,8 +594,8 @@ def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(folder, tmp_p
     }
     assert ours.policy.max_grad_norm == 2.0
     assert ours.policy.generation.num_workers == 4
-    assert lines["policy.dtensor_cfg.enabled"].outcome == "needs nothing"
-    refused = {key for key, line in lines.items() if line.outcome == "not honoured"}
+    assert lines["policy.dtensor_cfg.enabled"].outcome == "redundant"
+    refused = {key for key, line in lines.items() if line.outcome == "unsupported"}
     at = "policy.megatron_cfg"
     assert refused == {"grpo.invented_by_a_fork", f"{at}.freeze_moe_router", f"{at}.scheduler.lr_warmup_init"}
 
@@ -659,7 +659,7 @@ def test_what_cannot_be_honoured_is_listed_with_its_reason(folder, tmp_path, key
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"defaults": str(folder / "grpo.yaml"), **holder}))
     [line] = [line for line in import_config(tmp_path / "theirs.yaml", NEMO_RL).lines if line.key == key]
     assert says in line.reason
-    assert line.outcome == ("needs nothing" if value == "maybe" else "not honoured")
+    assert line.outcome == ("redundant" if value == "maybe" else "unsupported")
     assert line.targets == ()
 
 
@@ -668,14 +668,14 @@ def test_the_command_writes_ours_lists_theirs_and_says_that_it_is_valid(folder, 
     assert result.exit_code == 0, result.output
     assert "ours.yaml passes `rlcore validate`" in result.stdout
     [line] = [line for line in result.stdout.splitlines() if " grpo.invented_by_a_fork" in line]
-    assert re.search(r"grpo\.yaml:16:3  grpo\.invented_by_a_fork = 3: no such key", line)
+    assert re.search(r"grpo\.yaml:16:3  grpo\.invented_by_a_fork = 3: unknown NeMo RL key", line)
     assert CliRunner().invoke(app, ["validate", str(tmp_path / "ours.yaml")]).exit_code == 0
 
 
 def test_without_an_output_ours_goes_to_standard_output_alone(folder):
     result = run(folder / "dpo.yaml")
     assert set(yaml.safe_load(result.stdout)) == {"dpo", "loss_fn", "policy", "data", "cluster", "checkpointing", "logger"}
-    assert "taken over (" in result.stderr
+    assert "kept (" in result.stderr
 
 
 def test_what_keeps_ours_from_being_valid_is_listed(folder, tmp_path):
@@ -686,7 +686,7 @@ def test_what_keeps_ours_from_being_valid_is_listed(folder, tmp_path):
         assert result.exit_code == 0
         told = json.loads(result.stdout)
         assert told["config"]["data"]["train"]["path"] == "???"
-        assert [mistake.partition(":")[0] for mistake in told["mistakes"]] == ["data.train.path"]
+        assert [error.partition(":")[0] for error in told["errors"]] == ["data.train.path"]
 
 
 @pytest.mark.parametrize(
@@ -695,8 +695,8 @@ def test_what_keeps_ours_from_being_valid_is_listed(folder, tmp_path):
         (None, "There is no file"),
         ("grpo: [1, 2\n", "theirs.yaml:2"),
         ("- grpo\n- sft\n", "is a mapping of sections"),
-        ("", "has nothing"),
-        ("trainer: {steps: 3}\n", "this file has trainer"),
+        ("", "but has none"),
+        ("trainer: {steps: 3}\n", "but has trainer"),
         ("grpo: {seed: '${nowhere.to.be.found}'}\n", "there is no key 'nowhere.to.be.found'"),
         ("defaults: gone.yaml\ngrpo: {}\n", "gone.yaml"),
     ],

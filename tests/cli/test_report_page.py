@@ -155,10 +155,10 @@ def test_the_page_of_a_large_run_keeps_its_size_and_says_what_it_left_out(write_
     steps = [part["step"] for part in page.rollouts]
     rows = [row for part in page.rollouts for row in part["rows"]]
     assert (steps[0], steps[-1]) == (1, 120)
-    assert f"{len(rows)} rollouts of {len(steps)} of 120 logged steps" in page.text
-    assert f"Of {len(rows)} long ones the middle is left out" in page.text
+    assert f"The first rollouts of {len(steps)} of 120 logged steps ({len(rows)} rollouts)" in page.text
+    assert f"The middle of {len(rows)} long rollouts is omitted" in page.text
     assert all((row["left_out"], row["num_tokens"], len(row["tokens"])) == (500, 2000, 1500) for row in rows)
-    assert "Left out for want of room: env/task/metric_" in page.text
+    assert "Not shown: env/task/metric_" in page.text
 
 
 def test_a_page_without_room_for_rollouts_says_so(write_run, tmp_path, page_of):
@@ -167,19 +167,19 @@ def test_a_page_without_room_for_rollouts_says_so(write_run, tmp_path, page_of):
         return {"group": 0, "prompt": "why", "completion": "w" * 40000, "reward": 1} | numbers
 
     page = page_of(write_run(tmp_path / "run", record=record, steps=2), max_mib=0.05)
-    assert "None fits into 0.05 MiB; 2 steps have some" in page.text
+    assert "No rollout fits into 0.05 MiB. The rollouts of 2 steps are in" in page.text
 
 
 @pytest.mark.parametrize(
     ("missing", "sentence"),
     [
-        ({"status": None}, "the folder does not say how the run stands"),
+        ({"status": None}, "the run folder has no valid status"),
         ({"config": None}, "The run folder has no config.yaml"),
-        ({"provenance": None}, "does not say where the values come from"),
-        ({"environment": None}, "does not say what ran it"),
-        ({"rows": 0}, "The run folder has none."),
-        ({"steps": 0}, "No step is recorded."),
-        ({"texts": None}, "The run folder has no texts of tokens: they are shown as ids."),
+        ({"provenance": None}, "The origin of the values is unknown"),
+        ({"environment": None}, "Versions are unknown"),
+        ({"rows": 0}, "The run folder has no rollouts."),
+        ({"steps": 0}, "No steps recorded."),
+        ({"texts": None}, "The run folder has no token texts, so tokens are shown as ids."),
     ],
 )
 def test_what_a_run_folder_lacks_is_said_and_the_rest_is_shown(write_run, tmp_path, page_of, missing, sentence):
@@ -189,7 +189,7 @@ def test_what_a_run_folder_lacks_is_said_and_the_rest_is_shown(write_run, tmp_pa
 
 def test_a_number_that_is_not_finite_is_marked_on_its_chart(write_run, tmp_path, page_of):
     page = page_of(write_run(tmp_path / "run", metrics=lambda step: {"loss": None if step == 3 else 1.0 / step}))
-    assert "Marks at the top: NaN or infinite." in page.text
+    assert "Marks at the top: NaN or infinite values." in page.text
     assert sum(attributes.get("class") == "bad" for tag, attributes in page.elements if tag == "path") == 1
 
 
@@ -204,11 +204,11 @@ def test_a_line_that_is_being_written_is_left_out(write_run, tmp_path):
     ("file", "text", "message"),
     [
         ("metrics.jsonl", '{"step": 1}\n{"st', None),
-        ("metrics.jsonl", '{"step": 1}\nnonsense\n', "metrics.jsonl:2 is damaged"),
-        ("metrics.jsonl", '{"reward/mean": 1}\n', "metrics.jsonl:1 has no step"),
-        ("metrics.jsonl", "[1]\n", "metrics.jsonl:1 must hold an object"),
-        ("status.json", "{", "status.json is damaged"),
-        ("config.yaml", "- 1", "config.yaml must hold a mapping"),
+        ("metrics.jsonl", '{"step": 1}\nnonsense\n', "metrics.jsonl:2: invalid JSON"),
+        ("metrics.jsonl", '{"reward/mean": 1}\n', "metrics.jsonl:1: no step"),
+        ("metrics.jsonl", "[1]\n", "metrics.jsonl:1: must be a JSON object"),
+        ("status.json", "{", "status.json is corrupt"),
+        ("config.yaml", "- 1", "config.yaml must be a mapping"),
     ],
 )
 def test_a_damaged_file_is_named(write_run, tmp_path, file, text, message):
@@ -241,7 +241,7 @@ def test_how_a_run_stands_is_told_from_its_status_and_its_process(write_run, tmp
     unseen = write_run(tmp_path / "unseen", status=running | {"pid": gone.pid}, environment=elsewhere)
     assert ending_of(read_run_folder(unseen)).state == "running"
     failed = ending_of(read_run_folder(tmp_path / "failed"))
-    assert (failed.sentence, failed.error) == ("Failed in the phase train, after 5 of 5 steps.", "NaN")
+    assert (failed.sentence, failed.error) == ("Failed in phase train, after 5 of 5 steps.", "NaN")
 
 
 def test_a_run_that_was_never_built_or_died_on_the_way_is_told_as_such(write_run, tmp_path):
@@ -249,12 +249,12 @@ def test_a_run_that_was_never_built_or_died_on_the_way_is_told_as_such(write_run
     gone.wait()
     broken = {"state": "failed", "during": "building", "error": "no column `question`"}
     failed = ending_of(read_run_folder(write_run(tmp_path / "failed", steps=0, status=broken, provenance=None)))
-    assert (failed.sentence, failed.error) == ("Failed while it was being built, after 0 of 0 steps.", "no column `question`")
+    assert (failed.sentence, failed.error) == ("Failed during startup, after 0 of 0 steps.", "no column `question`")
     # While a run is resumed, environment.json is of the process before, on whatever machine that was.
     killed = {"state": "building", "pid": gone.pid, "host": socket.gethostname()}
     vanished = ending_of(read_run_folder(write_run(tmp_path / "gone", status=killed, environment={"host": "another-machine"})))
     assert vanished.state == "vanished"
-    assert "without a word" in vanished.sentence
+    assert "without an error message" in vanished.sentence
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_run_that_was_never_built_or_died_on_the_way_is_told_as_such(write_run
                 "seconds": 12005.2,
             },
             {"started": "2026-01-02T10:00:07+00:00"},
-            "Started 2026-01-02 10:00:00 UTC, ended 2026-01-02 13:20:05 UTC, after 3 h 20 min.",
+            "Started 2026-01-02 10:00:00 UTC, ended 2026-01-02 13:20:05 UTC, took 3 h 20 min.",
         ),
         (
             {"state": "running", "started": "2026-01-02T10:00:00+00:00"},
@@ -320,9 +320,9 @@ def test_a_wrong_path_is_a_mistake_of_the_user(write_run, tmp_path):
     write_run(tmp_path / "runs" / "sums")
     (tmp_path / "file").write_text("")
     for path, message in [
-        (tmp_path / "nowhere", "does not exist; a run folder is wanted"),
-        (tmp_path / "file", "is a file; a run folder is wanted"),
-        (tmp_path / "runs", f"Run folders in it: {tmp_path / 'runs' / 'sums'}."),
+        (tmp_path / "nowhere", "does not exist. Give a run folder"),
+        (tmp_path / "file", "is a file. Give a run folder"),
+        (tmp_path / "runs", f"Run folders inside it: {tmp_path / 'runs' / 'sums'}."),
     ]:
         result = rlcore("report", path)
         assert (result.returncode, result.stdout) == (2, "")
@@ -385,4 +385,4 @@ def test_a_run_that_logged_no_rollouts_has_none(write_run, tmp_path, page_of):
     folder = write_run(tmp_path / "run")
     for path in (folder / "rollouts").iterdir():
         path.write_text("")
-    assert "The run folder has none." in page_of(folder).text
+    assert "The run folder has no rollouts." in page_of(folder).text

@@ -42,7 +42,7 @@ def test_a_wrong_config_lists_every_mistake_and_ends_with_2(tmp_path):
     result = rlcore("validate", config, "cluster.num_nodes=0")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
-        f"{config} has 3 mistakes:",
+        f"{config} has 3 errors:",
         f"{config}:3:9: grpo.seed: must be a whole number; found 'x'.",
         f"{config}:5:3: policy.precison: policy has no key 'precison'. Did you mean 'precision'?",
         "override #1 `cluster.num_nodes=0`: cluster.num_nodes: must be a whole number, 1 or more; found 0.",
@@ -64,7 +64,7 @@ def test_mistakes_can_be_had_as_json():
         "valid": False,
         "errors": [
             {
-                "place": "override #1 `grpo.seed=x`",
+                "location": "override #1 `grpo.seed=x`",
                 "file": None,
                 "line": None,
                 "column": None,

@@ -239,7 +239,7 @@ def test_list_backends_shows_the_broken_the_ready_and_the_absent_together(site):
     assert states["policy", "zeta"] == "ready"
     assert states["policy", "megatron"] == "not installed"
     table = site.rlcore("list-backends").stdout
-    assert "1 plugin does not work: `rlcore doctor acme` shows why." in table
+    assert "1 plugin does not work. To see why: rlcore doctor acme" in table
 
 
 ENGINE = """

@@ -1,4 +1,4 @@
-"""`rlcore convert`: a checkpoint as files that others load. What a format is, the policy backend knows, not this room."""
+"""`rlcore convert`: writes a checkpoint in another format. The policy backend implements the formats."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ import typer
 def convert(
     checkpoint: Annotated[
         Path,
-        typer.Argument(metavar="CHECKPOINT", help="A step folder of a run, or a folder of Transformers.", show_default=False),
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint (step folder) of a run, or a folder in Hugging Face format.",
+            show_default=False,
+        ),
     ],
     output: Annotated[
-        Path, typer.Argument(metavar="OUTPUT", help="The folder to write; a new or an empty one.", show_default=False)
+        Path, typer.Argument(metavar="OUTPUT", help="Folder to write; must be new or empty.", show_default=False)
     ],
-    to: Annotated[str, typer.Option("--to", help="hf, or a format that the policy backend adds.")] = "hf",
+    to: Annotated[str, typer.Option("--to", help="Output format: hf, or one that the policy backend adds.")] = "hf",
     merge: Annotated[
-        bool, typer.Option("--merge", help="Fold adapters into the model that they belong to, for a model of its own.")
+        bool, typer.Option("--merge", help="Merge LoRA adapters into the base model and write a full model.")
     ] = False,
-    model: Annotated[
-        str | None, typer.Option(help="Where the model is that the run began from, if it has moved since.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Path of the initial model of the run, if it has moved.")] = None,
     trust_checkpoint: Annotated[
         bool,
         typer.Option(
-            "--trust-checkpoint", help="Run code that the checkpoint's config names: a backend by its path, a model's own code."
+            "--trust-checkpoint", help="Allow code that the checkpoint's config refers to: backends by import path, model code."
         ),
     ] = False,
 ) -> None:
-    """Write a checkpoint as a folder that others load.
+    """Convert a checkpoint of a run.
 
-    `--to hf` gives what Transformers, vLLM and others load by its path. Where the run trained adapters (LoRA), it gives the
-    adapter in peft's format, and with `--merge` a whole model.
+    `--to hf` writes a folder that Transformers, vLLM and other libraries load by its path. If the run trained LoRA adapters, it
+    writes the adapter in peft's format, or a full model with `--merge`.
 
     Example:
         rlcore convert runs/sums/checkpoints/step_000120 sums-model
@@ -41,12 +43,12 @@ def convert(
     """
     import os
 
-    # Before torch is loaded, as in `rlcore train`.
+    # Before torch is imported, as in `rlcore train`.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from rl_core.assembly.convert import convert as run
 
     done = run(checkpoint, output, to=to, merge=merge, model=model, trust=trust_checkpoint)
     how = "copied" if done.backend is None else f"by the policy backend {done.backend}"
-    print(f"{done.output} written: {len(done.files)} files, {done.num_bytes / 2**20:.1f} MiB, {how}")
+    print(f"Wrote {done.output}: {len(done.files)} files, {done.num_bytes / 2**20:.1f} MiB, {how}")
     for name in done.files:
         print(f"  {name}")

@@ -1,4 +1,4 @@
-"""A curve as text, for a terminal or a log."""
+"""Plots curves as text, for a terminal or a log."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ HEIGHT = 14
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One metric over the steps at which it was recorded."""
+    """A metric and the steps at which it was recorded."""
 
     steps: Sequence[int]
     values: Sequence[float]
 
 
 def read_series(path: Path, name: str) -> Series:
-    """The values of a metric in a metrics.jsonl; steps without it, and a last line that a kill cut short, are left out.
+    """The values of a metric in metrics.jsonl, without steps that lack it and without an incomplete last line.
 
     Raises:
-        DataError: a line is damaged.
+        DataError: a line is corrupt.
     """
     kept = [row for row in read_lines(path) if row.get(name) is not None]
     return Series(steps=[row["step"] for row in kept], values=[row[name] for row in kept])
 
 
 def draw(curves: Sequence[tuple[str, Series]], title: str) -> str:
-    """Curves over each other, without colours, `WIDTH` columns wide or as wide as the terminal, if that is less.
+    """Overlaid curves without colors, `WIDTH` columns wide or as wide as the terminal if that is less.
 
     Args:
-        curves: the marker of each, a letter or a name that plotext knows such as `braille`, and its values.
-        title: what they show.
+        curves: marker (a letter or a plotext marker such as `braille`) and values of each curve.
+        title: title of the plot.
     """
     import plotext
 

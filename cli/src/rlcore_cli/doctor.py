@@ -1,4 +1,4 @@
-"""`rlcore doctor`: examines plugins one fact at a time and shows the traceback of what is broken. It mends nothing."""
+"""`rlcore doctor`: checks the installed plugins and shows tracebacks of what is broken. It changes nothing."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ _METADATA_FOLDER = Path(importlib.metadata.__file__).parent
 def doctor(
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME", help="A plugin, a distribution, a component or a dotted path; all plugins where it is left out."
-        ),
+        typer.Argument(metavar="NAME", help="A plugin, distribution, component or import path; all plugins by default."),
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Import the targets and configs of its components too; takes seconds.")
+        bool, typer.Option("--deep", help="Also import the targets and configs of the components; takes seconds.")
     ] = False,
 ) -> None:
-    """Show what a plugin requires, whether it can be imported, and the traceback where it cannot.
+    """Check the installation: requirements and imports of plugins, with tracebacks, and open network ports.
 
-    The exit code is 1 where anything is unhealthy.
+    Exit code: 1 if a plugin has a problem.
 
     Example:
         rlcore doctor
@@ -50,10 +48,10 @@ def doctor(
     if name is not None and is_path(name):
         healthy = _examine_target(Component.from_path(name))
     else:
-        # Not strict, whatever the environment says: the doctor is whom one asks when strictness stopped the command.
+        # Not strict, even if the environment asks for it: `doctor` must work when strict mode stops other commands.
         manager = discover(strict=False)
-        verdicts = [_examine(plugin, deep=deep) for plugin in _chosen(manager, name)]
-        healthy = all(verdicts)
+        statuses = [_examine(plugin, deep=deep) for plugin in _chosen(manager, name)]
+        healthy = all(statuses)
         for warning in manager.warnings:
             print(f"warning: {warning}")
         if name is None:
@@ -78,9 +76,7 @@ def _chosen(manager: PluginManager, name: str | None) -> list[Plugin]:
         return chosen
     for (kind, known), distribution in DISTRIBUTION_OF.items():
         if name in (known, distribution):
-            raise UnknownComponentError(
-                f"The {kind.label} {known!r} is not installed, so there is nothing to examine: {how_to_install(distribution)}."
-            )
+            raise UnknownComponentError(f"The {kind.label} {known!r} is not installed: {how_to_install(distribution)}.")
     known_names = sorted({n for plugin in manager.plugins for n in (plugin.name, plugin.distribution)})
     raise UnknownComponentError(
         f"No plugin, distribution or component is named {name!r}.{did_you_mean(name, known_names)} "
@@ -92,20 +88,20 @@ def _examine(plugin: Plugin, *, deep: bool) -> bool:
     from rl_core.plugins.record import Status
 
     print(f"{plugin.name}  {plugin.label}  {plugin.status.value}")
-    print(f"  in      {plugin.location}")
+    print(f"  path    {plugin.location}")
     if plugin.status is Status.DISABLED:
         print(f"  {plugin.reason}\n")
         return True
     print("  needs")
     print_table(
         [
-            ["    ok" if check.fits else "    WRONG", check.requirement, check.installed or "not installed"]
+            ["    ok" if check.fits else "    UNMET", check.requirement, check.installed or "not installed"]
             for check in plugin.requirements
         ]
     )
     print(f"  import  {plugin.module}  {plugin.import_ms:.1f} ms")
     if plugin.heavy_modules:
-        print(f"  HEAVY   importing it brought in {', '.join(plugin.heavy_modules)}: every command pays for that")
+        print(f"  HEAVY   its import loads {', '.join(plugin.heavy_modules)}, which slows down every command")
     for hook in plugin.hooks:
         print(f"  hook    {hook}")
     targets_healthy = [_examine_component(r.kind.value, r.component, deep=deep) for r in plugin.registrations]
@@ -124,12 +120,12 @@ def _examine_component(kind: str, component: Component, *, deep: bool) -> bool:
     print(f"  {kind} {component.name}  {component.target}")
     problem = unmet_needs(component.needs)
     if problem is not None:
-        print(f"    not usable here: {problem}{f': {component.install}' if component.install else ''}")
+        print(f"    unavailable: {problem}{f': {component.install}' if component.install else ''}")
     return _examine_target(component) if deep else True
 
 
 def _examine_target(component: Component) -> bool:
-    """Imports config and target, in this order, and prints what each took or how it failed."""
+    """Imports config and target, in this order, and prints the import time or the traceback of each."""
     from rl_core.errors import ComponentImportError
 
     healthy = True
@@ -149,18 +145,20 @@ def _examine_target(component: Component) -> bool:
 
 
 def _print_open_ports() -> None:
-    """What of a run can be reached from other machines; docs/security.md says more."""
+    """Prints which ports of a run are reachable from other machines; see docs/security.md."""
     print("network")
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        print(f"  open    RAY_ADDRESS={address}: every port of the run, as Ray has no passwords; use a private network")
+        print(
+            f"  open    RAY_ADDRESS={address}: ports of the run are reachable and Ray has no passwords; use a private network"
+        )
     else:
-        print("  ok      Ray, gloo, NCCL and torch's stores of a run on this machine listen on the loopback interface only")
+        print("  ok      runs on this machine: Ray, gloo, NCCL and torch stores listen on the loopback interface only")
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             interface = os.environ.get(variable)
             if interface is not None and not interface.startswith("lo"):
-                print(f"  open    {variable}={interface}: unset it for a run on this machine")
-    print("  open    vLLM's own process group store, one port for each engine; block it with a firewall")
+                print(f"  open    {variable}={interface}: unset it for runs on this machine")
+    print("  open    the process group store of vLLM, one port per engine; block it with a firewall")
 
 
 def _print_remedy(plugin: Plugin) -> None:
@@ -174,7 +172,7 @@ def _print_remedy(plugin: Plugin) -> None:
 
 
 def _print_traceback(error: BaseException) -> None:
-    # The frames of whoever imports the plugin come first and say nothing about it.
+    # Skip the frames of the import machinery, which come first.
     own = error.__traceback__
     while own is not None and own.tb_next is not None and _is_importer(own.tb_frame.f_code.co_filename):
         own = own.tb_next

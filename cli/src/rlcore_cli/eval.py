@@ -1,4 +1,4 @@
-"""`rlcore eval`: asks a config's validation data of its model or of a checkpoint, and shows and keeps what it scored."""
+"""`rlcore eval`: evaluates a model or checkpoint on the validation data of a config, prints and saves the scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_core.rollouts.scores import Scores
 
 TABLE_WIDTH = 200
-"""The most columns of a table; a narrower terminal folds its lines."""
+"""Maximum width of a table; a narrower terminal wraps its lines."""
 
 
 def evaluate(
@@ -26,23 +26,26 @@ def evaluate(
     overrides: Overrides = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="A step folder, a run folder (its newest) or a model's folder, in place of the config's model."),
+        typer.Option(help="Step folder, run folder (its newest checkpoint) or model folder, instead of the config's model."),
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="Of a run folder, the best checkpoint and not the newest.")] = False,
-    samples: Annotated[int | None, typer.Option(min=1, help="Sample each prompt so many times.")] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Ask each prompt greedily; with --samples, both.")] = False,
-    k: Annotated[str | None, typer.Option("--k", help="The k of pass@k and cons@k: 1,4,8. Powers of two by default.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint of a run folder, not the newest.")] = False,
+    samples: Annotated[int | None, typer.Option(min=1, help="Number of samples per prompt.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Decode greedily; with --samples, do both.")] = False,
+    k: Annotated[
+        str | None, typer.Option("--k", help="Values of k for pass@k and cons@k, for example 1,4,8. Powers of two by default.")
+    ] = None,
     reward_above: Annotated[
-        float | None, typer.Option(help="Call right what is paid more, in place of the environment's accuracy.")
+        float | None,
+        typer.Option(help="Count samples with a reward above this as correct, instead of the environment's accuracy."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results there; by default into the checkpoint's run folder.")
+        Path | None, typer.Option("--json", help="Results file; by default in the run folder of the checkpoint.")
     ] = None,
 ) -> None:
-    """Evaluate on data.validation: pass@k, cons@k, rewards and lengths, with standard errors over prompts.
+    """Evaluate a model or checkpoint on data.validation: pass@k, cons@k, rewards, lengths, with standard errors over prompts.
 
-    Policy, engine and environments are started as in a run, the weights brought over once and proven. Without --samples and
-    --greedy, prompts are asked as the run validates. docs/evaluation.md says what the numbers mean and what the JSON holds.
+    Starts policy, engine and environments as in a run, and synchronizes and verifies the weights once. Without --samples and
+    --greedy, samples as the validation of the run does. docs/evaluation.md describes the metrics and the JSON file.
 
     Example:
         rlcore eval config.yaml
@@ -72,7 +75,7 @@ def evaluate(
     _print_scores(evaluated.passes)
     path = json_file if json_file is not None else default_path(plan)
     if path is None:
-        print("\nnothing was written: --json FILE keeps the results")
+        print("\nResults were not saved; use --json FILE to save them")
         return
     write_results(path, evaluated, plan)
     print(f"\nresults: {path}\nprompts: {prompts_path(path)}")
@@ -84,28 +87,28 @@ def _numbers(text: str | None) -> list[int]:
     try:
         return [int(part) for part in text.split(",")] if text is not None else []
     except ValueError:
-        raise UserError(f"--k {text} is no list of whole numbers. Write them with commas: --k 1,4,8.") from None
+        raise UserError(f"--k {text} is not a list of integers. Separate them with commas: --k 1,4,8.") from None
 
 
 def _refuse_unwritable(path: Path) -> None:
     from rl_core.errors import UserError
 
     if path.is_dir():
-        raise UserError(f"--json {path} is a folder. Name a file in it, such as {path / 'eval.json'}.")
+        raise UserError(f"--json {path} is a folder. Give a file, such as {path / 'eval.json'}.")
     if not path.absolute().parent.is_dir():
-        raise UserError(f"--json {path}: there is no folder {path.absolute().parent}. Make it first.")
+        raise UserError(f"--json {path}: the folder {path.absolute().parent} does not exist. Create it first.")
     is_new = not path.exists()
     try:
         path.open("a").close()
     except OSError as error:
-        raise UserError(f"--json {path} cannot be written: {error.strerror}. Name another file.") from error
+        raise UserError(f"--json {path} cannot be written: {error.strerror}. Choose another file.") from error
     if is_new:
         path.unlink()
 
 
 @contextmanager
 def _progress() -> Iterator[Told]:
-    """A live bar on a terminal, a line each time where standard error is piped."""
+    """Shows a progress bar on a terminal, or prints a line per update if standard error is redirected."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -131,8 +134,11 @@ def _print_head(evaluated: Evaluated, plan: EvaluationPlan) -> None:
     assert engine is not None
     given = weights.given
     what = policy.model_name if given is None else str(given.path)
-    print(f"weights {what}" + (f", {given.step} steps" if given is not None and given.is_checkpoint else ""))
-    print(f"policy {policy.backend}, engine {engine.backend}; weights by {weights.transport}, proven: {weights.fingerprint}")
+    print(f"weights {what}" + (f", step {given.step}" if given is not None and given.is_checkpoint else ""))
+    print(
+        f"policy {policy.backend}, engine {engine.backend}; weights synchronized by {weights.transport}, "
+        f"verified: {weights.fingerprint}"
+    )
     seconds = ", ".join(f"{_title(found)} in {found.seconds:.1f} s" for found in evaluated.passes)
     print(f"{evaluated.passes[0].scores.num_prompts} prompts of {plan.dataset_name}: {seconds}\n")
 
@@ -141,7 +147,7 @@ def _print_scores(passes: Sequence[Pass]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # Of a table that is wider than a terminal, or than the 80 columns that it takes a pipe to have, rich would cut numbers off.
+    # rich truncates numbers in tables wider than the terminal (80 columns in a pipe), so the width is fixed.
     console = Console(highlight=False, width=TABLE_WIDTH)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("task", "metric", *(_title(found) for found in passes)):
@@ -150,15 +156,15 @@ def _print_scores(passes: Sequence[Pass]) -> None:
     for task in tasks if len(tasks) == 1 else ("all", *tasks):
         scores = [found.by_task.get(task, found.scores) for found in passes]
         names = list(dict.fromkeys(name for one in scores for name in one.metrics))
-        for name in sorted(names, key=_place):
-            table.add_row(task, name, *(_shown(one, name) for one in scores))
-        table.add_row(task, "length, longest", *(str(one.max_length) for one in scores))
+        for name in sorted(names, key=_sort_key):
+            table.add_row(task, name, *(_format(one, name) for one in scores))
+        table.add_row(task, "length (max)", *(str(one.max_length) for one in scores))
         table.add_row(task, "prompts", *(str(one.num_prompts) for one in scores), end_section=True)
     console.print(table)
-    _print_what_is_missing(passes)
+    _print_omissions(passes)
 
 
-def _print_what_is_missing(passes: Sequence[Pass]) -> None:
+def _print_omissions(passes: Sequence[Pass]) -> None:
     reasons = dict.fromkeys(
         f"{name} is not reported: {why}" for found in passes for name, why in found.scores.not_reported.items()
     )
@@ -168,17 +174,17 @@ def _print_what_is_missing(passes: Sequence[Pass]) -> None:
         print(reason)
     cut = passes[0].scores.num_cut_prompts
     if cut:
-        print(f"\n{cut} prompts are longer than data.max_input_seq_length and were asked without their end")
+        print(f"\n{cut} prompts exceed data.max_input_seq_length and were truncated")
 
 
-def _place(name: str) -> tuple[int, str, int]:
-    """Shares of right samples first, by kind and k; the rest by name."""
+def _sort_key(name: str) -> tuple[int, str, int]:
+    """Sort key: shares of correct samples first, by kind and k; then the rest by name."""
     kind, at, k = name.partition("@")
     kinds = ("mean", "pass", "cons")
     return (kinds.index(kind), "", int(k)) if at else (len(kinds), name, 0)
 
 
-def _shown(scores: Scores, name: str) -> str:
+def _format(scores: Scores, name: str) -> str:
     found = scores.metrics.get(name)
     if found is None:
         return "-"

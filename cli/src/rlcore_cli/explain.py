@@ -1,4 +1,4 @@
-"""`rlcore explain`: what a key of the config means, what it may hold, what it holds and why. It starts nothing."""
+"""`rlcore explain`: describes a config key, its allowed values, its default and its current value."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ _LONGEST_DEFAULT = 32
 
 
 def explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A key of the config, such as policy.generation.temperature.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A config key, such as policy.generation.temperature.")],
     overrides: Overrides = None,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="A YAML file: show what the key holds there, and why.")
+        Path | None, typer.Option("--config", "-c", help="A config file: show the value of the key and where it comes from.")
     ] = None,
     component: Annotated[
         str | None,
-        typer.Option("--component", "-n", help="Of a section that several components can have, such as loss_fn: one of them."),
+        typer.Option(
+            "--component", "-n", help="The component to describe, for a section such as loss_fn that several components have."
+        ),
     ] = None,
 ) -> None:
-    """Say what a key means, what it may hold, its default, who reads it, and with --config its value and where that is from.
+    """Explain a config key: meaning, type, allowed values, default, reader, and with --config its value and origin.
 
     Example:
         rlcore explain policy.generation.temperature
@@ -45,7 +47,7 @@ def explain(
     from rl_core.plugins.registry import Registry
 
     if overrides and config is None:
-        raise ConfigError(f"Overrides ({', '.join(overrides)}) change a file: name it with --config.")
+        raise ConfigError(f"Overrides ({', '.join(overrides)}) need a config file: give it with --config.")
     registry = Registry(discover())
     if config is not None:
         _explain_in(load_config(config, overrides or [], registry=registry, for_training=False), key)
@@ -97,7 +99,7 @@ def _explain_anywhere(all_sections: Catalogue, key: str, component: str | None) 
     if component is not None:
         parts = _named(component, parts, key)
     elif by_name and by_name[0].path[-1] != path[-1]:
-        parts = by_name  # `env.math`: a task without `name` is answered by the component of its own name
+        parts = by_name  # `env.math`: a task without `name` uses the component that has the name of the task
     if parts:
         _print_sections(key, parts)
         return
@@ -129,13 +131,13 @@ def _named(component: str, parts: list[Part], key: str) -> list[Part]:
     chosen = [part for part in parts if part.component is not None and part.component.name == component]
     if not chosen:
         names = sorted({part.component.name for part in parts if part.component is not None})
-        known = f" It can be {', '.join(names)}." if names else " No component has that section."
-        raise ConfigError(f"--component {component}: {key} cannot be that.{did_you_mean(component, names)}{known}")
+        known = f" Components: {', '.join(names)}." if names else " No component has this section."
+        raise ConfigError(f"--component {component}: no such component for {key}.{did_you_mean(component, names)}{known}")
     return chosen
 
 
 def _print_sections(key: str, parts: list[Part]) -> None:
-    """The keys of one section; of several components, the keys that all have and one line for each component."""
+    """Prints the keys of one section; for several components, their common keys and one line for each component."""
     from rl_core.config.fields import all_fields
     from rlcore_cli.listing import print_table
 
@@ -147,27 +149,27 @@ def _print_sections(key: str, parts: list[Part]) -> None:
         return
     fields = [{field.name: field for field in all_fields(part.model, depth=0)} for part in parts]
     shared = [field for name, field in fields[0].items() if all(name in other for other in fields)]
-    print(f"{at}: the section of one of {len(parts)} components")
+    print(f"{at}: section of one of {len(parts)} components")
     if shared:
-        print("\nKeys of all of them:")
+        print("\nCommon keys:")
         _print_keys(shared)
-    print("\nComponents, and how many keys of their own each has:")
+    print("\nComponents and their number of additional keys:")
     rows = []
     for part, own in zip(parts, fields, strict=True):
         assert part.component is not None
         rows.append((f"  {part.component.name}", str(len(own) - len(shared)), part.component.summary))
     print_table(rows)
-    print(f"\nThe keys of one: rlcore explain {key} --component {rows[0][0].strip()}")
+    print(f"\nTo see the keys of one: rlcore explain {key} --component {rows[0][0].strip()}")
 
 
 def _print_field(field: Field, parts: list[Part]) -> None:
     rows = {
-        "means": " ".join((field.info.description or "").split()),
+        "meaning": " ".join((field.info.description or "").split()),
         "type": field.type_name,
         "allowed": "" if field.model is not None else field.allowed,
         "default": _default(field),
-        "read by": "; ".join(dict.fromkeys(_reader(part) for part in parts)),
-        "declared": f"{field.owner.__module__}:{field.owner.__qualname__}",
+        "used by": "; ".join(dict.fromkeys(_reader(part) for part in parts)),
+        "defined": f"{field.owner.__module__}:{field.owner.__qualname__}",
     }
     for name, text in rows.items():
         if text:
@@ -178,7 +180,7 @@ def _default(field: Field) -> str:
     from rl_core.config.fields import NOTHING
 
     if field.default is NOTHING:
-        return "none: it must be set"
+        return "none (required)"
     return "" if isinstance(field.default, dict) and field.model is not None else _yaml(field.default)
 
 
@@ -189,7 +191,7 @@ def _print_keys(fields: list[Field]) -> None:
 
 
 def _short_default(field: Field) -> str:
-    """The default in a table: a word for a section, long values cut."""
+    """The default for a table: `section` for a section; long values are shortened."""
     from rl_core.config.fields import NOTHING
 
     if field.default is NOTHING:
@@ -208,7 +210,7 @@ def _matches(part: Part, path: tuple[str, ...]) -> bool:
 
 def _reader(part: Part) -> str:
     if part.component is None or part.kind is None:
-        return f"the core, as its section {part.path[0]}"
+        return f"the core (section {part.path[0]})"
     return f"{part.kind.label} {part.component.name} ({part.component.target})"
 
 
@@ -219,7 +221,7 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
     same_end = sorted(name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2])
     meant = same_end[0] if same_end else nearest(key, known)
     hint = f" Did you mean {meant}?" if meant else ""
-    return ConfigError(f"{where}: there is no key {key}.{hint}")
+    return ConfigError(f"{where}: unknown key {key}.{hint}")
 
 
 def _leaves(value: object, key: str) -> list[tuple[str, object]]:

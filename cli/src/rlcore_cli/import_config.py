@@ -1,4 +1,4 @@
-"""`rlcore import-config`: a config of NeMo RL as one of ours, and a list of what became of every key. It trains nothing."""
+"""`rlcore import-config`: converts a NeMo RL config and reports what happened to each key."""
 
 from __future__ import annotations
 
@@ -13,44 +13,42 @@ import typer
 if TYPE_CHECKING:
     from rl_core.config.importing.apply import Imported
 
-OUTCOMES = ("not honoured", "renamed", "taken over", "needs nothing")
-"""In the order in which the list has them: what the reader must look at comes first."""
+OUTCOMES = ("unsupported", "renamed", "kept", "redundant")
+"""In the order of the list: what needs attention comes first."""
 
 
 def import_config(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Their YAML file.", show_default=False)],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write; without it, ours goes to standard output.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print ours and the list as JSON, for programs.")] = False,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The NeMo RL config, a YAML file.", show_default=False)],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Output file; standard output by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the new config and the list of keys as JSON.")] = False,
 ) -> None:
-    """Write a config of NeMo RL as one of ours.
+    """Convert a NeMo RL config and report what happened to each key.
 
-    Every key of theirs is listed once, with its line: taken over, renamed, needing nothing here, or not honoured, and why.
-    What was written is then checked as by `rlcore validate`, and its mistakes are listed too. Without --output the list
-    goes to standard error.
+    Lists every key of the NeMo RL config once, with its line and outcome (unsupported, renamed, kept or redundant) and the
+    reason. Then checks the new config as `rlcore validate` does and lists its errors. Without --output, the list goes to
+    standard error.
 
     Example:
-        rlcore import-config grpo_math.yaml --output ours.yaml
-        rlcore validate ours.yaml data.train.path=questions.jsonl
+        rlcore import-config grpo_math.yaml --output config.yaml
+        rlcore validate config.yaml data.train.path=questions.jsonl
     """
     from rl_core.config.importing.apply import import_config as run
     from rl_core.config.importing.nemo_rl.table import NEMO_RL
     from rl_core.errors import ConfigError
 
     if output is not None and output.exists():
-        raise ConfigError(f"{output} is already there: remove it, or give --output another name.")
+        raise ConfigError(f"{output} already exists. Remove it or choose another --output.")
     imported = run(config, NEMO_RL)
-    text = f"# {config.name}, a config of {NEMO_RL.framework}, by `rlcore import-config`.\n\n{imported.to_yaml()}"
-    mistakes = _mistakes(text)
+    text = f"# Converted from {config.name} ({NEMO_RL.framework}) by `rlcore import-config`.\n\n{imported.to_yaml()}"
+    errors = _errors(text)
     if output is not None:
         _write(text, output)
     if as_json:
-        print(json.dumps({"config": imported.values, **_listed(imported), "mistakes": mistakes}, indent=2))
+        print(json.dumps({"config": imported.values, **_listed(imported), "errors": errors}, indent=2))
         return
     if output is None:
         print(text, end="")
-    print("\n".join(_report(imported, mistakes, output)), file=sys.stderr if output is None else sys.stdout)
+    print("\n".join(_report(imported, errors, output)), file=sys.stderr if output is None else sys.stdout)
 
 
 def _write(text: str, output: Path) -> None:
@@ -62,8 +60,8 @@ def _write(text: str, output: Path) -> None:
         raise ConfigError(f"{output} cannot be written: {error.strerror or error}.") from None
 
 
-def _mistakes(text: str) -> list[str]:
-    """What `rlcore validate` would say of it, without places: the file is one that nobody has written by hand."""
+def _errors(text: str) -> list[str]:
+    """The errors of `rlcore validate`, without source locations because the file is generated."""
     from rl_core.config.diagnostics import InvalidConfigError
     from rl_core.config.loader import load_config
     from rl_core.config.written import dotted
@@ -87,7 +85,7 @@ def _listed(imported: Imported) -> dict[str, Any]:
                 "file": None if line.place is None else line.place.file,
                 "line": None if line.place is None else line.place.line,
                 "outcome": line.outcome,
-                "ours": list(line.targets),
+                "new_keys": list(line.targets),
                 "reason": line.reason,
             }
             for line in imported.lines
@@ -96,7 +94,7 @@ def _listed(imported: Imported) -> dict[str, Any]:
     }
 
 
-def _report(imported: Imported, mistakes: list[str], output: Path | None) -> list[str]:
+def _report(imported: Imported, errors: list[str], output: Path | None) -> list[str]:
     from rl_core.config.diagnostics import show
     from rl_core.config.importing.apply import describe
 
@@ -107,8 +105,8 @@ def _report(imported: Imported, mistakes: list[str], output: Path | None) -> lis
     if imported.added:
         rows += [f"added ({len(imported.added)})"]
         rows += [f"  {one.key} = {show(one.value)}: {one.reason}" for one in imported.added] + [""]
-    written = str(output) if output is not None else "what was printed"
-    if mistakes:
-        count = f"{len(mistakes)} {'mistake' if len(mistakes) == 1 else 'mistakes'}"
-        return [*rows, f"{written} does not yet pass `rlcore validate`, which finds {count}:", *(f"  {it}" for it in mistakes)]
-    return [*rows, f"{written} passes `rlcore validate`"]
+    name = str(output) if output is not None else "The new config"
+    if errors:
+        count = f"{len(errors)} {'error' if len(errors) == 1 else 'errors'}"
+        return [*rows, f"{name} does not pass `rlcore validate` yet ({count}):", *(f"  {it}" for it in errors)]
+    return [*rows, f"{name} passes `rlcore validate`"]

@@ -1,4 +1,7 @@
-"""`rlcore list-backends` and `rlcore list-plugins`: what is installed and how it fares. Imports plugin modules, no target."""
+"""`rlcore list-backends` and `rlcore list-plugins`: installed plugins and components with their status.
+
+Plugin modules are imported, the targets of components are not.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,20 @@ if TYPE_CHECKING:
 NOT_INSTALLED = "not installed"
 
 WithTimings = Annotated[
-    bool, typer.Option("--timings", help="Show what importing each plugin cost, and the heavy modules it brought in.")
+    bool, typer.Option("--timings", help="Show the import time of each plugin and the heavy modules it imports.")
 ]
 
 
 def list_backends(
     everything: Annotated[
-        bool, typer.Option("--all", help="All kinds: environments, algorithms, losses, datasets and so on.")
+        bool, typer.Option("--all", help="List all kinds of components: environments, algorithms, losses, datasets, ...")
     ] = False,
     as_json: AsJson = False,
     timings: WithTimings = False,
 ) -> None:
-    """List the policy and generation backends that a config can name, ready or not.
+    """List the policy and generation backends that a config can use, and their status.
 
-    Nothing heavy is imported: the lists come from the plugins' registrations and from their metadata.
+    Uses only the registrations and metadata of the plugins, so no heavy library is imported.
 
     Example:
         rlcore list-backends
@@ -61,11 +64,11 @@ def list_backends(
 
 
 def list_plugins(
-    everything: Annotated[bool, typer.Option("--all", help="The core's own plugin too, and each component.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Include the core plugin, and list every component.")] = False,
     as_json: AsJson = False,
     timings: WithTimings = False,
 ) -> None:
-    """List the installed plugins: distribution, state, hooks and components.
+    """List the installed plugins: distribution, status, hooks and components.
 
     Example:
         rlcore list-plugins
@@ -88,7 +91,7 @@ def list_plugins(
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows in aligned columns; a table library would double the time of the command."""
+    """Prints rows in aligned columns. Importing a table library would double the time of the command."""
     if not rows:
         return
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -175,7 +178,7 @@ def _contents(plugin: Plugin) -> str:
     counts = Counter(registration.kind.label for registration in plugin.registrations)
     words = [f"{count} {_plural(label, count)}" for label, count in counts.items()]
     events = [hook for hook in plugin.hooks if hook.startswith(("rlcore_run_", "rlcore_step_"))]
-    return ", ".join([*words, *events]) or "registers nothing"
+    return ", ".join([*words, *events]) or "no components"
 
 
 def _plural(label: str, count: int) -> str:
@@ -190,7 +193,7 @@ def _print_other_kinds(manager: PluginManager) -> None:
     others = Counter(r.kind.label for r in manager.registrations if r.kind not in ("policy", "generation"))
     if others:
         counts = ", ".join(f"{count} {_plural(label, count)}" for label, count in others.items())
-        print(f"\nAlso {counts}: rlcore list-backends --all")
+        print(f"\nAlso installed: {counts}. To list them: rlcore list-backends --all")
 
 
 def _print_timings(plugins: Sequence[Plugin]) -> None:
@@ -205,6 +208,6 @@ def _print_troubles(manager: PluginManager) -> None:
     troubled = manager.troubled
     if troubled:
         noun = "plugin does" if len(troubled) == 1 else "plugins do"
-        print(f"\n{len(troubled)} {noun} not work: `rlcore doctor {troubled[0].name}` shows why.")
+        print(f"\n{len(troubled)} {noun} not work. To see why: rlcore doctor {troubled[0].name}")
     for warning in manager.warnings:
         print(f"warning: {warning}")

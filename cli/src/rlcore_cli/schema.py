@@ -1,4 +1,4 @@
-"""`rlcore schema`: what a config may hold with the plugins that are installed, for editors and for readers."""
+"""`rlcore schema`: the JSON schema, or the reference page, of configs with the installed plugins."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import typer
 
 
 def schema(
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write; the terminal by default.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Output file; standard output by default.")] = None,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="The reference page for readers, in place of the JSON schema for editors.")
+        bool, typer.Option("--markdown", help="Write the config reference as Markdown instead of the JSON schema.")
     ] = False,
     plugins: Annotated[
-        str | None, typer.Option(help="Take only the sections of these plugins, such as core,hf; all of them by default.")
+        str | None, typer.Option(help="Include only the sections of these plugins, for example core,hf; all by default.")
     ] = None,
 ) -> None:
-    """Write the JSON schema of config files, with the sections of all installed plugins.
+    """Write the JSON schema of config files, including the sections of all installed plugins.
 
-    An editor with a YAML language server completes and checks a config whose first line is
+    Editors with a YAML language server complete and check a config that starts with the line
     `# yaml-language-server: $schema=config.schema.json`.
 
     Example:
@@ -44,7 +44,7 @@ def schema(
             raise PluginError(f"No plugin is named {name!r}.{did_you_mean(name, known)} Plugins: {', '.join(known)}.")
     sections = catalogue(registry, plugins=wanted)
     for sentence in sections.unusable:
-        print(f"warning: left out: {sentence}", file=sys.stderr)
+        print(f"warning: omitted: {sentence}", file=sys.stderr)
     text = (
         reference(sections, plugins=plugins or ",".join(known))
         if markdown
@@ -57,4 +57,4 @@ def schema(
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}.") from error
-    print(f"{output} written: {len(sections.parts)} sections")
+    print(f"Wrote {output}: {len(sections.parts)} sections")

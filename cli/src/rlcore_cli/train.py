@@ -1,4 +1,4 @@
-"""`rlcore train`: run a config, show how it goes, and at the end what it came to and where it is."""
+"""`rlcore train`: runs a config, shows progress, and prints the learning curves and the run folder at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rl_core.assembly.launch import Finished
 
 DRAWN = (("validation/accuracy", "validation accuracy"), ("validation/loss", "validation loss"), ("reward/mean", "mean reward"))
-"""The curves that a run ends with, where it has them."""
+"""Metrics whose curves are printed at the end, if the run recorded them."""
 
 
 def train(
@@ -20,19 +20,20 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         str,
-        typer.Option(help="auto: continue the newest unfinished run of this name; never: start a new one; or a path."),
+        typer.Option(help="auto: resume the newest unfinished run of this name; never: start a new run; or a path."),
     ] = "auto",
     allow_config_change: Annotated[
         bool,
         typer.Option(
-            "--allow-config-change", help="Resume under another config than the checkpoint's; the present one applies."
+            "--allow-config-change",
+            help="Resume although the config differs from the checkpoint's; the current config applies.",
         ),
     ] = False,
 ) -> None:
-    """Train by a config, from its last checkpoint if there is one.
+    """Train with a config, resuming from its last checkpoint if there is one.
 
-    Ctrl-C, SIGTERM and SIGHUP end the run after the step under way, with a checkpoint; the same command continues it. A second
-    signal ends it at once. `checkpointing.max_time` ends it in the same way before a job's time is over.
+    Ctrl-C, SIGTERM and SIGHUP stop the run after the current step and save a checkpoint; the same command resumes it. A second
+    signal stops it at once. `checkpointing.max_time` stops it in the same way before a job's time limit.
 
     Example:
         rlcore train examples/grpo_addition.yaml
@@ -41,15 +42,15 @@ def train(
     """
     import os
 
-    # Before torch is loaded: threads that spin while they wait slow every other process of a laptop down.
+    # Before torch is imported: threads that spin while waiting slow down all other processes on a laptop.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from rl_core.assembly.launch import train as launch
 
     finished = launch(config, overrides or [], resume=resume, allow_config_change=allow_config_change)
-    _tell(finished)
+    _print_results(finished)
 
 
-def _tell(finished: Finished) -> None:
+def _print_results(finished: Finished) -> None:
     from rlcore_cli.curve import draw, read_series
     from rlcore_cli.report.scales import format_duration
 

@@ -1,4 +1,4 @@
-"""`rlcore validate`: reads a config as `rlcore train` would, and says what is wrong or what would run. It starts nothing."""
+"""`rlcore validate`: reads a config as `rlcore train` does, and prints its errors or a summary. It starts nothing."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ def validate(
     config: Config,
     overrides: Overrides = None,
     resolved: Annotated[
-        bool, typer.Option("--resolved", help="Print the whole config, defaults filled in, each value with its origin.")
+        bool, typer.Option("--resolved", help="Print the full config with defaults and the origin of each value.")
     ] = False,
     deep: Annotated[
         bool,
         typer.Option(
-            "--deep", help="Also import what the config names, load the tokenizer and read the data; no weights. Takes seconds."
+            "--deep",
+            help="Also import referenced modules, load the tokenizer and read the data, but no weights. Takes seconds.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check a config and everything that it names, without starting anything.
+    """Check a config without starting anything.
 
-    All mistakes are listed at once, each with its file and line; the exit code is then 2.
+    Lists all errors at once, each with file and line, and exits with code 2 if there are any.
 
     Example:
         rlcore validate config.yaml
@@ -48,7 +49,7 @@ def validate(
         loaded = load_config(config, overrides or [])
         loaded.refuse(machine_conflicts(loaded.run))
         if deep:
-            _look_deep(loaded)
+            _check_deep(loaded)
     except InvalidConfigError as error:
         _print_errors(error, config, as_json=as_json)
         raise typer.Exit(error.exit_code) from None
@@ -60,7 +61,7 @@ def validate(
         print("\n".join(_summary(loaded)))
 
 
-def _look_deep(loaded: LoadedConfig) -> None:
+def _check_deep(loaded: LoadedConfig) -> None:
     from rlcore_cli.check_logprobs import prepare_process
 
     prepare_process()
@@ -77,7 +78,7 @@ def _print_errors(error: InvalidConfigError, config: Path, *, as_json: bool) -> 
     if as_json:
         rows = [
             {
-                "place": None if problem.place is None else str(problem.place),
+                "location": None if problem.place is None else str(problem.place),
                 "file": None if problem.place is None else problem.place.file,
                 "line": None if problem.place is None else problem.place.line,
                 "column": None if problem.place is None else problem.place.column,
@@ -89,7 +90,7 @@ def _print_errors(error: InvalidConfigError, config: Path, *, as_json: bool) -> 
         print(json.dumps({"valid": False, "errors": rows}, indent=2))
         return
     count = len(error.problems)
-    print(f"{config} has {count} {'mistake' if count == 1 else 'mistakes'}:\n{error}", file=sys.stderr)
+    print(f"{config} has {count} {'error' if count == 1 else 'errors'}:\n{error}", file=sys.stderr)
 
 
 def _summary(loaded: LoadedConfig) -> list[str]:
@@ -114,7 +115,7 @@ def _summary(loaded: LoadedConfig) -> list[str]:
 
 
 def _warnings(loaded: LoadedConfig) -> list[str]:
-    """What would run and is probably not meant."""
+    """Settings that are valid but probably not intended."""
     from rl_core.config.schedule_lengths import schedule_warnings
     from rl_core.config.written import dotted
 
@@ -127,7 +128,7 @@ def _environment(task: str, section: Any) -> str:
 
 
 def _annotated(loaded: LoadedConfig) -> list[str]:
-    """The whole config as YAML, one leaf a line, with where each came from."""
+    """The full config as YAML, one value per line with its origin."""
     import yaml
 
     from rl_core.config.interpolation import escape

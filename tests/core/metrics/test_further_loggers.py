@@ -293,7 +293,7 @@ def test_the_lists_and_the_doctor_say_that_it_is_not_installed(tmp_path):
     rows = {row["name"]: row for row in json.loads(rlcore("list-backends", "--all", "--json")) if row["kind"] == "logger"}
     assert (rows["mlflow"]["status"], rows["mlflow"]["reason"]) == ("not installed", "pip install 'rl-core[mlflow]'")
     assert rows["tensorboard"]["status"] == rows["wandb"]["status"] == "ready"
-    assert "not usable here: mlflow-skinny<4,>=3.17 is not installed: pip install 'rl-core[mlflow]'" in rlcore("doctor", "core")
+    assert "unavailable: mlflow-skinny<4,>=3.17 is not installed: pip install 'rl-core[mlflow]'" in rlcore("doctor", "core")
 
 
 def test_what_one_component_needs_does_not_make_its_plugin_missing():

@@ -1,1 +1,1 @@
-"""`rlcore compare`: several runs against each other, on the terminal and as a page."""
+"""`rlcore compare`: compares runs on the terminal and as an HTML page."""

@@ -1,4 +1,4 @@
-"""`rlcore compare`: reads run folders and shows where they differ. It changes nothing in them."""
+"""`rlcore compare`: reads run folders and shows how the runs differ."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def compare(
     run_folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN_FOLDER", help="Two run folders or more.", show_default=False)
+        list[Path], typer.Argument(metavar="RUN_FOLDER", help="Two or more run folders.", show_default=False)
     ],
-    output: Annotated[Path | None, typer.Option(help="Write a page of HTML there, too.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every metric that all runs have.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Also write an HTML page to this file.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show all metrics that the runs have in common.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Lay runs over each other: curves, what differs in their configs, the final and best value of each metric.
+    """Compare runs: overlaid curves, differences between configs, final and best value of each metric.
 
     Example:
         rlcore compare runs/grpo_addition runs/grpo_addition-2
@@ -33,7 +33,9 @@ def compare(
     from rlcore_cli.report.run_folder import read_run_folder
 
     if len(run_folders) < 2:
-        raise UserError(f"One run ({run_folders[0]}) cannot be compared: name another. `rlcore report` shows one alone.")
+        raise UserError(
+            f"Only one run given ({run_folders[0]}): `rlcore compare` needs at least two. `rlcore report` shows one run."
+        )
     comparison = compare_runs([read_run_folder(folder) for folder in run_folders])
     if output is not None:
         from rlcore_cli.compare.page import render_comparison
@@ -56,12 +58,12 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
         "config": {key: list(values) for key, values in comparison.settings},
         "versions": {key: list(values) for key, values in comparison.versions},
         "metrics": {
-            verdict.metric: {
-                "better": verdict.direction,
-                "compared_at": verdict.step,
-                "final": [{"value": value, "step": step} for value, step in verdict.finals],
-                "best": None if verdict.bests is None else [{"value": value, "step": step} for value, step in verdict.bests],
+            row.metric: {
+                "better": row.direction,
+                "compared_at": row.step,
+                "final": [{"value": value, "step": step} for value, step in row.finals],
+                "best": None if row.bests is None else [{"value": value, "step": step} for value, step in row.bests],
             }
-            for verdict in comparison.verdicts
+            for row in comparison.verdicts
         },
     }

@@ -1,4 +1,4 @@
-"""What differs between runs: configs, versions, and the final and best value of each metric; it prints and draws nothing."""
+"""Differences between runs: configs, versions, and the final and best value of each metric."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from rlcore_cli.report.panels import Direction, better, in_order
 from rlcore_cli.report.run_folder import Curve, RunFolder, leaves
 
 ABSENT = "—"
-"""A key that one run has and another has not."""
+"""Shown for a key that a run does not have."""
 
 _OF_THE_RUN_ITSELF = ("logger.run_name", "logger.log_dir")
-"""Keys that differ between any two runs and change nothing in them."""
+"""Keys that differ between any two runs without affecting them."""
 
 _SHOWN_DIGITS = 5e-5
-"""Relative difference below which two values look the same in the four digits that are shown."""
+"""Relative difference below which two values are equal in the four digits shown."""
 
 _ROUNDING = 1e-6
-"""Absolute difference below which values are equal: rewards, shares and nats are of the order of 1, and float32 sums of them
-differ by this much between machines and thread counts."""
+"""Absolute difference below which values count as equal: rewards, fractions and nats are of order 1, and float32 sums of them
+vary this much between machines and thread counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One metric that all runs have; the lists are in the order of the runs.
+    """The comparison of one metric that all runs have; tuples are in the order of the runs.
 
     Attributes:
         metric: Its name.
-        direction: Which way is better; None where neither is.
-        finals: The value of each at `step`, with that step; without a common step, the last value of each, with its step.
-        bests: The best value of each up to `step`, with the first step that had it; None where neither way is better.
-        step: The last step at which all runs have the metric; None if there is no such step, and then no run is better.
+        direction: Whether higher or lower is better; None if neither.
+        finals: Value and step of each run at `step`; without a common step, the last value of each run.
+        bests: Best value of each run up to `step` and the first step with it; None if there is no direction.
+        step: The last step at which all runs have the metric; None if there is none, and then no run is ranked better.
     """
 
     metric: str
@@ -44,27 +44,27 @@ class Verdict:
 
     @property
     def better_at_the_end(self) -> tuple[int, ...]:
-        """The runs whose final value is the best: several where they are level, none where neither way is better."""
+        """Indices of the runs with the best final value: several if equal, none if there is no direction."""
         return () if self.step is None else _winners([value for value, _ in self.finals], self.direction)
 
     @property
     def better_at_its_best(self) -> tuple[int, ...]:
-        """The runs whose best value is the best, in the same way."""
+        """Indices of the runs with the best of the best values, likewise."""
         return () if self.bests is None else _winners([value for value, _ in self.bests], self.direction)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Runs side by side.
+    """A comparison of runs.
 
     Attributes:
-        runs: In the order given; the first is what differences are counted from.
-        letters: A, B, ...: what each is called in tables and curves.
-        verdicts: Of every metric that all of them have.
-        settings: Keys of the config that differ, with each run's value as text.
-        versions: Libraries that differ, with each run's version; empty where a run does not say.
-        untold: The letters of runs that do not say what ran them.
-        not_shared: Metrics that only some have.
+        runs: In the order given; differences are relative to the first.
+        letters: A, B, ...: the labels of the runs in tables and curves.
+        verdicts: One entry for each metric that all runs have.
+        settings: Config keys that differ, with the value of each run as text.
+        versions: Libraries that differ, with the version of each run; empty if a run has no environment.json.
+        untold: The labels of runs without environment.json.
+        not_shared: Metrics that not all runs have.
     """
 
     runs: tuple[RunFolder, ...]
@@ -81,11 +81,11 @@ class Comparison:
         return len({run.last_step or 0 for run in self.runs}) > 1
 
 
-LENGTHS_DIFFER = "The runs differ in length: each metric is compared up to the last step that all runs have."
+LENGTHS_DIFFER = "The runs differ in length. Each metric is compared up to the last step that all runs have."
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
-    """Everything in which runs differ."""
+    """Compares runs."""
     every_name = list(dict.fromkeys(name for run in runs for name in run.names()))
     curves = {name: [run.curve(name) for run in runs] for name in every_name}
     shared = in_order([name for name in every_name if all(curve.steps for curve in curves[name])])

@@ -1,4 +1,4 @@
-"""A comparison as one page of HTML, in the style of a run's report."""
+"""Renders a comparison as an HTML page, in the style of the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlcore_cli.report.panels import Chosen, choose_panels
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The whole page."""
+    """The HTML page."""
     names = list(dict.fromkeys(name for run in comparison.runs for name in run.names()))
     main, further, unseen = choose_panels(names)
     return render_template(
@@ -27,7 +27,7 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def _figures(comparison: Comparison, chosen: Chosen) -> list[Figure]:
-    """One chart a metric, one line a run."""
+    """One chart per metric, one line per run."""
     panel = chosen.panel
     return [
         figure(

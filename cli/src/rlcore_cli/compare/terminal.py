@@ -1,4 +1,4 @@
-"""A comparison as text for a terminal: curves over each other, what differs, a table of values."""
+"""Renders a comparison for a terminal: overlaid curves, differences, a table of values."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rlcore_cli.report.panels import choose_panels
 from rlcore_cli.report.scales import format_number
 
 DRAWN = ("reward/mean", "validation/accuracy", "validation/loss", "loss")
-"""The curves of a terminal: the first two of these that all runs have."""
+"""Metrics to plot: the first two of these that all runs have."""
 MOST_DRAWN = 2
 LONGEST_VALUE = 40
 MOST_NAMED = 12
 
 
 def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
-    """The whole comparison, line by line.
+    """The lines of the comparison.
 
     Args:
         comparison: The runs.
-        everything: Every shared metric; otherwise those that a report shows first.
+        everything: Include all shared metrics, not only those that a report shows first.
     """
     for name, run in zip(comparison.letters, comparison.runs, strict=True):
         yield f"{name} = {run.path} ({run.last_step or 0} steps)"
@@ -34,7 +34,7 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
     yield ""
     yield from _differing("config", comparison, comparison.settings)
     if comparison.untold:
-        yield f"Versions cannot be compared: {', '.join(comparison.untold)} has no environment.json."
+        yield f"Versions not compared: no environment.json in {', '.join(comparison.untold)}."
         yield ""
     else:
         yield from _differing("version", comparison, comparison.versions)
@@ -44,11 +44,11 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
     yield from _verdict_table(comparison, everything=everything)
     if comparison.not_shared:
         named, more = comparison.not_shared[:MOST_NAMED], len(comparison.not_shared) - MOST_NAMED
-        yield f"Not in all of them: {', '.join(named)}" + (f", and {more} more." if more > 0 else ".")
+        yield f"Not in all runs: {', '.join(named)}" + (f", and {more} more." if more > 0 else ".")
 
 
 def cell(value: float, first: float | None) -> str:
-    """A value, with its difference from the first run's."""
+    """A value and its difference from the first run."""
     if first is None:
         return format_number(value)
     if value == first:
@@ -58,18 +58,18 @@ def cell(value: float, first: float | None) -> str:
 
 
 def verdict_words(verdict: Verdict, letters: tuple[str, ...]) -> str:
-    """Which runs are better, or '' where neither way is."""
+    """The labels of the better runs, or '' if the metric has no direction."""
 
     def name(winners: tuple[int, ...]) -> str:
-        return "level" if len(winners) == len(letters) else " and ".join(letters[index] for index in winners)
+        return "equal" if len(winners) == len(letters) else " and ".join(letters[index] for index in winners)
 
     end, best = name(verdict.better_at_the_end), name(verdict.better_at_its_best)
-    return end if end == best else f"{end} at the end, {best} at best"
+    return end if end == best else f"final: {end}, best: {best}"
 
 
 def _differing(what: str, comparison: Comparison, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> Iterator[str]:
     if not rows:
-        yield f"No {what} differs."
+        yield f"No differences: {what}."
         yield ""
         return
     table = [[what, *comparison.letters]]
@@ -86,7 +86,7 @@ def _verdict_table(comparison: Comparison, *, everything: bool) -> Iterator[str]
         yield "The runs have no metric in common."
         return
     letters = comparison.letters
-    table = [["metric", *(f"{name} final" for name in letters), *(f"{name} best" for name in letters), "better"]]
+    table = [["metric", *(f"{name} final" for name in letters), *(f"{name} best" for name in letters), "better run"]]
     for verdict in verdicts:
         bests = verdict.bests or ()
         table.append(
@@ -98,7 +98,7 @@ def _verdict_table(comparison: Comparison, *, everything: bool) -> Iterator[str]
             ]
         )
     yield from _aligned(table)
-    yield "In brackets: against A. One run each: a difference may be the seed's."
+    yield "In parentheses: difference from A. With one run each, a difference may be due to the seed."
 
 
 def _cells(points: tuple[tuple[float, int], ...]) -> list[str]:

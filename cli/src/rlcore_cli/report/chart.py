@@ -1,4 +1,4 @@
-"""One chart as inline SVG, coloured by the page's style sheet; it knows neither runs nor metrics."""
+"""Draws a chart as inline SVG, colored by the style sheet of the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlcore_cli.report.scales import format_number, moving_mean, nice_ticks, pad
 WIDTH, HEIGHT = 420, 210
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 26
 COLOURS = 8
-"""Series colours of the style sheet: `c0` to `c7`."""
+"""Number of series colors in the style sheet: `c0` to `c7`."""
 DOTS_UP_TO = 30
 SMOOTHED_FROM = 60
 MOST_BARS = 60
@@ -26,8 +26,8 @@ class Line:
         label: Its name in the legend.
         steps: [N], ascending.
         values: [N], finite.
-        colour: Which of the `COLOURS`.
-        not_finite: Steps with NaN or infinities, marked at the upper edge.
+        colour: Index of the color, modulo `COLOURS`.
+        not_finite: Steps with NaN or infinite values, marked at the top of the chart.
     """
 
     label: str
@@ -38,18 +38,18 @@ class Line:
 
     @property
     def is_smoothed(self) -> bool:
-        """Whether it is long enough, and moves, so that a moving mean is drawn over it."""
+        """Whether a moving average is drawn over the curve: it must be long enough and not constant."""
         return len(self.steps) >= SMOOTHED_FROM and min(self.values) < max(self.values)
 
     @property
     def window(self) -> int:
-        """Values of the moving mean."""
+        """Window of the moving average, in values."""
         return max(3, len(self.steps) // 20)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Where a step and a value lie on the drawing."""
+    """Maps steps and values to pixels."""
 
     steps: tuple[float, float]
     values: tuple[float, float]
@@ -66,13 +66,13 @@ class Axes:
 
 
 def line_chart(lines: Sequence[Line], *, title: str) -> str:
-    """Curves over steps; "" where none has a value.
+    """Draws curves over steps; returns "" if no curve has a value.
 
-    A curve of many steps is drawn thin, with its moving mean over it.
+    A long curve is drawn thin, with its moving average over it.
 
     Args:
         lines: The curves.
-        title: For who does not see the chart.
+        title: Text for screen readers.
     """
     drawn = [line for line in lines if len(line.steps) > 0]
     bad = sorted({step for line in lines for step in line.not_finite})
@@ -89,12 +89,12 @@ def line_chart(lines: Sequence[Line], *, title: str) -> str:
 
 
 def stacked_chart(steps: Sequence[int], layers: Sequence[tuple[str, Sequence[float], int]], *, title: str) -> str:
-    """Bars of layers on each other; of many steps, each bar is the mean of its stretch. "" where there is no step.
+    """Draws stacked bars; with many steps, each bar is the mean of several. Returns "" if there are no steps.
 
     Args:
         steps: [N], ascending.
-        layers: Label, [N] values of at least 0, and colour of each, from the bottom.
-        title: For who does not see the chart.
+        layers: Label, [N] non-negative values and color of each layer, bottom layer first.
+        title: Text for screen readers.
     """
     if not steps:
         return ""
@@ -145,13 +145,13 @@ def _points(steps: Sequence[int], values: Sequence[float], axes: Axes) -> str:
 
 
 def _frame(axes: Axes) -> str:
-    """Grid, ticks and their numbers."""
+    """Grid, ticks and tick labels."""
     parts = []
     for tick in nice_ticks(*axes.values):
         y = axes.y(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" class="left">{format_number(tick)}</text>')
-    # A single step stands in the middle of its chart, and the step before the first is none.
+    # A single step is centered in the chart. There is no step below 0.
     for tick in (tick for tick in nice_ticks(*axes.steps, count=6, whole=True) if tick >= 0):
         x = axes.x(tick)
         parts.append(f'<path class="tick" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
@@ -168,7 +168,7 @@ def _svg(title: str, body: Sequence[str], readings: str) -> str:
 
 
 def _readings(lines: Sequence[Line], axes: Axes) -> str:
-    """What the pointer reads off: the scale of the steps, and each curve's values, as JSON."""
+    """The data for the pointer as JSON: the scale of the x axis and the values of each curve."""
     series = []
     for line in lines:
         steps, values = thin(line.steps, line.values)

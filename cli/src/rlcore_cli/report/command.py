@@ -1,4 +1,4 @@
-"""`rlcore report`: writes the page of a run, once or until the run ends. It changes nothing in the run but adds the page."""
+"""`rlcore report`: writes the HTML report of a run, once or repeatedly until the run ends."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 Stamp = tuple[float, ...]
-"""When each of the files that tell of news was written last."""
+"""Modification times of the files that change with every step."""
 
 
 def report(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The run folder.", show_default=False)],
-    output: Annotated[Path | None, typer.Option(help="The page; report.html in the run folder by default.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Rewrite the page as the run goes, until it ends.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="With --follow: look for news every so many seconds.")] = 5.0,
+    output: Annotated[Path | None, typer.Option(help="Output file; report.html in the run folder by default.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Update the report until the run ends.")] = False,
+    every: Annotated[
+        float, typer.Option(min=0.1, help="With --follow: interval between checks for new data, in seconds.")
+    ] = 5.0,
     max_mib: Annotated[
-        float, typer.Option(min=0.5, help="The most that the page may take; rollouts are left out to keep it.")
+        float, typer.Option(min=0.5, help="Maximum size of the report in MiB; rollouts are omitted to stay below it.")
     ] = 5.0,
 ) -> None:
-    """Write one page of HTML about a run: curves, rollouts by token, config, versions, how it ended.
+    """Write an HTML report of a run: curves, rollouts by token, config, versions, outcome.
 
-    The page needs no network and no other file. A run that is still going can be looked at too.
+    The report is a single file that needs no network. The run may still be in progress.
 
     Example:
         rlcore report runs/grpo_addition
         rlcore report runs/grpo_addition --follow --output /tmp/run.html
     """
     page = output if output is not None else run_folder / PAGE
-    seen = _stamp(run_folder)  # before the folder is read: what comes while it is being read is news
+    seen = _stamp(run_folder)  # taken before reading, so that changes during the read are noticed
     ending = _write(run_folder, page, max_mib=max_mib, live=follow)
     print(f"{page} ({page.stat().st_size / 2**20:.2f} MiB). {ending.sentence}", flush=True)
     if follow and not ending.is_over:
@@ -47,14 +49,14 @@ def _follow(run_folder: Path, page: Path, *, seen: Stamp, max_mib: float, every:
     while True:
         time.sleep(every)
         now = _stamp(run_folder)
-        # A process that vanishes changes no file, so an unchanged folder is looked at as well, without its rollouts.
-        ending = _write(run_folder, page, max_mib=max_mib, live=True) if now != seen else _how_it_stands(run_folder)
+        # A killed process changes no file, so the status of an unchanged folder is checked as well, without reading rollouts.
+        ending = _write(run_folder, page, max_mib=max_mib, live=True) if now != seen else _status(run_folder)
         if ending.is_over:
             return _write(run_folder, page, max_mib=max_mib, live=False)
         seen = now
 
 
-def _how_it_stands(run_folder: Path) -> Ending:
+def _status(run_folder: Path) -> Ending:
     from rlcore_cli.report.ending import ending_of
     from rlcore_cli.report.run_folder import read_run_folder
 

@@ -1,4 +1,4 @@
-"""How a run stands or ended, from its status file and from whether its process lives; it knows no page."""
+"""The status of a run, from its status file and from whether its process is alive."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rlcore_cli.report.scales import format_duration
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run stands.
+    """The status of a run.
 
     Attributes:
-        state: `building`, `running`, `finished`, `interrupted`, `failed`, `vanished` (its process is gone without a word) or
+        state: `building`, `running`, `finished`, `interrupted`, `failed`, `vanished` (its process is gone) or
             `unknown`.
-        sentence: The same for a person.
-        error: What it ended with, in the run's own words.
-        times: When it started and ended, and how long it took, as far as the folder says.
-        is_over: Whether nothing more will be written.
+        sentence: The status in words.
+        error: The error message of the run.
+        times: Start, end and duration, as far as they are recorded.
+        is_over: Whether the run has ended.
     """
 
     state: str
@@ -32,7 +32,7 @@ class Ending:
 
 
 def ending_of(run: RunFolder) -> Ending:
-    """How a run stands, from status.json; a process can be looked for on its own machine only."""
+    """The status of a run from status.json; its process is checked only on the machine where it ran."""
     return replace(_ending(run), times=_times(run))
 
 
@@ -52,33 +52,33 @@ def _ending(run: RunFolder) -> Ending:
             return Ending(state=state, sentence=f"Failed{during} after {so_far}.", error=error)
         case "building" | "running" if _is_gone(run, status.get("pid")):
             sentence = (
-                f"Ended after {so_far} without a word: its process {status['pid']} is gone. Killed (out of memory?), or "
-                "the machine went down."
+                f"Exited without an error message after {so_far}: process {status['pid']} is gone. It was killed (out of "
+                "memory?) or the machine went down."
             )
             return Ending(state="vanished", sentence=sentence)
         case "building":
-            return Ending(state=state, sentence=f"Being built: {so_far} so far.", is_over=False)
+            return Ending(state=state, sentence=f"Starting: {so_far} so far.", is_over=False)
         case "running":
             return Ending(state=state, sentence=f"Running: {so_far} so far.", is_over=False)
         case _:
-            return Ending(state="unknown", sentence=f"{so_far.capitalize()}; the folder does not say how the run stands.")
+            return Ending(state="unknown", sentence=f"{so_far.capitalize()}; the run folder has no valid status.")
 
 
 def _during(phase: object) -> str:
     if not phase:
         return ""
-    return " while it was being built," if phase == "building" else f" in the phase {phase},"
+    return " during startup," if phase == "building" else f" in phase {phase},"
 
 
 def _times(run: RunFolder) -> str:
-    """Of a resumed run, those of its latest process."""
+    """Start, end and duration; for a resumed run, those of its latest process."""
     status = run.status or {}
     started = status.get("started") or (run.environment or {}).get("started")
     if not started:
         return ""
     ended, seconds = status.get("ended"), status.get("seconds")
     end = f", ended {_moment(ended)}" if ended else ""
-    took = f", after {format_duration(seconds)}" if isinstance(seconds, int | float) else ""
+    took = f", took {format_duration(seconds)}" if isinstance(seconds, int | float) else ""
     return f"Started {_moment(started)}{end}{took}."
 
 
@@ -87,7 +87,7 @@ def _moment(text: object) -> str:
 
 
 def _is_gone(run: RunFolder, pid: object) -> bool:
-    # While a run is resumed, environment.json still tells of the process before.
+    # While a run is being resumed, environment.json still describes the previous process.
     host = (run.status or {}).get("host") or (run.environment or {}).get("host")
     if not isinstance(pid, int) or host != socket.gethostname():
         return False

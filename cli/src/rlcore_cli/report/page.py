@@ -1,4 +1,4 @@
-"""The page of one run: its parts as plain values for the template, and a file that is replaced at once; reads no run folder."""
+"""Renders the report of a run and writes it atomically."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from rlcore_cli.report.run_folder import Curve, RunFolder, leaves
 from rlcore_cli.report.scales import format_duration, format_number
 
 MAX_MIB = 5.0
-"""The default of the most that a page may take."""
+"""Default maximum size of a report, in MiB."""
 RELOAD_S = 10
-"""How often a page that is being rewritten reloads itself, in seconds."""
+"""Reload interval of a report that is still being updated, in seconds."""
 LONGEST_VALUE = 2000
 LONGEST_ERROR = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A chart with what is around it."""
+    """A chart with its title, legend and note."""
 
     title: str
     unit: str
@@ -43,13 +43,13 @@ class Figure:
 
 
 def render(run: RunFolder, ending: Ending, *, max_mib: float = MAX_MIB, live: bool = False) -> str:
-    """The whole page, of at most `max_mib` MiB: rollouts take the room that everything else leaves.
+    """The report as HTML, at most `max_mib` MiB: rollouts fill the space that everything else leaves.
 
     Args:
         run: The run.
-        ending: How it stands.
-        max_mib: The most that the page may take, in MiB.
-        live: Whether it is being rewritten, and should reload itself.
+        ending: Its status.
+        max_mib: Maximum size, in MiB.
+        live: Whether the report is still being updated and should reload itself.
     """
     main, further, unseen = choose_panels(run.names())
     figures = [_figure(run, chosen) for chosen in main]
@@ -67,7 +67,7 @@ def render(run: RunFolder, ending: Ending, *, max_mib: float = MAX_MIB, live: bo
         "reload_s": RELOAD_S if live and not ending.is_over else 0,
     }
     limit = int(max_mib * 2**20)
-    # Every sentence of the page that a sample may bring, with counts wider than any.
+    # An upper bound for the size of the sentences about the sample: all of them, with very long counts.
     widest = Sample(shown_rows=10**9, shown_steps=10**9, all_steps=10**9, shortened=10**9, without_text=10**9)
     rest = len(render_template("report.html.jinja", sample=widest, **parts).encode())
     sample = sample_rollouts(run, budget_bytes=max(2, limit - rest))
@@ -75,7 +75,7 @@ def render(run: RunFolder, ending: Ending, *, max_mib: float = MAX_MIB, live: bo
 
 
 def render_template(name: str, **parts: Any) -> str:
-    """A template of this package, with its style and scripts in it; everything else is escaped."""
+    """Renders a template of this package with inlined style and scripts; all other values are escaped."""
     environment = Environment(
         loader=PackageLoader("rlcore_cli.report"),
         autoescape=True,
@@ -93,10 +93,10 @@ _INLINE = {"style": "style.css", "charts_script": "charts.js", "rollouts_script"
 
 
 def write_page(path: Path, text: str) -> None:
-    """Replaces the file at once, so that a reader never sees half of it.
+    """Replaces the file atomically, so that a reader never sees an incomplete page.
 
     Raises:
-        UserError: It cannot be written there.
+        UserError: The file cannot be written.
     """
     partial = path.with_name(f".{path.name}.tmp")
     try:
@@ -104,9 +104,9 @@ def write_page(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        with suppress(OSError):  # the folder may be what is missing
+        with suppress(OSError):  # the folder may not exist
             partial.unlink()
-        raise UserError(f"{path} cannot be written: {error.strerror}. Name another file with --output.") from error
+        raise UserError(f"{path} cannot be written: {error.strerror}. Choose another file with --output.") from error
 
 
 def figure(curves: Sequence[tuple[str, Curve]], *, title: str, unit: str = "", note: str = "") -> Figure:
@@ -118,9 +118,9 @@ def figure(curves: Sequence[tuple[str, Curve]], *, title: str, unit: str = "", n
     smoothed = next((line for line in lines if line.is_smoothed), None)
     notes = [note] if note else []
     if smoothed is not None:
-        notes.append(f"Bold: mean over {smoothed.window} values.")
+        notes.append(f"Bold: moving average over {smoothed.window} values.")
     if any(line.not_finite for line in lines):
-        notes.append("Marks at the top: NaN or infinite.")
+        notes.append("Marks at the top: NaN or infinite values.")
     legend = [(line.label, line.colour, format_number(line.values[-1]) if line.values else "—") for line in lines]
     svg = Markup(line_chart(lines, title=title))
     return Figure(title=title, unit=unit, note=" ".join(notes), svg=svg, legend=legend)
@@ -133,7 +133,7 @@ def _figure(run: RunFolder, chosen: Chosen) -> Figure:
 
 
 def _times(run: RunFolder) -> Figure | None:
-    """The seconds of each step by phase; what no phase accounts for is `other`."""
+    """The time of each step by phase; time outside of all phases is `other`."""
     rows = {step: row for step, row in run.metrics.items() if row.get(STEP_TIME) is not None}
     names = phases(run.names())
     if not rows or not names:
@@ -144,11 +144,11 @@ def _times(run: RunFolder) -> Figure | None:
     layers = [(label, values, colour) for colour, (label, values) in enumerate(columns.items())]
     legend = [(label, colour, format_number(sum(values) / len(values))) for label, values, colour in layers]
     svg = Markup(stacked_chart(list(rows), layers, title="Time by phase"))
-    return Figure(title="Time by phase", unit="s", note="Of each step; in the legend, the mean.", svg=svg, legend=legend)
+    return Figure(title="Time by phase", unit="s", note="Time per step; the legend shows the mean.", svg=svg, legend=legend)
 
 
 def _tiles(run: RunFolder) -> list[tuple[str, str, str]]:
-    """The few numbers that come first: label, value, a remark."""
+    """The headline numbers: label, value, remark."""
     tiles = []
     for name in ("reward/mean", "validation/accuracy", "validation/loss"):
         curve = run.curve(name)
@@ -158,29 +158,29 @@ def _tiles(run: RunFolder) -> list[tuple[str, str, str]]:
     seconds = run.curve(STEP_TIME).values
     if seconds:
         tiles.append(
-            ("time of the steps", format_duration(sum(seconds)), f"{format_number(sum(seconds) / len(seconds))} s a step")
+            ("total step time", format_duration(sum(seconds)), f"{format_number(sum(seconds) / len(seconds))} s per step")
         )
     speed = run.curve("tokens_per_s").values
     if speed:
-        tiles.append(("tokens per second", format_number(sorted(speed)[len(speed) // 2]), "median of the steps"))
+        tiles.append(("tokens per second", format_number(sorted(speed)[len(speed) // 2]), "median over steps"))
     return tiles
 
 
 def _settings(run: RunFolder) -> list[tuple[str, str, str, str]]:
-    """Every value of the config: key, value, kind of its source, source."""
+    """All config values: key, value, kind of origin, origin."""
     sources = (run.provenance or {}).get("values", {})
     rows = []
     for key, value in leaves(run.config or {}):
         source = sources.get(key, {})
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         if len(text) > LONGEST_VALUE:
-            text = f"{text[:LONGEST_VALUE]} [... {len(text) - LONGEST_VALUE} characters left out]"
+            text = f"{text[:LONGEST_VALUE]} [... {len(text) - LONGEST_VALUE} characters omitted]"
         rows.append((key, text, source.get("kind", ""), source.get("source", "")))
     return rows
 
 
 def _tail(text: str | None) -> str | None:
-    """The end of a long error, where its cause stands."""
+    """The end of a long error message, which has the cause."""
     if text is None or len(text) <= LONGEST_ERROR:
         return text
-    return f"[... {len(text) - LONGEST_ERROR} characters left out]\n{text[-LONGEST_ERROR:]}"
+    return f"[... {len(text) - LONGEST_ERROR} characters omitted]\n{text[-LONGEST_ERROR:]}"

@@ -1,4 +1,4 @@
-"""Which metrics share a chart, in which order, and which way is better; it knows metrics by name and draws nothing."""
+"""The charts of a report: which metrics share a chart, their order, and whether higher or lower is better."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Panel:
     """One chart.
 
     Attributes:
-        title: What it shows.
-        metrics: Names, or patterns such as `reward/*`, in the order of the legend.
-        unit: Of the values.
-        note: What to look for, one sentence.
+        title: The title.
+        metrics: Names or patterns such as `reward/*`, in the order of the legend.
+        unit: Unit of the values.
+        note: One sentence on how to read the chart.
     """
 
     title: str
@@ -28,41 +28,41 @@ class Panel:
 
 
 PANELS = (
-    Panel(title="Reward", metrics=("reward/mean",), note="Mean over the step's rollouts, before the step trains on them."),
+    Panel(title="Reward", metrics=("reward/mean",), note="Mean over the rollouts of the step, before training on them."),
     Panel(title="Validation accuracy", metrics=("validation/accuracy",), unit="fraction", note="On held-out data."),
     Panel(title="Validation reward", metrics=("validation/reward",)),
     Panel(title="Validation loss", metrics=("validation/loss",), unit="nats", note="On held-out data."),
-    Panel(title="Loss", metrics=("loss", "loss/*"), note="What is minimised. In policy gradients its height means little."),
+    Panel(title="Loss", metrics=("loss", "loss/*"), note="The minimized loss. For policy gradients its value means little."),
     Panel(
-        title="KL to the reference",
+        title="KL to the reference policy",
         metrics=("kl/reference",),
         unit="nats",
-        note="How far the policy has moved, where the loss or the reward has the penalty.",
+        note="Distance of the policy from the reference; recorded if the loss or the reward has a KL penalty.",
     ),
     Panel(
         title="KL to the teacher",
         metrics=("distillation/kl_*", "validation/kl_*"),
         unit="nats",
-        note="On the policy's own answers; what distillation brings down.",
+        note="On answers of the policy; distillation minimizes it.",
     ),
     Panel(
         title="Agreement with the teacher",
         metrics=("distillation/argmax_agreement", "distillation/topk_mass_*", "validation/argmax_agreement"),
         unit="fraction",
-        note="Positions where both find the same token likeliest; what the teacher's top-k hold.",
+        note="Positions with the same most likely token; probability mass of the teacher's top-k tokens.",
     ),
     Panel(
         title="Explained variance of the critic",
         metrics=("value/explained_variance",),
-        note="1: the values say all about the returns; 0: no more than a constant.",
+        note="1: values predict returns exactly; 0: no better than a constant.",
     ),
     Panel(title="Values and returns", metrics=("value/mean", "value/return_mean"), unit="reward"),
-    Panel(title="Entropy", metrics=("entropy/*",), unit="nats", note="Falling to 0: the policy has stopped to explore."),
+    Panel(title="Entropy", metrics=("entropy/*",), unit="nats", note="Near 0: the policy has stopped exploring."),
     Panel(
         title="Lengths",
         metrics=("length/mean", "length/max", "validation/length"),
         unit="tokens",
-        note="Sampled tokens of a rollout.",
+        note="Sampled tokens per rollout.",
     ),
     Panel(
         title="Clipped and truncated",
@@ -75,20 +75,20 @@ PANELS = (
             "validation/truncated_frac",
         ),
         unit="fraction",
-        note="Tokens whose gradient or weight was held; rollouts that a limit cut off.",
+        note="Tokens with clipped ratio or weight; rollouts that reached the length limit.",
     ),
     Panel(
         title="Mismatch KL",
         metrics=("mismatch/kl",),
         unit="nats",
-        note="Sampler against policy on the same tokens and weights: 0 where the two agree.",
+        note="Between sampler and policy on the same tokens and weights; 0 if they agree.",
     ),
     Panel(title="Importance ratio", metrics=("ratio/mean", "ratio/min", "ratio/max")),
     Panel(
-        title="Groups that teach nothing",
+        title="Groups without learning signal",
         metrics=("advantage/equal_group_frac",),
         unit="fraction",
-        note="Groups whose rewards are all equal.",
+        note="Groups in which all rewards are equal.",
     ),
     Panel(title="Dynamic sampling", metrics=("dynamic_sampling/*",), unit="count"),
     Panel(title="Preference accuracy", metrics=("preference/accuracy",), unit="fraction"),
@@ -96,18 +96,18 @@ PANELS = (
     Panel(title="Staleness", metrics=("staleness/*",), unit="optimizer steps"),
     Panel(title="Gradient norm", metrics=("grad_norm",), note="Before clipping."),
     Panel(title="Learning rate", metrics=("lr",)),
-    Panel(title="Tokens per second", metrics=("tokens_per_s",), unit="tokens/s", note="Without validation."),
+    Panel(title="Tokens per second", metrics=("tokens_per_s",), unit="tokens/s", note="Excluding validation."),
 )
-"""The charts that are shown first, where a run has their metrics."""
+"""The main charts, shown if a run has their metrics."""
 
 STEP_TIME = "time/step_s"
 VALIDATE_TIME = "time/validate_s"
 NOT_IN_A_LINE_CHART = ("time/*_s",)
-"""Phases are stacked, in a chart of their own."""
+"""Phase times have a stacked chart of their own."""
 
 MOST_LINES = 8
 MOST_FURTHER = 60
-"""Lines of one chart; charts of what no panel names."""
+"""Maximum number of lines per chart, and of charts for metrics without a panel."""
 
 _HIGHER = (
     "reward/mean",
@@ -136,17 +136,17 @@ _LOWER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A panel with the metrics of one run, or of several."""
+    """A panel and the recorded metrics that it shows."""
 
     panel: Panel
     names: tuple[str, ...]
 
 
 def choose_panels(names: Iterable[str]) -> tuple[list[Chosen], list[Chosen], list[str]]:
-    """The main charts, the further ones by area, and the metrics for which there is no room.
+    """The main charts, the additional charts by name, and the metrics that are not shown.
 
     Args:
-        names: Every metric that was recorded.
+        names: All recorded metrics.
     """
     remaining = [name for name in names if not _matches(name, NOT_IN_A_LINE_CHART)]
     main = []
@@ -161,7 +161,7 @@ def choose_panels(names: Iterable[str]) -> tuple[list[Chosen], list[Chosen], lis
 
 
 def phases(names: Sequence[str]) -> list[str]:
-    """The names of the phases' times, without that of the whole step."""
+    """The metrics with phase times, without the time of the whole step."""
     return [name for name in names if _matches(name, NOT_IN_A_LINE_CHART) and name != STEP_TIME]
 
 
@@ -171,14 +171,14 @@ def phase_label(name: str) -> str:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Metrics as the charts have them: those of the panels first, the others by name, the times last."""
+    """Metrics in the order of the charts: panels first, then others by name, times last."""
     main, further, unseen = choose_panels(names)
     ordered = [name for chosen in (*main, *further) for name in chosen.names] + unseen
     return [*ordered, *(name for name in names if name not in ordered)]
 
 
 def better(name: str) -> Direction | None:
-    """Which way a metric is better; None where neither is: entropies, lengths, and `loss`, which policy gradients have too."""
+    """Whether higher or lower is better; None if neither: entropy, lengths, and `loss`, which policy gradients also record."""
     if _matches(name, _HIGHER):
         return "higher"
     return "lower" if _matches(name, _LOWER) else None

@@ -1,4 +1,4 @@
-"""Rollouts for a page of bounded size: some of the steps, some of their rows, the ends of long ones; it draws nothing."""
+"""Selects rollouts for a report of bounded size: some steps, some rows, and both ends of long rows."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from rlcore_cli.report.token_pieces import token_pieces
 MOST_STEPS = 120
 FEWEST_STEPS = 4
 ROWS_A_STEP = 16
-"""Steps are left out before a step has fewer rows than this."""
+"""Steps are omitted before a step gets fewer rows than this."""
 HEAD_TOKENS, TAIL_TOKENS = 1000, 500
 HEAD_CHARACTERS, TAIL_CHARACTERS = 4000, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The rollouts of a page.
+    """The rollouts of a report.
 
     Attributes:
-        content: What the browser reads, as JSON that is safe within a script element.
-        shown_rows: Rollouts in it.
-        shown_steps: Steps in it.
-        all_steps: Steps whose rollouts the folder has.
-        shortened: Rollouts of which a middle part was left out.
-        without_text: Rollouts whose tokens are shown without their texts, which the folder lacks.
-        is_whole: Whether no rollout is left out.
+        content: The rollouts as JSON that is safe inside a script element.
+        shown_rows: Number of rollouts in it.
+        shown_steps: Number of steps in it.
+        all_steps: Number of steps with rollouts in the run folder.
+        shortened: Number of rollouts whose middle is omitted.
+        without_text: Number of rollouts whose token texts are missing.
+        is_whole: Whether all rollouts are included.
     """
 
     content: str = "[]"
@@ -42,11 +42,11 @@ class Sample:
 
 
 def sample_rollouts(run: RunFolder, *, budget_bytes: int) -> Sample:
-    """As many rollouts as fit, evenly over the run, the first and the last step among them.
+    """As many rollouts as fit, from evenly spaced steps including the first and the last.
 
     Args:
         run: The run.
-        budget_bytes: The most that the content may take.
+        budget_bytes: Maximum size of the content.
     """
     steps = sorted(run.rollouts)
     chosen = _evenly(steps, _how_many_steps(run, steps, budget_bytes))
@@ -73,7 +73,7 @@ def sample_rollouts(run: RunFolder, *, budget_bytes: int) -> Sample:
 
 
 def _how_many_steps(run: RunFolder, steps: Sequence[int], budget_bytes: int) -> int:
-    """So many that each has a fair number of rows, by the size of the last step's first row."""
+    """The number of steps that leaves each about `ROWS_A_STEP` rows, estimated from the first row of the last step."""
     if not steps:
         return 0
     first = next(read_lines(run.rollouts[steps[-1]]), None)
@@ -86,9 +86,9 @@ def _how_many_steps(run: RunFolder, steps: Sequence[int], budget_bytes: int) -> 
 
 
 def _of_step(run: RunFolder, step: int, trained: int | None, budget_bytes: int) -> tuple[dict[str, Any], bool]:
-    """One step's first rows, up to the budget, and their prompts by group; and whether these are all of its rows.
+    """The first rows of a step that fit into the budget, their prompts by group, and whether these are all rows.
 
-    `total` is how many there were, if known.
+    `total` is the number of all rows, if known.
     """
     numbers = run.metrics.get(step, {})
     total = numbers.get("rollout/rows", numbers.get("validation/rows"))
@@ -128,7 +128,7 @@ def _row(record: Mapping[str, Any], texts: Mapping[int, str], trained: int | Non
 
 
 def _tokens(record: Mapping[str, Any], texts: Mapping[int, str]) -> dict[str, Any]:
-    """What is known of each token: text, log-probability, ratio, advantage; of a long row its ends alone."""
+    """Text, log-probability, ratio and advantage of each token; only both ends of a long row."""
     tokens = record.get("tokens") or []
     completion = str(record.get("completion", ""))
     per_token: dict[str, Sequence[Any]] = {"tokens": tokens}
@@ -156,15 +156,15 @@ def _prompt(record: Mapping[str, Any]) -> str:
 
 
 def _shortened(text: str) -> str:
-    """The two ends of a long text, with how many characters between them were left out."""
+    """Both ends of a long text and the number of omitted characters."""
     left_out = len(text) - HEAD_CHARACTERS - TAIL_CHARACTERS
     if left_out <= 0:
         return text
-    return f"{text[:HEAD_CHARACTERS]}\n[... {left_out} characters left out ...]\n{text[-TAIL_CHARACTERS:]}"
+    return f"{text[:HEAD_CHARACTERS]}\n[... {left_out} characters omitted ...]\n{text[-TAIL_CHARACTERS:]}"
 
 
 def _optimizer_steps_before(run: RunFolder) -> dict[int, int]:
-    """The policy's weight version when each step began; only as far as every step before it is recorded."""
+    """The weight version at the start of each step, as far as all earlier steps are recorded."""
     before: dict[int, int] = {0: 0, 1: 0}
     for step in range(1, (run.last_step or 0) + 1):
         taken = run.metrics.get(step, {}).get("num_optimizer_steps")
@@ -183,6 +183,6 @@ def _evenly(steps: Sequence[int], count: int) -> list[int]:
 
 
 def _compact(value: Any) -> str:
-    """JSON that ends no script element and opens no comment in it, whatever a model wrote."""
+    """JSON that cannot end a script element or open a comment in it, whatever the model wrote."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e").replace("\u2028", "\\u2028")

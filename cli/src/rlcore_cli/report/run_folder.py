@@ -1,4 +1,4 @@
-"""What a run folder holds, as plain values, whatever part of it is there; it draws nothing and judges nothing."""
+"""Reads a run folder as plain values; missing files are allowed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TOKEN_TEXTS = "token_texts.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One metric over the steps at which it was recorded.
+    """A metric and the steps at which it was recorded.
 
     Attributes:
         name: `area/quantity`.
         steps: In ascending order.
-        values: One a step, finite.
-        not_finite: Steps at which it was recorded as NaN or infinite.
+        values: One finite value per step.
+        not_finite: Steps with a NaN or infinite value.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """A run as its folder tells it; what is absent is empty or None.
+    """The contents of a run folder; missing files are empty or None.
 
     Attributes:
         path: The folder.
-        metrics: By step, ascending: the numbers of the step by name; None stands for NaN and infinities.
+        metrics: Metrics by step (ascending) and name; None stands for NaN and infinite values.
         config: The resolved config.
-        provenance: Where each value of the config came from: `file`, `overrides`, `values`.
-        environment: Versions, plugins, host, start.
-        status: How the run stands, as status.json says it.
-        rollouts: The file of each step's rollouts.
-        token_texts: The text of each token id that was sampled.
+        provenance: Origin of each config value: `file`, `overrides`, `values`.
+        environment: Versions, plugins, host, start time.
+        status: The contents of status.json.
+        rollouts: The rollout file of each step.
+        token_texts: The text of each sampled token id.
     """
 
     path: Path
@@ -70,23 +70,23 @@ class RunFolder:
 
     @property
     def last_step(self) -> int | None:
-        """The last step that was recorded."""
+        """The last recorded step."""
         return max(self.metrics, default=None)
 
     @property
     def planned_steps(self) -> int | None:
-        """How many steps the config asks for."""
+        """The number of steps in the config."""
         for section in (self.config or {}).values():
             if isinstance(section, Mapping) and "max_num_steps" in section:
                 return int(section["max_num_steps"])
         return None
 
     def names(self) -> list[str]:
-        """Every metric, in the order in which it first appeared."""
+        """All metrics, in order of first appearance."""
         return list(dict.fromkeys(name for row in self.metrics.values() for name in row))
 
     def curve(self, name: str) -> Curve:
-        """One metric; empty where it was never recorded."""
+        """The curve of a metric; empty if it was never recorded."""
         recorded = [(step, row[name]) for step, row in self.metrics.items() if name in row]
         finite = [(step, value) for step, value in recorded if value is not None]
         return Curve(
@@ -98,11 +98,11 @@ class RunFolder:
 
 
 def read_run_folder(path: Path) -> RunFolder:
-    """Reads everything but the rollouts, which may be large.
+    """Reads a run folder, except for the rollouts, which may be large.
 
     Raises:
-        UserError: There is no such folder, or it is none of a run.
-        DataError: A file in it is damaged.
+        UserError: The folder does not exist or is not a run folder.
+        DataError: A file in it is corrupt.
     """
     _refuse_other_folders(path)
     config = _read(path / CONFIG, yaml.safe_load)
@@ -123,12 +123,12 @@ def read_run_folder(path: Path) -> RunFolder:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file, one at a time; nothing where it is absent. NaN and infinities read as None.
+    """Yields the objects of a JSON-lines file, if it exists. NaN and infinite values are read as None.
 
-    A last line without an end is being written, or was cut short, and is left out.
+    A last line without a newline is incomplete and is skipped.
 
     Raises:
-        DataError: A line is no JSON object.
+        DataError: A line is not a JSON object.
     """
     if not path.exists():
         return
@@ -139,14 +139,14 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line, parse_constant=_not_finite)
             except ValueError as error:
-                raise DataError(f"{path}:{number} is damaged: {error}. Remove that line to go on without it.") from error
+                raise DataError(f"{path}:{number}: invalid JSON: {error}. Remove this line to continue without it.") from error
             if not isinstance(row, dict):
-                raise DataError(f"{path}:{number} must hold an object; it holds {str(row)[:80]}.")
+                raise DataError(f"{path}:{number}: must be a JSON object, found {str(row)[:80]}.")
             yield row
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a config by dotted key; an empty section is a value."""
+    """The values of a config by dotted key; an empty section counts as a value."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from leaves(item, f"{key}.{name}" if key else str(name))
@@ -157,12 +157,12 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _refuse_other_folders(path: Path) -> None:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {what}; a run folder is wanted, such as runs/NAME. `rlcore train` prints its run folder.")
+        raise UserError(f"{path} {what}. Give a run folder, such as runs/NAME; `rlcore train` prints its run folder.")
     if _is_run(path):
         return
     runs = sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
-    below = f" Run folders in it: {', '.join(map(str, runs[:8]))}." if runs else ""
-    raise UserError(f"{path} is no run folder: it has neither {METRICS} nor {STATUS}.{below}")
+    below = f" Run folders inside it: {', '.join(map(str, runs[:8]))}." if runs else ""
+    raise UserError(f"{path} is not a run folder: it has neither {METRICS} nor {STATUS}.{below}")
 
 
 def _is_run(path: Path) -> bool:
@@ -175,9 +175,9 @@ def _read(path: Path, parse: Any) -> dict[str, Any] | None:
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{path} is damaged: {error}. Remove it to go on without it.") from error
+        raise DataError(f"{path} is corrupt: {error}. Remove it to continue without it.") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} must hold a mapping; it holds {str(content)[:80]}.")
+        raise DataError(f"{path} must be a mapping, found {str(content)[:80]}.")
     return content
 
 
@@ -186,13 +186,13 @@ def _metrics(path: Path) -> dict[int, dict[str, float | None]]:
     for number, row in enumerate(read_lines(path), start=1):
         step = row.pop("step", None)
         if not isinstance(step, int):
-            raise DataError(f"{path}:{number} has no step. Remove that line to go on without it.")
+            raise DataError(f"{path}:{number}: no step. Remove this line to continue without it.")
         rows[step] = {name: _finite(value) for name, value in row.items() if value is None or isinstance(value, int | float)}
     return dict(sorted(rows.items()))
 
 
 def _not_finite(name: str) -> None:
-    """JSON has no word for NaN and infinities; Python writes them all the same."""
+    """None for NaN and Infinity, which Python writes although JSON does not allow them."""
 
 
 def _finite(value: float | None) -> float | None:

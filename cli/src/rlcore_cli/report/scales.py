@@ -1,4 +1,4 @@
-"""Numbers for a chart: ticks, how they are written, and fewer points of a long curve; it knows no metric."""
+"""Numbers for charts: ticks, number formats, downsampling and moving averages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 MOST_POINTS = 400
-"""Points of one line: more cannot be told apart at the width of a chart."""
+"""Maximum points per line; more are not visible at the width of a chart."""
 
 
 def format_number(value: float) -> str:
-    """Four significant digits at most, with an exponent where it would take many zeros."""
+    """At most four significant digits, with an exponent for very large or small numbers."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -23,7 +23,7 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Two units at most: 3 h 20 min, 4 min 5 s, 6 s."""
+    """At most two units: 3 h 20 min, 4 min 5 s, 6 s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
@@ -35,8 +35,8 @@ def nice_ticks(low: float, high: float, *, count: int = 5, whole: bool = False) 
     Args:
         low: Lower end.
         high: Upper end, above `low`.
-        count: How many are wanted.
-        whole: Only whole numbers.
+        count: Approximate number of ticks.
+        whole: Only integers.
     """
     rough = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
@@ -49,7 +49,7 @@ def nice_ticks(low: float, high: float, *, count: int = 5, whole: bool = False) 
 
 
 def padded_range(values: Sequence[float]) -> tuple[float, float]:
-    """A range for an axis: from 0 where the values reach near it, with a little room at its ends, never empty."""
+    """A non-empty axis range with a small margin; it starts at 0 if the values come close to it."""
     low, high = min(values), max(values)
     if low == high:
         if low == 0:
@@ -59,12 +59,12 @@ def padded_range(values: Sequence[float]) -> tuple[float, float]:
         return 0.0, high * 1.05
     if 0.4 * low <= high <= 0:
         return low * 1.05, 0.0
-    room = (high - low) * 0.06
-    return low - room, high + room
+    margin = (high - low) * 0.06
+    return low - margin, high + margin
 
 
 def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
-    """At most `most` points of a curve: the smallest and the largest of each stretch, so that no spike is lost."""
+    """At most `most` points of a curve: the minimum and maximum of each interval, so that spikes stay visible."""
     if len(steps) <= most:
         return list(steps), list(values)
     stretches = most // 2
@@ -77,7 +77,7 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS)
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean over the `window` values around each, or over those that there are at the ends."""
+    """The centered moving average over `window` values; the window is shorter at the ends."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
@@ -87,6 +87,6 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _clean(value: float, step: float) -> float:
-    """The value without the last bits that multiplication leaves: 0.30000000000000004."""
+    """The value without rounding errors such as 0.30000000000000004."""
     digits = max(0, 2 - math.floor(math.log10(step)))
     return round(value, digits) if digits < 300 else value

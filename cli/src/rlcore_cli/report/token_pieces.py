@@ -1,4 +1,4 @@
-"""Cuts a completion into the texts of its tokens; it knows token ids and their texts, and no tokenizer."""
+"""Splits a completion into the texts of its tokens, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ PART_OF_A_CHARACTER = "\ufffd"
 
 
 def token_pieces(tokens: Sequence[int], completion: str, texts: Mapping[int, str]) -> list[tuple[str, bool]] | None:
-    """The text of each token, and whether that text is part of the completion; None where texts are missing.
+    """The text of each token and whether it is part of the completion; None if texts are missing.
 
-    A token that is only part of a character has no text of its own: the first of such a run gets the run's text, the
-    others get "". Tokens that the completion leaves out, such as the end of a sequence, have their own text and False.
-    Where the texts do not add up to the completion, each token has its own text.
+    If several tokens form one character, the first gets the text of all and the others get "". Tokens that are not in the
+    completion, such as the end of sequence, have their own text and False. If the texts do not add up to the completion, each
+    token has its own text.
 
     Args:
         tokens: [T] ids.
-        completion: What they read as together, without special tokens.
-        texts: The text of each id by itself.
+        completion: The decoded text, without special tokens.
+        texts: The text of each single id.
     """
     if any(token not in texts for token in tokens):
         return None
@@ -48,7 +48,7 @@ def token_pieces(tokens: Sequence[int], completion: str, texts: Mapping[int, str
 
 
 def _find(text: str, completion: str, at: int, *, is_next: bool) -> tuple[int, str] | None:
-    # Some tokenizers drop the space that a word begins with when it is decoded alone.
+    # Some tokenizers drop the leading space of a word that is decoded alone.
     for candidate in (text, f" {text}"):
         if is_next and completion.startswith(candidate, at):
             return at, candidate

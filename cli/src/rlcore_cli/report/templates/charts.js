@@ -1,4 +1,4 @@
-// Reads a chart's values off under the pointer. Each svg carries its readings: where steps 0 and 1 lie, and its series.
+// Shows the values of a chart under the pointer. Each svg has its data in `readings`: the x scale and the series.
 for (const svg of document.querySelectorAll("svg[data-readings]")) {
   const { x: [origin, stride], series } = JSON.parse(svg.dataset.readings);
   const cursor = svg.querySelector(".cursor");
@@ -23,7 +23,7 @@ for (const svg of document.querySelectorAll("svg[data-readings]")) {
     const bounds = svg.getBoundingClientRect();
     const scale = svg.viewBox.baseVal.width / bounds.width;
     const wanted = ((event.clientX - bounds.left) * scale - origin) / stride;
-    // The step of the curve that has one nearest to the pointer; curves without that step say their own.
+    // The recorded step nearest to the pointer. Curves without that step show their nearest step.
     const hits = series.map(([label, colour, steps, values]) => {
       const at = nearest(steps, wanted);
       return { label, colour, step: steps[at], value: values[at] };
@@ -44,8 +44,8 @@ for (const svg of document.querySelectorAll("svg[data-readings]")) {
       box.append(line);
     }
     const frame = svg.parentElement.getBoundingClientRect();
-    const room = frame.width - box.offsetWidth - 6;
-    box.style.left = `${Math.max(6, Math.min(event.clientX - frame.left + 14, room))}px`;
+    const maxLeft = frame.width - box.offsetWidth - 6;
+    box.style.left = `${Math.max(6, Math.min(event.clientX - frame.left + 14, maxLeft))}px`;
     box.style.top = `${bounds.top - frame.top + 12}px`;
   });
   svg.addEventListener("pointerleave", hide);

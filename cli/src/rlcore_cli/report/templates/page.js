@@ -1,4 +1,4 @@
-// The filter of the config, and the reload of a page that is being rewritten, which keeps what the reader had chosen.
+// Filters the config, and reloads a page that is still being updated while keeping the reader's selections.
 const filterSettings = () => {
   const wanted = document.getElementById("find").value.toLowerCase();
   const onlyWritten = document.getElementById("written")?.checked ?? false;
@@ -27,7 +27,7 @@ if (seconds > 0) {
     const values = {};
     const step = document.getElementById("step");
     for (const id of ["colour", "order", "only"]) values[id] = document.getElementById(id)?.value ?? null;
-    // Who looks at the newest step goes on to do so.
+    // A reader who views the newest step keeps following it.
     values.step = step && step.selectedIndex < step.options.length - 1 ? step.value : null;
     sessionStorage.setItem("kept", JSON.stringify({ values, scroll: scrollY }));
     location.reload();

@@ -1,8 +1,8 @@
-// The browser of rollouts. What models wrote enters the page as text alone, never as markup.
+// The rollout browser. Model output is inserted as text, never as markup.
 const rollouts = JSON.parse(document.getElementById("rollouts-data").textContent);
 const chosen = { step: document.getElementById("step"), colour: document.getElementById("colour"), order: document.getElementById("order"), only: document.getElementById("only") };
 const tokenLine = document.getElementById("token");
-const MOST_SURPRISE = 5; // nats at which a token is fully coloured: one in 150
+const MOST_SURPRISE = 5; // nats at which a token gets the full color: probability 1/150
 
 const written = (tag, className, ...content) => {
   const element = document.createElement(tag);
@@ -18,7 +18,7 @@ const ratioOf = (row, at) => {
   return before == null || now == null ? null : now - before;
 };
 
-// Each way to colour: what it needs, how strong a token is coloured in [0, 1], and in which of the two colours.
+// Color modes: the required data, the value of a token, the value with full color, and the two colors.
 const colourings = {
   advantage: {
     label: "advantage", ends: ["minus", "plus"], limit: (rows) => largest(rows, advantageOf) || 1,
@@ -29,7 +29,7 @@ const colourings = {
     value: (row, at) => row.logprobs?.[at] == null ? null : -row.logprobs[at], has: (row) => row.logprobs,
   },
   ratio: {
-    label: "log-probability, policy against sampler", ends: ["minus", "plus"], limit: (rows) => largest(rows, ratioOf) || 1,
+    label: "log-probability, policy minus sampler", ends: ["minus", "plus"], limit: (rows) => largest(rows, ratioOf) || 1,
     value: ratioOf, has: (row) => row.logprobs && row.policy_logprobs,
   },
 };
@@ -51,7 +51,7 @@ function tokens(row, colouring, limit) {
   const pre = written("pre", "");
   if (!row.pieces) pre.append(row.completion + "\n");
   row.tokens.forEach((id, at) => {
-    if (at === row.left_out_at) pre.append(written("span", "gap", ` [... ${row.left_out} tokens left out ...] `));
+    if (at === row.left_out_at) pre.append(written("span", "gap", ` [... ${row.left_out} tokens omitted ...] `));
     const piece = row.pieces ? row.pieces[at] : [`${id}`];
     const isOutside = Array.isArray(piece);
     const span = written("span", isOutside ? "token outside" : "token", isOutside ? piece[0] : piece);
@@ -90,7 +90,7 @@ function sample(row, colouring, limit) {
   if (row.staleness != null) say(`staleness ${row.staleness}`);
   const article = written("article", isLong(row) ? "sample long" : "sample", header, tokens(row, colouring, limit));
   if (row.messages) {
-    const details = written("details", "", written("summary", "", "the conversation"));
+    const details = written("details", "", written("summary", "", "conversation"));
     for (const message of row.messages) details.append(written("h3", "soft", message.role), written("pre", "", message.content));
     article.append(details);
   }
@@ -109,7 +109,7 @@ const filters = {
   truncated: (row) => row.truncated,
 };
 
-// What lies below the rollouts stays within reach: so many at first, the rest on demand.
+// Show this many rows at first and the rest on demand, so that the sections below stay reachable.
 const ROWS_AT_FIRST = 64;
 
 function atFirst(blocks) {
@@ -126,9 +126,9 @@ function show(every = false) {
   place.replaceChildren();
   const order = orders[chosen.order.value];
   const kept = part.rows.filter((row) => filters[chosen.only.value](row, groups));
-  // Sorting takes rows out of their groups; each then has its prompt above it.
+  // Sorting separates rows from their groups, so each row shows its prompt.
   const blocks = order ? kept.sort(order).map((row) => [row]) : [...grouped(kept).values()];
-  // Prompts with one short sample each leave room for others beside them.
+  // Prompts with one short sample each are laid out side by side.
   const isNarrow = ([row, ...others]) => !others.length && !isLong(row) && part.prompts[row.group].length < 300;
   place.className = blocks.every(isNarrow) ? "side" : "";
   const visible = every ? blocks : atFirst(blocks);
@@ -142,7 +142,7 @@ function show(every = false) {
     more.addEventListener("click", () => show(true));
     place.append(more);
   }
-  if (!blocks.length) place.append(written("p", "soft", "None of the rollouts shown of this step."));
+  if (!blocks.length) place.append(written("p", "soft", "No matching rollouts in this step."));
   const of = part.total == null ? "" : ` of ${part.total}`;
   document.getElementById("counted").textContent = `${part.rows.length}${of} rollouts of step ${part.step}`;
   showScale(colouring, limit);

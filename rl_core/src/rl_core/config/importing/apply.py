@@ -1,6 +1,6 @@
-"""Reads a config of another framework, asks its table about every key, and puts ours together; it knows no framework.
+"""Converts the config of another framework with the import table of that framework.
 
-A key of theirs is a leaf of its file: a value, a list of values, or an empty section. Each is listed once, with its place.
+Every key (a value, a list of values or an empty section) is listed once, with its source location.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "div": lambda a, b: a / b,
     "max": lambda a, b: max(a, b),
 }
-_UNKNOWN = "no such key of {framework} is known"
+_UNKNOWN = "unknown {framework} key"
 _ORDER = ("loss_fn", "policy", "value", "teacher", "data", "env", "cluster", "checkpointing", "logger")
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:([^${}]*)\}")
 _HELD = re.compile("\ue000([^\ue000\ue001]*)\ue001")
@@ -36,14 +36,14 @@ _HELD = re.compile("\ue000([^\ue000\ue001]*)\ue001")
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What became of one key of theirs.
+    """The outcome of one key of the imported config.
 
     Attributes:
-        key: Theirs, dotted.
-        value: What it holds.
-        place: Where it is written; None for a default of theirs that its file does not write.
-        decision: What was decided.
-        targets: Ours, dotted, where it went; empty where it did not.
+        key: The dotted key.
+        value: Its value.
+        place: Its source location; None for a default of the framework that the file does not set.
+        decision: The outcome and its reason.
+        targets: The new dotted keys that the value went to; empty if there are none.
     """
 
     key: str
@@ -54,29 +54,29 @@ class Line:
 
     @property
     def outcome(self) -> str:
-        """`taken over`, `renamed`, `needs nothing` or `not honoured`."""
+        """`kept`, `renamed`, `redundant` or `unsupported`."""
         match self.decision:
             case Refused():
-                return "not honoured"
+                return "unsupported"
             case Unneeded():
-                return "needs nothing"
+                return "redundant"
             case Becomes():
-                return "taken over" if self.targets == (self.key,) and not self.decision.note else "renamed"
+                return "kept" if self.targets == (self.key,) and not self.decision.note else "renamed"
 
     @property
     def reason(self) -> str:
-        """Why, or what is not as it was; empty where nothing needs saying."""
+        """The reason of the outcome, or how the meaning changes; empty if there is nothing to add."""
         return self.decision.note if isinstance(self.decision, Becomes) else self.decision.reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """Ours, and what became of theirs.
+    """The new config, and the outcome of each imported key.
 
     Attributes:
-        values: Our config as plain values, in the order of a config's sections.
-        lines: One for each key of theirs, in the order of the file.
-        added: What ours needs besides.
+        values: The new config as plain values, sections in their usual order.
+        lines: One for each imported key, in the order of the file.
+        added: Keys that the new config needs in addition.
     """
 
     values: dict[str, Any]
@@ -84,20 +84,20 @@ class Imported:
     added: tuple[Added, ...]
 
     def to_yaml(self) -> str:
-        """Our config as a file's text; references to environment variables stay references."""
+        """The new config as YAML. References to environment variables are kept."""
         text = yaml.safe_dump(escape(self.values), sort_keys=False, allow_unicode=True, width=120)
         return re.sub(r"\\+\$\{oc\.env:", "${oc.env:", text)
 
 
 def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
-    """What a config of another framework is here.
+    """Converts a config of another framework.
 
     Args:
-        path: Their file; `defaults:` and `${...}` are followed.
-        table: What is known of the framework.
+        path: The file; `defaults:` and `${...}` are resolved.
+        table: The import table of the framework.
 
     Raises:
-        ConfigError: The file cannot be read, is not a YAML mapping, has no key that the table knows, or is one of ours.
+        ConfigError: The file cannot be read, is not a YAML mapping, has no known section, or is an rlcore config.
     """
     problems = Problems()
     written = read_sources(path, problems=problems)
@@ -107,15 +107,15 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
     theirs = Theirs(values)
     if theirs.get(table.only_ours) is not None:
         raise ConfigError(
-            f"{os.fspath(path)} is a config of rlcore already ({table.only_ours} is set, which {table.framework} does not "
-            "have): there is nothing to import. Check it with `rlcore validate`."
+            f"{os.fspath(path)} is already an rlcore config: it sets {table.only_ours}, which {table.framework} does not have. "
+            "Check it with `rlcore validate`."
         )
     lines = [_line(path, value, written, table, theirs) for path, value in _leaves(values)]
     if not any(line.key.split(".")[0] in table.sections for line in lines):
-        found = listed(sorted({line.key.split(".")[0] for line in lines})) or "nothing"
+        found = listed(sorted({line.key.split(".")[0] for line in lines})) or "none"
         raise ConfigError(
-            f"{os.fspath(path)} is no config of {table.framework}, which has sections such as {listed(table.sections)}; this "
-            f"file has {found}."
+            f"{os.fspath(path)} is not a {table.framework} config: it should have sections such as {listed(table.sections)}, "
+            f"but has {found}."
         )
     lines += _defaults(table, theirs)
     ours: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
 
 
 def _resolved(written: Written, problems: Problems) -> dict[str, Any]:
-    """The plain values. `???` and `${oc.env:...}` stay as they are, for the user who completes the file and its environment."""
+    """The plain values. `???` and `${oc.env:...}` are kept for the user to fill in."""
     written = _with_environment_held(written)
     left_open = [path for path, leaf in written.leaves() if leaf.value == LEFT_OPEN]
     before = {name for name in _ARITHMETIC if OmegaConf.has_resolver(name)}
@@ -150,10 +150,9 @@ def _resolved(written: Written, problems: Problems) -> dict[str, Any]:
 
 
 def _with_environment_held(written: Written) -> Written:
-    """The tree with every `${oc.env:...}` that is no argument of another interpolation put out of the resolver's reach.
+    """The tree with every `${oc.env:...}` that is not an argument of another interpolation hidden from the resolver.
 
-    A variable need not be set where a config is imported, and its value (a secret, a folder of this machine) must not be
-    written into ours.
+    The variable may be unset on this machine, and its value (a secret, a local folder) must not be written to the new config.
     """
     value = written.value
     if isinstance(value, dict):
@@ -200,7 +199,7 @@ def _line(path: Path, value: Any, written: Written, table: Table, theirs: Theirs
 def _targets(decision: Decision, key: str) -> tuple[str, ...]:
     if not isinstance(decision, Becomes):
         return ()
-    # A section that goes on as one value takes its keys with it, each under its own name.
+    # The keys of a section that is kept as one value keep their names.
     return tuple(key if key.startswith(f"{target}.") else target for target in decision.values)
 
 
@@ -217,12 +216,12 @@ def _decide(key: str, value: Any, table: Table, theirs: Theirs) -> Decision:
         return Refused(_UNKNOWN.format(framework=table.framework))
     given = theirs.get(row.pattern) if row.whole else value
     if given == LEFT_OPEN and not row.as_it_is:
-        return Refused(f"it is left open (`{LEFT_OPEN}`): set it there and import again, or set what it means in ours")
+        return Refused(f"not set (`{LEFT_OPEN}`): set it in that config and import again, or set the new key")
     return _filled(row.decide(given, theirs), row, parts)
 
 
 def _filled(decision: Decision, row: Row, parts: Sequence[str]) -> Decision:
-    """Our keys with what the pattern's stars stood for."""
+    """The new keys with the wildcards of the pattern filled in."""
     stars = [part for part, given in zip(parts, row.pattern.split("."), strict=False) if given == "*"]
     if not isinstance(decision, Becomes) or not stars:
         return decision
@@ -235,7 +234,7 @@ def _filled(decision: Decision, row: Row, parts: Sequence[str]) -> Decision:
 
 
 def _defaults(table: Table, theirs: Theirs) -> list[Line]:
-    """What theirs would do where its file is silent, as if it had been written."""
+    """Lines for the defaults of the framework that differ from ours and that the file does not set."""
     lines = []
     algorithm = next((name for name in table.defaults if name in theirs.values), None)
     for key, value in table.defaults.get(algorithm or "", {}).items():
@@ -252,7 +251,7 @@ def _is_silent(theirs: Theirs, key: str) -> bool:
 
 
 def _tree(ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as sections."""
+    """Dotted keys as nested sections."""
     root: dict[str, Any] = {}
     for key, value in ours.items():
         *way, last = key.split(".")
@@ -273,8 +272,8 @@ def _in_order(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(line: Line) -> str:
-    """A line of the list: place, key and value, where it went, and why."""
-    place = str(line.place) if line.place is not None else "(their default)"
+    """One line of the list: source location, key, value, new keys and reason."""
+    place = str(line.place) if line.place is not None else "(framework default)"
     went = f" -> {', '.join(line.targets)}" if line.targets and line.targets != (line.key,) else ""
     why = f": {line.reason}" if line.reason else ""
     return f"{place}  {line.key} = {show(line.value)}{went}{why}"

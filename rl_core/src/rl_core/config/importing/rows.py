@@ -1,4 +1,4 @@
-"""What a row of an import table is: a key of theirs, and what becomes of it here, with the reason; it knows no framework."""
+"""Rows of an import table: keys of another framework, their outcome and its reason."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 LEFT_OPEN = "???"
-"""A value that a file leaves to whoever inherits from it."""
+"""A value that must be set by a config that inherits from this one."""
 
 
 @dataclass(frozen=True)
 class Becomes:
-    """The value goes on, under one key of ours or several.
+    """The value is kept, under one or more new keys.
 
     Attributes:
-        values: Ours by dotted key.
-        note: What is not as it was; empty where nothing is.
+        values: New values by dotted key.
+        note: How the meaning changes; empty if it does not.
     """
 
     values: Mapping[str, Any]
@@ -25,14 +25,14 @@ class Becomes:
 
 @dataclass(frozen=True)
 class Unneeded:
-    """There is nothing to write: what theirs asks for happens anyway, or theirs has switched it off."""
+    """The key is not needed: this is the behavior anyway, or the feature is disabled in the imported config."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """What theirs asks for does not happen here."""
+    """The setting is unsupported."""
 
     reason: str
 
@@ -41,17 +41,17 @@ Decision = Becomes | Unneeded | Refused
 
 
 class Theirs:
-    """A whole config of theirs as plain values, for conversions that look beyond their own key.
+    """The whole imported config as plain values, for conversions that need other keys.
 
     Args:
-        values: The sections, interpolations resolved.
+        values: The sections with interpolations resolved.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value under a dotted key; the default where it is not written, null or left open."""
+        """The value of a dotted key; the default if it is absent, null or `???`."""
         found: Any = self.values
         for part in key.split("."):
             if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
@@ -61,20 +61,20 @@ class Theirs:
         return default if found is None or found == LEFT_OPEN else found
 
     def number(self, key: str, default: int) -> int:
-        """A whole number under a dotted key, or the default."""
+        """The integer at a dotted key, or the default."""
         found = self.get(key, default)
         return found if isinstance(found, int) and not isinstance(found, bool) else default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What becomes of the keys that a pattern covers.
+    """The conversion of the keys that match a pattern.
 
     Attributes:
-        pattern: A dotted key; `*` is any one part, and `**` at the end is whatever lies below.
-        decide: Given the value and all of theirs.
-        whole: Decide about the section as one value; what is decided is then said of every key in it.
-        as_it_is: The value is passed on unseen, so that one left open stays open.
+        pattern: A dotted key; `*` matches one component, `**` at the end matches everything below.
+        decide: Called with the value and the whole imported config.
+        whole: Convert the section as one value; the outcome applies to every key in it.
+        as_it_is: The value is copied without inspection, so `???` stays `???`.
     """
 
     pattern: str
@@ -83,18 +83,18 @@ class Row:
     as_it_is: bool = False
 
     def covers(self, path: Sequence[str]) -> bool:
-        """Whether the row is about this key."""
+        """Whether the pattern matches this key."""
         return _covers(f"{self.pattern}.**" if self.whole else self.pattern, path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """A section that does nothing while theirs has switched it off.
+    """A section that has no effect while it is disabled.
 
     Attributes:
-        pattern: As a row's.
-        is_on: Whether it does something.
-        off: Why it does nothing.
+        pattern: As in `Row`.
+        is_on: Whether the section is enabled.
+        off: Why it has no effect.
     """
 
     pattern: str
@@ -108,11 +108,11 @@ class Switch:
 
 @dataclass(frozen=True, kw_only=True)
 class Added:
-    """A key of ours that no key of theirs says.
+    """A new key that corresponds to no imported key.
 
     Attributes:
-        key: Dotted.
-        value: What it holds.
+        key: The dotted key.
+        value: Its value.
         reason: Why it is needed.
     """
 
@@ -123,17 +123,17 @@ class Added:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """All that is known of another framework's config.
+    """The import table of another framework.
 
     Attributes:
         framework: Its name.
-        rows: The first that covers a key decides about it.
-        switches: Asked before the rows: a section that is off needs nothing.
-        always: Rows that are asked before all else.
-        defaults: What theirs holds where its file is silent and ours would hold something else, by algorithm section.
-        additions: Keys that ours needs besides, given theirs and what was taken over so far by dotted key.
-        sections: Names that its files begin with, for the error of a file that has none of them.
-        only_ours: A key that every config of ours has and theirs never, by which one of ours is recognized.
+        rows: The first row that matches a key decides.
+        switches: Checked before the rows; keys of a disabled section are redundant.
+        always: Rows that are checked first of all.
+        defaults: Defaults of the framework that differ from ours, by algorithm section.
+        additions: Keys that the new config needs in addition, given the imported config and the new values by dotted key.
+        sections: Top-level sections of the framework, for the error message if a file has none of them.
+        only_ours: A key that every rlcore config has and the framework does not, to recognize rlcore configs.
     """
 
     framework: str
@@ -147,39 +147,39 @@ class Table:
 
 
 def same(prefix: str, names: str) -> list[Row]:
-    """Keys that have the same path and meaning here; names separated by spaces."""
+    """Rows for keys with the same path and meaning; names are separated by spaces."""
     return [to(f"{prefix}.{name}", f"{prefix}.{name}") for name in names.split()]
 
 
 def to(pattern: str, ours: str, note: str = "") -> Row:
-    """A key that means the same here under another path."""
+    """A row for a key with the same meaning under another path."""
     return Row(pattern=pattern, decide=lambda value, theirs: Becomes({ours: value}, note), as_it_is=True)
 
 
 def by(pattern: str, decide: Callable[[Any, Theirs], Decision], *, whole: bool = False) -> Row:
-    """A key whose value decides what becomes of it."""
+    """A row for a key whose outcome depends on its value."""
     return Row(pattern=pattern, decide=decide, whole=whole)
 
 
 def nothing(prefix: str, names: str, reason: str) -> list[Row]:
-    """Keys that need nothing here, whatever they hold."""
+    """Rows for keys that are redundant whatever their value."""
     return [Row(pattern=_under(prefix, name), decide=lambda value, theirs: Unneeded(reason)) for name in names.split()]
 
 
 def never(prefix: str, names: str, reason: str) -> list[Row]:
-    """Keys that cannot be honoured, whatever they hold."""
+    """Rows for keys that are unsupported whatever their value."""
     return [Row(pattern=_under(prefix, name), decide=lambda value, theirs: Refused(reason)) for name in names.split()]
 
 
 def only(prefix: str, names: str, allowed: Sequence[Any], *, since: str, reason: str) -> list[Row]:
-    """Keys with values that need nothing here; any other cannot be honoured.
+    """Rows for keys that are redundant for some values and unsupported for all others.
 
     Args:
         prefix: The section.
         names: Its keys, separated by spaces.
-        allowed: Those values; null, an empty section and an empty list are always among them.
-        since: Why they need nothing.
-        reason: Why the others cannot be honoured.
+        allowed: The redundant values, in addition to null, an empty section and an empty list.
+        since: Why they are redundant.
+        reason: Why other values are unsupported.
     """
 
     def decide(value: Any, theirs: Theirs) -> Decision:
@@ -203,5 +203,5 @@ def _under(prefix: str, name: str) -> str:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    # 1 is true to Python, and not to a config.
+    # In Python 1 == True; in a config they differ.
     return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
