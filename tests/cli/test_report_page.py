@@ -357,7 +357,8 @@ def test_the_page_says_that_all_rollouts_are_there_only_where_they_are(write_run
         return {"group": row, "prompt": "why? " * 1000, "completion": "word " * 800, "reward": 1}
 
     cut = page_of(write_run(tmp_path / "long", steps=3, rows=40, record=long), max_mib=0.5).text
-    assert "of 3 logged steps, the first ones of each step" in cut
+    assert "The first rollouts of" in cut
+    assert "of 3 logged steps" in cut
     assert "All 120" not in cut
 
 

@@ -229,7 +229,7 @@ def metric(value: Any, theirs: Theirs) -> Decision:
 def best_checkpoints(value: Any, theirs: Theirs) -> Decision:
     """How many of the best checkpoints are kept."""
     if value is None or not isinstance(metric(theirs.get("checkpointing.metric_name"), theirs), Becomes):
-        return Refused("checkpoints cannot be ranked: metric_name was not taken over. The keep_latest_k newest are kept")
+        return Refused("checkpoints cannot be ranked because metric_name was not imported; the newest keep_latest_k are kept")
     return Becomes({"checkpointing.keep_top_k": value})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rl_core.config.importing.rows import Added, Becomes, Decision, Theirs, Unneeded
 
 ALGORITHMS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation")
-"""Their algorithms that are taken over; the first section found counts."""
+"""The supported algorithms; the first section found is used."""
 
 COLOCATED = "policy and engine share the places of the cluster here"
 

@@ -1,6 +1,6 @@
 """The table of NeMo RL's config: every key that is known, and what becomes of it here. It names components, as a config does.
 
-Rows are asked from the top; a key that no row covers is not honoured, and said to be unknown.
+The first row that matches a key applies; a key without a row is reported as unsupported and unknown.
 """
 
 from __future__ import annotations
