@@ -222,11 +222,11 @@ WRONG = {
     "a critic that scores tokens": ({"value": {**CRITIC, "head": "tokens"}}, "value.head: must be 'scalar'"),
     "nothing but warm-up": (
         {"ppo": {**SMALL["ppo"], "critic_warmup_steps": 6}},
-        "ppo.critic_warmup_steps: 6 steps for the critic alone leave the policy none of the 6",
+        "ppo.critic_warmup_steps: the first 6 steps train only the critic and the run has 6",
     ),
     "epochs that end within the warm-up": (
         {"ppo": {**SMALL["ppo"], "critic_warmup_steps": 2, "max_num_epochs": 1}},
-        "ppo.critic_warmup_steps: 2 steps for the critic alone leave the policy none of the 2",
+        "ppo.critic_warmup_steps: the first 2 steps train only the critic and the run has 2",
     ),
 }
 

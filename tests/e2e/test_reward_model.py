@@ -234,10 +234,10 @@ def test_the_environment_scores_as_the_policy_side_does(judge):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"loss_fn": {"name": "dpo"}}, "reads log-probabilities of tokens"),
+        ({"loss_fn": {"name": "dpo"}}, "needs log-probabilities of tokens"),
         ({"policy": {"head": "tokens"}}, "'tokens' is not what rm trains"),
-        ({"policy": {"generation": {"backend": "hf", "max_new_tokens": 5}}}, "a reward model samples nothing"),
-        ({"policy": {"train_global_batch_size": 5}}, "would cut a pair in two"),
+        ({"policy": {"generation": {"backend": "hf", "max_new_tokens": 5}}}, "reward model training does not sample"),
+        ({"policy": {"train_global_batch_size": 5}}, "would split a pair"),
         ({"dpo": {}, "rm": None, "loss_fn": {"name": "bradley_terry"}}, "is a loss of values"),
     ],
 )

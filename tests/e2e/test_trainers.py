@@ -191,7 +191,7 @@ def test_policy_gradients_are_the_same_in_every_kind_of_microbatch(loss):
 def test_parts_that_do_not_fit_together_are_refused_before_anything_runs(policy):
     with pytest.raises(ConfigError, match=r"dpo\.global_batch_size: .*found 0"):
         DPOTrainer(policy, config={"global_batch_size": 0})
-    with pytest.raises(ConfigError, match="knows no pairs"):
+    with pytest.raises(ConfigError, match="does not use pairs"):
         DPOTrainer(policy, loss_fn={"name": "nll"})
     with pytest.raises(ConfigError, match="give GRPOTrainer `generation` and `environments`"):
         GRPOTrainer(policy)

@@ -310,12 +310,12 @@ def test_a_backend_without_candidates_is_named_as_the_cause():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"topk": None}, "sampled tokens alone"),
-        ({"topk": None, "divergence": "jsd"}, "needs the teacher's likeliest tokens"),
-        ({"topk": None, "divergence": "reverse_kl", "beyond_topk": "renormalize"}, "no use for beyond_topk"),
-        ({"divergence": "reverse_kl", "jsd_beta": 0.1}, "no use for jsd_beta"),
-        ({"divergence": "jsd", "mixed_kl_weight": 0.1}, "no use for mixed_kl_weight"),
-        ({"topk": 1, "beyond_topk": "renormalize"}, "one token renormalised"),
+        ({"topk": None}, "only the sampled tokens"),
+        ({"topk": None, "divergence": "jsd"}, "needs the teacher's most likely tokens"),
+        ({"topk": None, "divergence": "reverse_kl", "beyond_topk": "renormalize"}, "does not use beyond_topk"),
+        ({"divergence": "reverse_kl", "jsd_beta": 0.1}, "does not use jsd_beta"),
+        ({"divergence": "jsd", "mixed_kl_weight": 0.1}, "does not use mixed_kl_weight"),
+        ({"topk": 1, "beyond_topk": "renormalize"}, "a single renormalized token"),
         ({"topk": 0}, "greater than or equal to 1"),
         ({"divergence": "jsd", "jsd_beta": 1.0}, "less than 1"),
     ],

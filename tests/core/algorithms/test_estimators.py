@@ -222,11 +222,11 @@ def test_an_estimator_may_be_given_by_its_path(monkeypatch):
 
 REFUSED = {
     "an unknown name": ({"name": "grpoo"}, "grpo, rloo, reinforce_plus_plus, gdpo"),
-    "RLOO without leaving one out": ({"name": "rloo", "use_leave_one_out_baseline": False}, "is the leave-one-out"),
+    "RLOO without leaving one out": ({"name": "rloo", "use_leave_one_out_baseline": False}, "uses the leave-one-out"),
     "a batch that is normalised by groups": ({"name": "reinforce_plus_plus", "normalize_rewards": True}, "normalize_rewards"),
-    "weights of one reward": ({"reward_weights": {"a": 1.0}}, "no use for reward_weights"),
-    "a baseline that is there already": ({"minus_baseline": True}, "no use for minus_baseline"),
-    "arguments for our own": ({"kwargs": {"x": 1}}, "no use for kwargs"),
+    "weights of one reward": ({"reward_weights": {"a": 1.0}}, "does not use reward_weights"),
+    "a baseline that is there already": ({"minus_baseline": True}, "does not use minus_baseline"),
+    "arguments for our own": ({"kwargs": {"x": 1}}, "does not use kwargs"),
 }
 
 

@@ -151,5 +151,5 @@ def test_a_weight_that_would_move_nothing_or_beyond_nothing_is_refused():
     # 512 answers and a fifth of them: 102.4.
     [(path, message)] = conflicts(102)
     assert path == ("loss_fn", "adaptive_kl", "horizon")
-    assert "would take 100% of the weight" in message
+    assert "would reduce the weight by 100%" in message
     assert conflicts(103) == []

@@ -361,9 +361,9 @@ REFUSED = {
         "k3 in the reward .* has a wrong gradient",
     ),
     "k1 in the loss": ({"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": "k1"}, "expected gradient of zero"),
-    "REINFORCE with a dual clip": ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "no ratio for ratio_clip_c"),
-    "REINFORCE with CISPO": ({"disable_ppo_ratio": True, "use_cispo": True}, "no ratio for use_cispo"),
-    "CISPO with a dual clip": ({"use_cispo": True, "ratio_clip_c": 3.0}, "would never act"),
+    "REINFORCE with a dual clip": ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "the ratio that ratio_clip_c needs"),
+    "REINFORCE with CISPO": ({"disable_ppo_ratio": True, "use_cispo": True}, "the ratio that use_cispo needs"),
+    "CISPO with a dual clip": ({"use_cispo": True, "ratio_clip_c": 3.0}, "would have no effect"),
     "CISPO with sequence ratios": (
         {"use_cispo": True, "sequence_level_importance_ratios": True, "token_level_loss": False},
         "remove one of them",
@@ -371,8 +371,8 @@ REFUSED = {
     "GSPO with a mean over tokens": ({"sequence_level_importance_ratios": True}, "token_level_loss to false"),
     "a constant length with a mean over tokens": ({"constant_length_normalizer": 8}, "token_level_loss to false"),
     "a penalty of nothing": ({"use_kl_in_reward": True}, "reference_policy_kl_penalty is 0"),
-    "bounds without a correction": ({"truncated_importance_sampling_type": "icepop"}, "does nothing without"),
-    "bounds that cross": ({**BOUNDS, "truncated_importance_sampling_ratio_min": 1.5}, "not below"),
+    "bounds without a correction": ({"truncated_importance_sampling_type": "icepop"}, "has no effect without"),
+    "bounds that cross": ({**BOUNDS, "truncated_importance_sampling_ratio_min": 1.5}, "must be below"),
     "IcePop with one bound": (
         {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "icepop"},
         "ratio_min",

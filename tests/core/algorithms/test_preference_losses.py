@@ -202,5 +202,5 @@ def test_the_references_are_asked_for_only_where_they_are_read():
 
 
 def test_nothing_to_minimise_is_refused():
-    with pytest.raises(ValueError, match="nothing to minimise"):
+    with pytest.raises(ValueError, match="nothing to minimize"):
         DPOLossConfig(preference_loss_weight=0.0)

@@ -101,13 +101,13 @@ def test_advantages_are_held_within_their_bounds_and_counted_where_they_are_trai
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"reward_scaling": {"source_min": 1.0, "source_max": 1.0}}, "not below source_max"),
-        ({"reward_scaling": {"target_min": 1.0, "target_max": 0.0}}, "better would become worse"),
+        ({"reward_scaling": {"source_min": 1.0, "source_max": 1.0}}, "must be below source_max"),
+        ({"reward_scaling": {"target_min": 1.0, "target_max": 0.0}}, "better rewards would become worse"),
         ({"advantage_clip_low": 0.5}, "less than 0"),
         ({"advantage_clip_high": -2.0}, "greater than 0"),
-        ({"batch_multiplier": 2.0}, "throw them away"),
-        ({"use_dynamic_sampling": True, "adv_estimator": {"name": "reinforce_plus_plus"}}, "learns from them"),
-        ({"reward_scaling": {"enabled": True}, "adv_estimator": {"name": "gdpo"}}, "never looks at the sum"),
+        ({"batch_multiplier": 2.0}, "only used by dynamic sampling"),
+        ({"use_dynamic_sampling": True, "adv_estimator": {"name": "reinforce_plus_plus"}}, "learns from these groups"),
+        ({"reward_scaling": {"enabled": True}, "adv_estimator": {"name": "gdpo"}}, "does not use the sum"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused_with_the_reason(fields, reason):

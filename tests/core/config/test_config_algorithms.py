@@ -11,10 +11,10 @@ import yaml
 def test_settings_of_one_section_that_contradict_each_other_are_told_at_their_section(files, good):
     text = "loss_fn: {name: gspo, token_level_loss: true}\n" + good
     [error] = files.errors(text)
-    assert error.startswith("config.yaml:1:1: loss_fn: sequence_level_importance_ratios makes a sequence the unit")
+    assert error.startswith("config.yaml:1:1: loss_fn: sequence_level_importance_ratios clips whole sequences")
     text = good.replace("num_prompts_per_step: 8", "adv_estimator: {name: rlooo}")
     [error] = files.errors(text)
-    assert error.startswith("config.yaml:2:19: grpo.adv_estimator.name: no estimator is named 'rlooo': use grpo, rloo")
+    assert error.startswith("config.yaml:2:19: grpo.adv_estimator.name: there is no estimator 'rlooo': use grpo, rloo")
     assert error.endswith("Did you mean 'rloo'?")
     text = good.replace("model_name: some/model", "model_name: some/model\n  optimizer: {name: adamw}")
     [error] = files.errors(text)
@@ -24,14 +24,14 @@ def test_settings_of_one_section_that_contradict_each_other_are_told_at_their_se
 def test_settings_that_two_sections_cannot_honour_together_are_told_at_the_key_to_blame(files, good):
     gdpo = good.replace("num_prompts_per_step: 8", "adv_estimator: {name: gdpo}")
     [error] = files.errors("loss_fn: {reference_policy_kl_penalty: 0.1, use_kl_in_reward: true}\n" + gdpo)
-    assert error.startswith("config.yaml:1:63: loss_fn.use_kl_in_reward: adv_estimator gdpo has several rewards")
+    assert error.startswith("config.yaml:1:63: loss_fn.use_kl_in_reward: adv_estimator gdpo normalizes several rewards")
 
 
 @pytest.mark.parametrize(
     ("shaping", "says"),
     [
-        ("{enabled: true, overlong_buffer_length: 64}", "64 tokens would punish answers of every length"),
-        ("{enabled: true, overlong_buffer_length: 9}\n  max_rollout_turns: 2", "max_response_length must be set"),
+        ("{enabled: true, overlong_buffer_length: 64}", "64 tokens would penalize answers of every length"),
+        ("{enabled: true, overlong_buffer_length: 9}\n  max_rollout_turns: 2", "max_response_length is required"),
     ],
 )
 def test_a_punishment_for_length_must_fit_the_lengths(files, good, shaping, says):
@@ -127,7 +127,7 @@ def test_every_loss_over_pairs_on_the_page_is_a_name(files):
 def test_pairs_and_rewards_are_not_taken_for_each_other(files, good):
     [error] = files.errors("loss_fn: {name: simpo}\n" + good)
     assert error == (
-        "config.yaml:1:17: loss_fn.name: simpo compares pairs of answers, and grpo has rewards. Use a policy-gradient loss."
+        "config.yaml:1:17: loss_fn.name: simpo needs pairs of answers, but grpo trains on rewards. Use a policy-gradient loss."
     )
     dpo = (
         good[: good.index("env:")]
@@ -136,6 +136,6 @@ def test_pairs_and_rewards_are_not_taken_for_each_other(files, good):
         .replace("backend: hf\n  model", "backend: hf\n  train_global_batch_size: 7\n  model")
     )
     first, second, third = files.errors("loss_fn: {name: nll}\n" + dpo)
-    assert first.startswith("config.yaml:1:17: loss_fn.name: nll knows no pairs of answers")
-    assert second.startswith("config.yaml:5:28: policy.train_global_batch_size: 7 rows would cut a pair in two")
+    assert first.startswith("config.yaml:1:17: loss_fn.name: nll does not use pairs of answers")
+    assert second.startswith("config.yaml:5:28: policy.train_global_batch_size: 7 rows would split a pair")
     assert third.startswith("config.yaml:8:25: data.train.dataset_name: arithmetic has prompts or conversations, and dpo reads")

@@ -50,18 +50,22 @@ def test_a_critic_needs_no_more_than_a_model(files):
         (
             PROMPTS,
             "max_num_steps: 10\n  critic_warmup_steps: 10",
-            "config.yaml:3:24: ppo.critic_warmup_steps: 10 steps for the critic alone leave the policy none of the 10",
+            "config.yaml:3:24: ppo.critic_warmup_steps: the first 10 steps train only the critic and the run has 10",
         ),
         (PROMPTS, "gae: {lam: 1.5}", "ppo.gae.lam"),
-        (PROMPTS, "gae: {lam: 0.9, length_adaptive_alpha: 0.05}", "lam and length_adaptive_alpha both say how far"),
-        (PROMPTS, "value_loss: {name: nll}", "value_loss.name is 'nll', and the critic's loss is mse_value"),
+        (PROMPTS, "gae: {lam: 0.9, length_adaptive_alpha: 0.05}", "lam and length_adaptive_alpha both set the lambda"),
+        (PROMPTS, "value_loss: {name: nll}", "value_loss.name is 'nll', but the loss of the critic is always mse_value"),
         (PROMPTS, "use_dynamic_sampling: true", "ppo has no key 'use_dynamic_sampling'"),
         (PROMPTS, "ppo_epochs: 0", "ppo.ppo_epochs"),
         (PROMPTS, "val_num_generations_per_prompt: 4", "ppo.val_num_generations_per_prompt: validation is greedy"),
         ("ppo:", "loss_fn: {disable_ppo_ratio: true}\nppo:", "config.yaml:1:30: loss_fn.disable_ppo_ratio: without a ratio"),
         ("ppo:", "loss_fn: {name: mse_value}\nppo:", "mse_value is a loss of values, and ppo trains a policy"),
-        ("ppo:", "loss_fn: {name: nll}\nppo:", "nll makes every sample likelier, whatever its reward: ppo would learn nothing"),
-        ("ppo:", "loss_fn: {name: dpo}\nppo:", "dpo compares pairs of answers, and ppo has rewards"),
+        (
+            "ppo:",
+            "loss_fn: {name: nll}\nppo:",
+            "nll raises the probability of every sample regardless of its reward, so ppo would not learn",
+        ),
+        ("ppo:", "loss_fn: {name: dpo}\nppo:", "dpo needs pairs of answers, but ppo trains on rewards"),
     ],
 )
 def test_a_run_that_cannot_be_is_told_at_its_line(files, old, new, says):

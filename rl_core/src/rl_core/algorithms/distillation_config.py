@@ -58,27 +58,27 @@ class DistillationConfig(AlgorithmConfig):
         if isinstance(loss, ClippedPGLossConfig | NLLLossConfig | PreferenceLossConfig):
             yield (
                 ("loss_fn", "name"),
-                f"{loss.name} asks no teacher, and {run.algorithm_name} has nothing else. Use distillation.",
+                f"{loss.name} does not use a teacher, so {run.algorithm_name} cannot use it. Use distillation.",
             )
         if self.student_data_fraction < 1.0 and self.max_num_epochs is not None:
             yield (
                 (run.algorithm_name, "max_num_epochs"),
-                "prompts are drawn in some of the steps alone (student_data_fraction), so that an epoch is no number of steps. "
-                "Set max_num_steps alone.",
+                "if student_data_fraction is below 1, only some steps draw prompts, so an epoch is not a fixed number of "
+                "steps. Set only max_num_steps.",
             )
         if generation is None or not isinstance(loss, DistillationLossConfig):
             return
         if self.student_data_fraction < 1.0 and loss.topk is None:
             yield (
                 (run.algorithm_name, "student_data_fraction"),
-                "with loss_fn.topk null the KL to the teacher is told by tokens that the student drew, and answers of the data "
-                "are nobody's draw. Set it to 1, or give loss_fn a topk.",
+                "if loss_fn.topk is null, the KL to the teacher is estimated from tokens sampled from the student, which "
+                "answers from the data are not. Set student_data_fraction to 1, or set loss_fn.topk.",
             )
         validates = self.val_period > 0 or self.val_at_start or self.val_at_end
         if validates and loss.topk is None and generation.val_temperature == 0.0:
             yield (
                 ("policy", "generation", "val_temperature"),
-                "validation is greedy, and with loss_fn.topk null the KL to the teacher is told by tokens that the student "
-                f"drew from its own distribution. Set it to the temperature of training ({generation.temperature:g}), or give "
-                "loss_fn a topk.",
+                "validation is greedy, but if loss_fn.topk is null, the KL to the teacher is estimated from tokens sampled "
+                "from the student's distribution. Set val_temperature to the training temperature "
+                f"({generation.temperature:g}), or set loss_fn.topk.",
             )

@@ -35,9 +35,9 @@ class DPOConfig(AlgorithmConfig):
         if isinstance(run.loss_fn, ClippedPGLossConfig | NLLLossConfig):
             yield (
                 ("loss_fn", "name"),
-                f"{run.loss_fn.name} knows no pairs of answers, and dpo has nothing else. Use dpo, ipo, dpo_hinge, simpo "
-                "or orpo.",
+                f"{run.loss_fn.name} does not use pairs of answers, so dpo cannot use it. Use dpo, ipo, dpo_hinge, simpo or "
+                "orpo.",
             )
         rows = run.policy.train_global_batch_size
         if rows is not None and rows % 2:
-            yield ("policy", "train_global_batch_size"), f"{rows} rows would cut a pair in two: give an even number."
+            yield ("policy", "train_global_batch_size"), (f"{rows} rows would split a pair (two rows): set an even number.")

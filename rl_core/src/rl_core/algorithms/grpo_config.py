@@ -55,7 +55,7 @@ class AdvantageConfig(Section):
     def _is_known(cls, name: str) -> str:
         if not is_path(name) and name not in ESTIMATORS:
             meant = did_you_mean(name, list(ESTIMATORS)).rstrip()
-            raise ValueError(f"no estimator is named {name!r}: use {', '.join(ESTIMATORS)} or a dotted path.{meant}")
+            raise ValueError(f"there is no estimator {name!r}: use {', '.join(ESTIMATORS)} or a dotted path.{meant}")
         return name
 
     @model_validator(mode="after")
@@ -71,9 +71,11 @@ class AdvantageConfig(Section):
         }
         for key, fits in belongs.items():
             if not fits:
-                raise ValueError(f"adv_estimator {self.name!r} has no use for {key}: remove it")
+                raise ValueError(f"adv_estimator {self.name!r} does not use {key}: remove it")
         if self.name == "rloo" and self.use_leave_one_out_baseline is False:
-            raise ValueError("rloo is the leave-one-out baseline: remove use_leave_one_out_baseline, or use `name: grpo`")
+            raise ValueError(
+                "rloo always uses the leave-one-out baseline: remove use_leave_one_out_baseline, or use `name: grpo`"
+            )
         return self
 
 
@@ -101,13 +103,14 @@ class GRPOConfig(RewardedConfig):
     def _dynamic_sampling_has_something_to_drop(self) -> GRPOConfig:
         if self.batch_multiplier > 1 and not self.use_dynamic_sampling:
             raise ValueError(
-                "batch_multiplier would draw prompts and throw them away: set use_dynamic_sampling, or leave it at 1"
+                "batch_multiplier above 1 draws extra prompts, which are only used by dynamic sampling: set "
+                "use_dynamic_sampling, or set batch_multiplier to 1"
             )
         of_batch = self.adv_estimator.name == "reinforce_plus_plus" and not self.adv_estimator.minus_baseline
         if self.use_dynamic_sampling and of_batch:
             raise ValueError(
-                "use_dynamic_sampling drops groups of equal rewards, and adv_estimator reinforce_plus_plus learns from them: "
-                "it compares rewards with the whole batch. Set minus_baseline, or leave dynamic sampling off"
+                "use_dynamic_sampling drops groups with equal rewards, but adv_estimator reinforce_plus_plus compares "
+                "rewards with the whole batch and learns from these groups. Set minus_baseline, or disable dynamic sampling"
             )
         return self
 
@@ -117,9 +120,10 @@ class GRPOConfig(RewardedConfig):
         sized = self.reward_shaping.enabled and self.reward_shaping.overlong_buffer_penalty != default
         if sized and self.adv_estimator.name == "gdpo" and self.adv_estimator.normalizes:
             raise ValueError(
-                f"reward_shaping.overlong_buffer_penalty is {self.reward_shaping.overlong_buffer_penalty:g}, but adv_estimator "
-                "gdpo divides each named reward by its deviation in the group, so the penalty's size would have no effect. "
-                f"Leave it at {default:g} and weigh the penalty with adv_estimator.reward_weights: {{overlong: ...}}"
+                f"reward_shaping.overlong_buffer_penalty is {self.reward_shaping.overlong_buffer_penalty:g}, but "
+                "adv_estimator gdpo divides each named reward by its standard deviation in the group, so the size of the "
+                f"penalty would have no effect. Leave it at {default:g} and set adv_estimator.reward_weights: {{overlong: "
+                f"...}} instead"
             )
         return self
 
@@ -127,8 +131,8 @@ class GRPOConfig(RewardedConfig):
     def _named_rewards_have_no_common_scale(self) -> GRPOConfig:
         if self.adv_estimator.name == "gdpo" and self.reward_scaling.enabled:
             raise ValueError(
-                "reward_scaling scales the sum of the rewards, and adv_estimator gdpo never looks at the sum: it normalises "
-                "each named reward. Remove reward_scaling, and weigh with reward_weights"
+                "reward_scaling scales the sum of the rewards, but adv_estimator gdpo normalizes each named reward and does "
+                "not use the sum. Remove reward_scaling, and use reward_weights instead"
             )
         return self
 
@@ -142,12 +146,12 @@ class GRPOConfig(RewardedConfig):
         if self.max_num_epochs is not None and self.use_dynamic_sampling:
             yield (
                 (run.algorithm_name, "max_num_epochs"),
-                "dynamic sampling draws as many prompts a step as it needs, so that an epoch is no number of steps. Set "
-                "max_num_steps alone.",
+                "dynamic sampling draws as many prompts per step as it needs, so an epoch is not a fixed number of steps. "
+                "Set only max_num_steps.",
             )
         if isinstance(loss, ClippedPGLossConfig) and loss.use_kl_in_reward and self.adv_estimator.name == "gdpo":
             yield (
                 ("loss_fn", "use_kl_in_reward"),
-                "adv_estimator gdpo has several rewards, each normalised by itself, and none that a penalty belongs to. Leave "
-                "the penalty in the loss.",
+                "adv_estimator gdpo normalizes several rewards separately, so there is no single reward to subtract the KL "
+                "penalty from. Set use_kl_in_reward to false to keep the penalty in the loss.",
             )

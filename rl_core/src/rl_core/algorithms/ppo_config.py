@@ -40,7 +40,7 @@ class GAEConfig(Section):
     @model_validator(mode="after")
     def _one_lambda(self) -> GAEConfig:
         if self.length_adaptive_alpha is not None and self.lam != GAEConfig.model_fields["lam"].default:
-            raise ValueError("lam and length_adaptive_alpha both say how far advantages look: remove one of them")
+            raise ValueError("lam and length_adaptive_alpha both set the lambda of the advantages: remove one of them")
         return self
 
 
@@ -63,7 +63,8 @@ class PPOConfig(RewardedConfig):
     def _one_loss_of_values(self) -> PPOConfig:
         if self.value_loss.name not in (None, VALUE_LOSS):
             raise ValueError(
-                f"value_loss.name is {self.value_loss.name!r}, and the critic's loss is {VALUE_LOSS}: remove the name"
+                f"value_loss.name is {self.value_loss.name!r}, but the loss of the critic is always {VALUE_LOSS}: remove the "
+                "name"
             )
         return self
 
@@ -93,8 +94,8 @@ class PPOConfig(RewardedConfig):
         if self.critic_warmup_steps < steps:
             return None
         return (
-            f"{self.critic_warmup_steps} steps for the critic alone leave the policy none of the {steps} that the run has: "
-            "lower it, or train longer (max_num_steps, max_num_epochs)."
+            f"the first {self.critic_warmup_steps} steps train only the critic and the run has {steps}, so the policy would "
+            "never be trained: lower it, or train longer (max_num_steps, max_num_epochs)."
         )
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
@@ -104,6 +105,6 @@ class PPOConfig(RewardedConfig):
         if isinstance(run.loss_fn, ClippedPGLossConfig) and run.loss_fn.disable_ppo_ratio and not self.takes_one_step(run):
             yield (
                 ("loss_fn", "disable_ppo_ratio"),
-                "without a ratio, all optimizer steps of a step but the first would be taken on samples of another policy. Set "
-                "ppo.ppo_epochs to 1 and leave policy.train_global_batch_size out, or keep the ratio.",
+                "without a ratio, a step must make a single optimizer step, since further ones would train on samples of an "
+                "older policy. Set ppo.ppo_epochs to 1 and remove policy.train_global_batch_size, or keep the ratio.",
             )

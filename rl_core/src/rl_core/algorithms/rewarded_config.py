@@ -32,10 +32,11 @@ class RewardScalingConfig(Section):
     @model_validator(mode="after")
     def _a_range(self) -> RewardScalingConfig:
         if self.source_min >= self.source_max:
-            raise ValueError(f"source_min {self.source_min} is not below source_max {self.source_max}")
+            raise ValueError(f"source_min ({self.source_min}) must be below source_max ({self.source_max})")
         if self.target_min >= self.target_max:
             raise ValueError(
-                f"target_min {self.target_min} is not below target_max {self.target_max}: better would become worse"
+                f"target_min ({self.target_min}) must be below target_max ({self.target_max}): otherwise better rewards would "
+                "become worse"
             )
         return self
 
@@ -110,14 +111,14 @@ class RewardedConfig(AlgorithmConfig):
         if isinstance(run.loss_fn, PreferenceLossConfig):
             yield (
                 ("loss_fn", "name"),
-                f"{run.loss_fn.name} compares pairs of answers, and {run.algorithm_name} has rewards. Use a policy-gradient "
-                "loss.",
+                f"{run.loss_fn.name} needs pairs of answers, but {run.algorithm_name} trains on rewards. Use a "
+                "policy-gradient loss.",
             )
         if isinstance(run.loss_fn, NLLLossConfig):
             yield (
                 ("loss_fn", "name"),
-                f"{run.loss_fn.name} makes every sample likelier, whatever its reward: {run.algorithm_name} would learn "
-                "nothing from it. Use a policy-gradient loss.",
+                f"{run.loss_fn.name} raises the probability of every sample regardless of its reward, so {run.algorithm_name} "
+                "would not learn from rewards. Use a policy-gradient loss.",
             )
 
     def _penalty_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
@@ -125,9 +126,9 @@ class RewardedConfig(AlgorithmConfig):
         if adaptive is not None and MOST_ERROR * self.rows_per_step >= adaptive.horizon:
             yield (
                 ("loss_fn", "adaptive_kl", "horizon"),
-                f"{adaptive.horizon} answers are too few for steps of {self.rows_per_step}: one step below the target would "
-                f"take {MOST_ERROR * self.rows_per_step / adaptive.horizon:.0%} of the weight, and leave no penalty. 10000 is "
-                "usual; it must be several times the answers of a step.",
+                f"{adaptive.horizon} answers are too few for steps of {self.rows_per_step}: a single step with a KL below the "
+                f"target would reduce the weight by {MOST_ERROR * self.rows_per_step / adaptive.horizon:.0%}, to no penalty "
+                "at all. Set it to several times the number of answers per step; 10000 is usual.",
             )
 
     def _validation_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
@@ -135,8 +136,8 @@ class RewardedConfig(AlgorithmConfig):
         if self.val_num_generations_per_prompt > 1 and validates_greedily:
             yield (
                 (run.algorithm_name, "val_num_generations_per_prompt"),
-                "validation is greedy, so the samples of a prompt would all be the same. Set policy.generation.val_temperature "
-                "to the temperature of training, or leave it at 1.",
+                "validation is greedy, so all samples of a prompt would be identical. Set policy.generation.val_temperature "
+                "to the training temperature, or set val_num_generations_per_prompt to 1.",
             )
 
     def _shaping_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
@@ -145,11 +146,14 @@ class RewardedConfig(AlgorithmConfig):
             return
         turns = max(run.max_turns.values(), default=1)
         if shaping.max_response_length is None and turns > 1:
-            yield at, "max_response_length must be set where rollouts have several turns: max_new_tokens limits one turn alone."
+            yield (
+                at,
+                ("max_response_length is required if rollouts have several turns, since max_new_tokens limits only one turn."),
+            )
         limit = shaping.max_response_length or run.policy.generation.max_new_tokens
         if shaping.overlong_buffer_length >= limit:
             yield (
                 (*at, "overlong_buffer_length"),
-                f"{shaping.overlong_buffer_length} tokens would punish answers of every length: it must be below the limit, "
+                f"{shaping.overlong_buffer_length} tokens would penalize answers of every length: it must be below the limit, "
                 f"{limit} tokens.",
             )

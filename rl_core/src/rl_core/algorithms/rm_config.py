@@ -35,11 +35,11 @@ class RewardModelConfig(AlgorithmConfig):
         if run.loss_fn.head != "scalar":
             yield (
                 ("loss_fn", "name"),
-                f"{run.loss_fn.name} reads log-probabilities of tokens, and a reward model has none, only scores: "
-                "leave it out, or name bradley_terry.",
+                f"{run.loss_fn.name} needs log-probabilities of tokens, but a reward model only returns scores: remove it, or "
+                "use bradley_terry.",
             )
         if run.policy.generation is not None:
-            yield ("policy", "generation"), "a reward model samples nothing: remove the section."
+            yield ("policy", "generation"), "reward model training does not sample: remove the section."
         rows = run.policy.train_global_batch_size
         if rows is not None and rows % 2:
-            yield ("policy", "train_global_batch_size"), f"{rows} rows would cut a pair in two: give an even number."
+            yield ("policy", "train_global_batch_size"), (f"{rows} rows would split a pair (two rows): set an even number.")

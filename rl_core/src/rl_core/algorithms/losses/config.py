@@ -79,8 +79,8 @@ class ClippedPGLossConfig(LossConfig):
     def _has_a_gradient_of_the_kl_in_the_reward(cls, kl_type: str | None, info: ValidationInfo) -> str | None:
         if info.data.get("use_kl_in_reward") and kl_type in ("k2", "k3"):
             raise ValueError(
-                f"{kl_type} in the reward (use_kl_in_reward) has a wrong gradient: following it raises the KL instead of "
-                "lowering it. Use k1, the default there, or leave the penalty in the loss"
+                f"{kl_type} in the reward (use_kl_in_reward) has a wrong gradient, which raises the KL instead of lowering "
+                "it. Use k1, the default there, or keep the penalty in the loss"
             )
         return kl_type
 
@@ -89,12 +89,13 @@ class ClippedPGLossConfig(LossConfig):
         if self.disable_ppo_ratio:
             for key in ("ratio_clip_c", "use_cispo", "sequence_level_importance_ratios"):
                 if getattr(self, key):
-                    raise ValueError(f"disable_ppo_ratio leaves no ratio for {key} to work on: remove one of them")
+                    raise ValueError(f"disable_ppo_ratio removes the ratio that {key} needs: remove one of them")
         if self.use_cispo and self.ratio_clip_c is not None:
-            raise ValueError("use_cispo bounds the ratio itself, so ratio_clip_c would never act: remove one of them")
+            raise ValueError("use_cispo bounds the ratio itself, so ratio_clip_c would have no effect: remove one of them")
         if self.use_cispo and self.sequence_level_importance_ratios:
             raise ValueError(
-                "use_cispo weighs tokens by their own ratios, and sequence_level_importance_ratios has none: remove one of them"
+                "use_cispo weights tokens by their own ratios, but sequence_level_importance_ratios has one ratio per "
+                "sequence: remove one of them"
             )
         return self
 
@@ -102,30 +103,31 @@ class ClippedPGLossConfig(LossConfig):
     def _one_mean(self) -> ClippedPGLossConfig:
         if self.sequence_level_importance_ratios and self.token_level_loss:
             raise ValueError(
-                "sequence_level_importance_ratios makes a sequence the unit of clipping, and a mean over tokens would weigh it "
-                "by its length: set token_level_loss to false"
+                "sequence_level_importance_ratios clips whole sequences, but a mean over tokens would weight them by their "
+                "length: set token_level_loss to false"
             )
         if self.constant_length_normalizer is not None and self.token_level_loss:
             raise ValueError(
-                "constant_length_normalizer divides each sequence's sum, and a mean over tokens has none: set token_level_loss "
-                "to false"
+                "constant_length_normalizer divides the sum over each sequence, but token_level_loss averages over all "
+                "tokens: set token_level_loss to false"
             )
         return self
 
     @model_validator(mode="after")
     def _a_penalty_that_acts(self) -> ClippedPGLossConfig:
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
-            raise ValueError("use_kl_in_reward takes nothing from any reward while reference_policy_kl_penalty is 0: set it")
+            raise ValueError(
+                "use_kl_in_reward has no effect while reference_policy_kl_penalty is 0: set reference_policy_kl_penalty"
+            )
         if self.adaptive_kl is not None and not self.use_kl_in_reward:
             raise ValueError(
-                "adaptive_kl moves the weight of a penalty in the reward, and there is none: set use_kl_in_reward, and "
-                "reference_policy_kl_penalty, which is the first weight"
+                "adaptive_kl adapts the weight of a KL penalty in the reward, but there is none: set use_kl_in_reward, and "
+                "reference_policy_kl_penalty, which is the initial weight"
             )
         in_loss = self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
         if in_loss and self.kl_estimator == "k1":
             raise ValueError(
-                "reference_policy_kl_type k1 has an expected gradient of zero when it is part of the loss: use k2 or k3, or "
-                "use_kl_in_reward"
+                "reference_policy_kl_type k1 has an expected gradient of zero in the loss: use k2 or k3, or use_kl_in_reward"
             )
         return self
 
@@ -134,15 +136,15 @@ class ClippedPGLossConfig(LossConfig):
         low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
         kind = self.truncated_importance_sampling_type
         if not self.use_importance_sampling_correction and (kind != "tis" or low is not None):
-            raise ValueError("truncated_importance_sampling_* does nothing without use_importance_sampling_correction: set it")
+            raise ValueError("truncated_importance_sampling_* has no effect without use_importance_sampling_correction: set it")
         if low is not None and low >= high:
             raise ValueError(
-                f"truncated_importance_sampling_ratio_min {low} is not below truncated_importance_sampling_ratio {high}: no "
-                "weight would be within bounds"
+                f"truncated_importance_sampling_ratio_min ({low}) must be below truncated_importance_sampling_ratio ({high}): "
+                "otherwise no weight is within the bounds"
             )
         if kind != "tis" and low is None:
             raise ValueError(
-                f"truncated_importance_sampling_type {kind} leaves out what is below a lower bound as well: set "
+                f"truncated_importance_sampling_type {kind} also needs a lower bound: set "
                 "truncated_importance_sampling_ratio_min (0.5 is usual)"
             )
         return self

@@ -38,8 +38,8 @@ class DistillationLossConfig(LossConfig):
     def _only_its_own_keys(self) -> DistillationLossConfig:
         if self.topk is None and self.divergence != "reverse_kl":
             raise ValueError(
-                f"topk null compares the sampled tokens alone, which tells the reverse KL and no other: {self.divergence} "
-                "needs the teacher's likeliest tokens. Set topk, or divergence: reverse_kl"
+                "topk null uses only the sampled tokens, which estimate the reverse KL and no other divergence: "
+                f"{self.divergence} needs the teacher's most likely tokens. Set topk, or divergence: reverse_kl"
             )
         belongs = {
             "beyond_topk": self.topk is not None or self.beyond_topk == "bucket",
@@ -48,7 +48,10 @@ class DistillationLossConfig(LossConfig):
         }
         for key, fits in belongs.items():
             if not fits:
-                raise ValueError(f"divergence {self.divergence} with topk {self.topk} has no use for {key}: remove it")
+                raise ValueError(f"divergence {self.divergence} with topk {self.topk} does not use {key}: remove it")
         if self.topk == 1 and self.beyond_topk == "renormalize":
-            raise ValueError("one token renormalised has probability 1 under anybody: raise topk, or use beyond_topk: bucket")
+            raise ValueError(
+                "topk 1 with beyond_topk: renormalize has no signal, since a single renormalized token always "
+                "has probability 1: raise topk, or use beyond_topk: bucket"
+            )
         return self

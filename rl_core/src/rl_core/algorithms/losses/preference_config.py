@@ -20,7 +20,9 @@ class PreferenceLossConfig(LossConfig):
     @model_validator(mode="after")
     def _something_to_minimise(self) -> PreferenceLossConfig:
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
-            raise ValueError("preference_loss_weight and sft_loss_weight are both 0: there is nothing to minimise")
+            raise ValueError(
+                "preference_loss_weight and sft_loss_weight are both 0, so there is nothing to minimize: set one of them"
+            )
         return self
 
 
