@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live display on a terminal, one plain line a step when piped."""
+"""Console output of a run: a live display on a terminal, one line per step when redirected."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ SHOWN = (
     ("tokens_per_s", "tok/s", ".0f"),
     ("time/step_s", "s", ".2f"),
 )
-"""Metric, its short name, its format; in the order of a line."""
+"""Metric, short name and format, in display order."""
 
 
 class _Screen(Console):
-    """A console whose reader may leave, as in `rlcore train ... | head`: nothing is written from then on, and nothing ends."""
+    """A console that keeps the run alive if its reader exits, as in `rlcore train ... | head`; later output is dropped."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        # What Python flushes at its own end must find an open file.
+        # Python flushes standard output when it exits, so it must stay open.
         closed = os.open(os.devnull, os.O_WRONLY)
         os.dup2(closed, sys.stdout.fileno())
         os.close(closed)
-        _log.warning("nobody reads standard output any more; the run goes on without it")
+        _log.warning("standard output was closed; the run continues without console output")
 
 
 class _Display(Progress):
-    """The bar with the newest numbers below it, in as many columns as the terminal is wide."""
+    """The progress bar with the latest metrics below it, in as many columns as fit."""
 
     numbers: Sequence[str] = ()
 
@@ -53,12 +53,12 @@ class _Display(Progress):
 
 
 class ConsoleLogger(Logger):
-    """Prints the few numbers that say whether a run is well; a run outlives whoever reads them.
+    """Prints the most important metrics of a run.
 
     Args:
-        total_steps: steps of the whole run.
-        first_step: steps that were done before a resume.
-        console: where to; standard output by default.
+        total_steps: Number of steps of the run.
+        first_step: Number of steps completed before a resume.
+        console: The console; standard output by default.
     """
 
     def __init__(self, *, total_steps: int, first_step: int = 0, console: Console | None = None) -> None:
@@ -79,7 +79,7 @@ class ConsoleLogger(Logger):
             self._display.start()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show one step; what it validated keeps a line above the live display."""
+        """Shows one step; validation metrics stay on a line above the live display."""
         numbers = {name: f"{short} {metrics[name]:{form}}" for name, short, form in SHOWN if name in metrics}
         if self._display is None:
             self._console.print(f"step {step}/{self._total}  {'  '.join(numbers.values())}", soft_wrap=True)
@@ -91,7 +91,7 @@ class ConsoleLogger(Logger):
         self._display.update(self._task, completed=step, refresh=True)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """The config is in the run folder; the screen stays for numbers."""
+        """Does nothing: the config is in the run folder."""
 
     def finish(self) -> None:
         if self._display is not None:

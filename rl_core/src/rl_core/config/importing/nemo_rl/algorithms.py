@@ -241,7 +241,7 @@ def unless_null(key: str) -> Callable[[Any, Theirs], Decision]:
 def time_limit(value: Any, theirs: Theirs) -> Decision:
     """When the run must have ended with a checkpoint: seconds, or `DD:HH:MM:SS`, whose days are set off by a dash here."""
     if value is None:
-        return Unneeded("off there")
+        return Unneeded("disabled")
     days, _, rest = str(value).partition(":")
     limit = f"{int(days)}-{rest}" if rest.count(":") == 2 and days.isdigit() else value
     try:
@@ -253,4 +253,4 @@ def time_limit(value: Any, theirs: Theirs) -> Decision:
 
 def unless_zero(key: str) -> Callable[[Any, Theirs], Decision]:
     """A number that is 0 there where it is off, and null here."""
-    return lambda value, theirs: Becomes({key: value}) if value else Unneeded("off there")
+    return lambda value, theirs: Becomes({key: value}) if value else Unneeded("disabled")

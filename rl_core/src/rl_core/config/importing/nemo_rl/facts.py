@@ -10,7 +10,7 @@ from rl_core.config.importing.rows import Added, Becomes, Decision, Theirs, Unne
 ALGORITHMS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation")
 """The supported algorithms; the first section found is used."""
 
-COLOCATED = "policy and engine share the places of the cluster here"
+COLOCATED = "policy and engine are always colocated"
 
 
 def algorithm_of(theirs: Theirs) -> str | None:
@@ -78,7 +78,7 @@ def logger(name: str) -> Callable[[Any, Theirs], Decision]:
     """A logger of the same name."""
 
     def decide(value: Any, theirs: Theirs) -> Decision:
-        return Becomes({f"logger.loggers.{name}.enabled": True}) if value is True else Unneeded("off there")
+        return Becomes({f"logger.loggers.{name}.enabled": True}) if value is True else Unneeded("disabled")
 
     return decide
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl_core.config.importing.nemo_rl import algorithms
 from rl_core.config.importing.rows import Row, by, never, nothing, only, same, to
 
-_OFF = "off there"
+_OFF = "disabled"
 
 PPO: list[Row] = [
     *same("ppo", "num_prompts_per_step num_generations_per_prompt max_rollout_turns seed overlong_filtering ppo_epochs"),
@@ -24,7 +24,7 @@ PPO: list[Row] = [
     *nothing("ppo", "skip_reference_policy_logprobs_calculation", "the reference is asked where the penalty is not 0"),
     *only("ppo", "seq_logprob_error_threshold", [], since=_OFF, reason="truncated_importance_sampling_type leaves rows out"),
     *never("ppo", "async_ppo.**", "rollouts are sampled with the newest weights here"),
-    *only("ppo.adv_estimator", "name", ["gae"], since="so it is", reason="ppo estimates advantages by GAE; others are grpo's"),
+    *only("ppo.adv_estimator", "name", ["gae"], since="same here", reason="ppo estimates advantages by GAE; others are grpo's"),
     to("ppo.adv_estimator.gae_lambda", "ppo.gae.lam"),
     to("ppo.adv_estimator.gae_gamma", "ppo.gae.gamma"),
     to("ppo.adv_estimator.gae_lambda_value", "ppo.gae.value_lam"),
@@ -36,7 +36,7 @@ PPO: list[Row] = [
         "value_loss_fn",
         "scale",
         [1.0],
-        since="so it is",
+        since="same here",
         reason="the critic has an optimizer of its own, whose learning rate says how fast it learns",
     ),
     *nothing("value", "reward_model_cfg.enabled reward_model_cfg.reward_model_type", "a critic has a scalar head"),

@@ -14,9 +14,9 @@ from rl_core.config.importing.nemo_rl.policy_rows import POLICY
 from rl_core.config.importing.nemo_rl.ppo import PPO
 from rl_core.config.importing.rows import Added, Row, Switch, Table, Theirs, by, never, nothing, only, same, to
 
-_PENALTIES = "advantages and rewards are the estimator's and the environment's: write it there"
-_LOGGED = "rollouts of every step are in the run folder"
-_OFF = "off there"
+_PENALTIES = "implement it in the advantage estimator or the environment"
+_LOGGED = "the run folder has the rollouts of every step"
+_OFF = "disabled"
 
 _SECTIONS = (
     *facts.ALGORITHMS,
@@ -29,7 +29,7 @@ _ALWAYS: list[Row] = [
 ]
 
 _SWITCHES: list[Switch] = [
-    Switch(pattern=f"{section}.**", is_on=facts.is_on(switch), off=f"{switch} is off there")
+    Switch(pattern=f"{section}.**", is_on=facts.is_on(switch), off=f"{switch} is disabled")
     for section, switch in {
         "grpo.async_grpo": "grpo.async_grpo.enabled",
         "ppo.async_ppo": "ppo.async_ppo.enabled",
@@ -51,18 +51,18 @@ _SWITCHES: list[Switch] = [
         for pattern in ("policy.dtensor_cfg.**", "policy.optimizer.**", "policy.scheduler.**")
     ),
     Switch(pattern="policy.generation.**", is_on=facts.samples, off="the algorithm does not sample"),
-    Switch(pattern="env.**", is_on=facts.samples, off="the algorithm asks no environment"),
-    Switch(pattern="policy.generation.vllm_cfg.**", is_on=facts.engine_is("vllm"), off="the engine is another one"),
-    Switch(pattern="policy.generation.vllm_kwargs.**", is_on=facts.engine_is("vllm"), off="the engine is another one"),
+    Switch(pattern="env.**", is_on=facts.samples, off="the algorithm uses no environment"),
+    Switch(pattern="policy.generation.vllm_cfg.**", is_on=facts.engine_is("vllm"), off="another engine is used"),
+    Switch(pattern="policy.generation.vllm_kwargs.**", is_on=facts.engine_is("vllm"), off="another engine is used"),
     Switch(
         pattern="policy.generation.mcore_generation_config.**",
         is_on=facts.engine_is("megatron"),
-        off="the engine is another one",
+        off="another engine is used",
     ),
     Switch(
         pattern="policy.generation.colocated.resources.**",
         is_on=lambda theirs: theirs.get("policy.generation.colocated.enabled", True) is not True,
-        off="policy and engine share places",
+        off="policy and engine are colocated",
     ),
 ]
 
@@ -104,7 +104,7 @@ _GRPO: list[Row] = [
     ),
     *never("grpo", "async_grpo.**", "rollouts are sampled with the newest weights here"),
     *only("", "reward_penalties.**", [False], since=_OFF, reason=_PENALTIES),
-    *only("", "on_policy_distillation.**", [], since=_OFF, reason="no teacher is asked by grpo here"),
+    *only("", "on_policy_distillation.**", [], since=_OFF, reason="grpo does not use a teacher"),
 ]
 
 _LOSS: list[Row] = [
@@ -168,26 +168,26 @@ _REST: list[Row] = [
     *never("data", "num_prompts_per_dataloader custom_dataloader", "datasets are drawn by weight here: data.mix"),
     *never("data", "add_bos add_eos add_generation_prompt", "the chat template says which special tokens there are"),
     *data.rows(),
-    *only("data", "train validation default", [], since="none", reason="must be a section"),
+    *only("data", "train validation default", [], since="not set", reason="must be a section"),
     *only("env", "should_use_nemo_gym should_use_async_rollouts", [False], since=_OFF, reason="NeMo Gym is not supported"),
     *nothing("env", "should_log_nemo_gym_responses", _LOGGED),
     by("env.*.env_cls", data.environment_class),
     *same("env", "*.num_workers"),
-    *only("env", "*.math_verify_impl", ["hf_math_verify"], since="so it is", reason="answers are compared by math-verify"),
+    *only("env", "*.math_verify_impl", ["hf_math_verify"], since="same here", reason="answers are compared with math-verify"),
     *same("checkpointing", "enabled checkpoint_dir higher_is_better save_period save_optimizer"),
     by("checkpointing.metric_name", algorithms.metric),
     by("checkpointing.keep_top_k", algorithms.best_checkpoints),
     by("checkpointing.ft_keep_latest_k", algorithms.unless_null("checkpointing.keep_latest_k")),
     *only("checkpointing", "ft_save_period", [], since=_OFF, reason="checkpoints go by save_period"),
     by("checkpointing.checkpoint_must_save_by", algorithms.time_limit),
-    *only("checkpointing", "model_save_format", ["safetensors"], since="so it is", reason="weights are safetensors here"),
+    *only("checkpointing", "model_save_format", ["safetensors"], since="same here", reason="weights are safetensors here"),
     *only("checkpointing", "save_consolidated", [False], since=_OFF, reason="`rlcore convert` makes one model of a checkpoint"),
     *only("checkpointing", "is_async", [False], since=_OFF, reason="a step waits for its checkpoint"),
     *never("checkpointing", "pretrained_checkpoint.**", "a run begins with policy.model_name, in Hugging Face's format"),
     *same("logger", "log_dir"),
     *(by(f"logger.{name}_enabled", facts.logger(name)) for name in ("wandb", "tensorboard", "mlflow")),
     *only("logger", "swanlab_enabled", [False], since=_OFF, reason="loggers here: tensorboard, wandb, mlflow, or one of yours"),
-    *only("logger", "monitor_gpus", [False], since=_OFF, reason="the use of GPUs is not recorded"),
+    *only("logger", "monitor_gpus", [False], since=_OFF, reason="GPUs are not monitored"),
     *only("logger", "num_val_samples_to_print", [0], since=_OFF, reason=_LOGGED),
     to("logger.wandb.project", "logger.loggers.wandb.project"),
     to("logger.wandb.name", "logger.loggers.wandb.name"),
@@ -198,8 +198,8 @@ _REST: list[Row] = [
     *never("logger", "gpu_monitoring.** swanlab.**", "not recorded here"),
     to("cluster.gpus_per_node", "cluster.workers_per_node"),
     *same("cluster", "num_nodes"),
-    *nothing("cluster", "master_port_range_low master_port_range_high", "free ports are found"),
-    *only("cluster", "segment_size", [], since=_OFF, reason="nodes are placed by Ray alone"),
+    *nothing("cluster", "master_port_range_low master_port_range_high", "free ports are chosen automatically"),
+    *only("cluster", "segment_size", [], since=_OFF, reason="Ray places the nodes"),
     *never("", "data_plane.**", "rows travel by Ray's object store"),
     *only("", " ".join(_SECTIONS), [], since="the section's defaults", reason="must be a section with keys below it"),
 ]
