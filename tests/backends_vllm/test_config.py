@@ -222,7 +222,7 @@ def test_an_engine_that_waits_for_weights_says_so_instead_of_sampling(engines):
 def test_a_plain_mapping_is_refused_where_it_is_wrong():
     with pytest.raises(ConfigError, match=r"'max_modl_len'. Did you mean 'max_model_len'"):
         VllmGeneration(config={"model_name": "m", "max_modl_len": 5})
-    with pytest.raises(ConfigError, match=r"temperature.*greater than 0"):
+    with pytest.raises(ConfigError, match=r"temperature: must be a number, more than 0"):
         VllmGeneration(config={"model_name": "m", "temperature": -1})
     with pytest.raises(ConfigError, match="needs a model"):
         VllmGeneration()

@@ -124,8 +124,8 @@ def test_a_null_section_can_be_opened(files, good):
 def test_overrides_reach_the_choice_of_the_backend(files, good):
     errors = files.errors(good, "policy.backend=megatron")
     assert errors == [
-        "override #1 `policy.backend=megatron`: policy.backend: Policy backend 'megatron' is not installed: pip install "
-        "rl-backends-megatron"
+        "override #1 `policy.backend=megatron`: policy.backend: Policy backend 'megatron' is not installed: "
+        "rl-backends-megatron is not published; in a checkout of the repository, pip install ./rl_backends_megatron."
     ]
 
 

@@ -159,7 +159,8 @@ WRONG_IN_GOOD = {
         "config.yaml:4:12: policy.backend: No policy backend named 'hff'. Installed: .... Did you mean 'hf'?"
     ],
     ("policy:\n  backend: hf", "policy:\n  backend: megatron"): [
-        "config.yaml:4:12: policy.backend: Policy backend 'megatron' is not installed: pip install rl-backends-megatron"
+        "config.yaml:4:12: policy.backend: Policy backend 'megatron' is not installed: rl-backends-megatron is not published; "
+        "in a checkout of the repository, pip install ./rl_backends_megatron."
     ],
     ("policy:\n  backend: hf", "policy:\n  backend: [hf]"): [
         "config.yaml:4:12: policy.backend: must be the name of a policy backend; found a list of 1."
@@ -180,7 +181,8 @@ WRONG_IN_GOOD = {
         "distribution that has this model."
     ],
     ("    backend: hf", "    backend: vllm\n    vllm_cfg: {tensor_parallel_size: 1}"): [
-        "config.yaml:7:14: policy.generation.backend: Generation backend 'vllm' is not installed: pip install rl-backends-vllm"
+        "config.yaml:7:14: policy.generation.backend: Generation backend 'vllm' is not installed: rl-backends-vllm is not "
+        "published; in a checkout of the repository, pip install ./rl_backends_vllm."
     ],
     ("tokens: 64", "tokens: 64\n    stop_strings: [a, no, 3]"): [
         "config.yaml:9:23: policy.generation.stop_strings.1: must be text; found false. YAML reads 'no' so: write it in quotes "

@@ -117,7 +117,8 @@ class Validator:
     def _missing(self, field: Field | None, path: Path) -> None:
         purpose = ""
         if field is not None:
-            doc = (field.info.description or "").split("\n")[0].rstrip(".")
+            # The first sentence: a docstring's line ends where it was wrapped.
+            doc = " ".join((field.info.description or "").split()).partition(". ")[0].rstrip(".")
             purpose = f" to {field.allowed}" + (f". {doc}" if doc else "")
         self.problems.add(f"must be set{purpose}.", place=self.written.nearest(path[:-1]).key_place, path=path)
 
