@@ -187,7 +187,7 @@ def test_a_tensor_that_the_engine_loses_transposes_or_delays_stops_the_run(pair,
         patch.setattr(VllmWeightReceiver, "give_to_vllm", faulty)
         with pytest.raises(WeightSyncError) as caught:
             synchronizer(policy, engine).sync()
-    says = "left layers as they were" if fault is lost else "computes otherwise than the policy"
+    says = "left layers as they were" if fault is lost else "computes other log-probabilities than the policy"
     assert says in str(caught.value)
     # A full refit mends it.
     assert synchronizer(policy, engine).sync()["refit/canary_error"] < 1e-5
@@ -197,8 +197,8 @@ def test_a_tensor_that_the_engine_loses_transposes_or_delays_stops_the_run(pair,
     ("fault", "says"),
     [
         (lost, "left them out"),
-        (transposed, "computes otherwise than the policy"),
-        (delayed, "computes otherwise than the policy"),
+        (transposed, "computes other log-probabilities than the policy"),
+        (delayed, "computes other log-probabilities than the policy"),
     ],
 )
 def test_a_tensor_that_the_policy_loses_transposes_or_delays_stops_the_run(pair, fault, says, monkeypatch):
