@@ -84,7 +84,7 @@ def test_a_policy_and_an_engine_of_one_model_are_consistent(config, tmp_path):
     lines = result.output.splitlines()
     assert lines[0] == "policy hf float32, engine hf float32; weights synchronized by by_reference and verified"
     assert lines[-1] == "consistent"
-    assert any(line.startswith("exp(mean |d|)  1.00000") and line.endswith("1.05 is allowed") for line in lines)
+    assert any(line.startswith("exp(mean |d|)  1.00000") and line.endswith("limit 1.05") for line in lines)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 

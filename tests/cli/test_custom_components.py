@@ -141,7 +141,7 @@ def test_the_page_shows_the_files_as_they_are():
 
 @pytest.mark.slow
 def test_workers_of_ray_find_a_loss_by_its_path(tmp_path):
-    changes = ["sft.max_num_steps=2", "sft.val_period=0", "sft.val_at_start=false", "sft.val_accuracy=false"]
+    changes = ["sft.max_num_steps=2", "sft.val_period=0", "sft.val_at_start=false"]
     command = [sys.executable, "-m", "rlcore_cli.main", "train", "examples/custom_loss/train.yaml", *changes]
     done = subprocess.run(
         [*command, f"logger.log_dir={tmp_path}", "logger.run_name=run"], cwd=ROOT, capture_output=True, text=True, timeout=300

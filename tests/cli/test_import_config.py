@@ -389,7 +389,7 @@ def test_a_config_with_a_critic_means_the_same_here(folder, tmp_path):
     assert (ours.value.backend, ours.value.model_name, ours.value.hf_cfg.data_parallel) == ("hf", "acme/small", "fsdp2")
     assert (ours.value.train_global_batch_size, ours.value.scheduler) == (64, None)
     assert ours.value.optimizer.kwargs == {"lr": 1.0e-5, "weight_decay": 0.0}
-    assert lines["value.megatron_cfg.tensor_model_parallel_size"].reason == "value.megatron_cfg.enabled is off there"
+    assert lines["value.megatron_cfg.tensor_model_parallel_size"].reason == "value.megatron_cfg.enabled is disabled"
     assert {key for key, line in lines.items() if line.outcome == "unsupported"} == set()
 
 

@@ -110,7 +110,7 @@ def test_data_without_its_column_leaves_a_folder_that_says_so(launch, tmp_path):
     assert (status["state"], status["during"]) == ("failed", "building")
     assert "question" in status["error"]
     assert "frage" in status["error"]
-    assert ending.sentence == "Failed while it was being built, after 0 of 2 steps."
+    assert ending.sentence == "Failed during startup, after 0 of 2 steps."
     assert ending.error == status["error"]
 
 
@@ -134,7 +134,7 @@ def test_a_run_that_breaks_in_a_step_names_the_phase(launch, tmp_path):
         launch({"policy": policy, "sft": {"max_num_steps": 4, "global_batch_size": 2}})
     status, ending = told(tmp_path / "runs" / "run")
     assert (status["state"], status["during"]) == ("failed", "train")
-    assert ending.sentence.startswith("Failed in the phase train, after ")
+    assert ending.sentence.startswith("Failed in phase train, after ")
 
 
 def test_after_a_worker_was_replaced_the_processes_are_those_that_live(tmp_path, local_ray):
