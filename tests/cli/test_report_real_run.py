@@ -58,7 +58,7 @@ def test_the_page_of_a_real_run_has_its_curves_and_fits(run):
     assert len(page.encode()) <= 2**20
     for title in ("Reward", "Validation accuracy", "KL to the reference policy", "Time by phase", "Tokens per second"):
         assert f'aria-label="{title}"' in page
-    assert re.search(r"Finished: 4 of 4 steps\. Started [-\d]+ [:\d]+ UTC, ended [-\d]+ [:\d]+ UTC, after \d+ ", page)
+    assert re.search(r"Finished: 4 of 4 steps\. Started [-\d]+ [:\d]+ UTC, ended [-\d]+ [:\d]+ UTC, took \d+ ", page)
 
 
 def test_every_token_of_a_real_run_has_its_text_and_each_rollout_its_staleness(run):
