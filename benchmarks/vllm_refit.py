@@ -33,7 +33,7 @@ from rl_core.weights.synchronizer import WeightSynchronizer
 
 LENGTH = 128
 ON_GPU = torch.cuda.is_available()
-OWN_PARTS = ("refit_begins", "give_to_vllm", "weights_changed")
+OWN_PARTS = ("refit_begins", "load_into_vllm", "weights_changed")
 
 
 def now() -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from rl_backends_hf.master import MasterWeights
+from rl_backends_hf.master_weights import MasterWeights
 from rl_backends_hf.training_state import TrainingState, _room_for
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig
@@ -19,7 +19,7 @@ ELSEWHERE = torch.device("meta")
 
 def state_after_a_step(**options):
     model = torch.nn.Linear(3, 2)
-    masters = MasterWeights(model, published=torch.float32)
+    masters = MasterWeights(model, model_dtype=torch.float32)
     optimizer = torch.optim.AdamW(masters.parameters.values(), **options)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()

@@ -168,7 +168,7 @@ def test_quantisation_without_bitsandbytes_names_the_package(monkeypatch, model_
 
 
 def test_quantised_weights_are_scored_and_not_trained(parts, model_folder, monkeypatch):
-    monkeypatch.setattr("rl_backends_hf.worker.is_quantised", lambda model: True)
+    monkeypatch.setattr("rl_backends_hf.worker.is_quantized", lambda model: True)
     worker = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("llama")))
     worker.setup()
     rows = parts.make_rows()

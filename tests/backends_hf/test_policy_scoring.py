@@ -142,7 +142,7 @@ def test_packed_rows_do_not_see_each_other(parts, model_folder):
     cpu = torch.device("cpu")
     with torch.no_grad():
         first, second = (
-            scoring.score(packed_input(ids, rows["input_lengths"], device=cpu, lag=1)) for ids in (rows["input_ids"], other)
+            scoring.score(packed_input(ids, rows["input_lengths"], device=cpu, shift=1)) for ids in (rows["input_ids"], other)
         )
     assert not torch.equal(first[0], second[0])
     torch.testing.assert_close(first[1:], second[1:], rtol=0, atol=0)

@@ -6,7 +6,7 @@ import transformers
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig, HFPolicyConfig
-from rl_backends_hf.master import MasterWeights
+from rl_backends_hf.master_weights import MasterWeights
 from rl_backends_hf.model import exact_weights
 from rl_backends_hf.optimizer import build_optimizer
 from rl_backends_hf.worker import HFPolicyWorker
@@ -141,7 +141,7 @@ def test_what_is_published_moves_by_as_much_as_the_masters_on_average(parts, sta
     with torch.no_grad():
         for master in masters.parameters.values():
             master.add_(step)
-    masters.publish()
+    masters.copy_to_model()
     moved = torch.cat(
         [(tensor.float() - before[name]).flatten() for name, tensor in worker.iter_weights() if "norm" not in name]
     )
@@ -346,9 +346,9 @@ def test_a_frozen_model_scores_spends_nothing_on_training_and_says_so(parts, sta
 
 def test_a_master_stays_at_the_rounded_weight_where_float32_was_read_otherwise_and_that_is_said(caplog):
     model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
-    masters = MasterWeights(model, published=torch.bfloat16)
+    masters = MasterWeights(model, model_dtype=torch.bfloat16)
     near = model.bias.detach().float() * (1 + 2**-12)
-    masters.refine({"weight": model.weight.detach().float() + 1.0, "bias": near})
+    masters.load_exact({"weight": model.weight.detach().float() + 1.0, "bias": near})
     assert torch.equal(masters.parameters["weight"], model.weight.float())
     assert torch.equal(masters.parameters["bias"], near)
     assert "weight was loaded otherwise in float32" in caplog.text

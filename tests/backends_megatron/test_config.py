@@ -129,10 +129,10 @@ def hf(**fields):
     ],
 )
 def test_a_division_that_the_model_does_not_allow_is_refused_with_the_reason(model, fields, world, says):
-    from rl_backends_megatron.checks import check_fit
+    from rl_backends_megatron.checks import check_compatibility
 
     with pytest.raises(ConfigError, match=says):
-        check_fit(hf(**model), policy(**fields), world_size=world, on_gpu=False)
+        check_compatibility(hf(**model), policy(**fields), world_size=world, on_gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,16 @@ def test_a_division_that_the_model_does_not_allow_is_refused_with_the_reason(mod
     ],
 )
 def test_a_division_that_the_model_allows_is_accepted(fields, world):
-    from rl_backends_megatron.checks import check_fit
+    from rl_backends_megatron.checks import check_compatibility
 
-    check_fit(hf(), policy(**fields), world_size=world, on_gpu=False)
+    check_compatibility(hf(), policy(**fields), world_size=world, on_gpu=False)
 
 
 def test_all_reasons_are_given_at_once():
-    from rl_backends_megatron.checks import check_fit
+    from rl_backends_megatron.checks import check_compatibility
 
     with pytest.raises(ConfigError) as error:
-        check_fit(hf(), policy(tensor_model_parallel_size=3, pipeline_model_parallel_size=3), world_size=4, on_gpu=False)
+        check_compatibility(
+            hf(), policy(tensor_model_parallel_size=3, pipeline_model_parallel_size=3), world_size=4, on_gpu=False
+        )
     assert len(str(error.value).splitlines()) == 4

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.megatron
 
 
 def two_steps(folder, between):
-    """The weights after two steps, with something done to the policy's trainer between them."""
+    """The weights after two steps, with something done to the policy's trainable between them."""
     from rl_backends_megatron.policy import MegatronPolicy
 
     optimizer = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2}}
@@ -19,26 +19,26 @@ def two_steps(folder, between):
         for step in range(2):
             policy.train(cases.make_rows(seed=step), cases.NLL())
             if step == 0:
-                between(policy.group.worker._trainer)
+                between(policy.group.worker._trainable)
         return {name: tensor.clone() for name, tensor in policy.group.worker.iter_weights()}
     finally:
         policy.shutdown()
 
 
-def gradient_bytes(trainer):
-    return sum(buffer.grad_data.untyped_storage().nbytes() for model in trainer.models for buffer in model.buffers)
+def gradient_bytes(trainable):
+    return sum(buffer.grad_data.untyped_storage().nbytes() for model in trainable.models for buffer in model.buffers)
 
 
 def test_gradients_that_were_given_back_have_their_memory_again_in_the_next_step(models):
     seen = []
 
-    def give_back(trainer):
-        seen.append(gradient_bytes(trainer))
-        trainer.free_gradients()
-        trainer.free_gradients()
-        seen.append(gradient_bytes(trainer))
+    def give_back(trainable):
+        seen.append(gradient_bytes(trainable))
+        trainable.free_gradients()
+        trainable.free_gradients()
+        seen.append(gradient_bytes(trainable))
 
-    plain = two_steps(models / "llama", lambda trainer: None)
+    plain = two_steps(models / "llama", lambda trainable: None)
     found = two_steps(models / "llama", give_back)
     assert seen[0] > 0
     assert seen[1] == 0

@@ -144,7 +144,7 @@ def test_a_resume_steps_with_the_settings_of_the_present_config(policy, tmp_path
     made = policy_after(policy, optimizer={"kwargs": second}, scheduler={"name": "linear", "kwargs": {"num_training_steps": 8}})
     made.load_checkpoint(tmp_path / "w", tmp_path / "o")
     assert made.train(cases.make_rows(), cases.NLL())["lr"] == pytest.approx(4e-3 * 7 / 8)
-    for group in made.group.worker._trainer.optimizer.param_groups:
+    for group in made.group.worker._trainable.optimizer.param_groups:
         assert (group["lr"], group["weight_decay"], *group["betas"], group["eps"]) == pytest.approx(
             (4e-3 * 7 / 8, 0.2, 0.8, 0.9, 1e-6)
         )
@@ -231,10 +231,10 @@ def test_attention_kernels_and_types_give_the_same_scores(policy, models, name):
 
 
 def test_the_seam_leaves_torch_as_it_was():
-    from rl_backends_megatron.device_seam import device_seam
+    from rl_backends_megatron.cpu_shim import cpu_shim
 
     before = torch.cuda.current_device, torch.cuda.synchronize
-    with device_seam():
+    with cpu_shim():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert torch.ones(2).cuda().device.type == "cpu"
     assert (torch.cuda.current_device, torch.cuda.synchronize) == before
@@ -243,20 +243,20 @@ def test_the_seam_leaves_torch_as_it_was():
 
 
 def test_another_version_of_megatron_is_refused(monkeypatch):
-    from rl_backends_megatron import device_seam
+    from rl_backends_megatron import cpu_shim
 
-    device_seam.check_megatron()
-    monkeypatch.setattr(device_seam, "version", lambda name: "0.17.0")
+    cpu_shim.check_megatron()
+    monkeypatch.setattr(cpu_shim, "version", lambda name: "0.17.0")
     with pytest.raises(UserError, match=r"0.17.0 is installed, and this backend is written for 0.16.1"):
-        device_seam.check_megatron()
+        cpu_shim.check_megatron()
 
 
 def test_a_wheel_that_lacks_what_is_touched_is_refused(monkeypatch):
-    from rl_backends_megatron import device_seam
+    from rl_backends_megatron import cpu_shim
 
-    monkeypatch.setattr(device_seam, "_TOUCHED", {"megatron.core.utils": ("divide", "Absent.attribute")})
+    monkeypatch.setattr(cpu_shim, "_REQUIRED_NAMES", {"megatron.core.utils": ("divide", "Absent.attribute")})
     with pytest.raises(UserError, match=r"megatron\.core\.utils has no Absent\.attribute"):
-        device_seam.check_megatron()
+        cpu_shim.check_megatron()
 
 
 def test_weights_in_several_files_are_read_and_written(models, tmp_path, monkeypatch):
@@ -282,7 +282,7 @@ def test_a_frozen_policy_scores_and_has_nothing_that_could_step(policy, models, 
     assert float((found - expected).abs().max()) < 5e-6
     assert made.train(rows, cases.NLL(), eval_mode=True)["metrics"]["nll"] > 0
     worker = made.group.worker
-    assert not any(parameter.requires_grad for model in worker._trainer.models for parameter in model.parameters())
+    assert not any(parameter.requires_grad for model in worker._trainable.models for parameter in model.parameters())
     for ask in (lambda: made.train(rows, cases.NLL()), lambda: made.save_checkpoint(tmp_path / "w", tmp_path / "o")):
         with pytest.raises(Exception, match="is frozen") as error:
             ask()
@@ -392,11 +392,11 @@ def test_the_first_non_finite_tensor_of_a_checkpoint_is_named(policy, distribute
     made = policy("llama", precision="bfloat16", megatron_cfg={"use_distributed_optimizer": distributed})
     made.train(cases.make_rows(), cases.NLL())
     assert made.find_non_finite() is None
-    trainer = made.group._worker._trainer
-    names = [name for name, _ in trainer.named_state()]
+    trainable = made.group._worker._trainable
+    names = [name for name, _ in trainable.named_state()]
     assert len(names) == len(set(names))
     assert not any("a weight" in name for name in names)
-    name, state = next((name, tensor) for name, tensor in trainer.named_state() if name.startswith("exp_avg_sq of"))
+    name, state = next((name, tensor) for name, tensor in trainable.named_state() if name.startswith("exp_avg_sq of"))
     state.view(-1)[0] = float("nan")
     assert made.find_non_finite() == f"{name} (rank 0)"
     assert 0 < made.checkpoint_bytes(optimizer=False) < made.checkpoint_bytes(optimizer=True)

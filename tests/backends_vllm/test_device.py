@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_backends_vllm.device import precision_of_products, quiet_import, set_environment_here, worker_environment
-from rl_backends_vllm.leftovers import sweep_leftovers, unname_here
+from rl_backends_vllm.device import matmul_precision, quiet_import, set_process_environment, worker_environment
+from rl_backends_vllm.shm_cleanup import remove_stale_files, unlink_shared_memory
 
 
 @pytest.mark.parametrize(("own", "level"), [({}, "ERROR"), ({"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG")])
@@ -18,7 +18,7 @@ from rl_backends_vllm.leftovers import sweep_leftovers, unname_here
 def test_vllm_reports_errors_alone_unless_the_user_asks_for_more(monkeypatch, own, level, use_gpus):
     monkeypatch.setattr(os, "environ", dict(own))
     assert worker_environment(use_gpus=use_gpus)["VLLM_LOGGING_LEVEL"] == level
-    set_environment_here("cuda" if use_gpus else "cpu")
+    set_process_environment("cuda" if use_gpus else "cpu")
     assert os.environ["VLLM_LOGGING_LEVEL"] == level
 
 
@@ -28,14 +28,14 @@ def test_what_the_engine_depends_on_is_not_the_users_to_change_in_a_worker(monke
 
 
 def test_float32_on_a_gpu_is_not_compared_as_exact():
-    assert precision_of_products("float32", device="cpu") == "float32"
-    assert precision_of_products("float32", device="cuda") == "tf32"
-    assert precision_of_products("bfloat16", device="cuda") == "bfloat16"
+    assert matmul_precision("float32", device="cpu") == "float32"
+    assert matmul_precision("float32", device="cuda") == "tf32"
+    assert matmul_precision("bfloat16", device="cuda") == "bfloat16"
 
 
 def test_what_a_cpu_needs_is_kept_from_an_engine_on_a_gpu(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    set_environment_here("cuda")
+    set_process_environment("cuda")
     assert "TORCHDYNAMO_DISABLE" not in os.environ, "graphs of a GPU are compiled"
     assert os.environ.items() == worker_environment(use_gpus=True).items()
 
@@ -60,7 +60,7 @@ def test_pages_and_folders_go_with_processes_that_are_gone_and_stay_with_those_t
         for owner in (gone, os.getpid(), "of-something-else"):
             (place / name.format(owner)).mkdir(parents=True)
     (folders / names[1].format(gone) / "socket").touch()
-    assert sweep_leftovers(pages, folders) == [name.format(gone) for name in names]
+    assert remove_stale_files(pages, folders) == [name.format(gone) for name in names]
     assert len(list(pages.iterdir())) == len(list(folders.iterdir())) == 2
 
 
@@ -75,12 +75,12 @@ def test_a_queue_loses_its_name_once_all_have_met_and_ends_in_silence(monkeypatc
     mine, reader = ShmRingBuffer(1, 64, 2), ShmRingBuffer(1, 64, 2, name=others.name)
     path = Path("/dev/shm") / mine.shared_memory.name
     assert path.exists()
-    unname_here()
+    unlink_shared_memory()
     assert not path.exists()
     assert (Path("/dev/shm") / others.name).exists()
     with mine.get_data(1) as data:  # its memory stays
         data[0] = 7
-    unname_here()
+    unlink_shared_memory()
     del mine, reader
     gc.collect()
     others.close()

@@ -65,7 +65,7 @@ def long(engines, kind):
 def requests_in(engine):
     """Requests that vLLM itself has under way."""
     worker = engine.group.worker
-    assert len(worker._rows) == 0
+    assert len(worker._requests) == 0
     return worker._running._engine.output_processor.get_num_unfinished_requests()
 
 
@@ -118,9 +118,9 @@ async def collected(engine, batch, greedy=False):
 async def collected_from_one_step_on(engine, batch):
     """The rows of an engine that was held until it had all of them."""
     worker = engine.group.worker
-    worker._running.hold()
+    worker._running.pause()
     rows = asyncio.create_task(collected(engine, batch))
-    while len(worker._rows) < batch.size:
+    while len(worker._requests) < batch.size:
         await asyncio.sleep(0.01)
     worker._go_on()
     return await rows

@@ -201,7 +201,7 @@ def test_an_engine_whose_refit_was_refused_samples_on_and_one_in_a_refit_says_so
     assert isinstance(refused.value.__cause__, WeightSyncError)
     assert completions(engine.generate(batch)) == expected
     worker = engine.group.worker
-    worker._running.hold()
+    worker._running.pause()
     with pytest.raises(WorkerError, match="has not ended"):
         engine.generate(batch)
     assert engine.invalidate_kv_cache()

@@ -177,14 +177,14 @@ def test_a_tensor_that_the_engine_loses_transposes_or_delays_stops_the_run(pair,
     policy, engine = pair
     earlier = {key: tensor.clone() for key, tensor in policy.group.worker.iter_weights()}
     take_step(policy, 2)
-    give = VllmWeightReceiver.give_to_vllm
+    give = VllmWeightReceiver.load_into_vllm
 
     def faulty(self, tensors):
         changed = {key: fault(key, tensor, earlier[key]) if key == name else tensor for key, tensor in tensors.items()}
         give(self, {key: tensor for key, tensor in changed.items() if tensor is not None})
 
     with monkeypatch.context() as patch:
-        patch.setattr(VllmWeightReceiver, "give_to_vllm", faulty)
+        patch.setattr(VllmWeightReceiver, "load_into_vllm", faulty)
         with pytest.raises(WeightSyncError) as caught:
             synchronizer(policy, engine).sync()
     says = "left layers as they were" if fault is lost else "computes other log-probabilities than the policy"
@@ -224,7 +224,7 @@ def test_a_tensor_that_the_policy_loses_transposes_or_delays_stops_the_run(pair,
 def test_an_engine_with_half_a_refit_refuses_to_sample(pair, monkeypatch):
     policy, engine = pair
     take_step(policy, 4)
-    give = VllmWeightReceiver.give_to_vllm
+    give = VllmWeightReceiver.load_into_vllm
     calls = []
 
     def dies_at_the_third(self, tensors):
@@ -234,7 +234,7 @@ def test_an_engine_with_half_a_refit_refuses_to_sample(pair, monkeypatch):
         give(self, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(VllmWeightReceiver, "give_to_vllm", dies_at_the_third)
+        patch.setattr(VllmWeightReceiver, "load_into_vllm", dies_at_the_third)
         with pytest.raises(WeightSyncError, match="no more"):
             synchronizer(policy, engine).sync()
     with pytest.raises(Exception, match="have not arrived in this refit"):

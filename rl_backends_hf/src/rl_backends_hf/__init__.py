@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HuggingFaceGeneration", "HuggingFacePolicy"]
 
-_ROOMS = {"HuggingFaceGeneration": "rl_backends_hf.generation", "HuggingFacePolicy": "rl_backends_hf.policy"}
+_MODULES = {"HuggingFaceGeneration": "rl_backends_hf.generation", "HuggingFacePolicy": "rl_backends_hf.policy"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return getattr(importlib.import_module(_ROOMS[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,14 +39,14 @@ class HFModelConfig(Section):
     """Fields of the model's config to replace, such as `attention_dropout`."""
 
     @model_validator(mode="after")
-    def _one_quantisation(self) -> HFModelConfig:
+    def _check_quantization(self) -> HFModelConfig:
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("load_in_8bit and load_in_4bit exclude each other: keep one of them")
         return self
 
 
 _DEFAULTS: Final = HFModelConfig()
-_NAMES_ELSEWHERE: Final = {
+_OTHER_NAMES: Final = {
     "r": "rank",
     "dim": "rank",
     "lora_alpha": "alpha",
@@ -78,16 +78,16 @@ class LoRAConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_by_other_names(cls, given: Any) -> Any:
+    def _reject_other_names(cls, given: Any) -> Any:
         for key in given if isinstance(given, dict) else ():
-            if key in _NAMES_ELSEWHERE:
-                raise ValueError(f"`{key}` is called `{_NAMES_ELSEWHERE[key]}` here")
+            if key in _OTHER_NAMES:
+                raise ValueError(f"`{key}` is called `{_OTHER_NAMES[key]}` here")
             if key == "enabled":
                 raise ValueError("there is no `enabled`: the section itself switches LoRA on, and `lora: null` off")
         return given
 
     @model_validator(mode="after")
-    def _adapts_something(self) -> LoRAConfig:
+    def _check_target_modules(self) -> LoRAConfig:
         if not self.target_modules:
             raise ValueError(f"target_modules is empty, so nothing would train: name layers, or leave it at {ALL_LINEAR!r}")
         return self
@@ -108,7 +108,7 @@ class HFConfig(HFModelConfig):
     """Train low-rank adapters with frozen base weights. By default, all weights are trained."""
 
     @model_validator(mode="after")
-    def _lora_on_whole_plain_weights(self) -> HFConfig:
+    def _check_lora(self) -> HFConfig:
         if self.lora is None:
             return self
         if self.data_parallel == "fsdp2":
@@ -134,7 +134,7 @@ class HFPolicyConfig(PolicyConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         """Missing models and libraries, LoRA targets that the model does not have, and dropout in RL."""
-        yield from model_problems(self.model_name, self.hf_cfg, is_here=self.python is None)
+        yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
         lora = self.hf_cfg.lora
         if lora is None:
             return
@@ -191,7 +191,7 @@ class HFGenerationConfig(GenerationConfig):
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
         """Missing models and libraries."""
         yield from super().conflicts(run)
-        yield from model_problems(self.model_name, self.hf_cfg, is_here=self.python is None)
+        yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
 
     def logit_changes(self) -> dict[Path, Any]:
         """The repetition penalty, if it is set."""

@@ -33,7 +33,7 @@ def to_folder(conversion: Conversion) -> None:
     model = load_model(policy.model_name, options=policy.hf_cfg, dtype=DTYPES[policy.precision], head=policy.head)
     adapters = LoraAdapters(model, lora, base=policy.model_name, head=policy.head)
     adapters.load(source)
-    adapters.merge_for_good()
+    adapters.merge_and_unload()
     save_weights(model, output, dtype=DTYPES[policy.precision], rank=0)
     for file in source.iterdir():
         if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):

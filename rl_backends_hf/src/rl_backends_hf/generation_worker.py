@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
-from rl_backends_hf.model import DTYPES, is_quantised, load_model
+from rl_backends_hf.model import DTYPES, is_quantized, load_model
 from rl_backends_hf.sampler import Sampler, SamplerSettings
 from rl_backends_hf.weights_folder import find_tokenizer
 from rl_core.cluster.worker_context import WorkerContext
@@ -87,7 +87,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         return self._names.together(tensors)
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
-        if is_quantised(self._model):
+        if is_quantized(self._model):
             raise NotSupportedError(
                 "A sampling copy with load_in_8bit or load_in_4bit cannot take the policy's weights. Remove the option from "
                 "`policy.generation.hf_cfg`; `precision: bfloat16` halves the memory of float32."

@@ -37,9 +37,9 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one token of every row ([N, heads, 1, head_dim]) at its position; hand out all up to the longest row."""
         taken, width = self._slots.taken, self._slots.width
-        places = self._slots.places(key_states.shape[1])
+        flat_index = self._slots.flat_index(key_states.shape[1])
         for mine, new in ((self.keys, key_states), (self.values, value_states)):
-            mine.view(-1, new.shape[3]).index_copy_(0, places, new.reshape(-1, new.shape[3]))
+            mine.view(-1, new.shape[3]).index_copy_(0, flat_index, new.reshape(-1, new.shape[3]))
         return self.keys[:taken, :, :width], self.values[:taken, :, :width]
 
     def load(self, other: CacheLayerMixin, *, runs: Sequence[PrefillRun]) -> None:
@@ -104,22 +104,22 @@ class SlotTable:
         self.capacity, self.columns = capacity, columns
         self.taken = self.width = 0
         self.positions = torch.empty(0, dtype=torch.int64, device=device)
-        self._places: dict[int, torch.Tensor] = {}
+        self._flat_indices: dict[int, torch.Tensor] = {}
 
-    def places(self, heads: int) -> torch.Tensor:
+    def flat_index(self, heads: int) -> torch.Tensor:
         """[taken * heads] int64, where each row's latest token goes in a layer seen as [slots * heads * columns, head_dim].
 
         One flat index for all layers: writing through it is twenty times faster than through three indices.
         """
-        if heads not in self._places:
+        if heads not in self._flat_indices:
             device = self.positions.device
             lanes = torch.arange(self.taken * heads, device=device) * self.columns
-            self._places[heads] = lanes + self.positions.repeat_interleave(heads)
-        return self._places[heads]
+            self._flat_indices[heads] = lanes + self.positions.repeat_interleave(heads)
+        return self._flat_indices[heads]
 
     def moved(self) -> None:
         """Rows or columns are others than before."""
-        self._places.clear()
+        self._flat_indices.clear()
 
 
 class SlotCache(Cache):
@@ -154,7 +154,7 @@ class SlotCache(Cache):
                 f"The model keeps keys and values in {len(prefill.layers)} layers where its config names {len(self.layers)}: "
                 "its attention is of a kind that this sampler does not know. Use another generation backend."
             )
-        self._make_room(max(lengths))
+        self._ensure_columns(max(lengths))
         runs = _runs(sources, lengths, first_slot=self.slots.taken)
         for mine, theirs in zip(self.layers, prefill.layers, strict=True):
             mine.load(theirs, runs=runs)
@@ -165,22 +165,22 @@ class SlotCache(Cache):
 
     def advance(self) -> None:
         """Each row goes one position on; the forward that follows writes there."""
-        self._make_room(self.slots.width + 1)
+        self._ensure_columns(self.slots.width + 1)
         self.slots.positions = self.slots.positions + 1
         self.slots.width += 1
         self.slots.moved()
 
-    def keep(self, kept: Sequence[int], *, width: int) -> None:
-        """Drop all rows but these; row `kept[i]` takes slot i.
+    def keep(self, slots: Sequence[int], *, width: int) -> None:
+        """Drop all rows but these; row `slots[i]` takes slot i.
 
         Args:
-            kept: slots; those that stay where they are cost nothing.
+            slots: slots; those that stay where they are cost nothing.
             width: tokens of the longest of them.
         """
-        moves = [(source, target) for target, source in enumerate(kept) if source != target]
-        self.slots.taken, self.slots.width = len(kept), width
+        moves = [(source, target) for target, source in enumerate(slots) if source != target]
+        self.slots.taken, self.slots.width = len(slots), width
         device = self.slots.positions.device
-        self.slots.positions = self.slots.positions[torch.tensor(kept, dtype=torch.int64, device=device)]
+        self.slots.positions = self.slots.positions[torch.tensor(slots, dtype=torch.int64, device=device)]
         if moves:
             sources, targets = torch.tensor(moves, device=device).unbind(dim=1)
             for layer in self.layers:
@@ -197,7 +197,7 @@ class SlotCache(Cache):
         seen = columns <= positions
         return seen if window is None else seen & (columns > positions - window)
 
-    def _make_room(self, width: int) -> None:
+    def _ensure_columns(self, width: int) -> None:
         if width <= self.slots.columns:
             return
         columns = min(max(2 * self.slots.columns, width), self._max_columns)

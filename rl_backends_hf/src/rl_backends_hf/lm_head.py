@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, or of the likeliest, from chunks of the LM head; knows hidden states and a head, no model.
+"""Log-probabilities of given tokens, or of the top k, from chunks of the LM head.
 
 The logits of N positions over a vocabulary of V are the largest tensor of a language model. Here at most `chunk` rows of them
 exist at one time, forward and backward: the backward pass computes them again. Gradients are exact.
@@ -79,7 +79,7 @@ def chunked_topk_logprobs(
     transform: LogitTransform,
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` likeliest tokens at each position, the likeliest first; arguments as `chunked_token_logprobs`.
+    """The `k` most likely tokens at each position, most likely first; arguments as `chunked_token_logprobs`.
 
     Returns:
         Token ids [N, k] int64 and their log-probabilities [N, k] float32, in nats; without a gradient.
@@ -90,8 +90,8 @@ def chunked_topk_logprobs(
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], weight, bias, transform)
-            likeliest, ids[rows] = torch.topk(logits, k, dim=-1)
-            logprobs[rows] = likeliest - torch.logsumexp(logits, dim=-1, keepdim=True)
+            top, ids[rows] = torch.topk(logits, k, dim=-1)
+            logprobs[rows] = top - torch.logsumexp(logits, dim=-1, keepdim=True)
     return ids, logprobs
 
 
@@ -111,23 +111,23 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         chunk: int,
     ) -> torch.Tensor:
         logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
-        normaliser = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
+        normalizer = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
         logits = None
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], weight, bias, transform)
-            normaliser[rows] = torch.logsumexp(logits, dim=-1, keepdim=True)
-            logprobs[rows] = logits.gather(1, targets[rows]) - normaliser[rows]
+            normalizer[rows] = torch.logsumexp(logits, dim=-1, keepdim=True)
+            logprobs[rows] = logits.gather(1, targets[rows]) - normalizer[rows]
         # A single chunk is within the budget anyway: keep it, and the backward pass need not compute it again.
         kept = logits if len(hidden) <= chunk and any(ctx.needs_input_grad[:3]) else None
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, kept)
         ctx.transform, ctx.chunk = transform, chunk
         return logprobs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, normaliser, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizer, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         several = len(hidden) > ctx.chunk
         # Sums over chunks are float32, so that a bfloat16 head loses nothing by being cut up.
@@ -138,7 +138,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             logits = kept if kept is not None else _logits(hidden[rows], weight, bias, ctx.transform)
-            raw = _grad_of_raw(logits, normaliser[rows], targets[rows], grad[rows], ctx.transform).to(weight.dtype)
+            raw = _grad_of_raw(logits, normalizer[rows], targets[rows], grad[rows], ctx.transform).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(raw, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -157,14 +157,14 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
 
 def _grad_of_raw(
     logits: torch.Tensor,
-    normaliser: torch.Tensor,
+    normalizer: torch.Tensor,
     targets: torch.Tensor,
     grad: torch.Tensor,
     transform: LogitTransform,
 ) -> torch.Tensor:
     """Gradient [n, V] float32 by the head's output: sum over targets of grad * (one-hot of the target - softmax) * slope."""
     slope = transform.slope(logits)
-    result = torch.sub(logits, normaliser).exp_().mul_(-grad.sum(dim=1, keepdim=True))
+    result = torch.sub(logits, normalizer).exp_().mul_(-grad.sum(dim=1, keepdim=True))
     result.scatter_add_(1, targets, grad)
     return result.mul_(slope)
 

@@ -85,13 +85,13 @@ class LoraAdapters:
         self._settings = self._peft_model.peft_config[_NAME]
         self._settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
         self._model = model
-        self._live_names, self._layers = _names_of_base(model, peft.tuners.lora.LoraLayer)
-        _refuse_more_than(targets, self._layers, model)
+        self._current_names, self._layers = _names_of_base(model, peft.tuners.lora.LoraLayer)
+        _check_adapted_parameters(targets, self._layers, model)
         if self._head is not None:
             self._head.float().requires_grad_(True)
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """The model is its base for as long as the block runs."""
         with self._peft_model.disable_adapter():
             yield
@@ -99,7 +99,7 @@ class LoraAdapters:
     def manifest(self) -> RefitManifest:
         """Name to (shape, dtype) of the base's weights, under the base's own names; none of the adapters'."""
         live = weights_of(self._model)
-        return {name: (tuple(live[key].shape), dtype_name(live[key].dtype)) for name, key in self._live_names.items()}
+        return {name: (tuple(live[key].shape), dtype_name(live[key].dtype)) for name, key in self._current_names.items()}
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of each weight as if the adapters were merged.
@@ -111,11 +111,11 @@ class LoraAdapters:
             names: these, in this order; all by default.
         """
         live = weights_of(self._model)
-        for name in self._live_names if names is None else names:
-            weight, layer = live[self._live_names[name]].detach(), self._layers.get(name)
+        for name in self._current_names if names is None else names:
+            weight, layer = live[self._current_names[name]].detach(), self._layers.get(name)
             yield name, weight if layer is None else self._merged(layer, weight)
 
-    def merge_for_good(self) -> None:
+    def merge_and_unload(self) -> None:
         """Fold the adapters into the base and take them out: the model is a plain one again, and this object is spent."""
         for layer in self._layers.values():
             weight = layer.get_base_layer().weight
@@ -146,7 +146,7 @@ class LoraAdapters:
         Raises:
             CheckpointError: the folder is absent, torn, or of another adapter; the adapters are as before.
         """
-        self._refuse_another_adapter(folder)
+        self._check_same_adapter(folder)
         try:
             saved = load_file(folder / ADAPTER_WEIGHTS)
         except (OSError, SafetensorError) as error:
@@ -165,7 +165,7 @@ class LoraAdapters:
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
 
-    def _refuse_another_adapter(self, folder: Path) -> None:
+    def _check_same_adapter(self, folder: Path) -> None:
         """Compare what shapes do not show: the scale of B A."""
         try:
             saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -236,13 +236,13 @@ def _targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module | No
     """Names of the linear layers to adapt; refuses names that match nothing, and modules that adapters cannot stand beside."""
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
-    excluded = _matches(config.exclude_modules or [], modules, linear, key="exclude_modules")
+    excluded = _matching_modules(config.exclude_modules or [], modules, linear, key="exclude_modules")
     if config.target_modules == ALL_LINEAR:
         targets = set(linear)
     else:
-        targets = _matches(config.target_modules, modules, linear, key="target_modules")
+        targets = _matching_modules(config.target_modules, modules, linear, key="target_modules")
     for name in sorted(targets - excluded - linear):
-        _refuse_module(name, modules[name], is_head=modules[name] is head)
+        _reject_module(name, modules[name], is_head=modules[name] is head)
     if not targets - excluded:
         raise UserError(
             "`policy.hf_cfg.lora`: exclude_modules takes away all that target_modules names, so nothing would train."
@@ -250,7 +250,7 @@ def _targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module | No
     return targets - excluded
 
 
-def _matches(wanted: str | Sequence[str], modules: Mapping[str, nn.Module], linear: set[str], *, key: str) -> set[str]:
+def _matching_modules(wanted: str | Sequence[str], modules: Mapping[str, nn.Module], linear: set[str], *, key: str) -> set[str]:
     """Names of the modules that peft would take: by whole name or its end, or by an expression for the whole name."""
     if isinstance(wanted, str):
         try:
@@ -258,18 +258,18 @@ def _matches(wanted: str | Sequence[str], modules: Mapping[str, nn.Module], line
         except re.error as error:
             raise UserError(f"`policy.hf_cfg.lora.{key}`: {wanted!r} is no regular expression: {error}.") from error
         if not found:
-            raise _nothing(wanted, linear, key=key, how="as an expression for the whole name of a module ")
+            raise _no_match_error(wanted, linear, key=key, how="as an expression for the whole name of a module ")
         return found
     found = set()
     for each in wanted:
         matching = {name for name in modules if name == each or name.endswith(f".{each}")}
         if not matching:
-            raise _nothing(each, linear, key=key, how="")
+            raise _no_match_error(each, linear, key=key, how="")
         found |= matching
     return found
 
 
-def _nothing(wanted: str, linear: set[str], *, key: str, how: str) -> UserError:
+def _no_match_error(wanted: str, linear: set[str], *, key: str, how: str) -> UserError:
     ends = sorted({name.rpartition(".")[2] for name in linear})
     return UserError(
         f"`policy.hf_cfg.lora.{key}`: {wanted!r} {how}matches no module of the model.{did_you_mean(wanted, ends)} Its linear "
@@ -279,7 +279,7 @@ def _nothing(wanted: str, linear: set[str], *, key: str, how: str) -> UserError:
     )
 
 
-def _refuse_module(name: str, module: nn.Module, *, is_head: bool) -> None:
+def _reject_module(name: str, module: nn.Module, *, is_head: bool) -> None:
     if is_head and name == HEAD_NAME:
         raise UserError(
             f"`policy.hf_cfg.lora.target_modules`: {name} is the scalar head, one row, which is trained in full beside the "
@@ -298,7 +298,7 @@ def _refuse_module(name: str, module: nn.Module, *, is_head: bool) -> None:
     )
 
 
-def _refuse_more_than(targets: set[str], layers: Mapping[str, Any], model: PreTrainedModel) -> None:
+def _check_adapted_parameters(targets: set[str], layers: Mapping[str, Any], model: PreTrainedModel) -> None:
     """Some families' targets mean other parameters to peft (fused experts), of which a merge here would know nothing."""
     adapted = {name.removesuffix(".weight") for name in layers}
     trained = {name.partition(".lora_")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}

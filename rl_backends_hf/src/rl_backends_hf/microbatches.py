@@ -25,7 +25,7 @@ class Microbatcher(MicrobatchCutter):
     def __init__(self, config: HFPolicyConfig, *, device: torch.device) -> None:
         super().__init__(config)
         self._config, self._device = config, device
-        self._lag = (ValueScoring if config.head == "scalar" else TokenScoring).lag
+        self._shift = (ValueScoring if config.head == "scalar" else TokenScoring).shift
         self.variable_length_kernel = config.hf_cfg.attn_implementation == "flash_attention_2" and device.type == "cuda"
 
     def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ScoringInput:
@@ -46,11 +46,11 @@ class Microbatcher(MicrobatchCutter):
                 ids,
                 lengths,
                 device=self._device,
-                lag=self._lag,
+                shift=self._shift,
                 mask=mask,
                 pad_multiple=self._config.sequence_packing.sequence_length_pad_multiple,
                 variable_length_kernel=self.variable_length_kernel,
             )
         else:
-            formed = padded_input(ids, lengths, device=self._device, lag=self._lag, mask=mask)
+            formed = padded_input(ids, lengths, device=self._device, shift=self._shift, mask=mask)
         return formed if candidates_key is None else formed.with_candidates(microbatch[candidates_key])

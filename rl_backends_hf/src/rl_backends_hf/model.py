@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from rl_backends_hf.config import HFModelConfig
-from rl_backends_hf.scalar_head import fit_head, settle_head
+from rl_backends_hf.scalar_head import init_missing_head, prepare_head
 from rl_backends_hf.static_checks import NEEDS_BITSANDBYTES, NEEDS_FLASH_ATTN
 from rl_core.errors import NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
@@ -55,7 +55,7 @@ def load_model(
         UserError: there is no such model, its head is another, or the options cannot be honoured; nothing was loaded.
     """
     model = _load_as_stored(name, options=options, dtype=dtype, device=device, head=head)
-    return _rounded(model, dtype, model.device) if _is_gguf(name) else model
+    return _cast(model, dtype, model.device) if _is_gguf(name) else model
 
 
 def load_model_with_exact_weights(
@@ -80,7 +80,7 @@ def load_model_with_exact_weights(
         model = load_model(name, options=options, dtype=dtype, device=device, head=head)
         return model, exact_weights(name, options=options, dtype=dtype, head=head)
     stored = _load_as_stored(name, options=options, dtype=torch.float32, device="cpu", head=head)
-    return _rounded(stored, dtype, device), dict(stored.named_parameters())
+    return _cast(stored, dtype, device), dict(stored.named_parameters())
 
 
 def _load_as_stored(
@@ -88,9 +88,9 @@ def _load_as_stored(
 ) -> PreTrainedModel:
     """The model that Transformers makes of the files; one read from GGUF still refuses `save_pretrained`."""
     _check_options(options, name)
-    where = _where(name)
+    where = _locate(name)
     config = _load_config(name, where, options)
-    fit_head(config, head, name=name)
+    prepare_head(config, head, name=name)
     arguments: dict[str, Any] = {
         **where,
         "config": config,
@@ -108,12 +108,12 @@ def _load_as_stored(
         arguments.setdefault("device_map", {"": device})
     if "gguf_file" in where:
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model, report = _explained(name, options, lambda: AUTO_CLASSES[head].from_pretrained(**arguments), head=head)
+    model, report = _with_explained_errors(name, options, lambda: AUTO_CLASSES[head].from_pretrained(**arguments), head=head)
     if head == "scalar":
-        settle_head(model, report["missing_keys"], name=name)
+        init_missing_head(model, report["missing_keys"], name=name)
     if "device_map" not in arguments:
         model.to(device)
-    _refuse_offloaded(model, name)
+    _check_not_offloaded(model, name)
     return model.eval()
 
 
@@ -129,10 +129,10 @@ def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "to
         UserError: as `load_model`, but for the weights.
     """
     _check_options(options, name)
-    config = _load_config(name, _where(name), options)
-    fit_head(config, head, name=name)
+    config = _load_config(name, _locate(name), options)
+    prepare_head(config, head, name=name)
     with torch.device("meta"):
-        model: PreTrainedModel = _explained(
+        model: PreTrainedModel = _with_explained_errors(
             name,
             options,
             lambda: AUTO_CLASSES[head].from_config(config, trust_remote_code=options.trust_remote_code),
@@ -150,13 +150,13 @@ def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head
         dtype: what the model was loaded as.
         head: what it ends in.
     """
-    if not _is_gguf(name) and _load_config(name, _where(name), options).dtype == dtype:
+    if not _is_gguf(name) and _load_config(name, _locate(name), options).dtype == dtype:
         return {}
     on_cpu = options.model_copy(update={"device_map": None})
     return dict(load_model(name, options=on_cpu, dtype=torch.float32, head=head).named_parameters())
 
 
-def is_quantised(model: PreTrainedModel) -> bool:
+def is_quantized(model: PreTrainedModel) -> bool:
     """Whether weights are packed below their dtype, so that an optimizer cannot step on them."""
     return bool(getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False))
 
@@ -196,7 +196,7 @@ def _check_options(options: HFModelConfig, name: str) -> None:
         raise UserError(NEEDS_FLASH_ATTN)
 
 
-def _where(name: str) -> dict[str, Any]:
+def _locate(name: str) -> dict[str, Any]:
     """What tells `from_pretrained` where the model is."""
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
@@ -218,11 +218,11 @@ def _where(name: str) -> dict[str, Any]:
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
         raise UserError(f"The folder {name} does not exist (looked at {path.absolute()}). Check `model_name`.")
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-        _ask_hub(name)
+        _check_hub(name)
     return {"pretrained_model_name_or_path": name}
 
 
-def _ask_hub(name: str) -> None:
+def _check_hub(name: str) -> None:
     """One quick question, since Transformers itself retries an unreachable hub for most of a minute."""
     api = HfApi()
     try:
@@ -236,7 +236,7 @@ def _ask_hub(name: str) -> None:
 
 
 def _load_config(name: str, where: Mapping[str, Any], options: HFModelConfig) -> PretrainedConfig:
-    config: PretrainedConfig = _explained(
+    config: PretrainedConfig = _with_explained_errors(
         name, options, lambda: AutoConfig.from_pretrained(**where, trust_remote_code=options.trust_remote_code)
     )
     fields = sorted(config.to_dict())
@@ -249,7 +249,7 @@ def _load_config(name: str, where: Mapping[str, Any], options: HFModelConfig) ->
     return config
 
 
-def _explained(name: str, options: HFModelConfig, load: Any, *, head: Head = "tokens") -> Any:
+def _with_explained_errors(name: str, options: HFModelConfig, load: Any, *, head: Head = "tokens") -> Any:
     """What `load` gives, its failures as errors of the user's."""
     try:
         return load()
@@ -270,7 +270,7 @@ def _is_gguf(name: str) -> bool:
     return Path(name).suffix == ".gguf"
 
 
-def _rounded(model: PreTrainedModel, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
+def _cast(model: PreTrainedModel, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
     """The weights of a dequantized model as `dtype`, in a model without a quantization config, so that it can be saved."""
     config = model.config
     if hasattr(config, "quantization_config"):
@@ -288,7 +288,7 @@ def _rounded(model: PreTrainedModel, dtype: torch.dtype, device: str | torch.dev
     return plain.eval()
 
 
-def _refuse_offloaded(model: PreTrainedModel, name: str) -> None:
+def _check_not_offloaded(model: PreTrainedModel, name: str) -> None:
     offloaded = [key for key, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if offloaded:
         raise UserError(

@@ -15,9 +15,9 @@ from typing import Final, TypeGuard
 import torch
 from torch import nn
 
-_WORTH_ITS_WHILE: Final = 12
+_MIN_STEPS: Final = 12
 """Tokens of a call from which the packing is paid back: it takes about as long as two to four plain steps."""
-_MOST_BYTES: Final = 4 * 2**30
+_MAX_PACKED_BYTES: Final = 4 * 2**30
 """Of packed copies; layers beyond it are left alone, so that a large model does not need its memory twice."""
 
 
@@ -35,11 +35,11 @@ def packed_linears(model: nn.Module, *, rows: int, steps: int) -> Iterator[None]
     """
     packed: list[nn.Linear] = []
     try:
-        if steps >= _WORTH_ITS_WHILE and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
-            room = _MOST_BYTES
+        if steps >= _MIN_STEPS and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
+            budget = _MAX_PACKED_BYTES
             for module in model.modules():
-                if _can_be_packed(module) and 4 * module.weight.numel() <= room:
-                    room -= 4 * module.weight.numel()
+                if _can_be_packed(module) and 4 * module.weight.numel() <= budget:
+                    budget -= 4 * module.weight.numel()
                     weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach().float(), rows)
                     bias = None if module.bias is None else module.bias.detach().float()
                     module.forward = partial(_packed_forward, weight, bias)  # type: ignore[method-assign]

@@ -144,7 +144,7 @@ class FullyShard(Parallel):
             unit = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        for method in scoring.further_passes:
+        for method in scoring.extra_forward_methods:
             register_fsdp_forward_method(scoring, method)
 
     def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -207,12 +207,12 @@ def _norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     buckets: list[list[torch.Tensor]] = []
-    room = -math.inf
+    free_bytes = -math.inf
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if size > room:
+        if size > free_bytes:
             buckets.append([])
-            room = BUCKET_BYTES
+            free_bytes = BUCKET_BYTES
         buckets[-1].append(tensor)
-        room -= size
+        free_bytes -= size
     return buckets

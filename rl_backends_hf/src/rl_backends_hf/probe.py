@@ -19,7 +19,7 @@ from rl_core.errors import NotSupportedError
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Nats, or values of about 1. A family's scale or cap that is not applied, or a row that sees another, shows as tenths."""
 
-_UNPACKED = "Set `policy.sequence_packing.enabled: false` and use `policy.dynamic_batching`"
+_DISABLE_PACKING = "Set `policy.sequence_packing.enabled: false` and use `policy.dynamic_batching`"
 
 
 def probe_scoring(
@@ -45,22 +45,22 @@ def probe_scoring(
     computed_in = computed_in or scoring.model.dtype
     ids, lengths = _tokens(scoring)
     is_token = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
-    with torch.no_grad(), _telling_head(scoring):
-        padded = scoring.score(padded_input(ids, lengths, device=device, lag=scoring.lag))
-        own, is_told = _own_numbers(scoring, ids.to(device), lengths)
+    with torch.no_grad(), _random_head(scoring):
+        padded = scoring.score(padded_input(ids, lengths, device=device, shift=scoring.shift))
+        own, has_output = _model_outputs(scoring, ids.to(device), lengths)
         _compare(
             scoring,
             own,
             padded,
-            is_token & is_told,
+            is_token & has_output,
             computed_in,
             found="The model's own answer is not its head applied to its backbone",
             advice="This backend cannot train it: use a model whose head is a plain matrix",
         )
         if packing:
-            packed = _packed_numbers(scoring, ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
+            packed = _packed_outputs(scoring, ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
             found = "Packed rows see each other in this model"
-            _compare(scoring, padded, packed, is_token, computed_in, found=found, advice=_UNPACKED)
+            _compare(scoring, padded, packed, is_token, computed_in, found=found, advice=_DISABLE_PACKING)
 
 
 def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,46 +74,47 @@ def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @contextmanager
-def _telling_head(scoring: ScoringModel) -> Iterator[None]:
+def _random_head(scoring: ScoringModel) -> Iterator[None]:
     """A scalar head that may begin at zero, where nothing could be told apart, has values of about 1 in this block."""
     if not isinstance(scoring, ValueScoring):
         yield
         return
     head = scoring.head
     kept = head.weight.detach().clone()
-    telling = torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)) / kept.shape[1] ** 0.5
+    weight = torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)) / kept.shape[1] ** 0.5
     # The model's own forward pass has no room for a float32 head behind a bfloat16 base, as under adapters.
-    head.to(scoring.model.dtype).weight.copy_(telling)
+    head.to(scoring.model.dtype).weight.copy_(weight)
     try:
         yield
     finally:
         head.to(kept.dtype).weight.copy_(kept)
 
 
-def _packed_numbers(
+def _packed_outputs(
     scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor, *, device: torch.device, variable_length_kernel: bool
 ) -> torch.Tensor:
-    packed = packed_input(ids, lengths, device=device, lag=scoring.lag, variable_length_kernel=variable_length_kernel)
+    packed = packed_input(ids, lengths, device=device, shift=scoring.shift, variable_length_kernel=variable_length_kernel)
     try:
         return scoring.score(packed)
     except TypeError as error:
         raise NotSupportedError(
-            f"{type(scoring.model).__name__} takes no positions from outside ({error}), so rows cannot be packed. {_UNPACKED}."
+            f"{type(scoring.model).__name__} does not accept position IDs ({error}), so rows cannot be packed. "
+            f"{_DISABLE_PACKING}."
         ) from error
 
 
-def _own_numbers(scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _model_outputs(scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What the model says by itself [b, T], and of which tokens [b, T]."""
     if isinstance(scoring, TokenScoring):
-        return _own_logprobs(scoring, ids), torch.ones(ids.shape, dtype=torch.bool)
-    own, is_told = torch.zeros(ids.shape, device=ids.device), torch.zeros(ids.shape, dtype=torch.bool)
+        return _model_logprobs(scoring, ids), torch.ones(ids.shape, dtype=torch.bool)
+    own, has_output = torch.zeros(ids.shape, device=ids.device), torch.zeros(ids.shape, dtype=torch.bool)
     for row, length in enumerate(lengths.tolist()):
         own[row, length - 1] = scoring.model(input_ids=ids[row : row + 1, :length], use_cache=False).logits.float()[0, 0]
-        is_told[row, length - 1] = True
-    return own, is_told
+        has_output[row, length - 1] = True
+    return own, has_output
 
 
-def _own_logprobs(scoring: TokenScoring, ids: torch.Tensor) -> torch.Tensor:
+def _model_logprobs(scoring: TokenScoring, ids: torch.Tensor) -> torch.Tensor:
     logits = scoring.model(input_ids=ids, use_cache=False).logits.float() / scoring.transform.temperature
     scored = torch.log_softmax(logits[:, :-1], dim=-1).gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
     return torch.nn.functional.pad(scored, (1, 0))

@@ -39,7 +39,7 @@ class FrozenBase:
 
     @contextmanager
     def on_device(self) -> Iterator[ScoringModel]:
-        with self._adapters.off(), torch.no_grad():
+        with self._adapters.disabled(), torch.no_grad():
             yield self._scoring.eval()
 
 
@@ -59,17 +59,17 @@ class ReferencePolicy:
         model = load_model(config.model_name, options=config.hf_cfg, dtype=DTYPES[config.precision], device="cpu")
         self._scoring = TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=temperature)
         self._parallel = parallel
-        self._visits = not parallel.shards and config.hf_cfg.device_map is None and parallel.device.type != "cpu"
+        self._moves_to_device = not parallel.shards and config.hf_cfg.device_map is None and parallel.device.type != "cpu"
         parallel.distribute(self._scoring, trainable=False)
 
     @contextmanager
     def on_device(self) -> Iterator[ScoringModel]:
-        if self._visits:
+        if self._moves_to_device:
             self._scoring.to(self._parallel.device)
         try:
             with torch.no_grad():
                 yield self._scoring.eval()
         finally:
             self._parallel.after_forward(self._scoring)
-            if self._visits:
+            if self._moves_to_device:
                 self._scoring.to("cpu")

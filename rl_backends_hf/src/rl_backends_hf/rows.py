@@ -43,7 +43,7 @@ class Row:
         """Prompt and completion."""
         return self.prompt + self.completion
 
-    def take(self, token: int, logprob: float, *, end_ids: frozenset[int]) -> bool:
+    def append(self, token: int, logprob: float, *, end_ids: frozenset[int]) -> bool:
         """Append a token; True if the row ends with it."""
         self.completion.append(token)
         self.logprobs.append(logprob)
@@ -106,7 +106,7 @@ def group_by_prompt(rows: Iterable[Row]) -> list[PromptGroup]:
     return sorted(groups.values(), key=lambda group: len(group.prompt), reverse=True)
 
 
-def answer(rows: Sequence[Row], *, weight_version: int) -> BatchedDataDict[GenerationOutputSpec]:
+def rows_to_output(rows: Sequence[Row], *, weight_version: int) -> BatchedDataDict[GenerationOutputSpec]:
     """Finished rows as a `GenerationOutputSpec`, in the order given."""
     return to_output(
         [

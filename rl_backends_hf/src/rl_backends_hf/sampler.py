@@ -21,7 +21,7 @@ from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.decode_attention import AttentionLayout, decoding_attention
 from rl_backends_hf.kv_cache import SlotCache
 from rl_backends_hf.packed_linears import packed_linears
-from rl_backends_hf.rows import PromptGroup, Row, answer, group_by_prompt, read_rows
+from rl_backends_hf.rows import PromptGroup, Row, group_by_prompt, read_rows, rows_to_output
 from rl_backends_hf.sampling import SamplingParameters, next_tokens
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.completions import RowLimits, end_token_ids
@@ -122,7 +122,7 @@ class Sampler:
 
         Args:
             data: prompts, see `GenerationDatumSpec`.
-            greedy: take the likeliest token at each position.
+            greedy: take the most likely token at each position.
             weight_version: stamped on every row.
 
         Raises:
@@ -132,14 +132,14 @@ class Sampler:
         rows = self._read(data)
         for _ in self._decode(rows, greedy=greedy):
             pass
-        return answer(rows, weight_version=weight_version)
+        return rows_to_output(rows, weight_version=weight_version)
 
     def stream(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, *, weight_version: int = -1
     ) -> Iterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         """Yield (row, its output) as each row ends; the weights must not change before the last."""
         for row in self._decode(self._read(data), greedy=greedy):
-            yield row.number, answer([row], weight_version=weight_version)
+            yield row.number, rows_to_output([row], weight_version=weight_version)
 
     def _read(self, data: BatchedDataDict[GenerationDatumSpec]) -> list[Row]:
         self._calls += 1
@@ -164,12 +164,12 @@ class Sampler:
                 decoding_attention(self.model),
                 packed_linears(self.model, rows=min(len(rows), self.settings.max_batch_rows), steps=longest),
             ):
-                yield from _Decoding(self.model, self._layout, self.settings, self._end_ids, rows, greedy=greedy).run()
+                yield from _DecodeLoop(self.model, self._layout, self.settings, self._end_ids, rows, greedy=greedy).run()
         finally:
             self.model.train(was_training)
 
 
-class _Decoding:
+class _DecodeLoop:
     """One call: the rows that wait, and those in slots."""
 
     def __init__(
@@ -202,12 +202,12 @@ class _Decoding:
     def run(self) -> Iterator[Row]:
         """Yield rows as they end."""
         while self._waiting or self._active:
-            while self._wants_rows():
+            while self._should_prefill():
                 yield from self._prefill(self._next_groups())
             if self._active:
                 yield from self._step()
 
-    def _wants_rows(self) -> bool:
+    def _should_prefill(self) -> bool:
         """Whether a prefill is worth its while now."""
         free = self._capacity - len(self._active)
         if not self._waiting or (self._active and free < max(1, self._capacity // _REFILL_SHARE)):
@@ -285,17 +285,17 @@ class _Decoding:
                     f"Row {row.number}: the logits after {len(row.tokens)} tokens are NaN or infinite (log-probability "
                     f"{logprob}). The weights are broken, or bfloat16 overflowed; look at the step before."
                 )
-            if row.take(token, logprob, end_ids=self._end_ids):
+            if row.append(token, logprob, end_ids=self._end_ids):
                 ended.append(row)
             else:
                 kept.append(slot)
         if ended:
-            self._leave(kept)
+            self._drop_finished(kept)
         yield from ended
 
-    def _leave(self, kept: list[int]) -> None:
+    def _drop_finished(self, kept: list[int]) -> None:
         """Only the slots `kept` (ascending) go on; the last of them fill the holes."""
-        order = _without_holes(kept)
+        order = _compacted(kept)
         self._active = [self._active[slot] for slot in order]
         self._cache.keep(order, width=max((len(row.tokens) - 1 for row in self._active), default=0))
         index = self._tensor(order)
@@ -313,7 +313,7 @@ class _Decoding:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _without_holes(kept: list[int]) -> list[int]:
+def _compacted(kept: list[int]) -> list[int]:
     """Slots in their new order: the last ones fill the holes that the others leave, so few move."""
     taken = set(kept)
     movers = [slot for slot in reversed(kept) if slot >= len(kept)]

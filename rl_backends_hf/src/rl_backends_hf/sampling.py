@@ -26,12 +26,12 @@ class SamplingParameters:
     1. `repetition_penalty` r on the raw logits of each token that the row already holds, prompt included: x / r where x > 0,
        else x * r (Keskar et al. 2019, arXiv:1909.05858).
     2. `temperature`: logits are divided by it.
-    3. `top_k`: the k likeliest tokens stay, and all that tie with the last of them.
-    4. `top_p`: of these, renormalised, the smallest set of likeliest tokens whose probability reaches p stays, and all that tie
+    3. `top_k`: the k most likely tokens stay, and all that tie with the last of them.
+    4. `top_p`: of these, renormalised, the smallest set of most likely tokens with probability p stays, and all that tie
        with the last of them.
     5. What stays is renormalised.
 
-    A greedy row takes the likeliest token after step 1 and reports its log-probability after step 2.
+    A greedy row takes the most likely token after step 1 and reports its log-probability after step 2.
     """
 
     temperature: float = 1.0
@@ -54,7 +54,7 @@ def next_tokens(
     Args:
         logits: [N, V] of any floating type; overwritten where it is float32.
         parameters: the distribution.
-        greedy: take the likeliest token.
+        greedy: take the most likely token.
         seeds: [N] int64.
         positions: [N] int64, place in the row of the token to be drawn.
         history: [N, T] int64, the tokens that each row holds (any of them repeated as padding); needed by the penalty alone.
@@ -64,19 +64,19 @@ def next_tokens(
     """
     scores = logits.float()
     if parameters.repetition_penalty != 1.0 and history is not None:
-        _penalise(scores, history, parameters.repetition_penalty)
+        _apply_repetition_penalty(scores, history, parameters.repetition_penalty)
     if parameters.temperature != 1.0:
         scores.div_(parameters.temperature)
     if greedy:
         tokens = scores.argmax(dim=-1)
-        return tokens, _at(scores, tokens) - scores.logsumexp(dim=-1)
+        return tokens, _gather(scores, tokens) - scores.logsumexp(dim=-1)
     if parameters.top_k is not None or parameters.top_p < 1.0:
-        floor = _floor(scores, parameters)
+        floor = _score_threshold(scores, parameters)
         scores.masked_fill_(scores < floor, float("-inf"))
     highest = scores.amax(dim=-1, keepdim=True)
     mass = scores.sub_(highest).exp_()
     tokens, total = _inverse_cdf(mass, uniforms(seeds, positions))
-    return tokens, (_at(mass, tokens).double().log() - total.log()).float()
+    return tokens, (_gather(mass, tokens).double().log() - total.log()).float()
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -87,17 +87,17 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return shift_right(state, 11).double() * 2.0**-53
 
 
-def _at(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _gather(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return values.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
-def _penalise(scores: torch.Tensor, history: torch.Tensor, penalty: float) -> None:
+def _apply_repetition_penalty(scores: torch.Tensor, history: torch.Tensor, penalty: float) -> None:
     present = scores.gather(1, history)
     # Tokens that occur twice are written twice, with the same value.
     scores.scatter_(1, history, torch.where(present > 0, present / penalty, present * penalty))
 
 
-def _floor(scores: torch.Tensor, parameters: SamplingParameters) -> torch.Tensor:
+def _score_threshold(scores: torch.Tensor, parameters: SamplingParameters) -> torch.Tensor:
     """[N, 1], the lowest score that stays."""
     vocabulary = scores.shape[1]
     floor = scores.new_full((len(scores), 1), float("-inf"))
@@ -108,15 +108,15 @@ def _floor(scores: torch.Tensor, parameters: SamplingParameters) -> torch.Tensor
         return floor
     totals = scores.logsumexp(dim=-1, keepdim=True)
     count = min(_NUCLEUS_CANDIDATES, vocabulary)
-    nucleus, reached = _nucleus_floor(scores.topk(count, dim=-1).values, totals, parameters.top_p)
+    nucleus, reached = _nucleus_threshold(scores.topk(count, dim=-1).values, totals, parameters.top_p)
     if count < vocabulary and not bool(reached.all()):
         wide = (~reached).nonzero().squeeze(1)
         ranked = scores[wide].sort(dim=-1, descending=True).values
-        nucleus[wide] = _nucleus_floor(ranked, totals[wide], parameters.top_p)[0]
+        nucleus[wide] = _nucleus_threshold(ranked, totals[wide], parameters.top_p)[0]
     return torch.maximum(floor, nucleus)
 
 
-def _nucleus_floor(ranked: torch.Tensor, totals: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _nucleus_threshold(ranked: torch.Tensor, totals: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Lowest score of the nucleus [N, 1] among the `ranked` ones, and whether these reach `top_p` [N]."""
     cumulative = (ranked - totals).double().exp().cumsum(dim=-1)
     inside = (cumulative < top_p).sum(dim=-1, keepdim=True).clamp_(max=ranked.shape[1] - 1)
@@ -137,16 +137,16 @@ def _inverse_cdf(mass: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tenso
     total = below[:, -1]
     target = (uniform * total).unsqueeze(1)
     block = torch.searchsorted(below, target, right=True).clamp_(max=below.shape[1] - 1)
-    block = _last_with_mass(sums, block)
+    block = _clamp_to_mass(sums, block)
     target = target - (below.gather(1, block) - sums.double().gather(1, block))
-    places = block * _BLOCK + torch.arange(_BLOCK, device=mass.device)
-    inner = mass.gather(1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0.0)
+    indices = block * _BLOCK + torch.arange(_BLOCK, device=mass.device)
+    inner = mass.gather(1, indices.clamp(max=vocabulary - 1)).masked_fill_(indices >= vocabulary, 0.0)
     offset = torch.searchsorted(inner.double().cumsum(dim=-1), target, right=True).clamp_(max=_BLOCK - 1)
-    offset = _last_with_mass(inner, offset)
+    offset = _clamp_to_mass(inner, offset)
     return (block * _BLOCK + offset).squeeze(1), total
 
 
-def _last_with_mass(mass: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+def _clamp_to_mass(mass: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
     """`choice` [N, 1], or the last place with mass where rounding carried it past that one."""
-    places = torch.arange(mass.shape[1], device=mass.device)
-    return torch.minimum(choice, torch.where(mass > 0, places, 0).amax(dim=-1, keepdim=True))
+    indices = torch.arange(mass.shape[1], device=mass.device)
+    return torch.minimum(choice, torch.where(mass > 0, indices, 0).amax(dim=-1, keepdim=True))

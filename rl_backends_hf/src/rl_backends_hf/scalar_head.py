@@ -34,7 +34,7 @@ class ValueScoring(ScoringModel):
     """
 
     column = "values"
-    lag = 0
+    shift = 0
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -72,7 +72,7 @@ def scalar_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def fit_head(config: PretrainedConfig, head: Head, *, name: str) -> None:
+def prepare_head(config: PretrainedConfig, head: Head, *, name: str) -> None:
     """Check that a model can be loaded with such a head, and say so in its config, which is changed.
 
     Args:
@@ -96,7 +96,7 @@ def fit_head(config: PretrainedConfig, head: Head, *, name: str) -> None:
     config.num_labels = 1
 
 
-def settle_head(model: PreTrainedModel, missing: Iterable[str], *, name: str) -> None:
+def init_missing_head(model: PreTrainedModel, missing: Iterable[str], *, name: str) -> None:
     """Begin at zero where the folder had no head.
 
     Args:

@@ -25,27 +25,27 @@ class ScoringInput:
     Attributes:
         input_ids: [b, T'] or [1, N] int64.
         attention: further arguments of the backbone: positions, and row borders for variable-length kernels.
-        readers: [M] int64; which of the b * T' (or N) hidden states the token's number is read from.
+        hidden_index: [M] int64; which of the b * T' (or N) hidden states the token's number is read from.
         targets: [M] int64; the token. Or [M, 1 + K]: the token, and K candidates in its place.
-        places: [M] int64; where its number belongs in the flattened [b, T].
+        output_index: [M] int64; where its number belongs in the flattened [b, T].
         shape: (b, T) of the microbatch as it came.
     """
 
     input_ids: torch.Tensor
-    readers: torch.Tensor
+    hidden_index: torch.Tensor
     targets: torch.Tensor
-    places: torch.Tensor
+    output_index: torch.Tensor
     shape: tuple[int, int]
     attention: Mapping[str, Any] = field(default_factory=dict)
 
-    def spread(self, numbers: torch.Tensor) -> torch.Tensor:
+    def scatter(self, numbers: torch.Tensor) -> torch.Tensor:
         """[b, T, ...] with each of the M entries of [M, ...] in its place and 0 elsewhere; gradients flow through."""
         flat = numbers.new_zeros(self.shape[0] * self.shape[1], *numbers.shape[1:])
-        return flat.index_put((self.places,), numbers).view(*self.shape, *numbers.shape[1:])
+        return flat.index_put((self.output_index,), numbers).view(*self.shape, *numbers.shape[1:])
 
     def with_candidates(self, candidates: torch.Tensor) -> ScoringInput:
         """The same microbatch, to be scored for the tokens `candidates` [b, T, K] int64 as well."""
-        beside = candidates.to(self.places.device).flatten(0, 1).index_select(0, self.places)
+        beside = candidates.to(self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
         return replace(self, targets=torch.cat([self.targets.unsqueeze(1), beside], dim=1))
 
 
@@ -54,7 +54,7 @@ def padded_input(
     lengths: torch.Tensor,
     *,
     device: torch.device,
-    lag: int,
+    shift: int,
     mask: torch.Tensor | None = None,
 ) -> ScoringInput:
     """Rows beside each other, trimmed to the longest.
@@ -66,16 +66,16 @@ def padded_input(
         input_ids: [b, T] int64, right-padded.
         lengths: [b] int64, tokens of each row.
         device: where the model is.
-        lag: `ScoringModel.lag`.
+        shift: `ScoringModel.shift`.
         mask: [b, T]; tokens whose number is wanted; all that have one by default.
     """
-    rows, columns = _wanted(input_ids, lengths, mask, lag=lag)
+    rows, columns = _scored_tokens(input_ids, lengths, mask, shift=shift)
     width = max(int(lengths.max()), 1)
     return ScoringInput(
         input_ids=input_ids[:, :width].to(device),
-        readers=(rows * width + columns - lag).to(device),
+        hidden_index=(rows * width + columns - shift).to(device),
         targets=input_ids[rows, columns].to(device),
-        places=(rows * input_ids.shape[1] + columns).to(device),
+        output_index=(rows * input_ids.shape[1] + columns).to(device),
         shape=(input_ids.shape[0], input_ids.shape[1]),
     )
 
@@ -85,7 +85,7 @@ def packed_input(
     lengths: torch.Tensor,
     *,
     device: torch.device,
-    lag: int,
+    shift: int,
     mask: torch.Tensor | None = None,
     pad_multiple: int = 1,
     variable_length_kernel: bool = False,
@@ -99,12 +99,12 @@ def packed_input(
         input_ids: [b, T] int64, right-padded.
         lengths: [b] int64, tokens of each row.
         device: where the model is.
-        lag: `ScoringModel.lag`.
+        shift: `ScoringModel.shift`.
         mask: [b, T]; tokens whose number is wanted; all that have one by default.
         pad_multiple: each row takes a multiple of so many tokens.
         variable_length_kernel: the attention kernel takes the borders between rows (flash attention).
     """
-    rows, columns = _wanted(input_ids, lengths, mask, lag=lag)
+    rows, columns = _scored_tokens(input_ids, lengths, mask, shift=shift)
     packed = pack_rows({"input_ids": input_ids, "input_lengths": lengths}, pad_multiple=pad_multiple)
     attention: dict[str, Any] = {"position_ids": packed.position_ids.to(device)}
     if variable_length_kernel:
@@ -117,20 +117,20 @@ def packed_input(
         }
     return ScoringInput(
         input_ids=packed.input_ids.to(device),
-        readers=(packed.cu_seqlens.to(torch.int64)[rows] + columns - lag).to(device),
+        hidden_index=(packed.cu_seqlens.to(torch.int64)[rows] + columns - shift).to(device),
         targets=input_ids[rows, columns].to(device),
-        places=(rows * input_ids.shape[1] + columns).to(device),
+        output_index=(rows * input_ids.shape[1] + columns).to(device),
         shape=(input_ids.shape[0], input_ids.shape[1]),
         attention=attention,
     )
 
 
-def _wanted(
-    input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, *, lag: int
+def _scored_tokens(
+    input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, *, shift: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of each token to be scored; no hidden state stands `lag` before the first ones of a row."""
+    """Row and column of each token to be scored; no hidden state stands `shift` before the first ones of a row."""
     column = torch.arange(input_ids.shape[1])
-    wanted = (column < lengths.unsqueeze(1)) & (column >= lag)
+    wanted = (column < lengths.unsqueeze(1)) & (column >= shift)
     if mask is not None:
         wanted &= mask > 0
     rows, columns = wanted.nonzero(as_tuple=True)
@@ -146,9 +146,9 @@ class ScoringModel(nn.Module, ABC):
 
     column: ClassVar[str]
     """What its numbers are called."""
-    lag: ClassVar[int]
+    shift: ClassVar[int]
     """How many tokens before its own a token's number is read: 1 where it is a prediction, 0 where it is a judgement."""
-    further_passes: ClassVar[tuple[str, ...]] = ()
+    extra_forward_methods: ClassVar[tuple[str, ...]] = ()
     """Methods that compute with the weights as `forward` does; FSDP2 has to know of them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -170,20 +170,20 @@ class ScoringModel(nn.Module, ABC):
     def forward(
         self,
         input_ids: torch.Tensor,
-        readers: torch.Tensor,
+        hidden_index: torch.Tensor,
         targets: torch.Tensor,
         attention: Mapping[str, Any],
     ) -> torch.Tensor:
         """The number [M] float32 of each scored token; see `ScoringInput`."""
-        return self.numbers(self.hidden_states(input_ids, readers, attention), targets)
+        return self.numbers(self.hidden_states(input_ids, hidden_index, attention), targets)
 
-    def hidden_states(self, input_ids: torch.Tensor, readers: torch.Tensor, attention: Mapping[str, Any]) -> torch.Tensor:
+    def hidden_states(self, input_ids: torch.Tensor, hidden_index: torch.Tensor, attention: Mapping[str, Any]) -> torch.Tensor:
         """The backbone alone: last hidden states [M, H]."""
         output = self.model.base_model(input_ids=input_ids, use_cache=False, return_dict=True, **attention)
         hidden: torch.Tensor = output.last_hidden_state
-        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, readers)
+        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, hidden_index)
 
     def score(self, microbatch: ScoringInput) -> torch.Tensor:
         """Numbers [b, T] (with candidates [b, T, 1 + K]) float32 of a microbatch; 0.0 where none was wanted."""
-        scored = self(microbatch.input_ids, microbatch.readers, microbatch.targets, microbatch.attention)
-        return microbatch.spread(scored)
+        scored = self(microbatch.input_ids, microbatch.hidden_index, microbatch.targets, microbatch.attention)
+        return microbatch.scatter(scored)

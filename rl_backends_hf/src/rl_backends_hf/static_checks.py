@@ -24,17 +24,17 @@ NEEDS_FLASH_ATTN = (
 )
 
 
-def model_problems(model_name: str | None, options: HFModelConfig, *, is_here: bool) -> Iterator[tuple[Path, str]]:
+def model_problems(model_name: str | None, options: HFModelConfig, *, same_environment: bool) -> Iterator[tuple[Path, str]]:
     """What is wrong with the path of a model and with how it is to be loaded, by key of the backend's section.
 
     Args:
         model_name: `model_name` of the section; None if it is taken from another.
         options: The section's `hf_cfg`.
-        is_here: Whether the workers use this environment, so that a library that is missing here is missing there.
+        same_environment: Whether the workers use this environment, so that a library that is missing here is missing there.
     """
     if model_name is not None and (problem := model_path_problem(model_name)) is not None:
         yield ("model_name",), problem
-    if not is_here:
+    if not same_environment:
         return
     for key in ("load_in_4bit", "load_in_8bit"):
         if getattr(options, key) and importlib.util.find_spec("bitsandbytes") is None:

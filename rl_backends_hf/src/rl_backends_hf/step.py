@@ -49,7 +49,7 @@ def optimizer_step(
     """
     learn = state is not None
     if state is not None:
-        state.masters.drop_gradients()
+        state.masters.clear_gradients()
     with training_mode(scoring, learn=learn, dropout=loss_fn.allows_dropout):
         losses, metrics = _forward_backward(scoring, microbatches, loss_fn, counts, parallel=parallel, learn=learn)
     norm = torch.zeros((), device=parallel.device)
@@ -85,7 +85,7 @@ def _forward_backward(
     metrics: list[Mapping[str, torch.Tensor]] = []
     with nullcontext() if learn else torch.no_grad():
         for inputs, batch in microbatches:
-            loss, found = loss_fn(_as_the_loss_reads(scoring.score(inputs), batch, loss_fn), batch, seqs, toks)
+            loss, found = loss_fn(_split_candidates(scoring.score(inputs), batch, loss_fn), batch, seqs, toks)
             if learn:
                 loss.backward()
             losses.append(loss.detach().float())
@@ -93,7 +93,7 @@ def _forward_backward(
     return losses, metrics
 
 
-def _as_the_loss_reads(scored: torch.Tensor, batch: BatchedDataDict[Any], loss_fn: LossFunction) -> torch.Tensor:
+def _split_candidates(scored: torch.Tensor, batch: BatchedDataDict[Any], loss_fn: LossFunction) -> torch.Tensor:
     """The numbers [b, T] of the rows' own tokens; those of candidates go into the batch."""
     if loss_fn.candidates_key is None:
         return scored
@@ -106,8 +106,8 @@ def _step(state: TrainingState) -> float:
     lr = float(state.optimizer.param_groups[0]["lr"])
     state.optimizer.step()
     state.scheduler.step()
-    state.masters.publish()
-    state.masters.drop_gradients()
+    state.masters.copy_to_model()
+    state.masters.clear_gradients()
     state.weight_version += 1
     return lr
 
@@ -125,6 +125,6 @@ def _non_finite(losses: list[torch.Tensor], state: TrainingState | None, paralle
                 break
     step = 1
     if state is not None:
-        state.masters.drop_gradients()
+        state.masters.clear_gradients()
         step = state.weight_version + 1
     return step_not_taken(step, where, norm=norm)

@@ -10,7 +10,7 @@ _CONTEXT_TOKENS: Final = 6
 """Tokens before the unread ones that are decoded with them, so that spaces and pieces of a character come out right."""
 _WINDOW_TOKENS: Final = 24
 """Tokens after which the window that is decoded moves on."""
-_LONGEST_CHARACTER: Final = 4
+_MAX_CHARACTER_BYTES: Final = 4
 """Bytes, and so at most tokens, of a character of UTF-8."""
 
 
@@ -41,7 +41,7 @@ class StopStringScanner:
         self._unread += 1
         text = self._decode(self._window)
         fresh = text[self._read_chars :]
-        whole = fresh.rstrip(_REPLACEMENT) if self._unread < _LONGEST_CHARACTER else fresh
+        whole = fresh.rstrip(_REPLACEMENT) if self._unread < _MAX_CHARACTER_BYTES else fresh
         seen = self._tail + whole
         if any(string in seen for string in self._strings):
             return True

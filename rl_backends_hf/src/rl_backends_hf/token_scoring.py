@@ -27,8 +27,8 @@ class TokenScoring(ScoringModel):
     """
 
     column = "logprobs"
-    lag = 1
-    further_passes = ("topk",)
+    shift = 1
+    extra_forward_methods = ("topk",)
 
     def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, temperature: float = 1.0) -> None:
         super().__init__(model)
@@ -56,21 +56,21 @@ class TokenScoring(ScoringModel):
         )
 
     def topk(
-        self, input_ids: torch.Tensor, readers: torch.Tensor, attention: Mapping[str, Any], k: int
+        self, input_ids: torch.Tensor, hidden_index: torch.Tensor, attention: Mapping[str, Any], k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [M, k] int64 and log-probabilities [M, k] float32, in nats, of the likeliest tokens; see `ScoringInput`."""
-        hidden, head = self.hidden_states(input_ids, readers, attention), self.model.get_output_embeddings()
+        """Ids [M, k] int64 and log-probabilities [M, k] float32, in nats, of the most likely tokens; see `ScoringInput`."""
+        hidden, head = self.hidden_states(input_ids, hidden_index, attention), self.model.get_output_embeddings()
         return chunked_topk_logprobs(hidden, head.weight, head.bias, k=k, transform=self.transform, chunk=self.chunk_tokens)
 
-    def likeliest(self, microbatch: ScoringInput, k: int) -> dict[str, torch.Tensor]:
+    def score_topk(self, microbatch: ScoringInput, k: int) -> dict[str, torch.Tensor]:
         """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch, on the CPU.
 
         They leave the device at once, for they are k times as large as what a pass usually answers with.
         """
-        ids, logprobs = self.topk(microbatch.input_ids, microbatch.readers, microbatch.attention, k)
+        ids, logprobs = self.topk(microbatch.input_ids, microbatch.hidden_index, microbatch.attention, k)
         return {
-            "topk_token_ids": microbatch.spread(ids).to("cpu"),
-            "topk_logprobs": microbatch.spread(logprobs).to("cpu"),
+            "topk_token_ids": microbatch.scatter(ids).to("cpu"),
+            "topk_logprobs": microbatch.scatter(logprobs).to("cpu"),
         }
 
 

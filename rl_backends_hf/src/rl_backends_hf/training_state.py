@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
-from rl_backends_hf.master import MasterWeights
+from rl_backends_hf.master_weights import MasterWeights
 from rl_core.checkpoints.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from rl_core.errors import CheckpointError, CheckpointWriteError
 from rl_core.training.finite import first_non_finite
@@ -180,7 +180,7 @@ class TrainingState:
         self.optimizer.state.clear()
         for name, values in state.items():
             self.optimizer.state[self.masters.parameters[name]] = values
-        self.masters.publish()
+        self.masters.copy_to_model()
 
 
 def _write_error(folder: Path, error: CheckpointException) -> CheckpointWriteError:

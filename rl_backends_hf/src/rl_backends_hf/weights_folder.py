@@ -20,7 +20,7 @@ from rl_core.training.heads import Head
 from rl_core.weights.manifest import dtype_name, weights_of
 
 
-class HandedOn(Protocol):
+class ExportedWeights(Protocol):
     """What of a model is handed on and kept; all of it is collective over the ranks."""
 
     def manifest(self) -> RefitManifest:
@@ -137,12 +137,12 @@ def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
     except Exception as error:
         raise CheckpointError(f"The weights in {folder} cannot be read: {type(error).__name__}: {error}") from error
     saved, own = weights_of(found), weights_of(model)
-    _refuse_differences(saved, own, report, folder)
+    _check_same_model(saved, own, report, folder)
     for name, tensor in own.items():
         fill(tensor, saved[name].detach())
 
 
-def _refuse_differences(
+def _check_same_model(
     saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], report: Mapping[str, Any], folder: Path
 ) -> None:
     torn = sorted(map(str, report.get("missing_keys", ())))

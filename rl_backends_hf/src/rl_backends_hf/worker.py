@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.lora import LoraAdapters
-from rl_backends_hf.master import MasterWeights
+from rl_backends_hf.master_weights import MasterWeights
 from rl_backends_hf.microbatches import Microbatcher
-from rl_backends_hf.model import DTYPES, checkpoint_activations, is_quantised, load_model, load_model_with_exact_weights
+from rl_backends_hf.model import DTYPES, checkpoint_activations, is_quantized, load_model, load_model_with_exact_weights
 from rl_backends_hf.optimizer import build_optimizer
 from rl_backends_hf.parallel import Parallel, make_parallel
 from rl_backends_hf.probe import probe_scoring
@@ -25,7 +25,7 @@ from rl_backends_hf.scoring import ScoringInput, ScoringModel
 from rl_backends_hf.step import optimizer_step
 from rl_backends_hf.token_scoring import TokenScoring
 from rl_backends_hf.training_state import TrainingState
-from rl_backends_hf.weights_folder import HandedOn, WholeModel, find_tokenizer, save_tokenizer
+from rl_backends_hf.weights_folder import ExportedWeights, WholeModel, find_tokenizer, save_tokenizer
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -84,12 +84,12 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         device = self._parallel.device
         _warn_of_slow_type(self._dtype, device)
         self._microbatcher = Microbatcher(self._config, device=device)
-        self._quantised = is_quantised(model)
+        self._quantised = is_quantized(model)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if hf.lora is not None:
             self._adapters = LoraAdapters(model, hf.lora, base=self._config.model_name, head=head)
-        self._handed_on: HandedOn = self._adapters or WholeModel(model, dtype=self._dtype, head=head)
-        self._names = CheckpointNames(model, {name: shape for name, (shape, _) in self._handed_on.manifest().items()})
+        self._exported: ExportedWeights = self._adapters or WholeModel(model, dtype=self._dtype, head=head)
+        self._names = CheckpointNames(model, {name: shape for name, (shape, _) in self._exported.manifest().items()})
         self._scoring = self._make_scoring(model)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         # Flash attention takes no float32; masters that will be shards are rounded for it only once they are gathered.
@@ -127,7 +127,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
     def get_topk_logprobs(self, data: BatchedDataDict[Any], *, k: int) -> BatchedDataDict[Any]:
         scoring = self._scoring
         assert isinstance(scoring, TokenScoring)
-        return self._score_now(data, lambda microbatch: scoring.likeliest(microbatch, k))
+        return self._score_now(data, lambda microbatch: scoring.score_topk(microbatch, k))
 
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         return self._score_now(data)
@@ -221,7 +221,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
     def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
         if self._quantised:
             raise NotSupportedError(f"The quantised weights of {self._config.model_name} never change and are not saved.")
-        self._handed_on.save(Path(weights_path), rank=self.context.rank)
+        self._exported.save(Path(weights_path), rank=self.context.rank)
         if optimizer_path is not None:
             self._trainable().save(Path(optimizer_path), rank=self.context.rank, world_size=self.context.world_size)
         if self.context.rank == 0:
@@ -238,8 +238,8 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         state = self._trainable()
         if optimizer_path is not None and not Path(optimizer_path).is_dir():
             raise CheckpointError(f"{optimizer_path} does not exist, so there is no training state to go on from.")
-        self._handed_on.load(Path(weights_path))
-        state.masters.take()
+        self._exported.load(Path(weights_path))
+        state.masters.copy_from_model()
         if optimizer_path is not None:
             state.load(Path(optimizer_path), rank=self.context.rank, world_size=self.context.world_size)
 
@@ -251,11 +251,11 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
         return super().prepare_refit_info()
 
     def weight_manifest(self) -> RefitManifest:
-        return self._names.manifest(self._handed_on.manifest())
+        return self._names.manifest(self._exported.manifest())
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         holders = None if names is None else self._names.holders(names)
-        return self._names.apart(self._handed_on.iter_weights(holders), names)
+        return self._names.apart(self._exported.iter_weights(holders), names)
 
     def shutdown(self) -> None:
         self.leave_refit()
@@ -302,9 +302,9 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
     def _make_state(self) -> TrainingState:
         # Adapters are float32 beside a base of any type, and saved as they are: nothing of them is rounded.
         published = self._dtype if self._adapters is None else torch.float32
-        masters = MasterWeights(self._scoring.model, published=published)
+        masters = MasterWeights(self._scoring.model, model_dtype=published)
         if self._adapters is None and masters.are_copies:
-            masters.refine(self._exact_weights)
+            masters.load_exact(self._exact_weights)
         self._exact_weights = {}
         optimizer = build_optimizer(masters.parameters, self._config.optimizer)
         settings = OptimizerSettings(optimizer, self._config.optimizer, self._config.scheduler)
@@ -351,7 +351,7 @@ class HFPolicyWorker(WeightSource, PolicyWorker):
 
     def _drop_gradients(self) -> None:
         if self._state is not None:
-            self._state.masters.drop_gradients()
+            self._state.masters.clear_gradients()
 
 
 def _warn_of_slow_type(dtype: torch.dtype, device: torch.device) -> None:

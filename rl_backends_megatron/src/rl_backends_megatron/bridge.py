@@ -42,7 +42,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParameter:
     """A parameter that this rank holds (a part of)."""
 
     parameter: torch.nn.Parameter
@@ -54,7 +54,7 @@ class Bridge:
     """One model's weights between the two worlds; making one is collective.
 
     Args:
-        chunks: this rank's model chunks, bare (no data-parallel wrapper).
+        chunks: this rank's model chunks, unwrap (no data-parallel wrapper).
         family: the model's tables.
         sizes: of the model.
         ranks: the process groups.
@@ -68,9 +68,9 @@ class Bridge:
         self._ranks, self._sizes, self._tied = ranks, sizes, tied
         self._experts_here = (num_experts or 0) // ranks.expert.size()
         self._patterns = [(_pattern(name), weight) for weight in family.weights for name in weight.megatron]
-        self._held = [held for chunk in chunks for held in self._parameters_of(chunk)]
-        self._exported = [held for held in self._held if not self._is_copy(held)]
-        self._exports = self._exchange()
+        self._local = [held for chunk in chunks for held in self._parameters_of(chunk)]
+        self._exported = [held for held in self._local if not self._is_copy(held)]
+        self._exports = self._collect_exports()
 
     @torch.no_grad()
     def load(self, source: Source, into: SetWeight = torch.Tensor.copy_) -> None:
@@ -83,7 +83,7 @@ class Bridge:
         Raises:
             CheckpointError: a tensor is missing, or of another shape.
         """
-        for held in self._held:
+        for held in self._local:
             group = self._tensor_group(held.weight)
             part = held.weight.layout.load(source, held.names, group.rank(), group.size(), held.parameter.shape, self._sizes)
             if part.shape != held.parameter.shape:
@@ -118,7 +118,7 @@ class Bridge:
             value: what to export of each parameter.
             dtype: of what `value` gives; that of the weights by default.
         """
-        dtype = dtype or self._held[0].parameter.dtype
+        dtype = dtype or self._local[0].parameter.dtype
         wanted = None if names is None else set(names)
         for stage, exports in enumerate(self._exports):
             for index, export in enumerate(exports):
@@ -126,14 +126,14 @@ class Bridge:
                 if not chosen:
                     continue
                 held = self._exported[index] if stage == self._ranks.pipeline.rank() else None
-                for number, tensors in zip(chosen, self._gathered(held, export, stage, chosen, value, dtype), strict=True):
+                for number, tensors in zip(chosen, self._gather(held, export, stage, chosen, value, dtype), strict=True):
                     for each, tensor in zip(export.names, tensors, strict=True):
                         if wanted is None or each[number] in wanted:
                             yield each[number], tensor
 
-    def _gathered(
+    def _gather(
         self,
-        held: Held | None,
+        held: LocalParameter | None,
         export: Export,
         stage: int,
         chosen: Sequence[int],
@@ -141,11 +141,11 @@ class Bridge:
         dtype: torch.dtype,
     ) -> Iterator[list[torch.Tensor]]:
         """For each chosen tensor: that of each rank of experts, or the one."""
-        device = self._held[0].parameter.device
+        device = self._local[0].parameter.device
         parts: list[torch.Tensor] = []
         if held is not None:
             part = value(held.parameter)
-            parts = held.weight.layout.split(self._joined(part, held.weight), self._sizes)
+            parts = held.weight.layout.split(self._join_shards(part, held.weight), self._sizes)
         for number in chosen:
             if held is None:
                 tensor = torch.empty(export.shapes[number], dtype=dtype, device=device)
@@ -157,11 +157,11 @@ class Bridge:
             if len(export.names) == 1:
                 yield [tensor]
                 continue
-            everyone = [torch.empty_like(tensor) for _ in export.names]
-            dist.all_gather(everyone, tensor, group=self._ranks.expert)
-            yield everyone
+            per_rank = [torch.empty_like(tensor) for _ in export.names]
+            dist.all_gather(per_rank, tensor, group=self._ranks.expert)
+            yield per_rank
 
-    def _joined(self, part: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def _join_shards(self, part: torch.Tensor, weight: Weight) -> torch.Tensor:
         group = self._tensor_group(weight)
         if weight.layout.dim is None or group.size() == 1:
             return part
@@ -172,14 +172,14 @@ class Bridge:
     def _tensor_group(self, weight: Weight) -> Any:
         return self._ranks.expert_tensor if weight.is_expert else self._ranks.tensor
 
-    def _parameters_of(self, chunk: Any) -> Iterator[Held]:
+    def _parameters_of(self, chunk: Any) -> Iterator[LocalParameter]:
         for name, parameter in chunk.named_parameters():
             # The number in the name counts from the chunk's first layer, the layer's own from the model's.
             local = re.match(r"decoder\.layers\.(\d+)\.", name)
             layer = chunk.decoder.layers[int(local[1])].layer_number - 1 if local else None
-            yield self._matched(name, parameter, layer)
+            yield self._match(name, parameter, layer)
 
-    def _matched(self, name: str, parameter: torch.nn.Parameter, layer: int | None) -> Held:
+    def _match(self, name: str, parameter: torch.nn.Parameter, layer: int | None) -> LocalParameter:
         for pattern, weight in self._patterns:
             found = pattern.fullmatch(name)
             if not found:
@@ -192,23 +192,23 @@ class Bridge:
             names = tuple(hf.format(**numbers) for hf in weight.hf)
             if self._tied and names == ("lm_head.weight",):
                 names = ("model.embed_tokens.weight",)
-            return Held(parameter, weight, names)
+            return LocalParameter(parameter, weight, names)
         raise NotSupportedError(
             f"Megatron-Core built a parameter {name}, which the model's table in rl_backends_megatron.families does not name."
         )
 
-    def _exchange(self) -> list[list[Export]]:
+    def _collect_exports(self) -> list[list[Export]]:
         """What every pipeline stage exports."""
         own = [self._export_of(held) for held in self._exported]
         if self._ranks.expert.size() > 1:
             of_experts: list[Any] = [None] * self._ranks.expert.size()
             dist.all_gather_object(of_experts, own, group=self._ranks.expert)
-            own = [_over_experts(same) for same in zip(*of_experts, strict=True)]
+            own = [_merge_experts(same) for same in zip(*of_experts, strict=True)]
         stages: list[Any] = [None] * self._ranks.pipeline.size()
         dist.all_gather_object(stages, own, group=self._ranks.pipeline)
         return stages
 
-    def _export_of(self, held: Held) -> Export:
+    def _export_of(self, held: LocalParameter) -> Export:
         shape = list(held.parameter.shape)
         dim = held.weight.layout.dim
         if dim is not None:
@@ -216,12 +216,12 @@ class Bridge:
         parts = held.weight.layout.split(torch.empty(shape, device="meta"), self._sizes)
         return Export(names=(held.names,), shapes=tuple(tuple(part.shape) for part in parts), is_expert=held.weight.is_expert)
 
-    def _is_copy(self, held: Held) -> bool:
+    def _is_copy(self, held: LocalParameter) -> bool:
         """Whether it is the last stage's copy of the embedding, which the first stage exports."""
         return self._tied and held.weight.hf == ("lm_head.weight",)
 
 
-def _over_experts(same: Sequence[Export]) -> Export:
+def _merge_experts(same: Sequence[Export]) -> Export:
     if not same[0].is_expert:
         return same[0]
     return Export(names=tuple(each.names[0] for each in same), shapes=same[0].shapes, is_expert=True)

@@ -9,7 +9,7 @@ from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_core.errors import ConfigError
 
 
-def check_fit(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu: bool) -> None:
+def check_compatibility(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu: bool) -> None:
     """Refuse what cannot work, all reasons at once.
 
     Args:
@@ -21,13 +21,13 @@ def check_fit(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu:
     Raises:
         ConfigError: names every key that does not fit, and what would.
     """
-    found = misfits(hf, config, world_size=world_size, on_gpu=on_gpu)
+    found = find_incompatibilities(hf, config, world_size=world_size, on_gpu=on_gpu)
     if found:
         raise ConfigError("\n".join(f"`policy.megatron_cfg.{key}`: {reason}" for key, reason in found))
 
 
-def misfits(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu: bool) -> list[tuple[str, str]]:
-    """Of `megatron_cfg`: each key that does not fit, and why; see `check_fit`."""
+def find_incompatibilities(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu: bool) -> list[tuple[str, str]]:
+    """Of `megatron_cfg`: each key that does not fit, and why; see `check_compatibility`."""
     lines = [
         *_ranks(config.megatron_cfg, world_size),
         *_tensor(hf, config.megatron_cfg),
@@ -39,7 +39,7 @@ def misfits(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu: b
 
 
 def _ranks(megatron: MegatronConfig, world_size: int) -> Iterator[str]:
-    needed = megatron.ranks_of_a_replica
+    needed = megatron.ranks_per_replica
     if world_size % needed:
         yield (
             f"tensor_model_parallel_size`: tensor x pipeline x context = {megatron.tensor_model_parallel_size} x "

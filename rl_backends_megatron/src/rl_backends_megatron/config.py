@@ -86,7 +86,7 @@ class MegatronConfig(Section):
     """Timeout of collective operations between ranks, in seconds."""
 
     @property
-    def ranks_of_a_replica(self) -> int:
+    def ranks_per_replica(self) -> int:
         """Number of ranks that hold one copy of the model together."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
@@ -97,7 +97,7 @@ class MegatronConfig(Section):
         return self.expert_tensor_parallel_size or default
 
     @model_validator(mode="after")
-    def _parallel_sizes_fit_each_other(self) -> Self:
+    def _check_parallel_sizes(self) -> Self:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
                 "sequence_parallel divides activations over the tensor-parallel ranks, and there is one: raise "
@@ -117,7 +117,7 @@ class MegatronConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _options_have_what_they_need(self) -> Self:
+    def _check_option_requirements(self) -> Self:
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError(
                 "overlap_param_gather gathers weights that use_distributed_optimizer has divided, and Megatron-Core wants "
@@ -152,7 +152,7 @@ class MegatronPolicyConfig(PolicyConfig):
         if "cluster" not in run.model_fields_set:
             return
         megatron = self.megatron_cfg
-        needed, ranks = megatron.ranks_of_a_replica, super().data_ranks(run.cluster)
+        needed, ranks = megatron.ranks_per_replica, super().data_ranks(run.cluster)
         if ranks % needed:
             sizes = f"{megatron.tensor_model_parallel_size} x {megatron.pipeline_model_parallel_size} x "
             yield (
@@ -162,20 +162,20 @@ class MegatronPolicyConfig(PolicyConfig):
                 "`cluster.num_nodes` x `cluster.workers_per_node`).",
             )
             return
-        described = _described(self.model_name)
+        described = _read_model_config(self.model_name)
         if described is not None:
-            from rl_backends_megatron.checks import misfits
+            from rl_backends_megatron.checks import find_incompatibilities
 
             on_gpu = run.cluster.use_gpus is not False
-            for key, reason in misfits(described, self, world_size=ranks, on_gpu=on_gpu):
+            for key, reason in find_incompatibilities(described, self, world_size=ranks, on_gpu=on_gpu):
                 yield ("megatron_cfg", key), reason
 
     def data_ranks(self, cluster: ClusterConfig) -> int:
         """Number of whole copies of the model in the cluster."""
-        return max(1, super().data_ranks(cluster) // self.megatron_cfg.ranks_of_a_replica)
+        return max(1, super().data_ranks(cluster) // self.megatron_cfg.ranks_per_replica)
 
     @model_validator(mode="after")
-    def _the_optimizer_is_one_of_megatron(self) -> Self:
+    def _check_optimizer(self) -> Self:
         if self.optimizer.name not in OPTIMIZER_KEYS:
             raise ValueError(
                 f"optimizer.name {self.optimizer.name!r}: Megatron-Core builds the optimizer itself, since it divides its "
@@ -199,7 +199,7 @@ class MegatronPolicyConfig(PolicyConfig):
 _SHAPE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers")
 
 
-def _described(model_name: str) -> SimpleNamespace | None:
+def _read_model_config(model_name: str) -> SimpleNamespace | None:
     """The config.json of a model folder; None if it is missing, or lacks the values needed here."""
     try:
         found = json.loads((file_path(model_name).expanduser() / "config.json").read_text(encoding="utf-8"))

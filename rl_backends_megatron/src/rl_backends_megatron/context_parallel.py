@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 
-def share_of_row(length: int, ranks: int, rank: int) -> torch.Tensor:
+def row_shard(length: int, ranks: int, rank: int) -> torch.Tensor:
     """[length / ranks] int64; the positions of a row that the rank holds, in the order in which it holds them.
 
     Args:
@@ -26,11 +26,11 @@ def share_of_row(length: int, ranks: int, rank: int) -> torch.Tensor:
     return torch.cat([torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(late * chunk, (late + 1) * chunk)])
 
 
-def share_of_rows(lengths: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
+def packed_shard(lengths: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
     """The same for rows that are packed end to end: positions in the whole packed row."""
     parts, start = [], 0
     for length in lengths:
-        parts.append(share_of_row(length, ranks, rank) + start)
+        parts.append(row_shard(length, ranks, rank) + start)
         start += length
     return torch.cat(parts)
 

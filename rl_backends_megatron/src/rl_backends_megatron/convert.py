@@ -22,10 +22,10 @@ from rl_core.cluster.worker_context import WorkerContext
 from rl_core.errors import NotSupportedError, UserError
 from rl_core.interfaces.conversion import Conversion
 
-_ALONE = WorkerContext(
+_SINGLE_RANK = WorkerContext(
     rank=0, world_size=1, local_rank=0, node_rank=0, master_address="127.0.0.1", master_port=0, run_in_process=True
 )
-_BESIDE_WEIGHTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 _EXACT_IN_FLOAT32 = ("F32", "BF16", "F16")
 # A tied matrix, which some writers store twice.
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -42,7 +42,7 @@ def to_megatron(conversion: Conversion) -> None:
         NotSupportedError: there is no table for the model, or its folder has tensors that the table does not name.
         CheckpointError: the folder is torn.
     """
-    _refuse_adapters(conversion)
+    _reject_adapter_options(conversion)
     with SafetensorsFolder(conversion.source) as source:
         precision = _precision(source, conversion.source)
     config = MegatronPolicyConfig(
@@ -50,10 +50,10 @@ def to_megatron(conversion: Conversion) -> None:
         precision=precision,
         megatron_cfg=MegatronConfig(transformer_impl="local"),
     )
-    ranks = join(_ALONE, config.megatron_cfg)
+    ranks = join(_SINGLE_RANK, config.megatron_cfg)
     try:
         model = load_model(config, ranks)
-        _refuse_left_over(model)
+        _check_all_used(model)
         hf = copy.deepcopy(model.hf)
         hf.dtype = DTYPES[precision]
         write_folder(conversion.output, model.bridge.export(), hf)
@@ -61,11 +61,11 @@ def to_megatron(conversion: Conversion) -> None:
         leave()
     for file in conversion.source.iterdir():
         own = file.name == "config.json" or file.name.endswith(".index.json")
-        if file.is_file() and file.suffix in _BESIDE_WEIGHTS and not own:
+        if file.is_file() and file.suffix in _COPIED_SUFFIXES and not own:
             shutil.copy(file, conversion.output / file.name)
 
 
-def _refuse_adapters(conversion: Conversion) -> None:
+def _reject_adapter_options(conversion: Conversion) -> None:
     option = "--merge" if conversion.merge else "--model" if conversion.model is not None else None
     if option is not None:
         raise UserError(
@@ -87,7 +87,7 @@ def _precision(source: SafetensorsFolder, folder: Path) -> str:
     return "bfloat16" if set(types.values()) == {"BF16"} else "float32"
 
 
-def _refuse_left_over(model: LoadedModel) -> None:
+def _check_all_used(model: LoadedModel) -> None:
     """Refuse tensors that would be lost."""
     used = model.bridge.manifest
     with SafetensorsFolder(model.folder) as source:

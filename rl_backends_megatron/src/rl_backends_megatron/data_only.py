@@ -21,11 +21,11 @@ from rl_core.checkpoints.data_only import DataOnlyBytes, DataOnlyReader, read_me
 from rl_core.errors import CheckpointError
 
 
-def load_as_data(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+def load_as_data(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What `dist_checkpointing.load` returns; collective.
 
     Args:
-        asked: the sharded state to fill.
+        requested: the sharded state to fill.
         folder: what `dist_checkpointing.save` wrote, in the format torch_dist.
 
     Raises:
@@ -35,7 +35,7 @@ def load_as_data(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     read_metadata(folder)
     with _data_only_strategies():
         found: dict[str, Any] = dist_checkpointing.load(
-            asked,
+            requested,
             str(folder),
             sharded_strategy=strategies.TorchDistLoadShardedStrategy(),
             common_strategy=_DataOnlyCommonStrategy(),

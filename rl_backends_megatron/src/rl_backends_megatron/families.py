@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from rl_backends_megatron.weight_layouts import Divided, GateAndUp, QueryKeyValue, Replicated, Vocabulary, WeightLayout
+from rl_backends_megatron.weight_layouts import GateAndUp, QueryKeyValue, Replicated, Sharded, Vocabulary, WeightLayout
 from rl_core.errors import NotSupportedError
 from rl_core.plugins.component import did_you_mean
 
@@ -82,7 +82,7 @@ _ATTENTION = (
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"), "input_layernorm.weight", Replicated()
     ),
     _qkv("weight"),
-    _in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Divided(1)),
+    _in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Sharded(1)),
 )
 _QKV_BIAS = (_qkv("bias"),)
 _QK_NORM = (
@@ -95,7 +95,7 @@ _NORM_BEFORE_MLP = _in_layer(
 _MLP = (
     _NORM_BEFORE_MLP,
     _in_layer("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GateAndUp()),
-    _in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Divided(1)),
+    _in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Sharded(1)),
 )
 
 
@@ -112,7 +112,7 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
         _in_layer(
             ("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
             f"{expert}{down}.weight",
-            Divided(1),
+            Sharded(1),
         ),
     )
 
@@ -201,11 +201,11 @@ def family_of(hf: Any, *, model_name: str) -> Family:
                 f"{model_name} has `{name}: {found!r}` in its config.json, and the Megatron backend computes a "
                 f"{hf.model_type} with {' or '.join(map(repr, described))}. Use `backend: hf`."
             )
-    _refuse_other_rotary_positions(hf, model_name)
+    _check_rotary_positions(hf, model_name)
     return family
 
 
-def _refuse_other_rotary_positions(hf: Any, model_name: str) -> None:
+def _check_rotary_positions(hf: Any, model_name: str) -> None:
     kind = hf.rope_parameters["rope_type"]
     if kind not in _ROPE_TYPES:
         raise NotSupportedError(

@@ -31,7 +31,7 @@ class HeadlessGPT(GPTModel):
             # Rounded to the type of the weights first, as in Transformers.
             scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
             self.embedding.register_forward_hook(lambda module, given, embedded: embedded * scale)
-        self._cuts_sequence = bool(self.config.sequence_parallel)
+        self._sequence_parallel = bool(self.config.sequence_parallel)
         if scalar and self.post_process:
             self.output_layer: Any = ScalarHead(self.config)
         elif self.post_process:
@@ -41,14 +41,14 @@ class HeadlessGPT(GPTModel):
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 
-    def read_at(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def apply_head(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [M, V' / R] of the model's dtype, this rank's columns; of a scalar head, values [M] float32.
 
         Args:
             hidden: [L, b, H] of the last stage, or this rank's part along L under sequence parallelism.
             positions: [M] int64, counted along [b, L].
         """
-        if self._cuts_sequence:
+        if self._sequence_parallel:
             # Gradients come back whole from the output layer, so each rank takes its part of them.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
@@ -64,7 +64,7 @@ class HeadlessGPT(GPTModel):
         return logits.squeeze(1)
 
 
-def bare(model: Any) -> HeadlessGPT:
+def unwrap(model: Any) -> HeadlessGPT:
     """The model inside its wrappers."""
     while not isinstance(model, HeadlessGPT):
         model = model.module

@@ -106,7 +106,7 @@ class SafetensorsFolder:
         tensor: torch.Tensor = self._read(name)[:]
         return tensor
 
-    def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+    def read_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Its entries from `start` to `stop` along `dim`, and no others from disk."""
         tensor: torch.Tensor = self._read(name)[(slice(None),) * dim + (slice(start, stop),)]
         return tensor

@@ -1,6 +1,6 @@
 """The two layers that Megatron-Core has from Transformer Engine alone, in plain torch: RMSNorm and packed, CP-aware attention.
 
-They take the places of `WrappedTorchNorm`, which refuses sequence parallelism, and of `DotProductAttention`, which refuses
+They replace `WrappedTorchNorm`, which refuses sequence parallelism, and `DotProductAttention`, which refuses
 packed rows and context parallelism. Context parallelism here gathers all keys and values of the group and attends under a dense
 mask: right for tests and moderate lengths; for long rows on GPUs take Transformer Engine, which passes keys round a ring.
 """
@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import divide
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rl_backends_megatron.context_parallel import share_of_row
+from rl_backends_megatron.context_parallel import row_shard
 
 _SHORT: Final = 256
 """Tokens of a row up to which the CPU's backward pass through attention is faster in float32 than in bfloat16: four times as
@@ -35,7 +35,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
-        self._about_zero = config.layernorm_zero_centered_gamma
+        self._zero_centered = config.layernorm_zero_centered_gamma
         ones = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight = torch.nn.Parameter(ones)
         # `finalize_model_grads` reads it: each rank saw a part of the tokens, so this gradient is summed over them.
@@ -45,7 +45,7 @@ class RMSNorm(torch.nn.Module):
         """Normalised along the last axis, of the dtype of `x`."""
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self._about_zero:
+        if self._zero_centered:
             # One is added in float32: in bfloat16 it would swallow small weights.
             return (h * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * h.to(x.dtype)
@@ -89,7 +89,7 @@ class SdpaCoreAttention(MegatronModule):
         """[s, b, heads * d], or [t, heads, d] where rows are packed. Padding is on the right, so no mask is read."""
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if self.cp is not None:
-            return self._over_context_parallel_ranks(query, key, value, packed_seq_params if packed else None)
+            return self._attend_context_parallel(query, key, value, packed_seq_params if packed else None)
         if packed:
             borders = packed_seq_params.cu_seqlens_q.tolist()
             rows = [
@@ -118,7 +118,7 @@ class SdpaCoreAttention(MegatronModule):
             return nullcontext()
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION if self.flash else SDPBackend.MATH])
 
-    def _over_context_parallel_ranks(
+    def _attend_context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Any
     ) -> torch.Tensor:
         """This rank's queries against everyone's keys; gradients of keys and values go back to their ranks."""
@@ -131,8 +131,8 @@ class SdpaCoreAttention(MegatronModule):
             lengths = [query.size(0) * ranks]
         else:
             lengths = (packing.cu_seqlens_q[1:] - packing.cu_seqlens_q[:-1]).tolist()
-        places = [_places(lengths, ranks, rank).to(query.device) for rank in range(ranks)]
-        own, everyone = places[self.cp.rank()], torch.cat(places, dim=1)
+        positions_by_rank = [_token_positions(lengths, ranks, rank).to(query.device) for rank in range(ranks)]
+        own, everyone = positions_by_rank[self.cp.rank()], torch.cat(positions_by_rank, dim=1)
         mask = (own[0][:, None] == everyone[0]) & (everyone[1] <= own[1][:, None])
         if packing is not None:
             return self._attend(query[:, None], key[:, None], value[:, None], mask)[:, 0]
@@ -149,10 +149,10 @@ def attention_class(flash: bool | None) -> type[SdpaCoreAttention]:
     return type("SdpaCoreAttention", (SdpaCoreAttention,), {"flash": flash})
 
 
-def _places(lengths: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
+def _token_positions(lengths: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
     """[2, t]; row and position of each token that the rank holds."""
     parts = []
     for row, length in enumerate(lengths):
-        positions = share_of_row(length, ranks, rank)
+        positions = row_shard(length, ranks, rank)
         parts.append(torch.stack([torch.full_like(positions, row), positions]))
     return torch.cat(parts, dim=1)

@@ -10,7 +10,7 @@ import torch
 
 from rl_backends_megatron.bridge import Bridge, SetWeight
 from rl_backends_megatron.config import MegatronPolicyConfig
-from rl_backends_megatron.device_seam import device_seam
+from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config
 from rl_backends_megatron.model import Chunks, build_chunks, is_tied, sizes_of
@@ -37,7 +37,7 @@ class LoadedModel:
     bridge: Bridge
     scalar: bool
 
-    def take_first_weights(self, into: SetWeight = torch.Tensor.copy_) -> None:
+    def load_initial_weights(self, into: SetWeight = torch.Tensor.copy_) -> None:
         """Set the weights to those of the model's own folder; a scalar head that it does not have is zero.
 
         Args:
@@ -49,7 +49,7 @@ class LoadedModel:
         with SafetensorsFolder(self.folder) as source:
             self.bridge.load(source_with_head(source, self.hf) if self.scalar else source, into)
 
-    def take_weights(self, folder: Path, into: SetWeight = torch.Tensor.copy_) -> None:
+    def load_weights(self, folder: Path, into: SetWeight = torch.Tensor.copy_) -> None:
         """Set the weights to those in another folder.
 
         Args:
@@ -77,7 +77,7 @@ def load_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
         CheckpointError: its weights are torn.
     """
     model = build_model(config, ranks)
-    model.take_first_weights()
+    model.load_initial_weights()
     return model
 
 
@@ -94,7 +94,7 @@ def build_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
     scalar = config.head == "scalar"
     if scalar:
         family = with_scalar_head(family)
-    with device_seam():
+    with cpu_shim():
         chunks = build_chunks(hf, family, config, device=ranks.device.type)
         bridge = Bridge(
             chunks.modules,

@@ -1,8 +1,8 @@
-"""Log-probabilities, entropy and the likeliest tokens from logits whose vocabulary is divided over ranks, never gathered.
+"""Log-probabilities, entropy and the most likely tokens from logits whose vocabulary is divided over ranks, never gathered.
 
 With z the logits over T, m their maximum, s = sum exp(z - m): log p(y) = z_y - m - log s, and the entropy is H = log s - sum p
-(z - m). A maximum and one sum go over the ranks, a few numbers a position; of the likeliest tokens, those of each rank, for the
-k likeliest of all are among them. Padding columns of the vocabulary are masked out. Megatron-Core's own cross entropy
+(z - m). A maximum and one sum go over the ranks, a few numbers a position; of the most likely tokens, those of each rank, for the
+k most likely of all are among them. Padding columns of the vocabulary are masked out. Megatron-Core's own cross entropy
 overwrites its logits, counts padding columns, takes one target a position, and has no entropy.
 """
 
@@ -49,7 +49,7 @@ def vocab_parallel_logprobs(
 def vocab_parallel_topk(
     logits: torch.Tensor, *, k: int, group: Any, vocab_size: int, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` likeliest tokens at each position, the likeliest first.
+    """The `k` most likely tokens at each position, most likely first.
 
     Args:
         logits: [N, V' / R] any float type; this rank's columns.
@@ -64,7 +64,7 @@ def vocab_parallel_topk(
     """
     first, own = group.rank() * logits.size(1), min(k, logits.size(1))
     ids = torch.empty(len(logits), own, dtype=torch.int64, device=logits.device)
-    # The last column is the logarithm of this rank's part of the normaliser.
+    # The last column is the logarithm of this rank's part of the normalizer.
     scores = torch.empty(len(logits), own + 1, dtype=torch.float32, device=logits.device)
     with torch.no_grad():
         for start in range(0, len(logits), chunk):
@@ -73,10 +73,10 @@ def vocab_parallel_topk(
             scores[rows, :own], columns = z.topk(own, dim=1)
             scores[rows, own] = z.logsumexp(1)
             ids[rows] = columns + first
-        all_ids, all_scores = _of_all_ranks(ids, group), _of_all_ranks(scores, group)
-        likeliest, places = all_scores[:, :, :own].flatten(1).topk(k, dim=1)
-        normaliser = all_scores[:, :, own].logsumexp(1, keepdim=True)
-        return all_ids.flatten(1).gather(1, places), likeliest - normaliser
+        all_ids, all_scores = _gather_ranks(ids, group), _gather_ranks(scores, group)
+        top, index = all_scores[:, :, :own].flatten(1).topk(k, dim=1)
+        normalizer = all_scores[:, :, own].logsumexp(1, keepdim=True)
+        return all_ids.flatten(1).gather(1, index), top - normalizer
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -94,8 +94,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         first = group.rank() * logits.size(1)
         local = (targets >= first) & (targets < first + logits.size(1))
         column = (targets - first).clamp(0, logits.size(1) - 1)
-        highest = _highest(logits, vocab_size - first, temperature, chunk)
-        _over_ranks(highest, dist.ReduceOp.MAX, group)
+        highest = _max_logits(logits, vocab_size - first, temperature, chunk)
+        _reduce_over_ranks(highest, dist.ReduceOp.MAX, group)
         # Of each position: the logits of its targets, the sum of powers, and that of powers times logits.
         sums = torch.zeros(len(logits), targets.size(1) + 2, dtype=torch.float32, device=logits.device)
         for start in range(0, len(logits), chunk):
@@ -107,7 +107,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             sums[rows, -2] = power.sum(1)
             if with_entropy:
                 sums[rows, -1] = (power * z.masked_fill(power == 0, 0.0)).sum(1)
-        _over_ranks(sums, dist.ReduceOp.SUM, group)
+        _reduce_over_ranks(sums, dist.ReduceOp.SUM, group)
         log_sum = sums[:, -2].log()
         entropies = log_sum - sums[:, -1] / sums[:, -2] if with_entropy else None
         ctx.save_for_backward(logits, column, local, highest + log_sum, entropies)
@@ -117,11 +117,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits, column, local, normaliser, entropies = ctx.saved_tensors
+        logits, column, local, normalizer, entropies = ctx.saved_tensors
         result = torch.empty_like(logits)
         for start in range(0, len(logits), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            log_p = _scaled(logits[rows], ctx.limit, ctx.temperature).sub_(normaliser[rows, None])
+            log_p = _scaled(logits[rows], ctx.limit, ctx.temperature).sub_(normalizer[rows, None])
             slope = None
             if entropies is not None and grad_entropy is not None:
                 p = log_p.exp()
@@ -137,13 +137,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return result, None, None, None, None, None, None
 
 
-def _over_ranks(own: torch.Tensor, op: Any, group: Any) -> None:
+def _reduce_over_ranks(own: torch.Tensor, op: Any, group: Any) -> None:
     """Reduce in place over the ranks; one rank alone need not wake the threads of its process group."""
     if group.size() > 1:
         dist.all_reduce(own, op=op, group=group)
 
 
-def _of_all_ranks(own: torch.Tensor, group: Any) -> torch.Tensor:
+def _gather_ranks(own: torch.Tensor, group: Any) -> torch.Tensor:
     """[N, R, k] of [N, k] on each of the R ranks."""
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own, group=group)
@@ -158,7 +158,7 @@ def _scaled(logits: torch.Tensor, limit: int, temperature: float) -> torch.Tenso
     return z
 
 
-def _highest(logits: torch.Tensor, limit: int, temperature: float, chunk: int) -> torch.Tensor:
+def _max_logits(logits: torch.Tensor, limit: int, temperature: float, chunk: int) -> torch.Tensor:
     """[N] float32; the largest logit of this rank's columns, minus infinity where all of them are padding."""
     if limit <= 0 or not len(logits):
         return torch.full((len(logits),), float("-inf"), dtype=torch.float32, device=logits.device)

@@ -9,7 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from rl_backends_megatron.config import MegatronPolicyConfig
-from rl_backends_megatron.context_parallel import share_of_row, share_of_rows
+from rl_backends_megatron.context_parallel import packed_shard, row_shard
 from rl_backends_megatron.parallel import Ranks
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.packed import pack_rows
@@ -24,23 +24,23 @@ class ModelInput:
         input_ids: [b, L] or, packed, [1, N] int64; the tokens that this context-parallel rank holds.
         position_ids: of the same shape; rotary positions are counted by Megatron itself.
         packing: borders between packed rows; None where rows are padded.
-        predictors: [M] int64; which of the b * L (or N) logits predicts the token.
+        hidden_index: [M] int64; which of the b * L (or N) logits predicts the token.
         targets: [M] int64; the token. Or [M, 1 + K]: the token, and K candidates in its place.
-        places: [M] int64; where its log-probability belongs in the flattened [b, T].
+        output_index: [M] int64; where its log-probability belongs in the flattened [b, T].
         shape: (b, T) of the microbatch as it came.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     packing: PackedSeqParams | None
-    predictors: torch.Tensor
+    hidden_index: torch.Tensor
     targets: torch.Tensor
-    places: torch.Tensor
+    output_index: torch.Tensor
     shape: tuple[int, int]
 
     def with_candidates(self, candidates: torch.Tensor) -> ModelInput:
         """The same microbatch, to be scored for the tokens `candidates` [b, T, K] int64 as well."""
-        beside = candidates.to(self.places.device).flatten(0, 1).index_select(0, self.places)
+        beside = candidates.to(self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
         return replace(self, targets=torch.cat([self.targets.unsqueeze(1), beside], dim=1))
 
 
@@ -56,7 +56,7 @@ class Microbatcher(MicrobatchCutter):
         super().__init__(config)
         self._config, self._ranks = config, ranks
         # A token is predicted from the one before it, and judged once it is read.
-        self._lag = 1 if config.head == "tokens" else 0
+        self._shift = 1 if config.head == "tokens" else 0
         megatron = config.megatron_cfg
         # Sequence parallelism cuts what a rank holds of a row into equal parts, context parallelism a row into 2n chunks.
         self._multiple = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
@@ -76,7 +76,7 @@ class Microbatcher(MicrobatchCutter):
         """
         read = self.read(microbatch, training=training)
         ids, lengths = read.input_ids, read.lengths
-        rows, columns = _wanted(ids, lengths, read.mask, lag=self._lag)
+        rows, columns = _scored_tokens(ids, lengths, read.mask, shift=self._shift)
         formed = self._packed(ids, lengths, rows, columns) if self.packing else self._padded(ids, lengths, rows, columns)
         return formed if candidates_key is None else formed.with_candidates(microbatch[candidates_key])
 
@@ -85,13 +85,13 @@ class Microbatcher(MicrobatchCutter):
         width = -(-max(int(lengths.max()), 1) // self._multiple) * self._multiple
         wide = torch.nn.functional.pad(ids[:, :width], (0, max(0, width - ids.shape[1])))
         group = self._ranks.context
-        held = torch.arange(width) if group.size() == 1 else share_of_row(width, group.size(), group.rank())
+        held = torch.arange(width) if group.size() == 1 else row_shard(width, group.size(), group.rank())
         where = torch.full((width,), -1, dtype=torch.int64)
         where[held] = torch.arange(len(held))
-        local = where[columns - self._lag]
-        predictors = torch.where(local >= 0, rows * len(held) + local, -1)
+        local = where[columns - self._shift]
+        hidden_index = torch.where(local >= 0, rows * len(held) + local, -1)
         positions = held.expand(len(ids), -1)
-        return self._on_device(wide[:, held], positions, None, predictors, ids, rows, columns)
+        return self._on_device(wide[:, held], positions, None, hidden_index, ids, rows, columns)
 
     def _packed(self, ids: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> ModelInput:
         """Rows end to end; attention takes their borders, and rotary positions restart there."""
@@ -102,10 +102,10 @@ class Microbatcher(MicrobatchCutter):
         group = self._ranks.context
         held = torch.arange(total)
         if group.size() > 1:
-            held = share_of_rows(packed.cu_seqlens.diff().tolist(), group.size(), group.rank())
+            held = packed_shard(packed.cu_seqlens.diff().tolist(), group.size(), group.rank())
         where = torch.full((total,), -1, dtype=torch.int64)
         where[held] = torch.arange(len(held))
-        predictors = where[packed.cu_seqlens.to(torch.int64)[rows] + columns - self._lag]
+        hidden_index = where[packed.cu_seqlens.to(torch.int64)[rows] + columns - self._shift]
         borders = packed.cu_seqlens.to(self._ranks.device)
         packing = PackedSeqParams(
             qkv_format="thd",
@@ -117,45 +117,45 @@ class Microbatcher(MicrobatchCutter):
             max_seqlen_kv=packed.max_seqlen,
         )
         positions = packed.position_ids[:, held]
-        return self._on_device(packed.input_ids[:, held], positions, packing, predictors, ids, rows, columns)
+        return self._on_device(packed.input_ids[:, held], positions, packing, hidden_index, ids, rows, columns)
 
     def _on_device(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         packing: PackedSeqParams | None,
-        predictors: torch.Tensor,
+        hidden_index: torch.Tensor,
         ids: torch.Tensor,
         rows: torch.Tensor,
         columns: torch.Tensor,
     ) -> ModelInput:
-        here = predictors >= 0
+        here = hidden_index >= 0
         rows, columns = rows[here], columns[here]
         device = self._ranks.device
         return ModelInput(
             input_ids=input_ids.contiguous().to(device),
             position_ids=position_ids.contiguous().to(device),
             packing=packing,
-            predictors=predictors[here].to(device),
+            hidden_index=hidden_index[here].to(device),
             targets=ids[rows, columns].to(device),
-            places=(rows * ids.shape[1] + columns).to(device),
+            output_index=(rows * ids.shape[1] + columns).to(device),
             shape=(ids.shape[0], ids.shape[1]),
         )
 
 
-def filler_of(microbatch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+def filler_microbatch(microbatch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     """A microbatch of one token that trains nothing: the interleaved schedule wants a multiple of the stages."""
     filler = microbatch.slice(0, 1)
     filler["input_lengths"] = torch.ones_like(filler["input_lengths"])
     return filler
 
 
-def _wanted(
-    ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, *, lag: int
+def _scored_tokens(
+    ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, *, shift: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and column of each token to be scored; the first of a row has no predictor."""
     column = torch.arange(ids.shape[1])
-    wanted = (column < lengths.unsqueeze(1)) & (column >= lag)
+    wanted = (column < lengths.unsqueeze(1)) & (column >= shift)
     if mask is not None:
         wanted &= mask > 0
     rows, columns = wanted.nonzero(as_tuple=True)

@@ -112,8 +112,8 @@ def _transformer_config(
         # With `perform_initialization=False` weights are not marked as tensor parallel, and the gradient norm leaves out
         # every shard but the first, in silence. So: initialise, by doing nothing.
         "perform_initialization": True,
-        "init_method": _leave,
-        "output_layer_init_method": _leave,
+        "init_method": _keep,
+        "output_layer_init_method": _keep,
         # The loss is divided by its global count already: gradients are summed, never averaged.
         "calculate_per_token_loss": True,
         "moe_grouped_gemm": config.megatron_cfg.moe_grouped_gemm,
@@ -127,7 +127,7 @@ def _transformer_config(
 _ATTENTION = {None: AttnBackend.auto, True: AttnBackend.flash, False: AttnBackend.unfused}
 
 
-def _leave(tensor: torch.Tensor) -> torch.Tensor:
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 

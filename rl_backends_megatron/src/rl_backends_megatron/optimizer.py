@@ -1,8 +1,8 @@
 """Builds Megatron's data-parallel wrapper and optimizer, and the learning-rate schedule; steps; knows no loss.
 
 Megatron-Core divides optimizer state over ranks, so it builds the optimizer itself, from the same names and arguments as any
-other backend. Beside it stands a *leader*: the same class of torch on one number, which the schedule of torch acts on; what it
-does to the leader's group is copied to Megatron's groups before each step. So every schedule of torch works, and the arguments
+other backend. Beside it stands a *proxy*: the same class of torch on one number, which the schedule of torch acts on; what it
+does to the proxy's group is copied to Megatron's groups before each step. So every schedule of torch works, and the arguments
 are checked by the class that they are of.
 """
 
@@ -24,11 +24,11 @@ from rl_core.errors import UserError
 from rl_core.training.optimizer_settings import OptimizerSettings
 from rl_core.training.schedules import build_scheduler
 
-_FOLLOWED = ("betas", "momentum", "eps")
+_COPIED_SETTINGS = ("betas", "momentum", "eps")
 """What a schedule or a resume may change besides the learning rate and the weight decay."""
 
 
-class Trainer:
+class TrainableModel:
     """What steps, and how; making one is collective. Enter the device seam around every call.
 
     Args:
@@ -60,19 +60,21 @@ class Trainer:
             hooks = [model.no_sync for model in self.models]
             chunks.config.no_sync_func = hooks[0] if len(hooks) == 1 else hooks
         self._overlaps_gather = megatron.overlap_param_gather
-        self._leader = _leader(config.optimizer)
-        self._leading = OptimizerSettings(self._leader, config.optimizer, config.scheduler)
-        self.optimizer = get_megatron_optimizer(_settings(config), self.models, config_overrides=_spared(config.optimizer))
+        self._proxy = _proxy(config.optimizer)
+        self._proxy_settings = OptimizerSettings(self._proxy, config.optimizer, config.scheduler)
+        self.optimizer = get_megatron_optimizer(
+            _settings(config), self.models, config_overrides=_no_decay_overrides(config.optimizer)
+        )
         # One pass over memory in place of ten. On GPUs torch has a pass over all tensors at once anyway.
         self._fuses = not torch.cuda.is_available()
         self.weight_version = 0
 
     @property
-    def parts(self) -> list[Any]:
+    def sub_optimizers(self) -> list[Any]:
         """Megatron's optimizers, one for each kind of process group (experts have one of their own)."""
         return list(getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer])
 
-    def drop_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Set all gradients to zero."""
         for model in self.models:
             model.zero_grad_buffer()
@@ -94,15 +96,15 @@ class Trainer:
             The learning rate of the step.
         """
         if max_norm is not None:
-            for part in self.parts:
+            for part in self.sub_optimizers:
                 if parameters := part.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=norm)
-        lr = float(self._leader.param_groups[0]["lr"])
-        self._lead()
+        lr = float(self._proxy.param_groups[0]["lr"])
+        self._apply_proxy_settings()
         self.optimizer.step_with_ready_grads()
-        # Without gradients the leader stays where it is; torch wants it to step before its schedule.
-        self._leader.step()
-        self._leading.scheduler.step()
+        # Without gradients the proxy stays where it is; torch wants it to step before its schedule.
+        self._proxy.step()
+        self._proxy_settings.scheduler.step()
         self.weight_version += 1
         return lr
 
@@ -127,15 +129,15 @@ class Trainer:
         # Megatron's handle: None where another data-parallel rank has it, absent where the weight is float32 itself.
         master = getattr(parameter, "main_param", None)
         if master is not None:
-            master.copy_(values if master.shape == values.shape else values.flatten()[self._share_of(parameter)])
+            master.copy_(values if master.shape == values.shape else values.flatten()[self._local_slice(parameter)])
 
     def schedule_state(self) -> dict[str, Any]:
         """The optimizer's settings, the schedule's position, and the learning rate of the next step."""
-        return self._leading.state_dict()
+        return self._proxy_settings.state_dict()
 
-    def take_schedule_state(self, state: dict[str, Any], *, steps: int, source: str) -> None:
+    def load_schedule_state(self, state: dict[str, Any], *, steps: int, source: str) -> None:
         """Continue from `schedule_state` under the present settings; see `OptimizerSettings.load_state_dict`."""
-        self._leading.load_state_dict(state, steps=steps, source=source)
+        self._proxy_settings.load_state_dict(state, steps=steps, source=source)
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of this rank's float32 weights and optimizer state, under Megatron's names of the weights."""
@@ -144,7 +146,7 @@ class Trainer:
             for name, parameter in model.module.named_parameters():
                 for stepped in (parameter, getattr(parameter, "main_param", None)):
                     names[id(stepped)] = name
-        for part in self.parts:
+        for part in self.sub_optimizers:
             for group in getattr(part.optimizer, "param_groups", ()):
                 for parameter in group["params"]:
                     name = names.get(id(parameter), "a weight")
@@ -155,7 +157,7 @@ class Trainer:
 
     def move_state(self, device: torch.device | str) -> None:
         """Bring the optimizer's state to `device`; weights and their float32 copies stay."""
-        for part in self.parts:
+        for part in self.sub_optimizers:
             for state in part.state.values():
                 for key, value in state.items():
                     # Adam keeps step counts on the CPU.
@@ -163,34 +165,34 @@ class Trainer:
                         state[key] = value.to(device)
 
     def free_gradients(self) -> None:
-        """Give the memory of all gradients back, four bytes a parameter, until `make_room_for_gradients`."""
+        """Give the memory of all gradients back, four bytes a parameter, until `restore_gradients`."""
         for model in self.models:
             model.offload_grad_buffers(synchronize=False, empty_cache=False)
 
-    def make_room_for_gradients(self) -> None:
+    def restore_gradients(self) -> None:
         """Take it again, with gradients of zero; nothing where it is there."""
         for model in self.models:
             model.restore_grad_buffers(synchronize=False)
 
-    def _share_of(self, parameter: torch.nn.Parameter) -> slice:
+    def _local_slice(self, parameter: torch.nn.Parameter) -> slice:
         """Which of its entries, counted flat, this data-parallel rank steps."""
-        part = next(part for part in self.parts if parameter in part.model_param_gbuf_map)
+        part = next(part for part in self.sub_optimizers if parameter in part.model_param_gbuf_map)
         found = part._get_model_param_range_map(parameter)["param"]
         return slice(found.start, found.end)
 
-    def _lead(self) -> None:
+    def _apply_proxy_settings(self) -> None:
         # Megatron's own scheduler would apply the factors; without it they are ours to apply.
-        leader = self._leader.param_groups[0]
+        proxy = self._proxy.param_groups[0]
         for group in self.optimizer.param_groups:
-            group["lr"] = leader["lr"] * group.get("lr_mult", 1.0)
-            group["weight_decay"] = leader["weight_decay"] * group.get("wd_mult", 1.0)
-            group.update({key: leader[key] for key in _FOLLOWED if key in leader and key in group})
+            group["lr"] = proxy["lr"] * group.get("lr_mult", 1.0)
+            group["weight_decay"] = proxy["weight_decay"] * group.get("wd_mult", 1.0)
+            group.update({key: proxy[key] for key in _COPIED_SETTINGS if key in proxy and key in group})
             if self._fuses and "fused" in group:
                 group["fused"] = True
 
 
-class Untrained:
-    """In the place of a `Trainer`, for a model that only scores (`policy.frozen`): no gradients, no optimizer.
+class FrozenModel:
+    """In the place of a `TrainableModel`, for a model that only scores (`policy.frozen`): no gradients, no optimizer.
 
     Args:
         chunks: this rank's model chunks, which are frozen.
@@ -203,7 +205,7 @@ class Untrained:
         for module in chunks.modules:
             module.requires_grad_(False)
 
-    def drop_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """There are none."""
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -224,7 +226,7 @@ class Untrained:
     def free_gradients(self) -> None:
         """There are none."""
 
-    def make_room_for_gradients(self) -> None:
+    def restore_gradients(self) -> None:
         """There are none."""
 
 
@@ -234,11 +236,11 @@ def check_optimizer(config: MegatronPolicyConfig) -> None:
     Raises:
         UserError: one of them refuses.
     """
-    build_scheduler(_leader(config.optimizer), config.scheduler)
+    build_scheduler(_proxy(config.optimizer), config.scheduler)
 
 
 def _settings(config: MegatronPolicyConfig) -> MegatronOptimizerConfig:
-    given = dict(_leader(config.optimizer).param_groups[0])
+    given = dict(_proxy(config.optimizer).param_groups[0])
     fields: dict[str, Any] = {"lr": given["lr"], "weight_decay": given["weight_decay"], "clip_grad": 0.0}
     if config.optimizer.name.endswith("SGD"):
         fields |= {"optimizer": "sgd", "sgd_momentum": given["momentum"]}
@@ -261,7 +263,7 @@ def _settings(config: MegatronPolicyConfig) -> MegatronOptimizerConfig:
     )
 
 
-def _spared(config: OptimizerConfig) -> dict[Any, Any]:
+def _no_decay_overrides(config: OptimizerConfig) -> dict[Any, Any]:
     """Which parameters are spared the weight decay: none, as in torch, or all of one axis where the config says so."""
     if not config.kwargs.get("decay_matrices_only", False):
         return {}
@@ -271,11 +273,11 @@ def _spared(config: OptimizerConfig) -> dict[Any, Any]:
     return {ParamKey(predicate=one_axis): {"wd_mult": 0.0}}
 
 
-def _leader(config: OptimizerConfig) -> torch.optim.Optimizer:
+def _proxy(config: OptimizerConfig) -> torch.optim.Optimizer:
     kwargs = {key: value for key, value in config.kwargs.items() if key != "decay_matrices_only"}
     kind = getattr(torch.optim, config.name.rpartition(".")[2])
     try:
-        leader: torch.optim.Optimizer = kind([torch.zeros((), requires_grad=True)], **kwargs)
+        proxy: torch.optim.Optimizer = kind([torch.zeros((), requires_grad=True)], **kwargs)
     except (TypeError, ValueError) as error:
         raise UserError(f"`policy.optimizer.kwargs`: {config.name} refuses {kwargs}: {error}") from error
-    return leader
+    return proxy

@@ -24,7 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
-def give_state(part: Any) -> None:
+def init_state(part: Any) -> None:
     """Give every parameter the state that it has before the first step; nothing where the optimizer is not one of torch.
 
     Args:
@@ -39,7 +39,7 @@ def give_state(part: Any) -> None:
             optimizer.state[parameter] = _first_state(group, parameter)
 
 
-def own_steps(part: Any) -> None:
+def separate_step_counters(part: Any) -> None:
     """Give every parameter a step counter of its own."""
     if not isinstance(part.optimizer, _OF_TORCH):
         return
@@ -48,33 +48,33 @@ def own_steps(part: Any) -> None:
             state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
 
 
-def in_form_of(asked: Mapping[Any, Any], found: Mapping[Any, Any], *, steps: int) -> dict[Any, Any]:
+def match_layout(requested: Mapping[Any, Any], found: Mapping[Any, Any], *, steps: int) -> dict[Any, Any]:
     """A loaded state as the present optimizers read it, whether as many wrote it or not.
 
     Args:
-        asked: their own state, which was asked for; of several optimizers, by number.
-        found: what was loaded: tensors in the form of `asked`, and beside them what was saved once for an optimizer.
+        requested: their own state, which was requested for; of several optimizers, by number.
+        found: what was loaded: tensors in the form of `requested`, and beside them what was saved once for an optimizer.
         steps: that those who wrote it had taken.
     """
-    several = all(isinstance(key, int) for key in asked)
+    several = all(isinstance(key, int) for key in requested)
     if all(isinstance(key, int) == several for key in found):
-        return _counted(dict(found), 0)
+        return _set_step_counts(dict(found), 0)
     # Groups hold settings, which the schedule sets before each step; so those of the present optimizers will do.
-    return _counted(_completed(found, asked), steps)
+    return _set_step_counts(_fill_missing(found, requested), steps)
 
 
-def _completed(found: Any, asked: Any) -> Any:
-    """`found`, and of `asked` what is not there; a list comes without its plain values, and in its full length."""
-    if isinstance(asked, Mapping):
+def _fill_missing(found: Any, requested: Any) -> Any:
+    """`found`, and of `requested` what is not there; a list comes without its plain values, and in its full length."""
+    if isinstance(requested, Mapping):
         have = found or {}
-        return {key: _completed(have.get(key), value) for key, value in asked.items()}
-    if isinstance(asked, list) and isinstance(found, list) and len(found) == len(asked):
-        return [_completed(*pair) for pair in zip(found, asked, strict=True)]
-    return asked if found is None else found
+        return {key: _fill_missing(have.get(key), value) for key, value in requested.items()}
+    if isinstance(requested, list) and isinstance(found, list) and len(found) == len(requested):
+        return [_fill_missing(*pair) for pair in zip(found, requested, strict=True)]
+    return requested if found is None else found
 
 
-def _counted(state: dict[Any, Any], steps: int) -> dict[Any, Any]:
-    """A loaded state, in place, with its count of steps put where a checkpoint left it out: it does so with zero, too."""
+def _set_step_counts(state: dict[Any, Any], steps: int) -> dict[Any, Any]:
+    """A loaded state, in index, with its count of steps put where a checkpoint left it out: it does so with zero, too."""
     entries = state.get("state")
     for group in state.get("param_groups", ()):
         if "step" in group and steps:
@@ -85,12 +85,12 @@ def _counted(state: dict[Any, Any], steps: int) -> dict[Any, Any]:
     else:
         for each in state.values():
             if isinstance(each, dict):
-                _counted(each, steps)
+                _set_step_counts(each, steps)
     return state
 
 
 @contextmanager
-def mended(parts: Sequence[Any]) -> Iterator[None]:
+def patched_state_io(parts: Sequence[Any]) -> Iterator[None]:
     """Inside, distributed optimizers give and take their state whole."""
     divided = [part for part in parts if isinstance(part, DistributedOptimizer)]
     for part in divided:
@@ -113,11 +113,11 @@ def _with_padding(part: Any, gather: Callable[..., Any], *args: Any, **kwargs: A
             continue
         for tensors in found[number].values():
             for name in ("param", "exp_avg", "exp_avg_sq"):
-                tensors[name] = _spread(tensors[name], buffer)
+                tensors[name] = _insert_padding(tensors[name], buffer)
     return found
 
 
-def _spread(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
+def _insert_padding(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
     padded = compact.new_zeros(buffer.numel)
     start = 0
     for bucket in buffer.buckets:
@@ -128,8 +128,8 @@ def _spread(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def _copy_into(part: Any, model_parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
-    group, place = part.model_param_group_index_map[model_parameter]
-    own = part.optimizer.param_groups[group]["params"][place]
+    group, index = part.model_param_group_index_map[model_parameter]
+    own = part.optimizer.param_groups[group]["params"][index]
     for name, target in {"param": own, **part.optimizer.state[own]}.items():
         if name in tensors:
             target.copy_(tensors[name])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from rl_backends_megatron.config import MegatronConfig
-from rl_backends_megatron.device_seam import check_megatron, device_seam
+from rl_backends_megatron.cpu_shim import check_megatron, cpu_shim
 from rl_core.cluster.process_groups import join_process_group
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.errors import UserError
@@ -99,7 +99,7 @@ def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
         torch.cuda.set_device(0)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     join_process_group(context, backend, timeout=timedelta(seconds=config.distributed_timeout_s))
-    with device_seam():
+    with cpu_shim():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,

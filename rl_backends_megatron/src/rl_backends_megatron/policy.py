@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_backends_megatron.checks import check_fit
+from rl_backends_megatron.checks import check_compatibility
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config
@@ -75,12 +75,14 @@ class MegatronPolicy(DistributedPolicy):
             config=config,
             nested={"generation": partial(GenerationConfig, backend="megatron")},
         )
-        ranks = num_workers or (cluster.world_size() if cluster is not None else section.megatron_cfg.ranks_of_a_replica)
+        ranks = num_workers or (cluster.world_size() if cluster is not None else section.megatron_cfg.ranks_per_replica)
         folder = find_folder(section.model_name, weights=False)
         hf = read_config(folder)
         family_of(hf, model_name=section.model_name)
         refuse_other_head(hf, section.head, name=section.model_name)
-        check_fit(hf, section, world_size=ranks, on_gpu=cluster.use_gpus if cluster is not None else torch.cuda.is_available())
+        check_compatibility(
+            hf, section, world_size=ranks, on_gpu=cluster.use_gpus if cluster is not None else torch.cuda.is_available()
+        )
         check_optimizer(section)
         if Path(section.model_name).expanduser().is_dir():
             # The ranks would say the same, each for itself, a minute later. From the hub they fetch what is not here yet.
@@ -125,7 +127,7 @@ def grid(megatron: MegatronConfig, ranks: int) -> NamedSharding:
     """The named grid of ranks, in Megatron's own order: tensor-parallel ranks are neighbours, then context, data, pipeline."""
     return NamedSharding.grid(
         pipeline=megatron.pipeline_model_parallel_size,
-        data=ranks // megatron.ranks_of_a_replica,
+        data=ranks // megatron.ranks_per_replica,
         context=megatron.context_parallel_size,
         tensor=megatron.tensor_model_parallel_size,
     )

@@ -110,15 +110,15 @@ class Sampler:
             drawn = self._draw(models, rows, greedy=greedy)
             for row, token, logprob in zip(rows, drawn[0].tolist(), drawn[1].tolist(), strict=True):
                 if not row.done:
-                    self._take(row, int(token), logprob)
-        return _answer(rows, weight_version)
+                    self._append(row, int(token), logprob)
+        return _to_output(rows, weight_version)
 
     def _draw(self, models: Sequence[Any], rows: Sequence[Row], *, greedy: bool) -> torch.Tensor:
         """[2, B] float64; the next token of each row and its log-probability, the same on every rank of the replica."""
         inputs = self._input(rows)
         # An interleaved pipeline wants a multiple of its stages.
         copies = self._ranks.pipeline.size() if len(models) > 1 else 1
-        found = forward(models, [inputs] * copies, lambda logits, _: self._whole(logits))
+        found = forward(models, [inputs] * copies, lambda logits, _: self._gather_vocab(logits))
         drawn = torch.zeros(2, len(rows), dtype=torch.float64)
         if found:
             logprobs = torch.log_softmax(found[0].float().cpu() / self._config.temperature, dim=-1)
@@ -127,7 +127,7 @@ class Sampler:
                 drawn[0, number], drawn[1, number] = token, logprobs[number, token]
         return self._ranks.tensor_from_last_stage(drawn.to(self._ranks.device)).cpu()
 
-    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+    def _gather_vocab(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, V] of [B, V' / R], gathered over the tensor-parallel ranks."""
         parts = [torch.empty_like(logits) for _ in range(self._ranks.tensor.size())]
         dist.all_gather(parts, logits.contiguous(), group=self._ranks.tensor)
@@ -148,13 +148,13 @@ class Sampler:
             input_ids=ids.to(device),
             position_ids=torch.arange(width).expand(len(rows), -1).to(device),
             packing=None,
-            predictors=last.to(device),
+            hidden_index=last.to(device),
             targets=torch.zeros(0, dtype=torch.int64),
-            places=torch.zeros(0, dtype=torch.int64),
+            output_index=torch.zeros(0, dtype=torch.int64),
             shape=(len(rows), width),
         )
 
-    def _take(self, row: Row, token: int, logprob: float) -> None:
+    def _append(self, row: Row, token: int, logprob: float) -> None:
         row.tokens.append(token)
         row.logprobs.append(logprob)
         row.stopped = token in self._end_ids
@@ -189,7 +189,7 @@ class Sampler:
         return strings
 
 
-def _answer(rows: Sequence[Row], weight_version: int) -> BatchedDataDict[Any]:
+def _to_output(rows: Sequence[Row], weight_version: int) -> BatchedDataDict[Any]:
     return to_output(
         [
             Completion(

@@ -36,7 +36,7 @@ class ScalarHead(torch.nn.Module):
         return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
-class WithFreshHead:
+class SourceWithHead:
     """A source of tensors that has a head of zeros where the folder has none.
 
     Args:
@@ -54,9 +54,9 @@ class WithFreshHead:
         tensor: torch.Tensor = self._source.whole(name)
         return tensor
 
-    def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+    def read_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Its entries from `start` to `stop` along `dim`."""
-        tensor: torch.Tensor = self._source.part(name, dim, start, stop)
+        tensor: torch.Tensor = self._source.read_slice(name, dim, start, stop)
         return tensor
 
     def size(self, name: str, dim: int) -> int:
@@ -67,7 +67,7 @@ class WithFreshHead:
 
 def source_with_head(source: Any, hf: Any) -> Source:
     """The folder's tensors, and a head."""
-    return WithFreshHead(source, hf.hidden_size)
+    return SourceWithHead(source, hf.hidden_size)
 
 
 def with_scalar_head(family: Family) -> Family:

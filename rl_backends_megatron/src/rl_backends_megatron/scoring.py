@@ -10,12 +10,12 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rl_backends_megatron.context_parallel import sum_over_ranks
-from rl_backends_megatron.gpt import bare
+from rl_backends_megatron.gpt import unwrap
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from rl_backends_megatron.microbatches import ModelInput
 from rl_backends_megatron.parallel import Ranks
 
-NumbersOf = Callable[[torch.Tensor], torch.Tensor]
+HeadFn = Callable[[torch.Tensor], torch.Tensor]
 """From the last stage's hidden states to the logits of the predicted tokens, or the values of the judged ones."""
 
 
@@ -48,9 +48,9 @@ class LogprobHead:
             temperature=self._temperature,
             chunk=self._chunk,
         )
-        return _spread(picked, inputs, self._ranks)
+        return _scatter(picked, inputs, self._ranks)
 
-    def likeliest(self, logits: torch.Tensor, inputs: ModelInput, *, k: int) -> dict[str, torch.Tensor]:
+    def topk(self, logits: torch.Tensor, inputs: ModelInput, *, k: int) -> dict[str, torch.Tensor]:
         """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch, on the CPU.
 
         They leave the device at once, for they are k times as large as what a pass usually answers with.
@@ -64,8 +64,8 @@ class LogprobHead:
             chunk=self._chunk,
         )
         return {
-            "topk_token_ids": _spread(ids, inputs, self._ranks).cpu(),
-            "topk_logprobs": _spread(logprobs, inputs, self._ranks).cpu(),
+            "topk_token_ids": _scatter(ids, inputs, self._ranks).cpu(),
+            "topk_logprobs": _scatter(logprobs, inputs, self._ranks).cpu(),
         }
 
 
@@ -86,15 +86,15 @@ class ValueHead:
             values: [M] of the M judged tokens.
             inputs: what they were computed from.
         """
-        return _spread(values, inputs, self._ranks)
+        return _scatter(values, inputs, self._ranks)
 
 
 Head = LogprobHead | ValueHead
 """From what the model ends in to a number for each token."""
 
 
-def _spread(numbers: torch.Tensor, inputs: ModelInput, ranks: Ranks) -> torch.Tensor:
-    flat = numbers.new_zeros(inputs.shape[0] * inputs.shape[1], *numbers.shape[1:]).index_put((inputs.places,), numbers)
+def _scatter(numbers: torch.Tensor, inputs: ModelInput, ranks: Ranks) -> torch.Tensor:
+    flat = numbers.new_zeros(inputs.shape[0] * inputs.shape[1], *numbers.shape[1:]).index_put((inputs.output_index,), numbers)
     if ranks.context.size() > 1:
         flat = sum_over_ranks(flat, ranks.context)
     return flat.view(*inputs.shape, *numbers.shape[1:])
@@ -111,8 +111,8 @@ def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[
     for model in models:
         model.eval()
 
-    def consume(numbers_of: NumbersOf, number: int, hidden: torch.Tensor, non_loss_data: bool = True) -> Any:
-        return read(numbers_of(hidden), number)
+    def consume(head_fn: HeadFn, number: int, hidden: torch.Tensor, non_loss_data: bool = True) -> Any:
+        return read(head_fn(hidden), number)
 
     with torch.no_grad():
         return _run(models, inputs, consume, learn=False)
@@ -134,8 +134,8 @@ def forward_backward(
     for model in models:
         model.train()
 
-    def consume(numbers_of: NumbersOf, number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        loss, answer = loss_of(numbers_of(hidden), number)
+    def consume(head_fn: HeadFn, number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, answer = loss_of(head_fn(hidden), number)
         # A count of no tokens: the gradient is not divided by anything more.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), answer
 
@@ -146,7 +146,7 @@ def _run(models: Sequence[Any], inputs: Sequence[ModelInput], consume: Callable[
     def forward_step(iterator: Iterator[tuple[int, ModelInput]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         number, each = next(iterator)
         output = model(each.input_ids, each.position_ids, None, packed_seq_params=each.packing)
-        return output, partial(consume, partial(bare(model).read_at, positions=each.predictors), number)
+        return output, partial(consume, partial(unwrap(model).apply_head, positions=each.hidden_index), number)
 
     iterators = [enumerate(inputs) for _ in models]
     return get_forward_backward_func()(  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rl_backends_megatron.microbatches import ModelInput
-from rl_backends_megatron.optimizer import Trainer
+from rl_backends_megatron.optimizer import TrainableModel
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scoring import Head, forward, forward_backward
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -32,7 +32,7 @@ def optimizer_step(
     loss_fn: LossFunction,
     counts: GlobalCounts,
     *,
-    trainer: Trainer | None,
+    trainable: TrainableModel | None,
     head: Head,
     ranks: Ranks,
     max_grad_norm: float | None,
@@ -45,7 +45,7 @@ def optimizer_step(
         batches: each microbatch as the loss sees it.
         loss_fn: the loss.
         counts: what the global batch is normalised by.
-        trainer: what steps; None to compute loss and metrics only.
+        trainable: what steps; None to compute loss and metrics only.
         head: from what the model ends in to a number for each token.
         ranks: the ranks.
         max_grad_norm: clip to it; None leaves the gradient.
@@ -55,18 +55,18 @@ def optimizer_step(
     """
     loss_of = _loss_of(inputs, batches, loss_fn, counts, head, ranks)
     norm = 0.0
-    if trainer is None:
+    if trainable is None:
         answers = forward(models, inputs, lambda logits, number: loss_of(logits, number)[1])
     else:
-        trainer.drop_gradients()
+        trainable.clear_gradients()
         answers = forward_backward(models, inputs, loss_of)
-        norm = trainer.gradient_norm()
+        norm = trainable.gradient_norm()
     found: list[Found] = [answer for answer in answers if answer is not None]
     losses = torch.stack([loss for loss, _ in found]).tolist() if found else []
     reduced = reduce_metrics([metrics for _, metrics in found], loss_fn.metric_reductions)
     if ranks.any(first_broken([norm, *losses]) is not None):
-        raise _non_finite(losses, trainer, ranks, norm=norm)
-    lr = trainer.step(norm, max_grad_norm) if trainer is not None else 0.0
+        raise _non_finite(losses, trainable, ranks, norm=norm)
+    lr = trainable.step(norm, max_grad_norm) if trainable is not None else 0.0
     numbers = {name: float(value) for name, value in reduced.items()}
     loss, metrics = ranks.from_last_stage((sum(losses), numbers))
     return StepResult(loss=loss, grad_norm=norm, lr=lr, metrics=metrics)
@@ -87,14 +87,14 @@ def _loss_of(
         scored = head(logits, inputs[number])
         if number >= len(batches):
             return scored.sum() * 0.0, None
-        numbers, batch = _as_the_loss_reads(scored, batches[number], loss_fn)
+        numbers, batch = _split_candidates(scored, batches[number], loss_fn)
         loss, metrics = loss_fn(numbers, batch, seqs, toks)
         return loss, (loss.detach().float(), metrics)
 
     return loss_of
 
 
-def _as_the_loss_reads(
+def _split_candidates(
     scored: torch.Tensor, batch: BatchedDataDict[Any], loss_fn: LossFunction
 ) -> tuple[torch.Tensor, BatchedDataDict[Any]]:
     """The numbers [b, T] of the rows' own tokens, and the batch, with those of candidates where the loss has some."""
@@ -104,14 +104,14 @@ def _as_the_loss_reads(
     return scored[..., 0], BatchedDataDict({**batch, "candidate_logprobs": scored[..., 1:]})
 
 
-def _non_finite(losses: Sequence[float], trainer: Trainer | None, ranks: Ranks, *, norm: float) -> NonFiniteError:
+def _non_finite(losses: Sequence[float], trainable: TrainableModel | None, ranks: Ranks, *, norm: float) -> NonFiniteError:
     """The error that names the first offender on this rank, and drops the gradients."""
     where = "The losses of this rank are finite; the error of another rank names an offender, or a gradient overflowed."
     broken = first_broken(losses)
     if broken is not None:
         where = f"The loss of microbatch {broken + 1} of {len(losses)} on rank {ranks.rank} is {losses[broken]}."
     step = 1
-    if trainer is not None:
-        trainer.drop_gradients()
-        step = trainer.weight_version + 1
+    if trainable is not None:
+        trainable.clear_gradients()
+        step = trainable.weight_version + 1
     return step_not_taken(step, where, norm=norm)

@@ -17,10 +17,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.data_only import load_as_data
-from rl_backends_megatron.device_seam import device_seam
-from rl_backends_megatron.optimizer import Trainer
-from rl_backends_megatron.optimizer_state import give_state, in_form_of, mended, own_steps
+from rl_backends_megatron.optimizer import TrainableModel
+from rl_backends_megatron.optimizer_state import init_state, match_layout, patched_state_io, separate_step_counters
 from rl_backends_megatron.parallel import Ranks
 from rl_core.errors import CheckpointError, CheckpointWriteError
 
@@ -39,11 +39,11 @@ _DAMAGE: Final = (
 """What torch and Megatron raise for damaged files."""
 
 
-def save(trainer: Trainer, folder: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
+def save(trainable: TrainableModel, folder: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
     """Write this rank's part into `folder`; collective.
 
     Args:
-        trainer: what steps.
+        trainable: what steps.
         folder: made where it is not there.
         ranks: the ranks.
         facts: of the configuration, which a resume must share.
@@ -57,26 +57,26 @@ def save(trainer: Trainer, folder: Path, ranks: Ranks, facts: dict[str, Any]) ->
     # Otherwise the writer starts a process of its own for one queue, which imports the main module anew: seconds, and a
     # deadlock where that is an unguarded script.
     filesystem_async._results_queue = queue.Queue()
-    for part in trainer.parts:
+    for part in trainable.sub_optimizers:
         if not part.state:
-            give_state(part)
-    with device_seam(), mended(trainer.parts):
+            init_state(part)
+    with cpu_shim(), patched_state_io(trainable.sub_optimizers):
         try:
-            dist_checkpointing.save(_sharded(trainer, loading=False), str(tensors))
+            dist_checkpointing.save(_sharded(trainable, loading=False), str(tensors))
         except CheckpointException as error:  # no `Exception`, and its text leaves the reason out
             reasons = [f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()]
             raise CheckpointWriteError(f"The training state could not be written to {tensors}: {'; '.join(reasons)}") from error
     if ranks.rank == 0:
         values = {
             "format": _FORMAT,
-            "weight_version": trainer.weight_version,
-            "schedule": trainer.schedule_state(),
+            "weight_version": trainable.weight_version,
+            "schedule": trainable.schedule_state(),
             "facts": facts,
         }
         torch.save(values, folder / "trainer.pt")
 
 
-def load(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
+def load(trainable: TrainableModel, folder: Path, facts: dict[str, Any]) -> None:
     """Continue from what `save` wrote, by any number and arrangement of ranks; nothing in the folder is run; collective.
 
     Raises:
@@ -94,33 +94,33 @@ def load(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
                 f"{folder} was written with {name} = {then!r}, and this policy has {now!r}; their state is kept in different "
                 "forms. Resume under the config that wrote it; the division over ranks may change."
             )
-    for part in trainer.parts:
-        give_state(part)
+    for part in trainable.sub_optimizers:
+        init_state(part)
     try:
-        with device_seam(), mended(trainer.parts):
-            asked = _sharded(trainer, loading=True)
+        with cpu_shim(), patched_state_io(trainable.sub_optimizers):
+            asked = _sharded(trainable, loading=True)
             found = load_as_data(asked, folder / "tensors")["optimizer"]
-            trainer.optimizer.load_state_dict(in_form_of(asked["optimizer"], found, steps=values["weight_version"]))
+            trainable.optimizer.load_state_dict(match_layout(asked["optimizer"], found, steps=values["weight_version"]))
     except (CheckpointingException, CheckpointException, *_DAMAGE) as error:
         raise CheckpointError(f"{folder} is damaged, or of another model: {type(error).__name__}: {error}") from error
-    for part in trainer.parts:
-        own_steps(part)
-    trainer.take_schedule_state(values["schedule"], steps=values["weight_version"], source=str(folder))
-    trainer.weight_version = values["weight_version"]
+    for part in trainable.sub_optimizers:
+        separate_step_counters(part)
+    trainable.load_schedule_state(values["schedule"], steps=values["weight_version"], source=str(folder))
+    trainable.weight_version = values["weight_version"]
 
 
-def _sharded(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
+def _sharded(trainable: TrainableModel, *, loading: bool) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
     }
     weights = {
-        f"model{number}": model.module.sharded_state_dict(metadata=metadata) for number, model in enumerate(trainer.models)
+        f"model{number}": model.module.sharded_state_dict(metadata=metadata) for number, model in enumerate(trainable.models)
     }
     if len(weights) == 1:
         weights = weights["model0"]
-    state = trainer.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+    state = trainable.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
     return {"optimizer": state}
 
 

@@ -21,7 +21,7 @@ class Source(Protocol):
     def whole(self, name: str) -> torch.Tensor:
         """The tensor."""
 
-    def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+    def read_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Its entries from `start` to `stop` along `dim`; fewer where the tensor ends before."""
 
     def size(self, name: str, dim: int) -> int:
@@ -78,7 +78,7 @@ class Replicated(WeightLayout):
         return source.whole(names[0])
 
 
-class Divided(WeightLayout):
+class Sharded(WeightLayout):
     """One tensor, cut into equal parts along one dimension."""
 
     def __init__(self, dim: int) -> None:
@@ -89,7 +89,7 @@ class Divided(WeightLayout):
     ) -> torch.Tensor:
         assert self.dim is not None
         length = shape[self.dim]
-        return source.part(names[0], self.dim, rank * length, (rank + 1) * length)
+        return source.read_slice(names[0], self.dim, rank * length, (rank + 1) * length)
 
 
 class Vocabulary(WeightLayout):
@@ -101,7 +101,7 @@ class Vocabulary(WeightLayout):
         self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
     ) -> torch.Tensor:
         start = min(rank * shape[0], sizes.vocab_size)
-        found = source.part(names[0], 0, start, min(start + shape[0], sizes.vocab_size))
+        found = source.read_slice(names[0], 0, start, min(start + shape[0], sizes.vocab_size))
         return torch.cat([found, found.new_zeros(shape[0] - len(found), *found.shape[1:])])
 
     def split(self, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ class QueryKeyValue(WeightLayout):
             parts = []
             for name in names:
                 rows = source.size(name, 0) // ranks
-                parts.append(source.part(name, 0, rank * rows, (rank + 1) * rows))
+                parts.append(source.read_slice(name, 0, rank * rows, (rank + 1) * rows))
             return _by_group(parts, sizes.num_groups // ranks)
         # Fewer key heads than ranks: the cut goes through a group.
         whole = _by_group([source.whole(name) for name in names], sizes.num_groups)
@@ -142,7 +142,7 @@ class GateAndUp(WeightLayout):
         self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
     ) -> torch.Tensor:
         rows = shape[0] // 2
-        return torch.cat([source.part(name, 0, rank * rows, (rank + 1) * rows) for name in names])
+        return torch.cat([source.read_slice(name, 0, rank * rows, (rank + 1) * rows) for name in names])
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         halves = [part.chunk(2, 0) for part in parts]

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from rl_backends_megatron import training_state
 from rl_backends_megatron.config import MegatronPolicyConfig
-from rl_backends_megatron.device_seam import device_seam
+from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.hf_folder import read_config, write_folder
 from rl_backends_megatron.loading import LoadedModel, build_model
-from rl_backends_megatron.microbatches import Microbatcher, ModelInput, filler_of
+from rl_backends_megatron.microbatches import Microbatcher, ModelInput, filler_microbatch
 from rl_backends_megatron.model import DTYPES
-from rl_backends_megatron.optimizer import Trainer, Untrained
+from rl_backends_megatron.optimizer import FrozenModel, TrainableModel
 from rl_backends_megatron.parallel import Ranks, join, leave
 from rl_backends_megatron.reference import ReferencePolicy
 from rl_backends_megatron.scalar_head import describe_classifier
@@ -62,10 +62,10 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
             torch.set_num_threads(self.context.num_threads)
         self._ranks: Ranks = join(self.context, self._config.megatron_cfg)
         self._model: LoadedModel = build_model(self._config, self._ranks)
-        with device_seam():
+        with cpu_shim():
             frozen = self._config.frozen
-            self._trainer = Untrained(self._model.chunks) if frozen else Trainer(self._model.chunks, self._config)
-        self._model.take_first_weights(self._trainer.set_weight)
+            self._trainable = FrozenModel(self._model.chunks) if frozen else TrainableModel(self._model.chunks, self._config)
+        self._model.load_initial_weights(self._trainable.set_weight)
         self._microbatcher = Microbatcher(self._config, self._ranks)
         self._head = self._make_head()
         numbers = [torch.Size(shape).numel() for shape in self._model.bridge.manifest.values()]
@@ -76,17 +76,17 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         }
 
     def get_logprobs(self, data: BatchedDataDict[Any], *, reference: bool = False) -> BatchedDataDict[Any]:
-        scene = self._reference_policy().on_device() if reference else nullcontext(self._trainer.models)
+        scene = self._reference_policy().on_device() if reference else nullcontext(self._trainable.models)
         return self._score(data, scene, self._named("logprobs"), {"logprobs": torch.zeros(data["input_ids"].shape)})
 
     def get_topk_logprobs(self, data: BatchedDataDict[Any], *, k: int) -> BatchedDataDict[Any]:
         head, shape = self._head, (*data["input_ids"].shape, k)
         assert isinstance(head, LogprobHead)
         into = {"topk_token_ids": torch.zeros(shape, dtype=torch.int64), "topk_logprobs": torch.zeros(shape)}
-        return self._score(data, nullcontext(self._trainer.models), partial(head.likeliest, k=k), into)
+        return self._score(data, nullcontext(self._trainable.models), partial(head.topk, k=k), into)
 
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        scene = nullcontext(self._trainer.models)
+        scene = nullcontext(self._trainable.models)
         return self._score(data, scene, self._named("values"), {"values": torch.zeros(data["input_ids"].shape)})
 
     def _named(self, name: str) -> _Told:
@@ -103,7 +103,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         columns: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
         columns.micro_batch_indices, columns.micro_batch_lengths = data.micro_batch_indices, data.micro_batch_lengths
         batches = list(self._microbatcher.split(columns, rows=self._config.logprob_batch_size))
-        with scene as models, device_seam():
+        with scene as models, cpu_shim():
             inputs = self._inputs(batches, training=False)
             parts = forward(models, inputs, lambda found, number: told(found, inputs[number]))
         for name, whole in into.items():
@@ -129,14 +129,14 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         for number, count in enumerate(counts):
             batch = data.get_batch(number, rows)
             batches = list(self._microbatcher.split(batch, rows=mbs or self._config.train_micro_batch_size))
-            with device_seam():
+            with cpu_shim():
                 result = optimizer_step(
-                    self._trainer.models,
+                    self._trainable.models,
                     self._inputs(batches, training=True, candidates_key=key),
                     [each.to(self._ranks.device) for each in batches],
                     loss_fn,
                     count,
-                    trainer=None if eval_mode else self._stepping(),
+                    trainable=None if eval_mode else self._stepping(),
                     head=self._head,
                     ranks=self._ranks,
                     max_grad_norm=self._config.max_grad_norm,
@@ -148,9 +148,9 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         self._refuse_scalar_head("samples nothing")
         if self._sampler is None:
             self._sampler = self._make_sampler()
-        with device_seam():
+        with cpu_shim():
             answer: BatchedDataDict[Any] = self._sampler.generate(
-                self._trainer.models, data, greedy=greedy, weight_version=self.get_weight_version()
+                self._trainable.models, data, greedy=greedy, weight_version=self.get_weight_version()
             )
         return answer
 
@@ -158,8 +158,8 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         self._take_memory_for_a_step()
 
     def finish_training(self) -> None:
-        with device_seam():
-            self._trainer.drop_gradients()
+        with cpu_shim():
+            self._trainable.clear_gradients()
 
     def offload_before_refit(self) -> None:
         """Gradients are freed, and optimizer state leaves the device; the weights stay, to be sent."""
@@ -170,13 +170,13 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         self._give_memory_of_a_step()
 
     def _take_memory_for_a_step(self) -> None:
-        self._trainer.make_room_for_gradients()
-        self._trainer.move_state(self._ranks.device)
+        self._trainable.restore_gradients()
+        self._trainable.move_state(self._ranks.device)
 
     def _give_memory_of_a_step(self) -> None:
         if self._ranks.device.type == "cuda":
-            self._trainer.move_state("cpu")
-            self._trainer.free_gradients()
+            self._trainable.move_state("cpu")
+            self._trainable.free_gradients()
             # What torch keeps for itself the engine on the same GPU cannot have.
             torch.cuda.empty_cache()
 
@@ -191,7 +191,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
             for _ in weights:
                 pass
         if optimizer_path is not None:
-            self._trainer.move_state(self._ranks.device)
+            self._trainable.move_state(self._ranks.device)
             training_state.save(self._stepping(), Path(optimizer_path), self._ranks, self._facts())
         dist.barrier()
 
@@ -199,7 +199,7 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         dtype = DTYPES[self._config.precision]
         weights = (named for module in self._model.chunks.modules for named in module.named_parameters())
         in_weights = first_non_finite(weights, published=dtype)
-        return in_weights or first_non_finite(self._trainer.named_state())
+        return in_weights or first_non_finite(self._trainable.named_state())
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
         weights_path = Path(weights_path)
@@ -211,14 +211,14 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         if hf.model_type != self._model.hf.model_type:
             raise CheckpointError(f"{weights_path} is of another model: a {hf.model_type}, not a {self._model.hf.model_type}.")
         refuse_other_head(hf, self._config.head, name=str(weights_path))
-        self._trainer.complete_weights()
-        self._model.take_weights(weights_path, self._trainer.set_weight)
+        self._trainable.complete_weights()
+        self._model.load_weights(weights_path, self._trainable.set_weight)
         if optimizer_path is not None:
-            self._trainer.move_state(self._ranks.device)
+            self._trainable.move_state(self._ranks.device)
             training_state.load(self._stepping(), Path(optimizer_path), self._facts())
 
     def get_weight_version(self) -> int:
-        return self._trainer.weight_version
+        return self._trainable.weight_version
 
     def prepare_refit_info(self) -> dict[str, Any]:
         self._refuse_scalar_head("has no weights for an engine")
@@ -229,8 +229,8 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
         return {name: (tuple(shape), dtype) for name, shape in self._model.bridge.manifest.items()}
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        with device_seam():
-            self._trainer.complete_weights()
+        with cpu_shim():
+            self._trainable.complete_weights()
         return self._model.bridge.export(names)
 
     def shutdown(self) -> None:
@@ -242,16 +242,16 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
     ) -> list[ModelInput]:
         """Each microbatch as the model reads it, filled up to a multiple of the stages where they take turns."""
         inputs = [self._microbatcher.form(each, training=training, candidates_key=candidates_key) for each in batches]
-        missing = -len(batches) % self._ranks.pipeline.size() if len(self._trainer.models) > 1 else 0
-        return inputs + [self._microbatcher.form(filler_of(batches[0]), training=training) for _ in range(missing)]
+        missing = -len(batches) % self._ranks.pipeline.size() if len(self._trainable.models) > 1 else 0
+        return inputs + [self._microbatcher.form(filler_microbatch(batches[0]), training=training) for _ in range(missing)]
 
-    def _stepping(self) -> Trainer:
-        if isinstance(self._trainer, Untrained):
+    def _stepping(self) -> TrainableModel:
+        if isinstance(self._trainable, FrozenModel):
             raise NotSupportedError(
                 f"{self._config.model_name} is frozen (`frozen: true`): it scores, and has nothing that could step. Leave "
                 "`frozen` out to train it."
             )
-        return self._trainer
+        return self._trainable
 
     def _make_head(self) -> Head:
         if self._config.head == "scalar":

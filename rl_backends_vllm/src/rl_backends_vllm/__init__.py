@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmConfig", "VllmGeneration", "VllmGenerationWorker"]
 
-_ROOMS = {
+_MODULES = {
     "VllmConfig": "rl_backends_vllm.config",
     "VllmGeneration": "rl_backends_vllm.generation",
     "VllmGenerationWorker": "rl_backends_vllm.worker",
@@ -20,6 +20,6 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return getattr(importlib.import_module(_ROOMS[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from rl_backends_vllm.engine import Engine, Failed, with_a_token
+from rl_backends_vllm.engine import Engine, FailedRequest, requests_with_output
 
-_END_S = 20.0
+_SHUTDOWN_TIMEOUT_S = 20.0
 """How long the core's process may take to end; two seconds of work, where no other process wants the cores."""
 
 
@@ -26,7 +26,7 @@ class AsyncEngine(Engine):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
-        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         try:
             self._engine = self._wait(self._start(arguments))
@@ -36,46 +36,46 @@ class AsyncEngine(Engine):
         self.config = self._engine.vllm_config
 
     def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
-        self._wait(self._begin(request_id, list(tokens), parameters))
+        self._wait(self._submit(request_id, list(tokens), parameters))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        self._wait(self._forget(list(request_ids)))
+        self._wait(self._abort(list(request_ids)))
 
     def finished(self, wait_s: float) -> list[Any]:
         done: list[Any] = []
         try:
-            done.append(self._done.get(timeout=wait_s))
+            done.append(self._finished.get(timeout=wait_s))
             while True:
-                done.append(self._done.get_nowait())
+                done.append(self._finished.get_nowait())
         except queue.Empty:
             pass
-        with self.watched():
+        with self.detect_engine_death():
             for output in done:
-                if isinstance(output, Failed) and self.is_dead():
+                if isinstance(output, FailedRequest) and self.is_dead():
                     raise output.error
         return done
 
-    def begun(self) -> set[str]:
-        begun: set[str] = self._wait(self._begun())
-        return begun
+    def started(self) -> set[str]:
+        started: set[str] = self._wait(self._started())
+        return started
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        with self.watched():
+        with self.detect_engine_death():
             answers: list[Any] = self._wait(self._engine.collective_rpc(method, args=args))
         return answers
 
     def is_dead(self) -> bool:
         return bool(self._engine.errored)
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         self._wait(self._engine.pause_generation(mode="keep"))
-        self.is_held = True
+        self.is_paused = True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._wait(self._engine.resume_generation())
-        self.is_held = False
+        self.is_paused = False
 
-    def forget_prefixes(self) -> bool:
+    def reset_prefix_cache(self) -> bool:
         return bool(self._wait(self._engine.reset_prefix_cache(reset_running_requests=True)))
 
     def sleep(self, level: int) -> None:
@@ -102,29 +102,29 @@ class AsyncEngine(Engine):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._engine.shutdown(timeout=_END_S)
+        self._engine.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
 
-    async def _begun(self) -> set[str]:
-        return with_a_token(self._engine.output_processor)
+    async def _started(self) -> set[str]:
+        return requests_with_output(self._engine.output_processor)
 
-    async def _begin(self, request_id: str, tokens: list[int], parameters: Any) -> None:
-        task = asyncio.get_running_loop().create_task(self._follow(request_id, tokens, parameters))
+    async def _submit(self, request_id: str, tokens: list[int], parameters: Any) -> None:
+        task = asyncio.get_running_loop().create_task(self._consume(request_id, tokens, parameters))
         self._tasks[request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
 
-    async def _follow(self, request_id: str, tokens: list[int], parameters: Any) -> None:
+    async def _consume(self, request_id: str, tokens: list[int], parameters: Any) -> None:
         from vllm.inputs.engine import tokens_input
 
         try:
             async for output in self._engine.generate(tokens_input(tokens), parameters, request_id):
                 if output.finished:
-                    self._done.put(output)
+                    self._finished.put(output)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # handed over by `finished`, in the thread that waits
-            self._done.put(Failed(request_id=request_id, error=error))
+            self._finished.put(FailedRequest(request_id=request_id, error=error))
 
-    async def _forget(self, request_ids: list[str]) -> None:
+    async def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             task = self._tasks.get(request_id)
             if task is not None:

@@ -16,7 +16,7 @@ from rl_core.plugins.component import did_you_mean
 if TYPE_CHECKING:
     from rl_core.config.schema import RunConfig
 
-_LEAST_TEMPERATURE = 0.01
+_MIN_TEMPERATURE = 0.01
 
 
 class VllmEngineConfig(Section):
@@ -66,7 +66,7 @@ class VllmEngineConfig(Section):
     It has no effect on a CPU."""
 
     @model_validator(mode="after")
-    def _a_token_for_each_row(self) -> Self:
+    def _check_batched_tokens(self) -> Self:
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: each row "
@@ -100,10 +100,10 @@ class VllmConfig(GenerationConfig):
     """Any other argument of vLLM's `EngineArgs`, by its name there."""
 
     @model_validator(mode="after")
-    def _a_temperature_that_the_engine_has(self) -> Self:
-        if self.temperature < _LEAST_TEMPERATURE:
+    def _check_temperature(self) -> Self:
+        if self.temperature < _MIN_TEMPERATURE:
             raise ValueError(
-                f"temperature {self.temperature:g} is below {_LEAST_TEMPERATURE:g}, and vLLM would sample at that instead, "
+                f"temperature {self.temperature:g} is below {_MIN_TEMPERATURE:g}, and vLLM would sample at that instead, "
                 "while training scored tokens at the smaller one"
             )
         return self

@@ -18,7 +18,7 @@ from typing import Any
 from rl_backends_vllm.config import VllmEngineConfig
 from rl_core.errors import ConfigError
 
-_MOST_KV_BYTES_ON_CPU = 2**30
+_MAX_CPU_KV_BYTES = 2**30
 _COMMON = {
     # The engine's core runs in the worker's own process: two processes and 20 seconds less.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -53,11 +53,11 @@ def worker_environment(*, use_gpus: bool, python: str | None = None) -> dict[str
     common = _COMMON | {name: os.environ.get(name, value) for name, value in _LOGGING.items()}
     if use_gpus:
         return common | _GPU
-    preloaded = _preloads(python)
+    preloaded = _ld_preload(python)
     return {**common, **_CPU, **({"LD_PRELOAD": preloaded} if preloaded else {})}
 
 
-def set_environment_here(device: str) -> None:
+def set_process_environment(device: str) -> None:
     """The same for an engine in this process, as far as that still can; what the user has set stays.
 
     Args:
@@ -92,7 +92,7 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
             "kv_cache_memory_bytes": kv_bytes,
             "enable_sleep_mode": config.sleep_level > 0,
         }
-    _refuse_what_a_cpu_cannot(config, hf_config)
+    _check_cpu_support(config, hf_config)
     stated = None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
     return {
         "enforce_eager": config.enforce_eager is None or config.enforce_eager,
@@ -103,7 +103,7 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
     }
 
 
-def ask_for_tile_registers(device: str) -> None:
+def enable_amx(device: str) -> None:
     """Have Linux let this process use the tile registers (AMX) of its CPU, where it has some.
 
     vLLM's attention in bfloat16 uses them unasked: unless a large matrix product has asked before, SIGILL ends the process.
@@ -121,7 +121,7 @@ def greedy_processor(device: str) -> str:
     )
 
 
-def precision_of_products(dtype: str, *, device: str) -> str:
+def matmul_precision(dtype: str, *, device: str) -> str:
     """What a model of `dtype` computes in: on a GPU vLLM's attention multiplies float32 numbers as TF32, which has ten bits."""
     return "tf32" if dtype == "float32" and device != "cpu" else dtype
 
@@ -131,7 +131,7 @@ def can_sleep(device: str) -> bool:
     return device != "cpu"
 
 
-def _refuse_what_a_cpu_cannot(config: VllmEngineConfig, hf_config: Any) -> None:
+def _check_cpu_support(config: VllmEngineConfig, hf_config: Any) -> None:
     """Raise ConfigError for what vLLM 0.32 would begin on a CPU and fail at with the first row."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -162,14 +162,14 @@ def _kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
     length = config.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
     row: int = token * blocks * _CPU_BLOCK
-    return max(min(row * config.max_num_seqs, _MOST_KV_BYTES_ON_CPU), 2 * row)
+    return max(min(row * config.max_num_seqs, _MAX_CPU_KV_BYTES), 2 * row)
 
 
 _CPU_BLOCK = 128
 """Tokens of a block of the KV cache."""
 
 
-def _preloads(python: str | None) -> str:
+def _ld_preload(python: str | None) -> str:
     """Intel's OpenMP runtime of the worker's environment and whatever else is preloaded already, but for another such runtime.
 
     vLLM preloads GNU's for the children of a process that it was imported in, and refuses to start with two of them.

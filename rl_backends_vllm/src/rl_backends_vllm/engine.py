@@ -15,7 +15,7 @@ from rl_core.errors import ConfigError, EngineDiedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
+class FailedRequest:
     """A request that ended in an error of its own, while the engine goes on."""
 
     request_id: str
@@ -27,11 +27,11 @@ class Engine(ABC):
 
     Attributes:
         config: the `vllm.VllmConfig` that it runs with.
-        is_held: between `hold` and `go_on`.
+        is_paused: between `hold` and `resume`.
     """
 
     config: Any
-    is_held: bool = False
+    is_paused: bool = False
 
     @abstractmethod
     def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
@@ -43,10 +43,10 @@ class Engine(ABC):
 
     @abstractmethod
     def finished(self, wait_s: float) -> list[Any]:
-        """Requests that have ended since the last call, as `vllm.RequestOutput` or `Failed`; works on until one has."""
+        """Requests that have ended since the last call, as `vllm.RequestOutput` or `FailedRequest`; works on until one has."""
 
     @abstractmethod
-    def begun(self) -> set[str]:
+    def started(self) -> set[str]:
         """Requests under way that have a token."""
 
     @abstractmethod
@@ -54,15 +54,15 @@ class Engine(ABC):
         """Call a method of every worker process of the engine."""
 
     @abstractmethod
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Stop computing, with every request kept."""
 
     @abstractmethod
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Compute again."""
 
     @abstractmethod
-    def forget_prefixes(self) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """Empty the cache; requests under way compute their keys and values anew. True once it is empty."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Engine(ABC):
         """End the engine and its processes."""
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def detect_engine_death(self) -> Iterator[None]:
         """What vLLM raises in the block, as EngineDiedError where a process of the engine is gone."""
         try:
             yield
@@ -92,7 +92,7 @@ class Engine(ABC):
             raise
 
     def refit(self, verb: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """A verb of `rl_backends_vllm.extension.VERBS` in every worker process; one result each."""
+        """A verb of `rl_backends_vllm.extension.METHODS` in every worker process; one result each."""
         return unpack(self.rpc("rlcore_refit", verb, pack(*args, **kwargs)))
 
 
@@ -103,7 +103,7 @@ class InProcessEngine(Engine):
         arguments: of `vllm.EngineArgs`.
     """
 
-    _here: ClassVar[InProcessEngine | None] = None
+    _instance: ClassVar[InProcessEngine | None] = None
     """The one that runs in this process."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -111,7 +111,7 @@ class InProcessEngine(Engine):
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        if InProcessEngine._here is not None:
+        if InProcessEngine._instance is not None:
             raise ConfigError(
                 "A vLLM engine runs in this process already, and process groups are the process's: the end of one would end "
                 "the other. Shut the first down, give the second `vllm_cfg.async_engine: true`, or run both over a cluster."
@@ -119,7 +119,7 @@ class InProcessEngine(Engine):
         # vLLM's default for the tokens of one step depends on what it is used for; as in `vllm.LLM`, it is the largest.
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
         self.config = self._engine.vllm_config
-        InProcessEngine._here = self
+        InProcessEngine._instance = self
 
     def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
         from vllm.inputs.engine import tokens_input
@@ -132,28 +132,28 @@ class InProcessEngine(Engine):
     def finished(self, wait_s: float) -> list[Any]:
         until = time.monotonic() + wait_s
         done: list[Any] = []
-        with self.watched():
-            while not done and not self.is_held and self._engine.has_unfinished_requests():
+        with self.detect_engine_death():
+            while not done and not self.is_paused and self._engine.has_unfinished_requests():
                 done = [output for output in self._engine.step() if output.finished]
                 if time.monotonic() >= until:
                     break
         return done
 
-    def begun(self) -> set[str]:
-        return with_a_token(self._engine.output_processor)
+    def started(self) -> set[str]:
+        return requests_with_output(self._engine.output_processor)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        with self.watched():
+        with self.detect_engine_death():
             answers: list[Any] = self._engine.collective_rpc(method, args=args)
         return answers
 
-    def hold(self) -> None:
-        self.is_held = True
+    def pause(self) -> None:
+        self.is_paused = True
 
-    def go_on(self) -> None:
-        self.is_held = False
+    def resume(self) -> None:
+        self.is_paused = False
 
-    def forget_prefixes(self) -> bool:
+    def reset_prefix_cache(self) -> bool:
         return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
 
     def sleep(self, level: int) -> None:
@@ -169,10 +169,10 @@ class InProcessEngine(Engine):
         return bool(getattr(executor, "is_failed", False) or connection.wait(ends, timeout=0))
 
     def shutdown(self) -> None:
-        InProcessEngine._here = None
+        InProcessEngine._instance = None
         self._engine.engine_core.shutdown()
 
 
-def with_a_token(output_processor: Any) -> set[str]:
+def requests_with_output(output_processor: Any) -> set[str]:
     """Requests that vLLM's output processor has seen a token of."""
     return {state.external_req_id for state in output_processor.request_states.values() if not state.is_prefilling}

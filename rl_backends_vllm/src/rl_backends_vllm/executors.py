@@ -7,21 +7,21 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from rl_backends_vllm.leftovers import temporary_files_beside_the_sockets, unname_here
+from rl_backends_vllm.shm_cleanup import tempfiles_in_replica_folder, unlink_shared_memory
 
 
-class _LeavesNothing(Executor):
+class _CleansUp(Executor):
     """Goes before one of vLLM's executors."""
 
     def _init_executor(self) -> None:
-        with temporary_files_beside_the_sockets():
+        with tempfiles_in_replica_folder():
             super()._init_executor()
-        unname_here()
+        unlink_shared_memory()
 
 
-class OneProcess(_LeavesNothing, UniProcExecutor):
+class SingleProcessExecutor(_CleansUp, UniProcExecutor):
     """The worker in the process of the engine's core."""
 
 
-class ManyProcesses(_LeavesNothing, MultiprocExecutor):
+class MultiProcessExecutor(_CleansUp, MultiprocExecutor):
     """Each worker in a process of its own, also inside of a Ray actor, where vLLM by itself would take Ray."""

@@ -10,11 +10,11 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-from rl_backends_vllm.device import ask_for_tile_registers
-from rl_backends_vllm.leftovers import unname_here
+from rl_backends_vllm.device import enable_amx
 from rl_backends_vllm.refit import VllmWeightReceiver
+from rl_backends_vllm.shm_cleanup import unlink_shared_memory
 
-VERBS = frozenset(
+METHODS = frozenset(
     {
         "prepare_refit_info", "update_weights", "init_collective", "update_weights_from_collective", "weight_digests",
         "weight_fingerprint", "get_weight_version", "refuse_torn_weights", "leave_refit",
@@ -28,21 +28,21 @@ class RefitExtension:
 
     rlcore_receiver: VllmWeightReceiver | None = None
 
-    def rlcore_place(self, replica: int, device: str) -> None:
+    def rlcore_init_receiver(self, replica: int, device: str) -> None:
         """Say which replica this process belongs to; before any other verb, and before the first row."""
-        ask_for_tile_registers(device)
-        unname_here()
+        enable_amx(device)
+        unlink_shared_memory()
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         self.rlcore_receiver = VllmWeightReceiver(
             self,
             context=SimpleNamespace(rank=replica, device=device),
-            place=self.rank,  # type: ignore[attr-defined]
+            rank_in_replica=self.rank,  # type: ignore[attr-defined]
             processes=parallel.world_size,
         )
 
     def rlcore_refit(self, verb: str, arguments: bytes) -> bytes:
         """Call a verb of the receiver with pickled (args, kwargs); what it gives or raises, pickled."""
-        if verb not in VERBS:
+        if verb not in METHODS:
             raise AttributeError(f"{verb!r} is no verb of a refit")
         args, kwargs = pickle.loads(arguments)
         try:

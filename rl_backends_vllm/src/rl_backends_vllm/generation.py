@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_backends_vllm.config import VllmConfig
 from rl_backends_vllm.device import worker_environment
-from rl_backends_vllm.leftovers import sweep_leftovers
-from rl_backends_vllm.requests import refuse_unreadable_stops
+from rl_backends_vllm.requests import check_stop_strings
+from rl_backends_vllm.shm_cleanup import remove_stale_files
 from rl_backends_vllm.worker import VllmGenerationWorker
 from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
@@ -80,7 +80,7 @@ class VllmGeneration(DistributedGeneration):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        self._refuse_bad_rows(data)
+        self._check_rows(data)
         return super().generate(data, greedy)
 
     async def generate_async(
@@ -92,7 +92,7 @@ class VllmGeneration(DistributedGeneration):
         weight version that it began with. A replica that dies ends the call; it is replaced by the next `generate`, refit or
         `revive`, and streams again once it has the policy's weights.
         """
-        self._refuse_bad_rows(data)
+        self._check_rows(data)
         if self._without_weights:
             self._bring_weights()
         rows = at_the_door(data, [key for key in ROW_KEYS if key in data or key == "input_lengths"])
@@ -101,17 +101,17 @@ class VllmGeneration(DistributedGeneration):
 
     def shutdown(self) -> bool:
         done = super().shutdown()
-        sweep_leftovers()
+        remove_stale_files()
         return done
 
-    def _refuse_bad_rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> None:
-        """Here, not only in the replicas: the error then names the caller's row, and no replica has begun."""
+    def _check_rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> None:
+        """Here, not only in the replicas: the error then names the caller's row, and no replica has started."""
         limits = RowLimits(
             vocab_size=self.facts["vocab_size"],
             max_model_len=self.facts["max_model_len"],
             max_new_tokens=self.config.max_new_tokens,
         )
-        refuse_unreadable_stops(read_prompts(data, limits), reads_text=self.facts["reads_text"])
+        check_stop_strings(read_prompts(data, limits), reads_text=self.facts["reads_text"])
 
 
 def _section(config: VllmConfig | Mapping[str, Any] | None) -> VllmConfig:

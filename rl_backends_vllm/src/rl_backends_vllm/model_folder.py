@@ -35,14 +35,16 @@ class ModelFiles:
 
 
 @contextmanager
-def model_files(model_name: str, *, tokenizer_name: str | None, trust_remote_code: bool, place: Path) -> Iterator[ModelFiles]:
+def model_files(
+    model_name: str, *, tokenizer_name: str | None, trust_remote_code: bool, temp_dir: Path
+) -> Iterator[ModelFiles]:
     """The files of a model, as long as the block runs; vLLM needs them while it starts and not after.
 
     Args:
         model_name: a folder, a name on a hub, or a GGUF file.
         tokenizer_name: of another tokenizer than the model's.
         trust_remote_code: whether code that comes with the model is run.
-        place: where files that have to be made are.
+        temp_dir: where files that have to be made are.
 
     Raises:
         ConfigError: there is no such model.
@@ -57,7 +59,7 @@ def model_files(model_name: str, *, tokenizer_name: str | None, trust_remote_cod
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.generation.model_name: {model_name!r} cannot be read as a model: {error}") from error
     tokenizer = load_tokenizer_if_there(model_name, tokenizer_name=tokenizer_name, trust_remote_code=trust_remote_code)
-    with TemporaryDirectory(dir=place) as folder:
+    with TemporaryDirectory(dir=temp_dir) as folder:
         if is_gguf:
             hf_config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)

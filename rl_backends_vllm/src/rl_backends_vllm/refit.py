@@ -33,23 +33,23 @@ class VllmWeightReceiver(WeightReceiver):
     Args:
         worker: vLLM's worker, which holds the model.
         context: where it computes (`device`) and which replica it belongs to (`rank`).
-        place: of this process among those of its replica.
+        rank_in_replica: of this process among those of its replica.
         processes: of the replica.
     """
 
-    def __init__(self, worker: Any, *, context: Any, place: int, processes: int) -> None:
+    def __init__(self, worker: Any, *, context: Any, rank_in_replica: int, processes: int) -> None:
         self.context = context
-        self._worker, self._place, self._processes = worker, place, processes
+        self._worker, self._rank_in_replica, self._processes = worker, rank_in_replica, processes
         self._digests: dict[str, str] = {}
         self._expected: RefitManifest | None = None
         self._rounds_to: str | None = None
-        self._forms: dict[str, str] = {}
+        self._sent_dtypes: dict[str, str] = {}
         self._packed_before: dict[torch.nn.Module, Any] = {}
         self._tied: set[str] = set()
-        self._held: list[Any] = []
+        self._layer_infos: list[Any] = []
 
     def collective_rank(self) -> int:
-        return 1 + self.context.rank * self._processes + self._place
+        return 1 + self.context.rank * self._processes + self._rank_in_replica
 
     def expected_weights(self) -> RefitManifest:
         """The weights of a Transformers model of the same configuration: vLLM reads its names and knows no list of them."""
@@ -63,15 +63,15 @@ class VllmWeightReceiver(WeightReceiver):
                 )
             own = manifest_of(weights_of(model))
             named = CheckpointNames(model, {name: shape for name, (shape, _) in own.items()}).manifest(own)
-            self._rounds_to = _dtype_of_all_weights(self._model)
+            self._rounds_to = _uniform_dtype(self._model)
             self._expected = {name: (shape, self._rounds_to or dtype) for name, (shape, dtype) in named.items()}
         return self._expected
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
         """See `GenerationInterface.prepare_refit_info`; digests are taken of weights in the form in which they travel."""
         kept = super().prepare_refit_info(info)
-        self._forms = {name: dtype for name, (_, dtype) in as_sent(info, kept if self._rounds_to else {}).items()}
-        return self._forms
+        self._sent_dtypes = {name: dtype for name, (_, dtype) in as_sent(info, kept if self._rounds_to else {}).items()}
+        return self._sent_dtypes
 
     def digests_of_weights(self) -> dict[str, str]:
         return dict(self._digests)
@@ -80,47 +80,47 @@ class VllmWeightReceiver(WeightReceiver):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        self._undo_half_a_reload()
+        self._undo_partial_reload()
         self._digests = {}
         self._tied = _shared_weights(self._model)
         self._packed_before = {module: module.cpu_linear for module in self._model.modules() if hasattr(module, "cpu_linear")}
         if self._device().type == "cpu":
-            for method in _methods_of_experts(self._model).values():
+            for method in _moe_methods(self._model).values():
                 method.moe_kernel = None
-        with self._inside_vllm():
+        with self._vllm_context():
             initialize_layerwise_reload(self._model)
         # Looked through after every bucket; finding them anew would take as long as a small bucket.
-        self._held = [get_layerwise_info(layer) for layer in self._model.modules()]
+        self._layer_infos = [get_layerwise_info(layer) for layer in self._model.modules()]
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         kind = natural_kind(self._device())
         # By CUDA IPC they are the policy's own tensors, in its own dtype.
-        rounded = {name: tensor.to(dtype_of(self._forms[name])) for name, tensor in tensors.items()}
+        rounded = {name: tensor.to(dtype_of(self._sent_dtypes[name])) for name, tensor in tensors.items()}
         for name, tensor in rounded.items():
             self._digests[name] = tensor_digest(tensor, kind=kind)
-        self.give_to_vllm(rounded)
+        self.load_into_vllm(rounded)
 
-    def give_to_vllm(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load_into_vllm(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fuse, shard, pack: vLLM's part, with nothing of the sender's memory kept."""
-        with self._inside_vllm():
+        with self._vllm_context():
             self._model.load_weights(iter(tensors.items()))  # type: ignore[operator]
-        self._clone_what_vllm_still_holds()
+        self._clone_pending_weights()
 
     def weights_changed(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        incomplete = [f"{name} ({found})" for name, found in self._layers_without_all_weights()]
+        incomplete = [f"{name} ({found})" for name, found in self._incomplete_layers()]
         if incomplete:
             raise WeightSyncError(
                 "vLLM took the weights of this refit and left layers as they were: " + ", ".join(incomplete[:5]) + ". "
                 "The engine would compute with weights of several versions."
             )
-        with self._inside_vllm(), _without_warnings():
+        with self._vllm_context(), _without_warnings():
             finalize_layerwise_reload(self._model, self._worker.model_config)
-            self._pack_tied_heads_again()
-        old = [name for name, module in self._model.named_modules() if self._is_old(module)]
+            self._repack_tied_heads()
+        old = [name for name, module in self._model.named_modules() if self._is_stale(module)]
         if self._device().type == "cpu":
-            old += [name for name, method in _methods_of_experts(self._model).items() if method.moe_kernel is None]
+            old += [name for name, method in _moe_methods(self._model).items() if method.moe_kernel is None]
         if old:
             raise WeightSyncError(f"vLLM still computes with packed weights of before the refit in {', '.join(old[:5])}.")
         self._packed_before = {}
@@ -131,7 +131,7 @@ class VllmWeightReceiver(WeightReceiver):
         model: torch.nn.Module = self._worker.get_model()
         return model
 
-    def _layers_without_all_weights(self) -> Iterator[tuple[str, str]]:
+    def _incomplete_layers(self) -> Iterator[tuple[str, str]]:
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -148,24 +148,24 @@ class VllmWeightReceiver(WeightReceiver):
             if any(True for _ in layer.named_parameters(recurse=False)):
                 yield name, f"{info.load_numel} of {info.load_numel_total} elements"
 
-    def _clone_what_vllm_still_holds(self) -> None:
-        for info in self._held:
+    def _clone_pending_weights(self) -> None:
+        for info in self._layer_infos:
             for _, call in info.loaded_weights:
                 for name, value in call.arguments.items():
                     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
                         call.arguments[name] = value.clone()
 
-    def _pack_tied_heads_again(self) -> None:
+    def _repack_tied_heads(self) -> None:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         for module in self._model.modules():
-            if isinstance(module, ParallelLMHead) and self._is_old(module):
+            if isinstance(module, ParallelLMHead) and self._is_stale(module):
                 module.quant_method.process_weights_after_loading(module)
 
-    def _is_old(self, module: torch.nn.Module) -> bool:
+    def _is_stale(self, module: torch.nn.Module) -> bool:
         return module in self._packed_before and module.cpu_linear is self._packed_before[module]
 
-    def _undo_half_a_reload(self) -> None:
+    def _undo_partial_reload(self) -> None:
         """Put the tensors back that a reload which failed half-way had taken away: the next one sends all weights anyway."""
         from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
@@ -176,7 +176,7 @@ class VllmWeightReceiver(WeightReceiver):
             info.reset()
 
     @contextmanager
-    def _inside_vllm(self) -> Iterator[None]:
+    def _vllm_context(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
         with torch.device(self._worker.device), set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
@@ -195,7 +195,7 @@ def _without_warnings() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _dtype_of_all_weights(model: torch.nn.Module) -> str | None:
+def _uniform_dtype(model: torch.nn.Module) -> str | None:
     """The dtype that vLLM reads every weight in; None where a model has several, such as a router's bias in float32."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -205,7 +205,7 @@ def _dtype_of_all_weights(model: torch.nn.Module) -> str | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def _methods_of_experts(model: torch.nn.Module) -> dict[str, Any]:
+def _moe_methods(model: torch.nn.Module) -> dict[str, Any]:
     """By the layer's name, what computes the experts of each mixture."""
     found = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
     return {name: method for name, method in found.items() if hasattr(method, "moe_kernel")}

@@ -59,7 +59,7 @@ class SamplingSettings:
         )
 
 
-def refuse_unreadable_stops(prompts: Iterable[Prompt], *, reads_text: bool) -> None:
+def check_stop_strings(prompts: Iterable[Prompt], *, reads_text: bool) -> None:
     """Raise DataError, naming the row, where one has stop strings and there is no tokenizer to read text with."""
     for prompt in prompts:
         if prompt.stop_strings and not reads_text:

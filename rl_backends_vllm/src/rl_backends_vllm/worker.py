@@ -10,15 +10,15 @@ from rl_backends_vllm.device import (
     can_sleep,
     engine_arguments,
     greedy_processor,
-    precision_of_products,
+    matmul_precision,
     quiet_import,
-    set_environment_here,
+    set_process_environment,
 )
 from rl_backends_vllm.engine import Engine
-from rl_backends_vllm.leftovers import remove_replica_folder, replica_folder, sweep_leftovers, unname_registration
+from rl_backends_vllm.inflight import InFlightRequests
 from rl_backends_vllm.model_folder import ModelFiles, model_files
-from rl_backends_vllm.requests import SamplingSettings, engine_seeds, refuse_unreadable_stops
-from rl_backends_vllm.under_way import RowsUnderWay
+from rl_backends_vllm.requests import SamplingSettings, check_stop_strings, engine_seeds
+from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_files, replica_folder, unlink_openmp_page
 from rl_core.cluster.worker_context import WorkerContext
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.completions import Completion, Prompt, RowLimits, end_token_ids, read_prompts, to_output
@@ -29,7 +29,9 @@ from rl_core.weights.receiver import NO_VERSION
 from rl_core.weights.replicas import same_digests_on_every_replica
 
 _POLL_S = 1.0
-_TORN = "The engine has no whole set of weights: its first refit, or the one under way, has not ended. Refit it, then sample."
+_INCOMPLETE_WEIGHTS = (
+    "The engine has no whole set of weights: its first refit, or the one under way, has not ended. Refit it, then sample."
+)
 
 
 class VllmGenerationWorker(GenerationWorker):
@@ -53,23 +55,23 @@ class VllmGenerationWorker(GenerationWorker):
         if config.model_name is None:
             raise ConfigError("`policy.generation.model_name` is empty, and there is no policy to take it from: name a model.")
         if self.context.run_in_process:
-            set_environment_here(self.context.device)
+            set_process_environment(self.context.device)
         quiet_import()
         own = config.vllm_cfg
         tokenizer_name = own.tokenizer.name if own.tokenizer is not None else None
-        sweep_leftovers()
+        remove_stale_files()
         with (
             replica_folder() as folder,
             model_files(
-                config.model_name, tokenizer_name=tokenizer_name, trust_remote_code=own.trust_remote_code, place=folder
+                config.model_name, tokenizer_name=tokenizer_name, trust_remote_code=own.trust_remote_code, temp_dir=folder
             ) as files,
         ):
             load_format = own.load_format or ("auto" if files.has_weights else "dummy")
             self._sampling = self._settings(files)
             self._engine = _start(self._arguments(files, load_format), asynchronous=own.async_engine)
-        self._rows = RowsUnderWay(self._engine)
-        self._engine.rpc("rlcore_place", self.context.rank, self.context.device)
-        unname_registration()
+        self._requests = InFlightRequests(self._engine)
+        self._engine.rpc("rlcore_init_receiver", self.context.rank, self.context.device)
+        unlink_openmp_page()
         self._has_weights = load_format != "dummy"
         model = self._engine.config.model_config
         self._limits = RowLimits(
@@ -79,14 +81,14 @@ class VllmGenerationWorker(GenerationWorker):
             "max_model_len": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
             "device": self.context.device,
-            "precision": precision_of_products(str(model.dtype).removeprefix("torch."), device=self.context.device),
+            "precision": matmul_precision(str(model.dtype).removeprefix("torch."), device=self.context.device),
             "reads_text": self._sampling.has_tokenizer,
         }
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         # An engine that sleeps would never come to a row.
         self.prepare_for_generation()
-        self._refuse_torn_weights()
+        self._check_weights()
         prompts = self._read(data)
         names = [f"{self._calls}-{prompt.number}" for prompt in prompts]
         done: dict[str, Completion] = {}
@@ -94,24 +96,24 @@ class VllmGenerationWorker(GenerationWorker):
             for name, prompt, seed in zip(names, prompts, self._seeds(prompts), strict=True):
                 self._add(name, prompt, seed=seed, greedy=greedy)
             while len(done) < len(names):
-                ended = self._rows.collect(_POLL_S, only=set(names))
-                done.update({name: _completed(row) for name, row in ended.items()})
+                ended = self._requests.collect(_POLL_S, only=set(names))
+                done.update({name: _raise_if_failed(row) for name, row in ended.items()})
         except BaseException:
-            self._rows.forget(names)
+            self._requests.cancel(names)
             raise
         return to_output([done[name] for name in names])
 
     def exchange(
         self, arrivals: Sequence[Arrival], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
-        self._rows.forget(cancelled)
+        self._requests.cancel(cancelled)
         refused: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
         for arrival in arrivals:
             try:
-                self._begin(arrival)
+                self._start_request(arrival)
             except DataError as error:
                 refused[arrival.name] = error
-        ended = self._rows.collect(0.0 if refused else wait_s)
+        ended = self._requests.collect(0.0 if refused else wait_s)
         return refused | {name: row if isinstance(row, RLCoreError) else to_output([row]) for name, row in ended.items()}
 
     def prepare_for_generation(self) -> None:
@@ -131,25 +133,25 @@ class VllmGenerationWorker(GenerationWorker):
         return self._weight_version
 
     def invalidate_kv_cache(self) -> bool:
-        if self._running.is_held and self._config.vllm_cfg.in_flight == "restart":
-            self._rows.restart()
+        if self._running.is_paused and self._config.vllm_cfg.in_flight == "restart":
+            self._requests.restart()
         self._wake("kv_cache")
-        emptied = self._running.forget_prefixes()
-        if emptied and self._running.is_held:
-            self._go_on()
+        emptied = self._running.reset_prefix_cache()
+        if emptied and self._running.is_paused:
+            self._resume()
         return emptied
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> dict[str, str]:
         """See `GenerationInterface.prepare_refit_info`; requests under way wait until the cache was emptied."""
         self._wake("weights")
-        ran_before = not self._running.is_held
-        self._running.hold()
-        self._rows.await_stamp()
+        ran_before = not self._running.is_paused
+        self._running.pause()
+        self._requests.hold_new_rows()
         try:
             dtypes: dict[str, str] = self._running.refit("prepare_refit_info", dict(info))[0]
         except WeightSyncError:
             if ran_before:  # nothing was loaded: the weights are what they were
-                self._go_on()
+                self._resume()
             raise
         return dtypes
 
@@ -157,7 +159,7 @@ class VllmGenerationWorker(GenerationWorker):
         """See `GenerationInterface.update_weights`."""
         self._weight_version = NO_VERSION
         self._running.refit("update_weights", ipc_handles)
-        self._take_version()
+        self._update_version()
 
     def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float = 600.0) -> None:
         """See `GenerationInterface.init_collective`."""
@@ -167,7 +169,7 @@ class VllmGenerationWorker(GenerationWorker):
         """See `GenerationInterface.update_weights_from_collective`."""
         self._weight_version = NO_VERSION
         self._running.refit("update_weights_from_collective")
-        self._take_version()
+        self._update_version()
 
     def weight_digests(self) -> dict[str, str]:
         """See `GenerationInterface.weight_digests`."""
@@ -197,7 +199,7 @@ class VllmGenerationWorker(GenerationWorker):
         return self._engine
 
     def _arguments(self, files: ModelFiles, load_format: str) -> dict[str, Any]:
-        from rl_backends_vllm.executors import ManyProcesses, OneProcess
+        from rl_backends_vllm.executors import MultiProcessExecutor, SingleProcessExecutor
 
         own = self._config.vllm_cfg
         arguments: dict[str, Any] = {
@@ -215,7 +217,7 @@ class VllmGenerationWorker(GenerationWorker):
             "kv_cache_dtype": own.kv_cache_dtype,
             "tensor_parallel_size": own.tensor_parallel_size,
             "pipeline_parallel_size": own.pipeline_parallel_size,
-            "distributed_executor_backend": ManyProcesses if own.processes > 1 else OneProcess,
+            "distributed_executor_backend": MultiProcessExecutor if own.processes > 1 else SingleProcessExecutor,
             "seed": own.seed,
             "logprobs_mode": "processed_logprobs",
             "logits_processors": [greedy_processor(self.context.device)] if self._config.temperature != 1.0 else None,
@@ -246,13 +248,13 @@ class VllmGenerationWorker(GenerationWorker):
     def _read(self, data: BatchedDataDict[Any]) -> list[Prompt]:
         self._calls += 1
         prompts = read_prompts(data, self._limits)
-        refuse_unreadable_stops(prompts, reads_text=self._sampling.has_tokenizer)
+        check_stop_strings(prompts, reads_text=self._sampling.has_tokenizer)
         return prompts
 
-    def _begin(self, arrival: Arrival) -> None:
-        if not self._running.is_held:
+    def _start_request(self, arrival: Arrival) -> None:
+        if not self._running.is_paused:
             self.prepare_for_generation()
-            self._refuse_torn_weights()
+            self._check_weights()
         [prompt] = self._read(arrival.row)
         [seed] = self._seeds([prompt])
         self._add(arrival.name, prompt, seed=seed, greedy=arrival.greedy)
@@ -265,22 +267,22 @@ class VllmGenerationWorker(GenerationWorker):
 
     def _add(self, name: str, prompt: Prompt, *, seed: int, greedy: bool) -> None:
         parameters = self._sampling.parameters(prompt, seed=seed, greedy=greedy)
-        self._rows.add(name, prompt.tokens, parameters, weight_version=self._weight_version)
+        self._requests.add(name, prompt.tokens, parameters, weight_version=self._weight_version)
 
-    def _go_on(self) -> None:
-        self._rows.stamp(self._weight_version)
-        self._running.go_on()
+    def _resume(self) -> None:
+        self._requests.assign_weight_version(self._weight_version)
+        self._running.resume()
 
-    def _take_version(self) -> None:
+    def _update_version(self) -> None:
         versions = set(self._running.refit("get_weight_version"))
         if len(versions) == 1:
             self._weight_version = versions.pop()
             self._has_weights = self._has_weights or self._weight_version != NO_VERSION
 
-    def _refuse_torn_weights(self) -> None:
+    def _check_weights(self) -> None:
         self._running.refit("refuse_torn_weights")
-        if not self._has_weights or self._running.is_held:
-            raise WeightSyncError(_TORN)
+        if not self._has_weights or self._running.is_paused:
+            raise WeightSyncError(_INCOMPLETE_WEIGHTS)
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
@@ -288,7 +290,7 @@ class VllmGenerationWorker(GenerationWorker):
             self._asleep.discard(tag)
 
 
-def _completed(row: Completion | RLCoreError) -> Completion:
+def _raise_if_failed(row: Completion | RLCoreError) -> Completion:
     if isinstance(row, RLCoreError):
         raise row
     return row

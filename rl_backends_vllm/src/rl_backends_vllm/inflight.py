@@ -1,4 +1,4 @@
-"""The rows under way in one engine: named by who asked, handed out once each, begun again where a refit asks; no batches."""
+"""The rows under way in one engine: named by who asked, handed out once each, started again where a refit asks; no batches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from rl_backends_vllm.engine import Engine, Failed
+from rl_backends_vllm.engine import Engine, FailedRequest
 from rl_backends_vllm.requests import completion_of
 from rl_core.data.completions import Completion
 from rl_core.errors import RLCoreError
 
-_HELD_WAIT_S = 0.01
+_PAUSED_WAIT_S = 0.01
 """How long a call waits for rows while a refit holds them: the refit's next verb waits for that call."""
 
 
-class RowsUnderWay:
+class InFlightRequests:
     """What has been asked of the engine and not been handed out.
 
     Args:
@@ -39,10 +39,10 @@ class RowsUnderWay:
             name: unique among the rows under way.
             tokens: its prompt.
             parameters: `vllm.SamplingParams`.
-            weight_version: of the weights that it begins with; where a refit holds it back, `stamp` says it.
+            weight_version: of the weights that it begins with; where a refit holds it back, `assign_weight_version` says it.
         """
-        self._rows[name] = _Row(tokens, parameters, weight_version, waits=self._engine.is_held)
-        self._begin(name)
+        self._rows[name] = _Row(tokens, parameters, weight_version, waits_for_weights=self._engine.is_paused)
+        self._submit(name)
 
     def collect(self, wait_s: float, *, only: Collection[str] | None = None) -> dict[str, Completion | RLCoreError]:
         """Rows that have ended, in that order, or the error of one that could not, by name; those of others are kept for them.
@@ -51,48 +51,48 @@ class RowsUnderWay:
             wait_s: works so long until one has ended.
             only: names that the caller waits for; all by default.
         """
-        if self._engine.is_held:
-            wait_s = min(wait_s, _HELD_WAIT_S)
+        if self._engine.is_paused:
+            wait_s = min(wait_s, _PAUSED_WAIT_S)
             time.sleep(wait_s)
         until = time.monotonic() + wait_s
         while True:
             for output in self._engine.finished(max(until - time.monotonic(), 0.0)):
-                self._take(output)
+                self._record(output)
             wanted = [name for name in self._rows if only is None or name in only]
             ready = {name: done for name in wanted if (done := self._rows[name].done) is not None}
-            if ready or not wanted or self._engine.is_held or time.monotonic() >= until:
+            if ready or not wanted or self._engine.is_paused or time.monotonic() >= until:
                 break
         for name in ready:
             del self._rows[name]
         return ready
 
-    def forget(self, names: Sequence[str]) -> None:
+    def cancel(self, names: Sequence[str]) -> None:
         """Cancel rows; those that are unknown or were handed out are skipped."""
         known = {name for name in names if self._rows.pop(name, None) is not None}
         self._abort(known)
 
-    def await_stamp(self) -> None:
+    def hold_new_rows(self) -> None:
         """A refit begins: rows that wait without a token will begin with its weights."""
-        begun = self._engine.begun()
+        started = self._engine.started()
         for request, name in self._by_request.items():
-            self._rows[name].waits |= request not in begun
+            self._rows[name].waits_for_weights |= request not in started
 
     def restart(self) -> None:
         """Sample the rows that have not ended again from their prompts."""
         waiting = {name: None for name, row in self._rows.items() if row.done is None}
         self._abort(waiting)
         for name in waiting:
-            self._rows[name].waits = True
-            self._begin(name)
+            self._rows[name].waits_for_weights = True
+            self._submit(name)
 
-    def stamp(self, weight_version: int) -> None:
+    def assign_weight_version(self, weight_version: int) -> None:
         """The rows that a refit held back begin with these weights."""
         for row in self._rows.values():
-            if row.waits:
-                row.weight_version, row.waits = weight_version, False
+            if row.waits_for_weights:
+                row.weight_version, row.waits_for_weights = weight_version, False
 
-    def _begin(self, name: str) -> None:
-        # An attempt's answer may still be on its way when the next has begun: their requests have different names.
+    def _submit(self, name: str) -> None:
+        # An attempt's answer may still be on its way when the next has started: their requests have different names.
         request = f"{name}#{next(self._attempts)}"
         self._by_request[request] = name
         row = self._rows[name]
@@ -109,12 +109,12 @@ class RowsUnderWay:
         if requests:
             self._engine.abort(requests)
 
-    def _take(self, output: Any) -> None:
+    def _record(self, output: Any) -> None:
         name = self._by_request.pop(output.request_id, None)
         if name is None:
             return
         self._rows[name] = row = self._rows.pop(name)  # after those that ended before it
-        if isinstance(output, Failed):
+        if isinstance(output, FailedRequest):
             row.done = RLCoreError(f"vLLM failed at this row: {type(output.error).__name__}: {output.error}")
             return
         try:
@@ -126,6 +126,11 @@ class RowsUnderWay:
 class _Row:
     """A row in the engine."""
 
-    def __init__(self, tokens: list[int], parameters: Any, weight_version: int, *, waits: bool) -> None:
-        self.tokens, self.parameters, self.weight_version, self.waits = tokens, parameters, weight_version, waits
+    def __init__(self, tokens: list[int], parameters: Any, weight_version: int, *, waits_for_weights: bool) -> None:
+        self.tokens, self.parameters, self.weight_version, self.waits_for_weights = (
+            tokens,
+            parameters,
+            weight_version,
+            waits_for_weights,
+        )
         self.done: Completion | RLCoreError | None = None

@@ -1,6 +1,6 @@
 """The one room that lets the unmodified wheel of Megatron-Core run without CUDA; a null context where there is CUDA.
 
-Megatron-Core 0.16.1 asks for the device "cuda" by name in some fifty places. Inside `with device_seam():` such a request means
+Megatron-Core 0.16.1 asks for the device "cuda" by name in some fifty places. Inside `with cpu_shim():` such a request means
 the CPU. Two kinds of accommodation: the device argument of any torch call, by a `TorchFunctionMode` (1.4 us a call), and four
 module attributes that no argument reaches. All of them are private to that version, so the version is checked, and
 `check_megatron` asserts at start that what is touched exists: here, and in the rooms `gpt` (the end of a forward pass),
@@ -30,7 +30,7 @@ MEGATRON_VERSION: Final = "0.16.1"
 _CPU = torch.device("cpu")
 _CUDA_METHOD, _TYPE_METHOD = torch.Tensor.cuda, torch.Tensor.type
 _OPTIMIZERS = "/megatron/core/optimizer/"
-_TOUCHED: Final[Mapping[str, Sequence[str]]] = {
+_REQUIRED_NAMES: Final[Mapping[str, Sequence[str]]] = {
     "megatron.core.models.gpt.gpt_model": ("GPTModel._postprocess",),
     "megatron.core.dist_checkpointing.strategies.filesystem_async": ("_results_queue",),
     "megatron.core.optimizer.distrib_optimizer": (
@@ -59,7 +59,7 @@ def check_megatron() -> None:
             f"megatron-core {found} is installed, and this backend is written for {MEGATRON_VERSION}: it relies on names "
             f"that no version promises. Install it with `pip install megatron-core=={MEGATRON_VERSION}`."
         )
-    for module_name, names in _TOUCHED.items():
+    for module_name, names in _REQUIRED_NAMES.items():
         module = importlib.import_module(module_name)
         for name in names:
             owner: Any = module
@@ -73,9 +73,9 @@ def check_megatron() -> None:
 
 
 @contextmanager
-def device_seam() -> Iterator[None]:
+def cpu_shim() -> Iterator[None]:
     """Inside, "cuda" means the CPU; nothing happens where torch sees a CUDA device."""
-    _supply_missing_name()
+    _define_missing_name()
     if torch.cuda.is_available():
         yield
         return
@@ -122,7 +122,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 @cache
-def _supply_missing_name() -> None:
+def _define_missing_name() -> None:
     # 0.16.1 reads this name unguarded in the router wherever Transformer Engine is absent, on GPUs as well.
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):

@@ -25,42 +25,42 @@ from pathlib import Path
 
 import psutil
 
-_PAGES = Path("/dev/shm")
-_PAGE = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_\d+")
+_SHM = Path("/dev/shm")
+_OPENMP_PAGE = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_\d+")
 _GROUP_MEMORY = re.compile(r"(/dev/shm/vllm_dist_\S+-cpushm_\d+)$", flags=re.MULTILINE)
 _QUEUES = "/dev/shm/psm_"
 _PREFIX = "rlcore-vllm-"
 _FOLDER = re.compile(rf"{_PREFIX}(\d+)-\w+")
-_LONGEST_FOLDER = 70
+_MAX_FOLDER_LENGTH = 70
 """A Unix socket's path has at most 107 characters, and the names of vLLM's have 36."""
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _OWN_PROCESSES = ("VllmWorker", "EngineCore")
 """How vLLM names its processes."""
 
 
-def unname_here() -> None:
+def unlink_shared_memory() -> None:
     """Take the names away from the shared memory that this process has met others by."""
     maps = Path("/proc/self/maps")
     mapped = maps.read_text() if maps.exists() else ""
     for path in set(_GROUP_MEMORY.findall(mapped)):
         Path(path).unlink(missing_ok=True)
     if _QUEUES in mapped:
-        _unname_own_queues()
-    _unname_own_semaphores()
-    unname_registration()
+        _unlink_own_queues()
+    _unlink_own_semaphores()
+    unlink_openmp_page()
 
 
-def unname_registration(folder: Path = _PAGES) -> None:
+def unlink_openmp_page(folder: Path = _SHM) -> None:
     """Take this process's OpenMP page away: it warns of a second runtime in the process, which would have shown by now."""
     (folder / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
 
 
-def sweep_leftovers(pages: Path = _PAGES, temporary: Path | None = None) -> list[str]:
+def remove_stale_files(pages: Path = _SHM, temporary: Path | None = None) -> list[str]:
     """Remove the OpenMP pages and the folders of processes that are gone and were this user's; the names of those removed."""
     removed = []
     for path in [*pages.glob("__KMP_REGISTERED_LIB_*"), *(temporary or _temporary()).glob(f"{_PREFIX}*")]:
-        named = _PAGE.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
-        if named is None or _lives(int(named[1])):
+        named = _OPENMP_PAGE.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
+        if named is None or _is_running(int(named[1])):
             continue
         try:
             if path.stat().st_uid == os.getuid():
@@ -99,7 +99,7 @@ def remove_replica_folder() -> None:
 
 
 @contextmanager
-def temporary_files_beside_the_sockets() -> Iterator[None]:
+def tempfiles_in_replica_folder() -> Iterator[None]:
     """Have temporary files that this process makes in the block lie in the folder of `replica_folder`."""
     before = tempfile.tempdir
     tempfile.tempdir = os.environ.get(_SOCKETS, before)
@@ -109,7 +109,7 @@ def temporary_files_beside_the_sockets() -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def _unname_own_queues() -> None:
+def _unlink_own_queues() -> None:
     """The creator of a queue unlinks it at a regular end, which must not fail because it is done already."""
     from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 
@@ -120,7 +120,7 @@ def _unname_own_queues() -> None:
             buffer.shared_memory.unlink()
 
 
-def _unname_own_semaphores() -> None:
+def _unlink_own_semaphores() -> None:
     """Those of a process that vLLM has started, which hands none on; elsewhere they are somebody else's."""
     if not multiprocessing.current_process().name.startswith(_OWN_PROCESSES):
         return
@@ -140,10 +140,10 @@ def _folder_of(pid: int) -> Path:
 
 def _temporary() -> Path:
     usual = Path(tempfile.gettempdir())
-    return usual if len(str(usual / f"{_PREFIX}{2**22}-{0:08x}")) <= _LONGEST_FOLDER else Path("/tmp")
+    return usual if len(str(usual / f"{_PREFIX}{2**22}-{0:08x}")) <= _MAX_FOLDER_LENGTH else Path("/tmp")
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

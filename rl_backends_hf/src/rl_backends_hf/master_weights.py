@@ -22,15 +22,15 @@ class MasterWeights:
 
     Args:
         model: frozen parameters (without `requires_grad`) are left out; of tied ones there is one.
-        published: the dtype in which the weights are computed with, saved and handed on.
+        model_dtype: the dtype in which the weights are computed with, saved and handed on.
 
     Attributes:
         parameters: name to what is stepped on.
         are_rounded: whether what is published is a rounded form, so that the masters are state of their own.
     """
 
-    def __init__(self, model: nn.Module, *, published: torch.dtype) -> None:
-        self.are_rounded = published != torch.float32
+    def __init__(self, model: nn.Module, *, model_dtype: torch.dtype) -> None:
+        self.are_rounded = model_dtype != torch.float32
         self.parameters: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, parameter in model.named_parameters():
@@ -40,7 +40,7 @@ class MasterWeights:
             if parameter.dtype != torch.float32:
                 master = nn.Parameter(parameter.detach().float())
                 self._copies.append((parameter, master))
-                parameter.register_post_accumulate_grad_hook(_AddInto(master))
+                parameter.register_post_accumulate_grad_hook(_AccumulateInto(master))
             self.parameters[name] = master
 
     @property
@@ -48,19 +48,19 @@ class MasterWeights:
         """Whether any of them lies beside the model's own weight."""
         return bool(self._copies)
 
-    def publish(self) -> None:
+    def copy_to_model(self) -> None:
         """Round the masters into the model."""
         with torch.no_grad():
             for parameter, master in self._copies:
                 parameter.copy_(master)
 
-    def take(self) -> None:
+    def copy_from_model(self) -> None:
         """Set the masters to the model's weights."""
         with torch.no_grad():
             for parameter, master in self._copies:
                 master.copy_(parameter)
 
-    def refine(self, exact: Mapping[str, torch.Tensor]) -> None:
+    def load_exact(self, exact: Mapping[str, torch.Tensor]) -> None:
         """Set masters to the float32 weights that the model's were rounded from.
 
         A master that begins on the grid of its rounded form has to go half a step of that grid before anything of it is seen;
@@ -89,7 +89,7 @@ class MasterWeights:
         """Name to gradient, of those that have one."""
         return {name: master.grad for name, master in self.parameters.items() if master.grad is not None}
 
-    def drop_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Forget all gradients."""
         for master in self.parameters.values():
             master.grad = None
@@ -97,7 +97,7 @@ class MasterWeights:
             parameter.grad = None
 
 
-class _AddInto:
+class _AccumulateInto:
     """A hook that adds a parameter's new gradient to its master's, and frees it."""
 
     def __init__(self, master: nn.Parameter) -> None:
