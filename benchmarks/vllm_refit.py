@@ -138,7 +138,7 @@ class Engine(Timed):
         from rl_backends_vllm import VllmGeneration
         from rl_backends_vllm import refit as receiving
 
-        for name in (*OWN_PARTS, "_clone_what_vllm_still_holds"):
+        for name in (*OWN_PARTS, "_clone_pending_weights"):
             self._time(receiving.VllmWeightReceiver, name)
         inner_digest = receiving.tensor_digest
 

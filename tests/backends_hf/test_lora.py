@@ -341,7 +341,7 @@ def test_an_engine_samples_with_merged_weights_and_none_of_the_base_s_adapted_on
             assert_same({name: tensor.clone() for name, tensor in live.items()}, handed_on(worker))
             frozen = dict(worker._scoring.model.named_parameters())
             for name in worker._adapters._layers:
-                under = frozen[worker._adapters._live_names[name]]
+                under = frozen[worker._adapters._current_names[name]]
                 assert live[name].data_ptr() != under.data_ptr()
                 assert not torch.equal(live[name], under)
         kept = {name: tensor_digest(tensor) for name, tensor in engine.group.worker.named_weights().items()}

@@ -122,7 +122,7 @@ async def collected_from_one_step_on(engine, batch):
     rows = asyncio.create_task(collected(engine, batch))
     while len(worker._requests) < batch.size:
         await asyncio.sleep(0.01)
-    worker._go_on()
+    worker._resume()
     return await rows
 
 

@@ -107,7 +107,7 @@ def test_a_bfloat16_engine_is_sent_what_it_would_round_to_unless_it_reads_some_w
 ):
     path = make_model(tmp_path / "model", family)
     if not one_dtype:
-        monkeypatch.setattr(refit, "_dtype_of_all_weights", lambda model: None)
+        monkeypatch.setattr(refit, "_uniform_dtype", lambda model: None)
     policy, engine = make_policy(path), make_engine(path, load_format="dummy", precision="bfloat16")
     try:
         take_step(policy, 1)

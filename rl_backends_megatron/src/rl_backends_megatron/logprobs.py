@@ -1,8 +1,8 @@
 """Log-probabilities, entropy and the most likely tokens from logits whose vocabulary is divided over ranks, never gathered.
 
 With z the logits over T, m their maximum, s = sum exp(z - m): log p(y) = z_y - m - log s, and the entropy is H = log s - sum p
-(z - m). A maximum and one sum go over the ranks, a few numbers a position; of the most likely tokens, those of each rank, for the
-k most likely of all are among them. Padding columns of the vocabulary are masked out. Megatron-Core's own cross entropy
+(z - m). Per position, the ranks exchange a maximum and a few sums, and for the top k their own top k, which contain the global
+ones. Padding columns of the vocabulary are masked out. Megatron-Core's own cross entropy
 overwrites its logits, counts padding columns, takes one target a position, and has no entropy.
 """
 
