@@ -119,8 +119,8 @@ def test_the_arguments_that_are_read_from_the_source_are_those_of_the_class():
 
 
 EVERY_KEY = {
-    "tensor_parallel_size": (2, {"tensor_parallel_size": 2, "distributed_executor_backend": "ManyProcesses"}),
-    "pipeline_parallel_size": (3, {"pipeline_parallel_size": 3, "distributed_executor_backend": "ManyProcesses"}),
+    "tensor_parallel_size": (2, {"tensor_parallel_size": 2, "distributed_executor_backend": "MultiProcessExecutor"}),
+    "pipeline_parallel_size": (3, {"pipeline_parallel_size": 3, "distributed_executor_backend": "MultiProcessExecutor"}),
     "gpu_memory_utilization": (0.5, {"gpu_memory_utilization": 0.5}),
     "kv_cache_gib": (0.25, {"kv_cache_memory_bytes": 2**28}),
     "max_model_len": (77, {"max_model_len": 77}),
