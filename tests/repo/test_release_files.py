@@ -1,5 +1,6 @@
 """Files that a release needs: license, changelog, pre-commit hooks, Docker image."""
 
+import os
 import re
 import subprocess
 import tomllib
@@ -15,8 +16,10 @@ SECTIONS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 def makefile_commands(target):
     """The commands that make would run for a target in an installed environment."""
-    command = ["make", "--dry-run", "--always-make", "--old-file", ".venv/.installed-dev", target]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", "--old-file", ".venv/.installed-dev", target]
+    # The suite itself runs under make, whose options and recursion level a nested make would inherit.
+    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
