@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,6 +126,18 @@ def make_context(rank: int = 0, world_size: int = 1, port: int = 0) -> WorkerCon
         master_port=port,
         run_in_process=world_size == 1,
     )
+
+
+def exit_rank() -> None:
+    """End a rank program whose results are written, without finalizing the interpreter.
+
+    Torch's caches of device meshes keep a gloo process group alive after `destroy_process_group`. A thread of the group that
+    has not yet freed the tensors of the last collective then needs the GIL of a finalizing interpreter, and the process
+    aborts ("terminate called without an active exception"). Ray ends real workers in the same way, without finalizing.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def make_config(model: str, *, hf=None, **fields) -> HFPolicyConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from conftest import NLL, counts_of, make_config, make_context, make_rows
+from conftest import NLL, counts_of, exit_rank, make_config, make_context, make_rows
 
 from rl_backends_hf.worker import HFPolicyWorker
 
@@ -32,3 +32,4 @@ if __name__ == "__main__":
     weights = {name: tensor.clone() for name, tensor in worker.iter_weights()}
     torch.save({"norms": norms, "weights": weights}, out / f"rank-{rank}.pt")
     worker.shutdown()
+    exit_rank()

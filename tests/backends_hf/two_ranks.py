@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from conftest import NLL, SGD, counts_of, make_config, make_context, make_rows
+from conftest import NLL, SGD, counts_of, exit_rank, make_config, make_context, make_rows
 
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.errors import NonFiniteError, NotSupportedError
@@ -130,3 +130,4 @@ if __name__ == "__main__":
         me = Rank(number, ports, models, out, mode)
         me.gradients()
         me.checkpoint()
+    exit_rank()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from conftest import VALUE_FIELDS, SquaredValues, counts_of, make_config, make_context, make_rows
+from conftest import VALUE_FIELDS, SquaredValues, counts_of, exit_rank, make_config, make_context, make_rows
 
 from rl_backends_hf.worker import HFPolicyWorker
 
@@ -33,3 +33,4 @@ if __name__ == "__main__":
         after = worker.train(shard, SquaredValues(), counts=counts_of(rows))[0].grad_norm
         torch.save({"norms": [*norms, after], "values": values}, out / f"{mode}-{rank}.pt")
         worker.shutdown()
+    exit_rank()

@@ -23,6 +23,7 @@ from megatron_cases import (
     SquaredError,
     WeightedCandidates,
     counts_of,
+    exit_rank,
     make_candidates,
     make_context,
     make_prompts,
@@ -305,3 +306,4 @@ if __name__ == "__main__":
         verb, *arguments = each.split(":")
         getattr(me, verb)(*arguments)
         print("done", each, flush=True)
+    exit_rank()
