@@ -1,4 +1,4 @@
-"""`rlcore import-config`: every key of theirs is listed once, with its place, and what is written is a config of ours."""
+"""`rlcore import-config` lists every key of a NeMo RL config once, with its location, and writes a valid rlcore config."""
 
 import json
 import re
@@ -294,7 +294,7 @@ def leaves(value, path=()):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_leaf_of_theirs_is_listed_exactly_once(folder, name):
+def test_every_key_of_a_nemo_rl_config_is_listed_exactly_once(folder, name):
     merged = OmegaConf.create()
     chain = [name]
     while (parent := yaml.safe_load((folder / chain[0]).read_text()).get("defaults")) is not None:
@@ -303,22 +303,22 @@ def test_every_leaf_of_theirs_is_listed_exactly_once(folder, name):
         merged = OmegaConf.merge(merged, OmegaConf.load(folder / file))
     merged.pop("defaults", None)
     expected = leaves(OmegaConf.to_container(merged))
-    listed = [line.key for line in import_config(folder / name, NEMO_RL).lines if line.place is not None]
+    listed = [line.key for line in import_config(folder / name, NEMO_RL).lines if line.location is not None]
     assert sorted(listed) == sorted(expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_line_has_the_place_at_which_its_key_is_written(folder, name):
+def test_every_line_has_the_source_location_of_its_key(folder, name):
     for line in import_config(folder / name, NEMO_RL).lines:
-        if line.place is None:
+        if line.location is None:
             assert "(framework default)" in describe(line)
             continue
-        written = Path(line.place.file).read_text().splitlines()[line.place.line - 1]
+        written = Path(line.location.file).read_text().splitlines()[line.location.line - 1]
         last = next(part for part in reversed(line.key.split(".")) if not part.isdecimal())
-        assert written[line.place.column - 1 :].startswith(last), (line.key, written)
+        assert written[line.location.column - 1 :].startswith(last), (line.key, written)
 
 
-def test_a_grpo_config_means_the_same_here(folder, tmp_path):
+def test_a_grpo_config_keeps_its_meaning(folder, tmp_path):
     ours, lines = ours_of(folder, tmp_path, "grpo.yaml")
     assert ours.algorithm_name == "grpo"
     assert (ours.algorithm.num_prompts_per_step, ours.algorithm.num_generations_per_prompt) == (8, 8)
@@ -352,7 +352,7 @@ def test_a_grpo_config_means_the_same_here(folder, tmp_path):
     assert {key for key, line in lines.items() if line.outcome == "unsupported"} == {"grpo.invented_by_a_fork"}
 
 
-def test_a_supervised_config_means_the_same_here(folder, tmp_path):
+def test_a_supervised_config_keeps_its_meaning(folder, tmp_path):
     ours, lines = ours_of(folder, tmp_path, "sft.yaml")
     assert (ours.algorithm.max_num_steps, ours.algorithm.max_num_epochs, ours.algorithm.seed) == (60, 2, 7)
     assert (ours.algorithm.global_batch_size, ours.policy.train_global_batch_size) == (64, None)
@@ -367,7 +367,7 @@ def test_a_supervised_config_means_the_same_here(folder, tmp_path):
     assert lines["data.add_bos"].outcome == "unsupported"
 
 
-def test_pairs_of_a_preference_config_are_counted_as_rows_where_ours_counts_rows(folder, tmp_path):
+def test_preference_pairs_are_converted_to_rows(folder, tmp_path):
     ours, lines = ours_of(folder, tmp_path, "dpo.yaml")
     assert (ours.algorithm.global_batch_size, ours.policy.train_micro_batch_size) == (64, 8)
     assert (ours.algorithm.val_batch_size, ours.algorithm.max_val_samples) == (8, 32)
@@ -376,10 +376,10 @@ def test_pairs_of_a_preference_config_are_counted_as_rows_where_ours_counts_rows
     assert not loss.sft_average_log_probs
     assert (ours.data.train.prompt_key, ours.data.train.chosen_key) == ("problem", "good")
     assert ours.data.validation.prompt_key == "context"
-    assert lines["policy.train_micro_batch_size"].reason == "rows are counted, two a pair"
+    assert lines["policy.train_micro_batch_size"].reason == "counts rows, two per pair"
 
 
-def test_a_config_with_a_critic_means_the_same_here(folder, tmp_path):
+def test_a_ppo_config_keeps_its_meaning(folder, tmp_path):
     ours, lines = ours_of(folder, tmp_path, "ppo.yaml")
     assert (ours.algorithm_name, ours.loss_fn.name) == ("ppo", "clipped_pg")
     assert (ours.algorithm.ppo_epochs, ours.algorithm.critic_warmup_steps) == (3, 5)
@@ -393,7 +393,7 @@ def test_a_config_with_a_critic_means_the_same_here(folder, tmp_path):
     assert {key for key, line in lines.items() if line.outcome == "unsupported"} == set()
 
 
-def test_a_config_of_a_reward_model_means_the_same_here(folder, tmp_path):
+def test_a_reward_model_config_keeps_its_meaning(folder, tmp_path):
     ours, lines = ours_of(folder, tmp_path, "rm.yaml")
     assert (ours.algorithm_name, ours.loss_fn.name) == ("rm", "bradley_terry")
     assert (ours.algorithm.max_num_epochs, ours.algorithm.max_num_steps) == (1, 1_000_000)
@@ -407,7 +407,7 @@ def test_a_config_of_a_reward_model_means_the_same_here(folder, tmp_path):
     assert {key for key, line in lines.items() if line.outcome == "unsupported"} == set()
 
 
-def test_a_distillation_config_means_the_same_here(folder, tmp_path):
+def test_a_distillation_config_keeps_its_meaning(folder, tmp_path):
     ours, lines = ours_of(folder, tmp_path, "distillation.yaml")
     assert (ours.algorithm_name, ours.loss_fn.name) == ("distillation", "distillation")
     algorithm, loss = ours.algorithm, ours.loss_fn
@@ -460,7 +460,7 @@ def test_switches_in_the_env_section_are_not_tasks(folder, tmp_path):
     load_config(tmp_path / "ours.yaml")
 
 
-def test_the_import_says_that_answers_of_mathematics_need_a_box_here(folder, tmp_path):
+def test_the_import_adds_require_box_to_math_environments(folder, tmp_path):
     imported, _ = imported_with(folder, tmp_path, {})
     [added] = [one for one in imported.added if one.key == "env.math.require_box"]
     assert added.value is True
@@ -489,7 +489,7 @@ def test_references_to_environment_variables_stay_references(folder, tmp_path, m
     assert (ours.logger.loggers["wandb"].project, ours.logger.loggers["wandb"].name) == ("hunter2", "trial")
 
 
-def test_one_of_our_own_configs_is_refused(tmp_path):
+def test_an_rlcore_config_is_rejected(tmp_path):
     (tmp_path / "ours.yaml").write_text("grpo: {max_num_steps: 3}\npolicy: {backend: hf, model_name: acme/small}\n")
     with pytest.raises(ConfigError, match=r"is already an rlcore config: it sets policy\.backend"):
         import_config(tmp_path / "ours.yaml", NEMO_RL)
@@ -516,10 +516,10 @@ def test_reinforce_plus_plus_subtracts_the_group_mean_by_default(folder, tmp_pat
         (
             {"grpo.reward_shaping": {"enabled": True, "overlong_buffer_penalty": 1.0}},
             "grpo.reward_shaping.overlong_buffer_penalty",
-            "bounded",
+            "bounds",
         ),
         ({"loss_fn.reference_policy_kl_penalty": 0.02}, None, "score-function term"),
-        ({"loss_fn.use_kl_in_reward": True}, None, "the estimator in the reward is k1"),
+        ({"loss_fn.use_kl_in_reward": True}, None, "the KL estimator in the reward is k1"),
         ({"loss_fn.use_importance_sampling_correction": True}, None, "truncated at 2.0"),
         (
             {
@@ -547,10 +547,10 @@ def test_an_estimator_that_is_wrong_in_the_reward_is_replaced_by_k1(folder, tmp_
     assert "reference_policy_kl_type" not in imported.values["loss_fn"]
     line = lines["loss_fn.reference_policy_kl_type"]
     assert line.outcome == "unsupported"
-    assert "k1 is taken" in line.reason
+    assert "k1 is used" in line.reason
 
 
-def test_a_dataset_by_name_and_a_share_that_is_held_out_are_taken_over(folder, tmp_path):
+def test_a_named_dataset_and_a_held_out_fraction_are_imported(folder, tmp_path):
     ours, lines = ours_of(folder, tmp_path, "hub.yaml")
     train = ours.data.train
     assert (train.dataset_name, train.path, train.split) == ("huggingface", "nvidia/OpenMathInstruct-2", "train_1M")
@@ -560,7 +560,7 @@ def test_a_dataset_by_name_and_a_share_that_is_held_out_are_taken_over(folder, t
     assert lines["data.train.split_validation_size"].targets == ("data.split.validation",)
 
 
-def test_a_dataset_of_the_older_layout_is_told_where_the_newer_one_has_it(tmp_path):
+def test_dataset_keys_in_the_old_layout_say_where_to_move_them(tmp_path):
     older = {"dataset_name": "OpenMathInstruct-2", "prompt_file": "cot.txt"}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"grpo": {}, "data": older}))
     lines = import_config(tmp_path / "theirs.yaml", NEMO_RL).lines
@@ -569,7 +569,7 @@ def test_a_dataset_of_the_older_layout_is_told_where_the_newer_one_has_it(tmp_pa
     assert all(line.outcome == "unsupported" and "move it to data.train" in line.reason for line in told.values())
 
 
-def test_several_datasets_are_not_taken_over_and_each_of_their_keys_says_so(tmp_path):
+def test_each_key_of_several_datasets_is_unsupported(tmp_path):
     several = [{"dataset_name": "ResponseDataset", "data_path": "a.jsonl"}, {"dataset_name": "gsm8k"}]
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"grpo": {}, "data": {"train": several}}))
     lines = import_config(tmp_path / "theirs.yaml", NEMO_RL).lines
@@ -621,7 +621,7 @@ def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(folder, tmp_p
         ("logger.wandb_enabled", True, {"logger.loggers.wandb.enabled": True}),
     ],
 )
-def test_a_value_that_takes_more_than_another_name_becomes_ours(folder, tmp_path, key, value, ours):
+def test_values_that_need_a_conversion_are_converted(folder, tmp_path, key, value, ours):
     holder = value
     for part in reversed(key.split(".")):
         holder = {part: holder}
@@ -640,19 +640,19 @@ def test_a_value_that_takes_more_than_another_name_becomes_ours(folder, tmp_path
         ("policy.dtensor_cfg.tensor_parallel_size", "2", "FSDP2"),
         ("policy.generation.top_p", "0.9", "filtered"),
         ("policy.generation.backend", "sglang", "no generation backend 'sglang'"),
-        ("policy.generation.val_temperature", "0.6", "one temperature"),
+        ("policy.generation.val_temperature", "0.6", "training temperature"),
         ("grpo.adv_estimator.name", "opd", "gdpo"),
         ("loss_fn.positive_example_nll_weight", "0.1", "likelihood"),
-        ("policy.megatron_cfg.enabled", "maybe", "another backend"),
+        ("policy.megatron_cfg.enabled", "maybe", "another policy backend"),
         ("checkpointing.metric_name", "val:pass_k", "docs/metrics.md"),
         ("data.train.dataset_name", "squad", "JSON lines"),
-        ("data.train.data_path", "rows.csv", "not here"),
+        ("data.train.data_path", "rows.csv", "not supported"),
         ("data.train.split_validation_size", "0.05", "data.validation"),
-        ("distillation.topk_logits_k", "64", "a file of its own"),
+        ("distillation.topk_logits_k", "64", "a separate file"),
         ("logger.monitor_gpus", "true", "GPUs"),
     ],
 )
-def test_what_cannot_be_honoured_is_listed_with_its_reason(folder, tmp_path, key, value, says):
+def test_unsupported_and_redundant_keys_are_listed_with_their_reason(folder, tmp_path, key, value, says):
     holder = yaml.safe_load(value)
     for part in reversed(key.split(".")):
         holder = {part: holder}
@@ -663,7 +663,7 @@ def test_what_cannot_be_honoured_is_listed_with_its_reason(folder, tmp_path, key
     assert line.targets == ()
 
 
-def test_the_command_writes_ours_lists_theirs_and_says_that_it_is_valid(folder, tmp_path):
+def test_the_command_writes_the_config_lists_all_keys_and_reports_that_it_is_valid(folder, tmp_path):
     result = run(folder / "grpo.yaml", "--output", tmp_path / "ours.yaml")
     assert result.exit_code == 0, result.output
     assert "ours.yaml passes `rlcore validate`" in result.stdout
@@ -672,13 +672,13 @@ def test_the_command_writes_ours_lists_theirs_and_says_that_it_is_valid(folder, 
     assert CliRunner().invoke(app, ["validate", str(tmp_path / "ours.yaml")]).exit_code == 0
 
 
-def test_without_an_output_ours_goes_to_standard_output_alone(folder):
+def test_without_an_output_file_the_config_is_written_to_standard_output_and_the_list_to_standard_error(folder):
     result = run(folder / "dpo.yaml")
     assert set(yaml.safe_load(result.stdout)) == {"dpo", "loss_fn", "policy", "data", "cluster", "checkpointing", "logger"}
     assert "kept (" in result.stderr
 
 
-def test_what_keeps_ours_from_being_valid_is_listed(folder, tmp_path):
+def test_validation_errors_of_the_new_config_are_listed(folder, tmp_path):
     (tmp_path / "theirs.yaml").write_text(f"defaults: {folder}/sft.yaml\ndata: {{train: {{dataset_name: squad}}}}\n")
     (tmp_path / "open.yaml").write_text(f"defaults: {folder}/sft.yaml\ndata: {{train: {{data_path: '???'}}}}\n")
     for name in ("theirs.yaml", "open.yaml"):
@@ -701,7 +701,7 @@ def test_what_keeps_ours_from_being_valid_is_listed(folder, tmp_path):
         ("defaults: gone.yaml\ngrpo: {}\n", "gone.yaml"),
     ],
 )
-def test_a_file_that_is_no_config_of_theirs_is_an_error_of_the_user(tmp_path, text, says):
+def test_a_file_that_is_not_a_nemo_rl_config_is_a_user_error(tmp_path, text, says):
     path = tmp_path / "theirs.yaml"
     if text is not None:
         path.write_text(text)
@@ -712,7 +712,7 @@ def test_a_file_that_is_no_config_of_theirs_is_an_error_of_the_user(tmp_path, te
     assert isinstance(run(path).exception, ConfigError)
 
 
-def test_a_file_that_is_there_is_not_written_over(folder, tmp_path):
+def test_an_existing_output_file_is_not_overwritten(folder, tmp_path):
     (tmp_path / "ours.yaml").write_text("precious\n")
     assert isinstance(run(folder / "sft.yaml", "--output", tmp_path / "ours.yaml").exception, ConfigError)
     assert (tmp_path / "ours.yaml").read_text() == "precious\n"
@@ -728,7 +728,7 @@ def known(folder):
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_values_of_any_kind_are_listed_and_never_a_traceback(known, tmp_path, data):
+def test_values_of_any_type_are_listed_without_a_traceback(known, tmp_path, data):
     theirs = {}
     for key in data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=8, unique=True)):
         *way, last = [part for part in key.split(".") if not part.isdecimal()]
@@ -739,5 +739,5 @@ def test_values_of_any_kind_are_listed_and_never_a_traceback(known, tmp_path, da
             holder[last] = data.draw(ODD)
     (tmp_path / "odd.yaml").write_text(yaml.safe_dump(theirs))
     imported = import_config(tmp_path / "odd.yaml", NEMO_RL)
-    assert sorted(line.key for line in imported.lines if line.place is not None) == sorted(leaves(theirs))
+    assert sorted(line.key for line in imported.lines if line.location is not None) == sorted(leaves(theirs))
     assert (yaml.safe_load(imported.to_yaml()) or {}).keys() == imported.values.keys()

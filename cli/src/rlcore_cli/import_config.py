@@ -82,8 +82,8 @@ def _listed(imported: Imported) -> dict[str, Any]:
             {
                 "key": line.key,
                 "value": line.value,
-                "file": None if line.place is None else line.place.file,
-                "line": None if line.place is None else line.place.line,
+                "file": None if line.location is None else line.location.file,
+                "line": None if line.location is None else line.location.line,
                 "outcome": line.outcome,
                 "new_keys": list(line.targets),
                 "reason": line.reason,

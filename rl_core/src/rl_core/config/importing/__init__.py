@@ -1,1 +1,1 @@
-"""Configs of other frameworks into ours, and a list of what became of every key of theirs."""
+"""Converts configs of other frameworks and reports what happened to each key."""

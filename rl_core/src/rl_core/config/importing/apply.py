@@ -16,7 +16,17 @@ from omegaconf import OmegaConf
 
 from rl_core.config.diagnostics import Problems, listed, show
 from rl_core.config.fields import NOTHING
-from rl_core.config.importing.rows import LEFT_OPEN, Added, Becomes, Decision, Refused, Row, Table, Theirs, Unneeded
+from rl_core.config.importing.rows import (
+    MISSING,
+    Decision,
+    Defaulted,
+    ForeignConfig,
+    Mapped,
+    Redundant,
+    Row,
+    Table,
+    Unsupported,
+)
 from rl_core.config.interpolation import escape, resolve
 from rl_core.config.sources import read_sources
 from rl_core.config.written import Path, Place, Written, dotted
@@ -41,14 +51,14 @@ class Line:
     Attributes:
         key: The dotted key.
         value: Its value.
-        place: Its source location; None for a default of the framework that the file does not set.
+        location: Its source location; None for a default of the framework that the file does not set.
         decision: The outcome and its reason.
         targets: The new dotted keys that the value went to; empty if there are none.
     """
 
     key: str
     value: Any
-    place: Place | None
+    location: Place | None
     decision: Decision
     targets: tuple[str, ...] = ()
 
@@ -56,17 +66,17 @@ class Line:
     def outcome(self) -> str:
         """`kept`, `renamed`, `redundant` or `unsupported`."""
         match self.decision:
-            case Refused():
+            case Unsupported():
                 return "unsupported"
-            case Unneeded():
+            case Redundant():
                 return "redundant"
-            case Becomes():
+            case Mapped():
                 return "kept" if self.targets == (self.key,) and not self.decision.note else "renamed"
 
     @property
     def reason(self) -> str:
         """The reason of the outcome, or how the meaning changes; empty if there is nothing to add."""
-        return self.decision.note if isinstance(self.decision, Becomes) else self.decision.reason
+        return self.decision.note if isinstance(self.decision, Mapped) else self.decision.reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +91,7 @@ class Imported:
 
     values: dict[str, Any]
     lines: tuple[Line, ...]
-    added: tuple[Added, ...]
+    added: tuple[Defaulted, ...]
 
     def to_yaml(self) -> str:
         """The new config as YAML. References to environment variables are kept."""
@@ -104,25 +114,25 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
     problems.raise_if_any()
     values = _resolved(written, problems)
     problems.raise_if_any()
-    theirs = Theirs(values)
-    if theirs.get(table.only_ours) is not None:
+    foreign = ForeignConfig(values)
+    if foreign.get(table.only_ours) is not None:
         raise ConfigError(
             f"{os.fspath(path)} is already an rlcore config: it sets {table.only_ours}, which {table.framework} does not have. "
             "Check it with `rlcore validate`."
         )
-    lines = [_line(path, value, written, table, theirs) for path, value in _leaves(values)]
+    lines = [_line(path, value, written, table, foreign) for path, value in _leaves(values)]
     if not any(line.key.split(".")[0] in table.sections for line in lines):
         found = listed(sorted({line.key.split(".")[0] for line in lines})) or "none"
         raise ConfigError(
             f"{os.fspath(path)} is not a {table.framework} config: it should have sections such as {listed(table.sections)}, "
             f"but has {found}."
         )
-    lines += _defaults(table, theirs)
+    lines += _defaults(table, foreign)
     ours: dict[str, Any] = {}
     for line in lines:
-        if isinstance(line.decision, Becomes):
+        if isinstance(line.decision, Mapped):
             ours |= line.decision.values
-    added = tuple(table.additions(theirs, ours))
+    added = tuple(table.additions(foreign, ours))
     ours |= {one.key: one.value for one in added}
     return Imported(values=_in_order(_tree(ours)), lines=tuple(lines), added=added)
 
@@ -130,7 +140,7 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
 def _resolved(written: Written, problems: Problems) -> dict[str, Any]:
     """The plain values. `???` and `${oc.env:...}` are kept for the user to fill in."""
     written = _with_environment_held(written)
-    left_open = [path for path, leaf in written.leaves() if leaf.value == LEFT_OPEN]
+    missing = [path for path, leaf in written.leaves() if leaf.value == MISSING]
     before = {name for name in _ARITHMETIC if OmegaConf.has_resolver(name)}
     for name in _ARITHMETIC.keys() - before:
         OmegaConf.register_resolver(name, _ARITHMETIC[name])
@@ -139,18 +149,18 @@ def _resolved(written: Written, problems: Problems) -> dict[str, Any]:
     finally:
         for name in _ARITHMETIC.keys() - before:
             OmegaConf.clear_resolver(name)
-    problems.found = [problem for problem in problems.found if problem.path not in left_open]
-    for path in left_open:
+    problems.found = [problem for problem in problems.found if problem.path not in missing]
+    for path in missing:
         holder: Any = values
         for part in path[:-1]:
             holder = holder[part]
-        holder[path[-1]] = LEFT_OPEN
+        holder[path[-1]] = MISSING
     released: dict[str, Any] = _with_environment_released(values)
     return released
 
 
 def _with_environment_held(written: Written) -> Written:
-    """The tree with every `${oc.env:...}` that is not an argument of another interpolation hidden from the resolver.
+    """The tree with `${oc.env:...}` hidden from the resolver, except as an argument of another interpolation.
 
     The variable may be unset on this machine, and its value (a secret, a local folder) must not be written to the new config.
     """
@@ -189,64 +199,64 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _line(path: Path, value: Any, written: Written, table: Table, theirs: Theirs) -> Line:
+def _line(path: Path, value: Any, written: Written, table: Table, foreign: ForeignConfig) -> Line:
     key = dotted(path)
-    decision = _decide(key, value, table, theirs)
-    place = written.nearest(path).key_place
-    return Line(key=key, value=value, place=place, decision=decision, targets=_targets(decision, key))
+    decision = _decide(key, value, table, foreign)
+    location = written.nearest(path).key_place
+    return Line(key=key, value=value, location=location, decision=decision, targets=_targets(decision, key))
 
 
 def _targets(decision: Decision, key: str) -> tuple[str, ...]:
-    if not isinstance(decision, Becomes):
+    if not isinstance(decision, Mapped):
         return ()
     # The keys of a section that is kept as one value keep their names.
     return tuple(key if key.startswith(f"{target}.") else target for target in decision.values)
 
 
-def _decide(key: str, value: Any, table: Table, theirs: Theirs) -> Decision:
+def _decide(key: str, value: Any, table: Table, foreign: ForeignConfig) -> Decision:
     parts = key.split(".")
     always = next((row for row in table.always if row.covers(parts)), None)
     if always is not None:
-        return always.decide(value, theirs)
-    off = next((switch for switch in table.switches if switch.covers(parts) and not switch.is_on(theirs)), None)
+        return always.decide(value, foreign)
+    off = next((switch for switch in table.switches if switch.covers(parts) and not switch.is_on(foreign)), None)
     if off is not None:
-        return Unneeded(off.off)
+        return Redundant(off.off)
     row = next((row for row in table.rows if row.covers(parts)), None)
     if row is None:
-        return Refused(_UNKNOWN.format(framework=table.framework))
-    given = theirs.get(row.pattern) if row.whole else value
-    if given == LEFT_OPEN and not row.as_it_is:
-        return Refused(f"not set (`{LEFT_OPEN}`): set it in that config and import again, or set the new key")
-    return _filled(row.decide(given, theirs), row, parts)
+        return Unsupported(_UNKNOWN.format(framework=table.framework))
+    given = foreign.get(row.pattern) if row.whole else value
+    if given == MISSING and not row.verbatim:
+        return Unsupported(f"not set (`{MISSING}`): set it in that config and import again, or set the new key")
+    return _filled(row.decide(given, foreign), row, parts)
 
 
 def _filled(decision: Decision, row: Row, parts: Sequence[str]) -> Decision:
     """The new keys with the wildcards of the pattern filled in."""
     stars = [part for part, given in zip(parts, row.pattern.split("."), strict=False) if given == "*"]
-    if not isinstance(decision, Becomes) or not stars:
+    if not isinstance(decision, Mapped) or not stars:
         return decision
     values = {}
     for key, value in decision.values.items():
         for star in stars:
             key = key.replace("*", star, 1)
         values[key] = value
-    return Becomes(values, decision.note)
+    return Mapped(values, decision.note)
 
 
-def _defaults(table: Table, theirs: Theirs) -> list[Line]:
+def _defaults(table: Table, foreign: ForeignConfig) -> list[Line]:
     """Lines for the defaults of the framework that differ from ours and that the file does not set."""
     lines = []
-    algorithm = next((name for name in table.defaults if name in theirs.values), None)
+    algorithm = next((name for name in table.defaults if name in foreign.values), None)
     for key, value in table.defaults.get(algorithm or "", {}).items():
-        if _is_silent(theirs, key):
-            decision = _decide(key, value, table, theirs)
-            lines.append(Line(key=key, value=value, place=None, decision=decision, targets=_targets(decision, key)))
+        if _is_silent(foreign, key):
+            decision = _decide(key, value, table, foreign)
+            lines.append(Line(key=key, value=value, location=None, decision=decision, targets=_targets(decision, key)))
     return lines
 
 
-def _is_silent(theirs: Theirs, key: str) -> bool:
+def _is_silent(foreign: ForeignConfig, key: str) -> bool:
     section, _, name = key.rpartition(".")
-    found = theirs.get(section, {})
+    found = foreign.get(section, {})
     return not (isinstance(found, Mapping) and name in found)
 
 
@@ -273,7 +283,7 @@ def _in_order(values: dict[str, Any]) -> dict[str, Any]:
 
 def describe(line: Line) -> str:
     """One line of the list: source location, key, value, new keys and reason."""
-    place = str(line.place) if line.place is not None else "(framework default)"
+    location = str(line.location) if line.location is not None else "(framework default)"
     went = f" -> {', '.join(line.targets)}" if line.targets and line.targets != (line.key,) else ""
     why = f": {line.reason}" if line.reason else ""
-    return f"{place}  {line.key} = {show(line.value)}{went}{why}"
+    return f"{location}  {line.key} = {show(line.value)}{went}{why}"

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LEFT_OPEN = "???"
+MISSING = "???"
 """A value that must be set by a config that inherits from this one."""
 
 
 @dataclass(frozen=True)
-class Becomes:
+class Mapped:
     """The value is kept, under one or more new keys.
 
     Attributes:
@@ -24,23 +24,23 @@ class Becomes:
 
 
 @dataclass(frozen=True)
-class Unneeded:
+class Redundant:
     """The key is not needed: this is the behavior anyway, or the feature is disabled in the imported config."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Refused:
+class Unsupported:
     """The setting is unsupported."""
 
     reason: str
 
 
-Decision = Becomes | Unneeded | Refused
+Decision = Mapped | Redundant | Unsupported
 
 
-class Theirs:
+class ForeignConfig:
     """The whole imported config as plain values, for conversions that need other keys.
 
     Args:
@@ -58,7 +58,7 @@ class Theirs:
                 found = found[int(part)]
             else:
                 found = found.get(part) if isinstance(found, Mapping) else None
-        return default if found is None or found == LEFT_OPEN else found
+        return default if found is None or found == MISSING else found
 
     def number(self, key: str, default: int) -> int:
         """The integer at a dotted key, or the default."""
@@ -74,13 +74,13 @@ class Row:
         pattern: A dotted key; `*` matches one component, `**` at the end matches everything below.
         decide: Called with the value and the whole imported config.
         whole: Convert the section as one value; the outcome applies to every key in it.
-        as_it_is: The value is copied without inspection, so `???` stays `???`.
+        verbatim: The value is copied without inspection, so `???` stays `???`.
     """
 
     pattern: str
-    decide: Callable[[Any, Theirs], Decision]
+    decide: Callable[[Any, ForeignConfig], Decision]
     whole: bool = False
-    as_it_is: bool = False
+    verbatim: bool = False
 
     def covers(self, path: Sequence[str]) -> bool:
         """Whether the pattern matches this key."""
@@ -98,7 +98,7 @@ class Switch:
     """
 
     pattern: str
-    is_on: Callable[[Theirs], bool]
+    is_on: Callable[[ForeignConfig], bool]
     off: str
 
     def covers(self, path: Sequence[str]) -> bool:
@@ -107,7 +107,7 @@ class Switch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added:
+class Defaulted:
     """A new key that corresponds to no imported key.
 
     Attributes:
@@ -141,37 +141,37 @@ class Table:
     switches: Sequence[Switch]
     rows: Sequence[Row]
     defaults: Mapping[str, Mapping[str, Any]]
-    additions: Callable[[Theirs, Mapping[str, Any]], Iterator[Added]]
+    additions: Callable[[ForeignConfig, Mapping[str, Any]], Iterator[Defaulted]]
     sections: Sequence[str]
     only_ours: str
 
 
 def same(prefix: str, names: str) -> list[Row]:
     """Rows for keys with the same path and meaning; names are separated by spaces."""
-    return [to(f"{prefix}.{name}", f"{prefix}.{name}") for name in names.split()]
+    return [renamed(f"{prefix}.{name}", f"{prefix}.{name}") for name in names.split()]
 
 
-def to(pattern: str, ours: str, note: str = "") -> Row:
+def renamed(pattern: str, ours: str, note: str = "") -> Row:
     """A row for a key with the same meaning under another path."""
-    return Row(pattern=pattern, decide=lambda value, theirs: Becomes({ours: value}, note), as_it_is=True)
+    return Row(pattern=pattern, decide=lambda value, foreign: Mapped({ours: value}, note), verbatim=True)
 
 
-def by(pattern: str, decide: Callable[[Any, Theirs], Decision], *, whole: bool = False) -> Row:
+def converted(pattern: str, decide: Callable[[Any, ForeignConfig], Decision], *, whole: bool = False) -> Row:
     """A row for a key whose outcome depends on its value."""
     return Row(pattern=pattern, decide=decide, whole=whole)
 
 
-def nothing(prefix: str, names: str, reason: str) -> list[Row]:
+def redundant(prefix: str, names: str, reason: str) -> list[Row]:
     """Rows for keys that are redundant whatever their value."""
-    return [Row(pattern=_under(prefix, name), decide=lambda value, theirs: Unneeded(reason)) for name in names.split()]
+    return [Row(pattern=_under(prefix, name), decide=lambda value, foreign: Redundant(reason)) for name in names.split()]
 
 
-def never(prefix: str, names: str, reason: str) -> list[Row]:
+def unsupported(prefix: str, names: str, reason: str) -> list[Row]:
     """Rows for keys that are unsupported whatever their value."""
-    return [Row(pattern=_under(prefix, name), decide=lambda value, theirs: Refused(reason)) for name in names.split()]
+    return [Row(pattern=_under(prefix, name), decide=lambda value, foreign: Unsupported(reason)) for name in names.split()]
 
 
-def only(prefix: str, names: str, allowed: Sequence[Any], *, since: str, reason: str) -> list[Row]:
+def redundant_if(prefix: str, names: str, allowed: Sequence[Any], *, since: str, reason: str) -> list[Row]:
     """Rows for keys that are redundant for some values and unsupported for all others.
 
     Args:
@@ -182,11 +182,11 @@ def only(prefix: str, names: str, allowed: Sequence[Any], *, since: str, reason:
         reason: Why other values are unsupported.
     """
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
-        silent = value is None or value in ({}, [])
-        return Unneeded(since) if silent or any(_equal(value, one) for one in allowed) else Refused(reason)
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        is_empty = value is None or value in ({}, [])
+        return Redundant(since) if is_empty or any(_equal(value, one) for one in allowed) else Unsupported(reason)
 
-    return [by(_under(prefix, name), decide) for name in names.split()]
+    return [converted(_under(prefix, name), decide) for name in names.split()]
 
 
 def _covers(pattern: str, path: Sequence[str]) -> bool:

@@ -1,1 +1,1 @@
-"""What is known of NeMo RL's config: `table` has the keys, the other rooms the values that take more than another name."""
+"""Import table of NeMo RL: `table` has the keys, the other modules convert values that need more than a new name."""

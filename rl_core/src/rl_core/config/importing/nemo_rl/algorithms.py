@@ -1,4 +1,4 @@
-"""How values of NeMo RL's algorithm sections, losses and checkpoints become ours."""
+"""Conversions of NeMo RL's algorithm sections, losses and checkpointing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from rl_core.config.durations import parse_duration
 from rl_core.config.importing.nemo_rl.facts import algorithm_of, validates
-from rl_core.config.importing.rows import Becomes, Decision, Refused, Theirs, Unneeded
+from rl_core.config.importing.rows import Decision, ForeignConfig, Mapped, Redundant, Unsupported
 
 _GROUPS = ("grpo", "gdpo")
 _PAIR_LOSSES = {"dpo": "dpo", "ipo": "ipo"}
 _STD_OF_ALL = (
-    "rewards are divided by the standard deviation of the whole group; NeMo RL leaves the sample itself out of it, so that its "
-    "advantages differ"
+    "rewards are divided by the standard deviation of the whole group; NeMo RL excludes the sample itself, so its advantages "
+    "differ"
 )
 _METRICS = {
     "val:accuracy": "validation/accuracy",
@@ -26,231 +26,233 @@ _METRICS = {
 }
 
 
-def needs_validation(key: str) -> Callable[[Any, Theirs], Decision]:
-    """A key that asks for validation, which ours does on a section of data alone."""
+def needs_validation(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A key that enables validation, which needs validation data."""
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
         if isinstance(value, int) and not isinstance(value, bool) and value < 0:
-            return Becomes({key: 0}, "off")
-        if validates(theirs) or value in (False, 0):
-            return Becomes({key: value})
-        return Refused("there is no validation data: data.validation, or a share of the training data under data.split")
+            return Mapped({key: 0}, "off")
+        if validates(foreign) or value in (False, 0):
+            return Mapped({key: value})
+        return Unsupported("no validation data: set data.validation, or hold out training data with data.split")
 
     return decide
 
 
-def validation_batches(value: Any, theirs: Theirs) -> Decision:
-    """Batches of a validation, as records."""
-    algorithm = algorithm_of(theirs)
-    size = theirs.number(f"{algorithm}.val_global_batch_size", 0)
-    if not validates(theirs):
-        return Unneeded("there is no validation")
+def validation_batches(value: Any, foreign: ForeignConfig) -> Decision:
+    """The number of validation batches, converted to records."""
+    algorithm = algorithm_of(foreign)
+    size = foreign.number(f"{algorithm}.val_global_batch_size", 0)
+    if not validates(foreign):
+        return Redundant("no validation")
     if not isinstance(value, int) or not size:
-        return Refused("val_global_batch_size is not there to count records with")
+        return Unsupported("val_global_batch_size is needed to convert batches to records")
     if value <= 0:
-        return Unneeded("all held-out records are used by default")
-    return Becomes({f"{algorithm}.max_val_samples": value * size}, "records are counted, not batches")
+        return Redundant("all held-out records are used by default")
+    return Mapped({f"{algorithm}.max_val_samples": value * size}, "counts records instead of batches")
 
 
-def of_groups(key: str) -> Callable[[Any, Theirs], Decision]:
-    """A key of the estimators that compare a group; the older place of it in `grpo` gives way to the newer one."""
+def group_estimator_key(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A key of group-relative advantage estimators; NeMo RL had it in `grpo` before `grpo.adv_estimator`."""
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
-        if theirs.get("grpo.adv_estimator.name", "grpo") not in _GROUPS:
-            return Unneeded("the estimator compares no groups")
-        note = _STD_OF_ALL if key == "use_leave_one_out_baseline" and value is True and _normalizes(theirs) else ""
-        return Becomes({f"grpo.adv_estimator.{key}": value}, note)
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        if foreign.get("grpo.adv_estimator.name", "grpo") not in _GROUPS:
+            return Redundant("the advantage estimator is not group-relative")
+        note = _STD_OF_ALL if key == "use_leave_one_out_baseline" and value is True and _normalizes(foreign) else ""
+        return Mapped({f"grpo.adv_estimator.{key}": value}, note)
 
     return decide
 
 
-def _normalizes(theirs: Theirs) -> bool:
+def _normalizes(foreign: ForeignConfig) -> bool:
     key = "normalize_rewards"
-    return theirs.get(f"grpo.adv_estimator.{key}", theirs.get(f"grpo.{key}", True)) is True
+    return foreign.get(f"grpo.adv_estimator.{key}", foreign.get(f"grpo.{key}", True)) is True
 
 
-def older_place(key: str) -> Callable[[Any, Theirs], Decision]:
-    """A key of `grpo` that `grpo.adv_estimator` has as well."""
+def moved_key(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A key of `grpo` that `grpo.adv_estimator` also has."""
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
-        if theirs.get(f"grpo.adv_estimator.{key}") is not None:
-            return Unneeded(f"adv_estimator.{key} decides")
-        return of_groups(key)(value, theirs)
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        if foreign.get(f"grpo.adv_estimator.{key}") is not None:
+            return Redundant(f"adv_estimator.{key} takes precedence")
+        return group_estimator_key(key)(value, foreign)
 
     return decide
 
 
-def estimator(value: Any, theirs: Theirs) -> Decision:
+def estimator(value: Any, foreign: ForeignConfig) -> Decision:
     """The advantage estimator."""
     if value in (*_GROUPS, "reinforce_plus_plus"):
-        return Becomes({"grpo.adv_estimator.name": value})
-    return Refused("grpo has grpo, rloo, reinforce_plus_plus and gdpo here, or an AdvantageEstimator by its dotted path")
+        return Mapped({"grpo.adv_estimator.name": value})
+    return Unsupported("estimators: grpo, rloo, reinforce_plus_plus, gdpo, or the import path of an AdvantageEstimator")
 
 
-def group_baseline(value: Any, theirs: Theirs) -> Decision:
-    """The baseline of Reinforce++."""
-    if theirs.get("grpo.adv_estimator.name", "grpo") != "reinforce_plus_plus":
-        return Unneeded("only reinforce_plus_plus has it")
-    return Becomes({"grpo.adv_estimator.minus_baseline": value})
+def group_baseline(value: Any, foreign: ForeignConfig) -> Decision:
+    """The group baseline of REINFORCE++."""
+    if foreign.get("grpo.adv_estimator.name", "grpo") != "reinforce_plus_plus":
+        return Redundant("only reinforce_plus_plus uses it")
+    return Mapped({"grpo.adv_estimator.minus_baseline": value})
 
 
-def batch_multiplier(value: Any, theirs: Theirs) -> Decision:
-    """How many prompts dynamic sampling draws at once."""
-    if theirs.get("grpo.use_dynamic_sampling") is not True:
-        return Unneeded("dynamic sampling is off")
-    return Becomes({"grpo.batch_multiplier": value})
+def batch_multiplier(value: Any, foreign: ForeignConfig) -> Decision:
+    """Prompts that dynamic sampling draws at once, as a multiple of the batch."""
+    if foreign.get("grpo.use_dynamic_sampling") is not True:
+        return Redundant("dynamic sampling is disabled")
+    return Mapped({"grpo.batch_multiplier": value})
 
 
-def steps(value: Any, theirs: Theirs) -> Decision:
-    """Steps of the run; a negative number leaves its end to the epochs."""
-    key = f"{algorithm_of(theirs)}.max_num_steps"
+def steps(value: Any, foreign: ForeignConfig) -> Decision:
+    """Maximum number of steps; a negative number means no limit, so that max_num_epochs ends the run."""
+    key = f"{algorithm_of(foreign)}.max_num_steps"
     if isinstance(value, int) and value < 0:
-        return Becomes({key: 1_000_000}, "so many that max_num_epochs ends the run")
-    return Becomes({key: value})
+        return Mapped({key: 1_000_000}, "large enough that max_num_epochs ends the run")
+    return Mapped({key: value})
 
 
-def epochs(value: Any, theirs: Theirs) -> Decision:
-    """Passes over the data."""
-    algorithm = algorithm_of(theirs)
-    if algorithm == "grpo" and theirs.get("grpo.use_dynamic_sampling") is True:
-        return Refused("dynamic sampling draws as many prompts as it needs, so an epoch is no number of steps: max_num_steps")
+def epochs(value: Any, foreign: ForeignConfig) -> Decision:
+    """Maximum number of epochs."""
+    algorithm = algorithm_of(foreign)
+    if algorithm == "grpo" and foreign.get("grpo.use_dynamic_sampling") is True:
+        return Unsupported("with dynamic sampling, an epoch has no fixed number of steps: set max_num_steps")
     if isinstance(value, int) and value < 0:
-        return Unneeded("no limit by default")
-    return Becomes({f"{algorithm}.max_num_epochs": value})
+        return Redundant("no limit by default")
+    return Mapped({f"{algorithm}.max_num_epochs": value})
 
 
-def dynamic_sampling(value: Any, theirs: Theirs) -> Decision:
-    """Whether groups of equal rewards are replaced."""
+def dynamic_sampling(value: Any, foreign: ForeignConfig) -> Decision:
+    """Whether groups with equal rewards are replaced."""
     if value is not True:
-        return Becomes({"grpo.use_dynamic_sampling": value})
-    return Becomes(
+        return Mapped({"grpo.use_dynamic_sampling": value})
+    return Mapped(
         {"grpo.use_dynamic_sampling": True},
-        "whole groups are filtered, by the environment's rewards before scaling and shaping; NeMo RL 0.6 filters by shaped "
-        "rewards, and single rows under leave-one-out",
+        "filters whole groups by the environment's rewards before scaling and shaping; NeMo RL 0.6 filters by shaped rewards, "
+        "and single rows with leave-one-out",
     )
 
 
-def overlong_penalty(algorithm: str) -> Callable[[Any, Theirs], Decision]:
-    """The penalty of answers close to the length limit."""
+def overlong_penalty(algorithm: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """The penalty for completions close to the length limit."""
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
-        note = "the penalty is bounded by this value; NeMo RL's keeps growing beyond the limit, and counts the first turn only"
-        is_on = theirs.get(f"{algorithm}.reward_shaping.enabled") is True
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        note = "this value bounds the penalty; NeMo RL's grows beyond the limit and counts only the first turn"
+        is_on = foreign.get(f"{algorithm}.reward_shaping.enabled") is True
         if value is None:
-            return Unneeded("the default is used")
-        return Becomes({f"{algorithm}.reward_shaping.overlong_buffer_penalty": value}, note if is_on else "")
+            return Redundant("the default is used")
+        return Mapped({f"{algorithm}.reward_shaping.overlong_buffer_penalty": value}, note if is_on else "")
 
     return decide
 
 
-def kl_penalty(value: Any, theirs: Theirs) -> Decision:
-    """The weight of the KL to the reference policy."""
-    in_loss = bool(value) and theirs.get("loss_fn.use_kl_in_reward") is not True
+def kl_penalty(value: Any, foreign: ForeignConfig) -> Decision:
+    """The weight of the KL penalty to the reference policy."""
+    in_loss = bool(value) and foreign.get("loss_fn.use_kl_in_reward") is not True
     note = (
-        "the gradient is that of the estimator alone; NeMo RL adds a score-function term to it, so the same weight pulls "
-        "differently"
+        "the gradient is that of the KL estimator only; NeMo RL adds a score-function term, so the same weight has a different "
+        "effect"
     )
-    return Becomes({"loss_fn.reference_policy_kl_penalty": value}, note if in_loss else "")
+    return Mapped({"loss_fn.reference_policy_kl_penalty": value}, note if in_loss else "")
 
 
-def importance_correction(value: Any, theirs: Theirs) -> Decision:
-    """Weights that correct for the sampler's log-probabilities."""
+def importance_correction(value: Any, foreign: ForeignConfig) -> Decision:
+    """Importance-sampling correction for the log-probabilities of the generation backend."""
     notes = []
-    if value is True and theirs.get("loss_fn.sequence_level_importance_ratios") is True:
+    if value is True and foreign.get("loss_fn.sequence_level_importance_ratios") is True:
         notes.append("each token has its own correction weight; NeMo RL has one per sequence with sequence-level ratios")
-    if value is True and theirs.get("loss_fn.truncated_importance_sampling_ratio") is None:
+    if value is True and foreign.get("loss_fn.truncated_importance_sampling_ratio") is None:
         notes.append("weights are truncated at 2.0 by default; NeMo RL leaves them unbounded unless a bound is set")
-    return Becomes({"loss_fn.use_importance_sampling_correction": value}, "; ".join(notes))
+    return Mapped({"loss_fn.use_importance_sampling_correction": value}, "; ".join(notes))
 
 
-def kl_type(value: Any, theirs: Theirs) -> Decision:
-    """The estimator of the KL penalty."""
-    is_penalized = theirs.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
-    in_reward = theirs.get("loss_fn.use_kl_in_reward") is True
+def kl_type(value: Any, foreign: ForeignConfig) -> Decision:
+    """The KL estimator."""
+    is_penalized = foreign.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
+    in_reward = foreign.get("loss_fn.use_kl_in_reward") is True
     if value == "k1" and is_penalized and not in_reward:
-        return Refused("k1 as a part of the loss has an expected gradient of zero: k3 is taken, or set use_kl_in_reward")
+        return Unsupported("k1 in the loss has an expected gradient of zero: k3 is used instead, or set use_kl_in_reward")
     if value in ("k2", "k3") and is_penalized and in_reward:
-        return Refused(f"{value} in the reward has a wrong gradient, which raises the KL: k1 is taken")
-    return Becomes({"loss_fn.reference_policy_kl_type": value})
+        return Unsupported(f"{value} in the reward has a wrong gradient, which increases the KL: k1 is used instead")
+    return Mapped({"loss_fn.reference_policy_kl_type": value})
 
 
-def kl_in_reward(value: Any, theirs: Theirs) -> Decision:
-    """The penalty as a part of the reward."""
-    if value is True and not theirs.get("loss_fn.reference_policy_kl_penalty", 0.01):
-        return Unneeded("reference_policy_kl_penalty is 0, so nothing is taken from a reward")
-    note = "the estimator in the reward is k1: k2 and k3 have a wrong gradient there"
-    says_nothing = value is True and theirs.get("loss_fn.reference_policy_kl_type") is None
-    return Becomes({"loss_fn.use_kl_in_reward": value}, note if says_nothing else "")
+def kl_in_reward(value: Any, foreign: ForeignConfig) -> Decision:
+    """Whether the KL penalty is subtracted from the reward."""
+    if value is True and not foreign.get("loss_fn.reference_policy_kl_penalty", 0.01):
+        return Redundant("reference_policy_kl_penalty is 0, so nothing is subtracted from the reward")
+    note = "the KL estimator in the reward is k1, because k2 and k3 have a wrong gradient there"
+    is_default = value is True and foreign.get("loss_fn.reference_policy_kl_type") is None
+    return Mapped({"loss_fn.use_kl_in_reward": value}, note if is_default else "")
 
 
-def truncation(key: str) -> Callable[[Any, Theirs], Decision]:
-    """A key of truncated importance sampling, which counts where the correction is on."""
+def truncation(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A key of truncated importance sampling, which has an effect if the correction is enabled."""
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
-        if theirs.get("loss_fn.use_importance_sampling_correction") is not True:
-            return Unneeded("the importance-sampling correction is off")
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        if foreign.get("loss_fn.use_importance_sampling_correction") is not True:
+            return Redundant("the importance-sampling correction is disabled")
         if value is not None:
-            return Becomes({f"loss_fn.{key}": value})
+            return Mapped({f"loss_fn.{key}": value})
         if key == "truncated_importance_sampling_type":
-            return Refused("weights are always truncated here: at 2.0 by `tis`, unless the config says otherwise")
-        return Unneeded("the default bound is taken")
+            return Unsupported("weights are always truncated, by default at 2.0 with `tis`")
+        return Redundant("the default bound is used")
 
     return decide
 
 
-def on_policy(value: Any, theirs: Theirs) -> Decision:
-    """A ratio of 1 where a step makes one update."""
+def on_policy(value: Any, foreign: ForeignConfig) -> Decision:
+    """A ratio of exactly 1 if a step makes one optimizer step."""
     if value is not True:
-        return Unneeded("the ratio is 1 here exactly where a step makes one optimizer step")
-    return Becomes({f"{algorithm_of(theirs)}.skip_logprobs_when_on_policy": True}, "where a step makes one optimizer step")
+        return Redundant("the ratio is exactly 1 anyway if a step makes one optimizer step")
+    return Mapped({f"{algorithm_of(foreign)}.skip_logprobs_when_on_policy": True}, "if a step makes one optimizer step")
 
 
-def pair_loss(value: Any, theirs: Theirs) -> Decision:
+def pair_loss(value: Any, foreign: ForeignConfig) -> Decision:
     """The preference loss."""
     if str(value) in _PAIR_LOSSES:
-        return Becomes({"loss_fn.name": _PAIR_LOSSES[str(value)]})
-    return Refused("losses over pairs here: dpo, ipo, dpo_hinge, simpo, orpo")
+        return Mapped({"loss_fn.name": _PAIR_LOSSES[str(value)]})
+    return Unsupported("preference losses: dpo, ipo, dpo_hinge, simpo, orpo")
 
 
-def metric(value: Any, theirs: Theirs) -> Decision:
+def metric(value: Any, foreign: ForeignConfig) -> Decision:
     """The metric that ranks checkpoints."""
     if value is None:
-        return Unneeded("no ranking")
+        return Redundant("no ranking")
     found = str(value)
     if found.startswith("val:validation") and found.endswith("_loss"):
         found = "val:loss"
     if found not in _METRICS:
-        return Refused("no metric here is known to be the same: docs/metrics.md")
-    if found.startswith("val:") and not validates(theirs):
-        return Refused("there is no validation data to rank checkpoints by")
-    return Becomes({"checkpointing.metric_name": _METRICS[found]})
+        return Unsupported("no equivalent metric; see docs/metrics.md")
+    if found.startswith("val:") and not validates(foreign):
+        return Unsupported("ranking checkpoints by it needs validation data")
+    return Mapped({"checkpointing.metric_name": _METRICS[found]})
 
 
-def best_checkpoints(value: Any, theirs: Theirs) -> Decision:
-    """How many of the best checkpoints are kept."""
-    if value is None or not isinstance(metric(theirs.get("checkpointing.metric_name"), theirs), Becomes):
-        return Refused("checkpoints cannot be ranked because metric_name was not imported; the newest keep_latest_k are kept")
-    return Becomes({"checkpointing.keep_top_k": value})
+def best_checkpoints(value: Any, foreign: ForeignConfig) -> Decision:
+    """Number of best checkpoints to keep."""
+    if value is None or not isinstance(metric(foreign.get("checkpointing.metric_name"), foreign), Mapped):
+        return Unsupported(
+            "checkpoints cannot be ranked because metric_name was not imported; the newest keep_latest_k are kept"
+        )
+    return Mapped({"checkpointing.keep_top_k": value})
 
 
-def unless_null(key: str) -> Callable[[Any, Theirs], Decision]:
-    """A key that may be null there and not here."""
-    return lambda value, theirs: Unneeded("the default is taken") if value is None else Becomes({key: value})
+def unless_null(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A key that may be null in NeMo RL but not in rlcore."""
+    return lambda value, foreign: Redundant("the default is used") if value is None else Mapped({key: value})
 
 
-def time_limit(value: Any, theirs: Theirs) -> Decision:
-    """When the run must have ended with a checkpoint: seconds, or `DD:HH:MM:SS`, whose days are set off by a dash here."""
+def time_limit(value: Any, foreign: ForeignConfig) -> Decision:
+    """The time limit of the run: seconds, or `DD:HH:MM:SS`, which becomes `D-HH:MM:SS`."""
     if value is None:
-        return Unneeded("disabled")
+        return Redundant("disabled")
     days, _, rest = str(value).partition(":")
     limit = f"{int(days)}-{rest}" if rest.count(":") == 2 and days.isdigit() else value
     try:
         parse_duration(limit)
     except (TypeError, ValueError) as error:
-        return Refused(str(error))
-    return Becomes({"checkpointing.max_time": limit})
+        return Unsupported(str(error))
+    return Mapped({"checkpointing.max_time": limit})
 
 
-def unless_zero(key: str) -> Callable[[Any, Theirs], Decision]:
-    """A number that is 0 there where it is off, and null here."""
-    return lambda value, theirs: Becomes({key: value}) if value else Unneeded("disabled")
+def unless_zero(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A number for which NeMo RL's 0 and rlcore's null mean disabled."""
+    return lambda value, foreign: Mapped({key: value}) if value else Redundant("disabled")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.config.importing.rows import Becomes, Decision, Row, Switch, Theirs
+from rl_core.config.importing.rows import Decision, ForeignConfig, Mapped, Row, Switch
 
 
 def rows_for(section: str, rows: Sequence[Row]) -> list[Row]:
@@ -20,25 +20,25 @@ def switches_for(section: str, switches: Sequence[Switch]) -> list[Switch]:
 
 
 def _row(section: str, row: Row) -> Row:
-    def decide(value: Any, theirs: Theirs) -> Decision:
-        decision = row.decide(value, _as_policy(section, theirs))
-        if not isinstance(decision, Becomes):
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        decision = row.decide(value, _as_policy(section, foreign))
+        if not isinstance(decision, Mapped):
             return decision
-        return Becomes({_renamed(section, key): it for key, it in decision.values.items()}, decision.note)
+        return Mapped({_renamed(section, key): it for key, it in decision.values.items()}, decision.note)
 
-    return Row(pattern=_renamed(section, row.pattern), decide=decide, whole=row.whole, as_it_is=row.as_it_is)
+    return Row(pattern=_renamed(section, row.pattern), decide=decide, whole=row.whole, verbatim=row.verbatim)
 
 
 def _switch(section: str, switch: Switch) -> Switch:
     return Switch(
         pattern=_renamed(section, switch.pattern),
-        is_on=lambda theirs: switch.is_on(_as_policy(section, theirs)),
+        is_on=lambda foreign: switch.is_on(_as_policy(section, foreign)),
         off=_renamed(section, switch.off),
     )
 
 
-def _as_policy(section: str, theirs: Theirs) -> Theirs:
-    return Theirs({**theirs.values, "policy": theirs.values.get(section)})
+def _as_policy(section: str, foreign: ForeignConfig) -> ForeignConfig:
+    return ForeignConfig({**foreign.values, "policy": foreign.values.get(section)})
 
 
 def _renamed(section: str, key: str) -> str:

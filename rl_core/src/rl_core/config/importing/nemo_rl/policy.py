@@ -1,4 +1,4 @@
-"""How values of NeMo RL's section `policy` become ours: batches, parallelism, optimizer, schedule, sampling."""
+"""Conversions of NeMo RL's section `policy`: batches, parallelism, optimizer, schedule, sampling."""
 
 from __future__ import annotations
 
@@ -6,349 +6,351 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_core.config.importing.nemo_rl.facts import algorithm_of, has_pairs, is_megatron
-from rl_core.config.importing.rows import Becomes, Decision, Refused, Theirs, Unneeded
+from rl_core.config.importing.rows import Decision, ForeignConfig, Mapped, Redundant, Unsupported
 
 _SCHEDULERS = "torch.optim.lr_scheduler"
 
 
-_CONTENT_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_CONTENT_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def chat_template(value: Any, theirs: Theirs) -> Decision:
-    """The chat template: `default` is the tokenizer's own, and null is none at all."""
+def chat_template(value: Any, foreign: ForeignConfig) -> Decision:
+    """The chat template. In NeMo RL, `default` is that of the tokenizer and null means no template."""
     if value == "default":
-        return Unneeded("the tokenizer's own template is the default")
+        return Redundant("the tokenizer's template is the default")
     if value is None:
-        return Becomes(
-            {"policy.tokenizer.chat_template": _CONTENT_ALONE},
-            "null means no template in NeMo RL: the contents of messages are concatenated. Null here is the tokenizer's own",
+        return Mapped(
+            {"policy.tokenizer.chat_template": _CONTENT_ONLY},
+            "null means no template in NeMo RL: message contents are concatenated. Here null is the tokenizer's template",
         )
-    return Becomes({"policy.tokenizer.chat_template": value})
+    return Mapped({"policy.tokenizer.chat_template": value})
 
 
-def template_kwargs(value: Any, theirs: Theirs) -> Decision:
-    """Variables of the chat template; null is none."""
+def template_kwargs(value: Any, foreign: ForeignConfig) -> Decision:
+    """Variables of the chat template."""
     if not value:
-        return Unneeded("there are none")
-    return Becomes({"policy.tokenizer.chat_template_kwargs": value})
+        return Redundant("none")
+    return Mapped({"policy.tokenizer.chat_template_kwargs": value})
 
 
-def pairs_as_rows(key: str) -> Callable[[Any, Theirs], Decision]:
-    """A number of pairs, where ours counts rows; the same number for algorithms without pairs."""
+def pairs_as_rows(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A number of pairs, converted to rows; unchanged for algorithms without pairs."""
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
-        if not has_pairs(theirs):
-            return Becomes({key: value})
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        if not has_pairs(foreign):
+            return Mapped({key: value})
         if not isinstance(value, int):
-            return Refused("must be a whole number of pairs")
-        return Becomes({key: 2 * value}, "rows are counted, two a pair")
+            return Unsupported("must be a whole number of pairs")
+        return Mapped({key: 2 * value}, "counts rows, two per pair")
 
     return decide
 
 
-def global_batch(value: Any, theirs: Theirs) -> Decision:
-    """Rows (or pairs) of an optimizer step; those that do not sample have one such step in each of their steps."""
-    algorithm = algorithm_of(theirs)
+def global_batch(value: Any, foreign: ForeignConfig) -> Decision:
+    """Rows (or pairs) per optimizer step. Algorithms that do not sample take one optimizer step per step."""
+    algorithm = algorithm_of(foreign)
     if algorithm in ("sft", "dpo", "rm"):
-        return Becomes({f"{algorithm}.global_batch_size": value})
-    return Becomes({"policy.train_global_batch_size": value})
+        return Mapped({f"{algorithm}.global_batch_size": value})
+    return Mapped({"policy.train_global_batch_size": value})
 
 
-def length_of_answers(value: Any, theirs: Theirs) -> Decision:
-    """The most tokens of a completion; theirs may equal the whole length, since a prompt takes its part of it."""
-    longest = theirs.number("policy.max_total_sequence_length", 0)
+def length_of_answers(value: Any, foreign: ForeignConfig) -> Decision:
+    """Maximum completion length. In NeMo RL it may equal the total length, which includes the prompt."""
+    longest = foreign.number("policy.max_total_sequence_length", 0)
     if isinstance(value, int) and longest and value >= longest:
-        return Becomes({"policy.generation.max_new_tokens": longest - 1}, "a prompt has one token at least, of the same length")
-    return Becomes({"policy.generation.max_new_tokens": value})
+        return Mapped({"policy.generation.max_new_tokens": longest - 1}, "one token is reserved for the prompt")
+    return Mapped({"policy.generation.max_new_tokens": value})
 
 
-def temperature_of_validation(value: Any, theirs: Theirs) -> Decision:
-    """Greedy, or as in training."""
-    if value in (0, theirs.get("policy.generation.temperature", 1.0)):
-        return Becomes({"policy.generation.val_temperature": value})
-    return Refused("an engine samples at one temperature: that of training, or 0 for validation")
+def temperature_of_validation(value: Any, foreign: ForeignConfig) -> Decision:
+    """Validation temperature: 0 or that of training."""
+    if value in (0, foreign.get("policy.generation.temperature", 1.0)):
+        return Mapped({"policy.generation.val_temperature": value})
+    return Unsupported("validation can only use the training temperature or 0")
 
 
-def as_in_training(key: str) -> Callable[[Any, Theirs], Decision]:
-    """A filter of validation, which must be that of training."""
+def as_in_training(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """`top_p` or `top_k` of validation, which must equal that of training."""
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
-        if value == theirs.get(f"policy.generation.{key}", value):
-            return Unneeded("validation filters as training does")
-        return Refused("validation filters as training does; only its temperature may be another")
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        if value == foreign.get(f"policy.generation.{key}", value):
+            return Redundant("validation uses the filter of training")
+        return Unsupported("validation uses the filter of training; only the temperature can differ")
 
     return decide
 
 
-def unfiltered(key: str, neutral: Any) -> Callable[[Any, Theirs], Decision]:
-    """A filter of sampling that an algorithm cannot train on."""
+def unfiltered(key: str, neutral: Any) -> Callable[[Any, ForeignConfig], Decision]:
+    """A sampling filter, which must be disabled for training."""
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
         if value is None or value == neutral:
-            return Becomes({f"policy.generation.{key}": neutral})
-        return Refused(
-            "tokens would be drawn from a filtered distribution and scored under the whole one; grpo refuses that here"
+            return Mapped({f"policy.generation.{key}": neutral})
+        return Unsupported(
+            "tokens would be sampled from the filtered distribution but scored under the full one, which grpo does not allow"
         )
 
     return decide
 
 
-def engine(value: Any, theirs: Theirs) -> Decision:
+def engine(value: Any, foreign: ForeignConfig) -> Decision:
     """The generation backend."""
     if value in ("vllm", "hf"):
-        return Becomes({"policy.generation.backend": value})
-    return Refused(f"there is no generation backend {value!r} here: say which `policy.generation.backend` samples")
+        return Mapped({"policy.generation.backend": value})
+    return Unsupported(f"no generation backend {value!r}: choose another `policy.generation.backend`")
 
 
-def engine_precision(value: Any, theirs: Theirs) -> Decision:
-    """The type of the engine's weights."""
+def engine_precision(value: Any, foreign: ForeignConfig) -> Decision:
+    """Data type of the engine's weights."""
     if value in ("float32", "bfloat16", "float16"):
-        return Becomes({"policy.generation.vllm_cfg.precision": value})
-    return Refused("the engine takes the policy's precision; a quantised one goes under vllm_kwargs.quantization")
+        return Mapped({"policy.generation.vllm_cfg.precision": value})
+    return Unsupported("the engine uses the policy's precision; set quantization in vllm_kwargs.quantization")
 
 
 ELSEWHERE = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "enable_chunked_prefill")
-"""Arguments of vLLM that have a key of their own here, or none."""
+"""vLLM arguments that have a config key, or no equivalent."""
 
 
-def engine_arguments(value: Any, theirs: Theirs) -> Decision:
-    """Arguments of vLLM, by their names there."""
+def engine_arguments(value: Any, foreign: ForeignConfig) -> Decision:
+    """Arguments passed to vLLM."""
     if not isinstance(value, Mapping) or not value:
-        return Unneeded("none")
-    return Becomes({"policy.generation.vllm_kwargs": {key: it for key, it in value.items() if key not in ELSEWHERE}})
+        return Redundant("none")
+    return Mapped({"policy.generation.vllm_kwargs": {key: it for key, it in value.items() if key not in ELSEWHERE}})
 
 
-def cache_size(value: Any, theirs: Theirs) -> Decision:
+def cache_size(value: Any, foreign: ForeignConfig) -> Decision:
     """The size of the KV cache."""
     if not isinstance(value, int):
-        return Refused("must be a whole number of bytes")
-    return Becomes({"policy.generation.vllm_cfg.kv_cache_gib": value / 2**30}, "in GiB")
+        return Unsupported("must be a whole number of bytes")
+    return Mapped({"policy.generation.vllm_cfg.kv_cache_gib": value / 2**30}, "in GiB")
 
 
-def rows_decoded(value: Any, theirs: Theirs) -> Decision:
-    """Rows decoded together, which theirs says for an engine of Transformers alone."""
-    if theirs.get("policy.generation.backend") == "hf":
-        return Becomes({"policy.generation.hf_cfg.max_batch_rows": value})
-    return Unneeded("the engine batches by itself")
+def rows_decoded(value: Any, foreign: ForeignConfig) -> Decision:
+    """Maximum number of rows decoded together, used only by the `hf` generation backend."""
+    if foreign.get("policy.generation.backend") == "hf":
+        return Mapped({"policy.generation.hf_cfg.max_batch_rows": value})
+    return Redundant("the engine batches automatically")
 
 
-def logprob_chunk(value: Any, theirs: Theirs) -> Decision:
-    """Positions whose logits exist at one time."""
+def logprob_chunk(value: Any, foreign: ForeignConfig) -> Decision:
+    """Number of positions whose logits are computed at once."""
     if value is None:
-        return Unneeded("logits are made in chunks in any case")
-    return Becomes({f"policy.{_section(theirs)}.logprob_chunk_tokens": value})
+        return Redundant("logits are always computed in chunks")
+    return Mapped({f"policy.{_section(foreign)}.logprob_chunk_tokens": value})
 
 
-def config_overrides(value: Any, theirs: Theirs) -> Decision:
-    """Fields of the model's own config."""
+def config_overrides(value: Any, foreign: ForeignConfig) -> Decision:
+    """Fields of the model config."""
     if not value:
-        return Unneeded("none")
-    if is_megatron(theirs):
-        return Refused("Megatron builds the model by its config as it is")
-    return Becomes({"policy.hf_cfg.config_overrides": value})
+        return Redundant("none")
+    if is_megatron(foreign):
+        return Unsupported("the megatron backend uses the model config unchanged")
+    return Mapped({"policy.hf_cfg.config_overrides": value})
 
 
-def keywords(value: Any, theirs: Theirs) -> Decision:
+def keywords(value: Any, foreign: ForeignConfig) -> Decision:
     """Keyword arguments of the optimizer."""
-    return Becomes({"policy.optimizer.kwargs": value})
+    return Mapped({"policy.optimizer.kwargs": value})
 
 
-def packer(value: Any, theirs: Theirs) -> Decision:
-    """How rows are put into microbatches."""
+def packer(value: Any, foreign: ForeignConfig) -> Decision:
+    """The bin-packing algorithm for microbatches."""
     known = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
     if value in known:
-        return Becomes({"policy.sequence_packing.algorithm": value})
-    return Refused(f"packers here: {', '.join(known)}")
+        return Mapped({"policy.sequence_packing.algorithm": value})
+    return Unsupported(f"algorithms: {', '.join(known)}")
 
 
-def lora(value: Any, theirs: Theirs) -> Decision:
-    """Adapters: the section itself switches them on."""
-    return Becomes({"policy.hf_cfg.lora": {}}, "the section itself switches adapters on")
+def lora(value: Any, foreign: ForeignConfig) -> Decision:
+    """LoRA, which the presence of the section enables."""
+    return Mapped({"policy.hf_cfg.lora": {}}, "the section enables LoRA")
 
 
-def lora_targets(value: Any, theirs: Theirs) -> Decision:
-    """Layers that get adapters, by name."""
-    if not value or theirs.get("policy.dtensor_cfg.lora_cfg.match_all_linear") is True:
-        return Unneeded("match_all_linear decides")
-    return Becomes({"policy.hf_cfg.lora.target_modules": value})
+def lora_targets(value: Any, foreign: ForeignConfig) -> Decision:
+    """Names of layers with adapters."""
+    if not value or foreign.get("policy.dtensor_cfg.lora_cfg.match_all_linear") is True:
+        return Redundant("match_all_linear takes precedence")
+    return Mapped({"policy.hf_cfg.lora.target_modules": value})
 
 
-def all_linear(value: Any, theirs: Theirs) -> Decision:
-    """All linear layers get adapters."""
+def all_linear(value: Any, foreign: ForeignConfig) -> Decision:
+    """Whether all linear layers get adapters."""
     if value is True:
-        return Becomes({"policy.hf_cfg.lora.target_modules": "all-linear"}, "all but the LM head")
-    return Unneeded("target_modules decides")
+        return Mapped({"policy.hf_cfg.lora.target_modules": "all-linear"}, "all but the LM head")
+    return Redundant("target_modules is used")
 
 
-def dropout_position(value: Any, theirs: Theirs) -> Decision:
-    """Where an adapter drops its inputs, or its outputs."""
-    if value == "pre" or not theirs.get("policy.dtensor_cfg.lora_cfg.dropout"):
-        return Unneeded("nothing is dropped, or an adapter's inputs are")
-    return Refused("dropout is of an adapter's inputs, as in peft")
+def dropout_position(value: Any, foreign: ForeignConfig) -> Decision:
+    """Whether dropout applies to the input or the output of an adapter."""
+    if value == "pre" or not foreign.get("policy.dtensor_cfg.lora_cfg.dropout"):
+        return Redundant("there is no dropout, or it applies to the adapter's input")
+    return Unsupported("dropout applies to the adapter's input, as in peft")
 
 
-def lora_exclusions(value: Any, theirs: Theirs) -> Decision:
-    """Layers that get none."""
-    return Becomes({"policy.hf_cfg.lora.exclude_modules": value}) if value else Unneeded("none")
+def lora_exclusions(value: Any, foreign: ForeignConfig) -> Decision:
+    """Names of layers without adapters."""
+    return Mapped({"policy.hf_cfg.lora.exclude_modules": value}) if value else Redundant("none")
 
 
-def expert_tensor_ranks(value: Any, theirs: Theirs) -> Decision:
-    """Ranks that share a matrix of an expert, which counts where experts are divided."""
-    if theirs.number("policy.megatron_cfg.expert_model_parallel_size", 1) == 1:
-        return Unneeded("experts are not divided over ranks, and are then shared as all other matrices are")
-    return Becomes({"policy.megatron_cfg.expert_tensor_parallel_size": value})
+def expert_tensor_ranks(value: Any, foreign: ForeignConfig) -> Decision:
+    """Tensor parallelism of experts, which has an effect with expert parallelism."""
+    if foreign.number("policy.megatron_cfg.expert_model_parallel_size", 1) == 1:
+        return Redundant("without expert parallelism, experts use the tensor parallelism of all other layers")
+    return Mapped({"policy.megatron_cfg.expert_tensor_parallel_size": value})
 
 
-def sequence_ranks(value: Any, theirs: Theirs) -> Decision:
-    """Sequence parallelism, over tensor-parallel ranks."""
-    if value is True and theirs.number("policy.megatron_cfg.tensor_model_parallel_size", 1) == 1:
-        return Unneeded("there is one tensor-parallel rank, and nothing to divide a sequence over")
-    return Becomes({"policy.megatron_cfg.sequence_parallel": value})
+def sequence_ranks(value: Any, foreign: ForeignConfig) -> Decision:
+    """Sequence parallelism, which needs tensor parallelism."""
+    if value is True and foreign.number("policy.megatron_cfg.tensor_model_parallel_size", 1) == 1:
+        return Redundant("no effect without tensor parallelism")
+    return Mapped({"policy.megatron_cfg.sequence_parallel": value})
 
 
-def recomputation(value: Any, theirs: Theirs) -> Decision:
-    """Activation checkpointing of Megatron: of whole layers, or of attention alone."""
+def recomputation(value: Any, foreign: ForeignConfig) -> Decision:
+    """Megatron's activation checkpointing, of whole layers or only of attention."""
     if value is not True:
-        return Becomes({"policy.activation_checkpointing": value})
-    if theirs.get("policy.megatron_cfg.recompute_granularity", "full") == "selective":
-        return Becomes({"policy.megatron_cfg.recompute_granularity": "selective"})
-    return Becomes({"policy.activation_checkpointing": True})
+        return Mapped({"policy.activation_checkpointing": value})
+    if foreign.get("policy.megatron_cfg.recompute_granularity", "full") == "selective":
+        return Mapped({"policy.megatron_cfg.recompute_granularity": "selective"})
+    return Mapped({"policy.activation_checkpointing": True})
 
 
-def granularity(value: Any, theirs: Theirs) -> Decision:
-    """What is computed again, where anything is."""
-    if theirs.get("policy.megatron_cfg.activation_checkpointing") is not True:
-        return Unneeded("activation_checkpointing is off")
-    return recomputation(True, theirs)
+def granularity(value: Any, foreign: ForeignConfig) -> Decision:
+    """What is recomputed if activation checkpointing is enabled."""
+    if foreign.get("policy.megatron_cfg.activation_checkpointing") is not True:
+        return Redundant("activation_checkpointing is disabled")
+    return recomputation(True, foreign)
 
 
-def pipeline_type(value: Any, theirs: Theirs) -> Decision:
-    """The type that travels between stages."""
-    if value == theirs.get("policy.precision"):
-        return Unneeded("stages speak in policy.precision")
-    return Refused("stages speak in policy.precision")
+def pipeline_type(value: Any, foreign: ForeignConfig) -> Decision:
+    """Data type of the activations sent between pipeline stages."""
+    if value == foreign.get("policy.precision"):
+        return Redundant("pipeline stages exchange tensors in policy.precision")
+    return Unsupported("pipeline stages exchange tensors in policy.precision")
 
 
-def optimizer_type(name: str) -> Callable[[Any, Theirs], Decision]:
-    """Whether the optimizer's own word on the type agrees with `policy.precision`."""
+def optimizer_type(name: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A data type of the optimizer, which must agree with `policy.precision`."""
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
-        if value is (theirs.get("policy.precision") == name):
-            return Unneeded("policy.precision says so")
-        return Refused("policy.precision decides, and says otherwise")
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        if value is (foreign.get("policy.precision") == name):
+            return Redundant("policy.precision sets it")
+        return Unsupported("contradicts policy.precision, which sets it")
 
     return decide
 
 
-def gathered_weights(value: Any, theirs: Theirs) -> Decision:
-    """Overlapped gathering, which needs weights that are divided."""
-    divided = theirs.get("policy.megatron_cfg.optimizer.use_distributed_optimizer") is True
-    overlapped = theirs.get("policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce") is True
+def gathered_weights(value: Any, foreign: ForeignConfig) -> Decision:
+    """Overlapped parameter gathering, which needs the distributed optimizer."""
+    divided = foreign.get("policy.megatron_cfg.optimizer.use_distributed_optimizer") is True
+    overlapped = foreign.get("policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce") is True
     if value is True and not (divided and overlapped):
-        return Unneeded("it acts with use_distributed_optimizer and overlap_grad_reduce alone")
-    return Becomes({"policy.megatron_cfg.overlap_param_gather": value})
+        return Redundant("no effect without use_distributed_optimizer and overlap_grad_reduce")
+    return Mapped({"policy.megatron_cfg.overlap_param_gather": value})
 
 
-def megatron_optimizer(value: Any, theirs: Theirs) -> Decision:
-    """Megatron's optimizer by its class in PyTorch."""
+def megatron_optimizer(value: Any, foreign: ForeignConfig) -> Decision:
+    """Megatron's optimizer as the PyTorch class with the same algorithm."""
     names = {"adam": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
     if str(value) in names:
-        return Becomes({"policy.optimizer.name": names[str(value)]})
-    return Refused(f"Megatron-Core trains with {' or '.join(names)} here")
+        return Mapped({"policy.optimizer.name": names[str(value)]})
+    return Unsupported(f"optimizers of the megatron backend: {', '.join(names)}")
 
 
-def adam_argument(name: str) -> Callable[[Any, Theirs], Decision]:
-    """An argument of Adam, where Adam trains."""
+def adam_argument(name: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """An argument of Adam, if Adam is used."""
 
-    def decide(value: Any, theirs: Theirs) -> Decision:
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
         at = "policy.megatron_cfg.optimizer"
-        if theirs.get(f"{at}.optimizer", "adam") != "adam":
-            return Unneeded("the optimizer is another one")
+        if foreign.get(f"{at}.optimizer", "adam") != "adam":
+            return Redundant("another optimizer is used")
         if name == "betas":
-            value = [theirs.get(f"{at}.adam_beta1", 0.9), theirs.get(f"{at}.adam_beta2", 0.999)]
-        return Becomes({f"policy.optimizer.kwargs.{name}": value})
+            value = [foreign.get(f"{at}.adam_beta1", 0.9), foreign.get(f"{at}.adam_beta2", 0.999)]
+        return Mapped({f"policy.optimizer.kwargs.{name}": value})
 
     return decide
 
 
-def sgd_momentum(value: Any, theirs: Theirs) -> Decision:
-    """The momentum of SGD, where SGD trains."""
-    if theirs.get("policy.megatron_cfg.optimizer.optimizer", "adam") != "sgd":
-        return Unneeded("the optimizer is another one")
-    return Becomes({"policy.optimizer.kwargs.momentum": value})
+def sgd_momentum(value: Any, foreign: ForeignConfig) -> Decision:
+    """The momentum of SGD, if SGD is used."""
+    if foreign.get("policy.megatron_cfg.optimizer.optimizer", "adam") != "sgd":
+        return Redundant("another optimizer is used")
+    return Mapped({"policy.optimizer.kwargs.momentum": value})
 
 
-def clipping(value: Any, theirs: Theirs) -> Decision:
-    """The gradient norm, which Megatron's optimizer has a key of its own for; 0 leaves gradients as they are."""
-    own = theirs.get("policy.megatron_cfg.optimizer.clip_grad") if is_megatron(theirs) else None
+def clipping(value: Any, foreign: ForeignConfig) -> Decision:
+    """Maximum gradient norm, for which Megatron's optimizer has its own key; 0 disables clipping."""
+    own = foreign.get("policy.megatron_cfg.optimizer.clip_grad") if is_megatron(foreign) else None
     if own is not None and own != value:
-        return Unneeded("megatron_cfg.optimizer.clip_grad decides")
-    return Becomes({"policy.max_grad_norm": None if value == 0 else value})
+        return Redundant("megatron_cfg.optimizer.clip_grad takes precedence")
+    return Mapped({"policy.max_grad_norm": None if value == 0 else value})
 
 
-def megatron_schedule(value: Any, theirs: Theirs) -> Decision:
-    """Megatron's schedule: a warm-up, then constant, a line or a cosine."""
+def megatron_schedule(value: Any, foreign: ForeignConfig) -> Decision:
+    """Megatron's schedule: warm-up, then constant, linear or cosine."""
     at = "policy.megatron_cfg.scheduler"
-    warmup, length = theirs.number(f"{at}.lr_warmup_iters", 0), theirs.number(f"{at}.lr_decay_iters", 0)
-    highest, lowest = (theirs.get(f"policy.megatron_cfg.optimizer.{key}", 0.0) for key in ("lr", "min_lr"))
+    warmup, length = foreign.number(f"{at}.lr_warmup_iters", 0), foreign.number(f"{at}.lr_decay_iters", 0)
+    highest, lowest = (foreign.get(f"policy.megatron_cfg.optimizer.{key}", 0.0) for key in ("lr", "min_lr"))
     kwargs: dict[str, Any] = {"num_warmup_steps": warmup}
     are_rates = all(isinstance(rate, int | float) for rate in (highest, lowest))
     if value in ("linear", "cosine") and not (length and are_rates and highest > 0):
-        return Refused("lr_decay_iters and the optimizer's lr must say how far it falls, and over how many steps")
+        return Unsupported("needs lr_decay_iters and the optimizer's lr, to determine the slope")
     if value == "linear" and lowest:
-        return Refused("a line ends at 0 here, and min_lr is not 0: take `cosine`, or any scheduler by its dotted name")
+        return Unsupported("`linear` decays to 0, but min_lr is not 0: use `cosine`, or any scheduler by its import path")
     if value == "cosine":
         kwargs |= {"num_training_steps": length, "min_lr_ratio": lowest / highest}
     elif value == "linear":
         kwargs |= {"num_training_steps": length}
     elif value != "constant":
-        return Refused("schedules here: constant, linear, cosine, or any scheduler by its dotted name")
+        return Unsupported("schedules: constant, linear, cosine, or any scheduler by its import path")
     ours = {"policy.scheduler.name": value, **{f"policy.scheduler.kwargs.{name}": it for name, it in kwargs.items()}}
-    return Becomes(ours, "the warm-up begins at lr / (num_warmup_steps + 1)" if warmup else "")
+    return Mapped(ours, "the warm-up starts at lr / (num_warmup_steps + 1)" if warmup else "")
 
 
-def part_of_schedule(value: Any, theirs: Theirs) -> Decision:
-    """A number that `lr_decay_style` is converted with."""
-    style = theirs.get("policy.megatron_cfg.scheduler.lr_decay_style", "constant")
-    found = megatron_schedule(style, theirs)
-    return Becomes(found.values, "part of the schedule") if isinstance(found, Becomes) else found
+def part_of_schedule(value: Any, foreign: ForeignConfig) -> Decision:
+    """A key that is converted together with `lr_decay_style`."""
+    style = foreign.get("policy.megatron_cfg.scheduler.lr_decay_style", "constant")
+    found = megatron_schedule(style, foreign)
+    return Mapped(found.values, "part of the schedule") if isinstance(found, Mapped) else found
 
 
-def warmup_start(value: Any, theirs: Theirs) -> Decision:
-    """The learning rate that a warm-up begins with."""
-    if not theirs.number("policy.megatron_cfg.scheduler.lr_warmup_iters", 0):
-        return Unneeded("there is no warm-up")
-    return Refused("a warm-up begins at lr / (num_warmup_steps + 1)")
+def warmup_start(value: Any, foreign: ForeignConfig) -> Decision:
+    """The initial learning rate of the warm-up."""
+    if not foreign.number("policy.megatron_cfg.scheduler.lr_warmup_iters", 0):
+        return Redundant("no warm-up")
+    return Unsupported("warm-ups start at lr / (num_warmup_steps + 1)")
 
 
-def constant_decay(value: Any, theirs: Theirs) -> Decision:
-    """A schedule of the weight decay, which has none here."""
-    if value in ("constant", theirs.get("policy.megatron_cfg.optimizer.weight_decay")):
-        return Unneeded("weight decay is constant")
-    return Refused("weight decay is constant")
+def constant_decay(value: Any, foreign: ForeignConfig) -> Decision:
+    """A weight-decay schedule, which is unsupported."""
+    if value in ("constant", foreign.get("policy.megatron_cfg.optimizer.weight_decay")):
+        return Redundant("weight decay is constant")
+    return Unsupported("weight decay is constant")
 
 
-def schedulers(value: Any, theirs: Theirs) -> Decision:
-    """A list of PyTorch's schedulers with milestones; ours takes one, so what follows it must leave the rate alone."""
+def schedulers(value: Any, foreign: ForeignConfig) -> Decision:
+    """A list of PyTorch schedulers with milestones. Only one is supported, so later ones must keep the rate constant."""
     listed = value if isinstance(value, list) else [value]
     stages = [one for one in listed if isinstance(one, Mapping) and "name" in one]
     milestones: Any = next((one["milestones"] for one in listed if isinstance(one, Mapping) and "milestones" in one), [])
     moving = [one for one in stages if not _is_constant_one(one)]
     if not moving and stages:
-        return Unneeded("the learning rate is constant by default")
+        return Redundant("the learning rate is constant by default")
     first = stages[0] if stages else {}
     arguments = first.get("kwargs") or {}
     ends_at_one = first.get("name") == f"{_SCHEDULERS}.LinearLR" and arguments.get("end_factor", 1.0) == 1.0
     warms_up = ends_at_one and milestones == [arguments.get("total_iters")]
     if moving == stages[:1] and stages and (len(stages) == 1 or warms_up):
-        note = "what follows it leaves the rate as it is" if len(stages) > 1 else ""
-        return Becomes({"policy.scheduler.name": first["name"], "policy.scheduler.kwargs": dict(arguments)}, note)
-    return Refused("one scheduler is taken here: `linear` or `cosine` with num_warmup_steps, or a factory by its dotted name")
+        note = "later schedulers keep the rate constant" if len(stages) > 1 else ""
+        return Mapped({"policy.scheduler.name": first["name"], "policy.scheduler.kwargs": dict(arguments)}, note)
+    return Unsupported(
+        "only one scheduler is supported: `linear` or `cosine` with num_warmup_steps, or a factory by its import path"
+    )
 
 
 def _is_constant_one(stage: Mapping[str, Any]) -> bool:
     return stage["name"] == f"{_SCHEDULERS}.ConstantLR" and (stage.get("kwargs") or {}).get("factor") == 1.0
 
 
-def _section(theirs: Theirs) -> str:
-    return "megatron_cfg" if is_megatron(theirs) else "hf_cfg"
+def _section(foreign: ForeignConfig) -> str:
+    return "megatron_cfg" if is_megatron(foreign) else "hf_cfg"

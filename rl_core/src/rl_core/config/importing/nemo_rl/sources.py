@@ -1,4 +1,4 @@
-"""Which dataset of ours a dataset of NeMo RL is, and what theirs reads of it unless told otherwise; knows no table."""
+"""Maps datasets of NeMo RL to datasets of rlcore, with the fields that NeMo RL reads by default."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import PurePath
 from typing import Any
 
 from rl_core.config.importing.nemo_rl.facts import algorithm_of, has_pairs
-from rl_core.config.importing.rows import LEFT_OPEN, Theirs
+from rl_core.config.importing.rows import MISSING, ForeignConfig
 
 SPLITS = ("train", "validation")
 FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
-"""Their datasets that are given by a path: of a file, or on the hub."""
+"""NeMo RL datasets that are given by a file path or a name on the Hugging Face Hub."""
 
 
 @dataclass(frozen=True)
 class _Named:
-    """A dataset that theirs knows by a name of its own: where it is on the hub, and how it is read."""
+    """A dataset that is built into NeMo RL: its location on the Hugging Face Hub and its fields."""
 
     path: str
     split: str = "train"
@@ -40,43 +40,43 @@ _NAMED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A dataset of ours.
+    """A dataset of rlcore.
 
     Attributes:
         component: Its name.
-        keys: What it is to hold where theirs is silent.
+        keys: Values for keys that the NeMo RL config does not set.
     """
 
     component: str
     keys: Mapping[str, Any]
 
     @property
-    def is_of_hugging_face(self) -> bool:
-        """Whether it has splits and subsets."""
+    def is_hugging_face(self) -> bool:
+        """Whether it reads a Hugging Face dataset, which has splits and subsets."""
         return self.component.endswith("huggingface")
 
 
-def dataset(theirs: Theirs, split: str) -> Mapping[str, Any] | None:
-    """The keys of a split, those of `data.default` among them; None where theirs has no such dataset, or several."""
-    found = theirs.get(f"data.{split}")
+def dataset(foreign: ForeignConfig, split: str) -> Mapping[str, Any] | None:
+    """The keys of a split, including those of `data.default`; None if it has no dataset or several."""
+    found = foreign.get(f"data.{split}")
     if isinstance(found, list) and len(found) == 1:
         found = found[0]
     if not isinstance(found, Mapping):
         return None
-    defaults = theirs.get("data.default", {})
+    defaults = foreign.get("data.default", {})
     return {**(defaults if isinstance(defaults, Mapping) else {}), **found}
 
 
-def source_of(theirs: Theirs, split: str) -> Source | None:
-    """The dataset of ours that reads a split; None where there is none for it."""
-    found = dataset(theirs, split) or {}
+def source_of(foreign: ForeignConfig, split: str) -> Source | None:
+    """The rlcore dataset that reads a split; None if no dataset supports it."""
+    found = dataset(foreign, split) or {}
     name = str(found.get("dataset_name"))
-    if name in _NAMED and not has_pairs(theirs):
-        return _on_the_hub(_NAMED[name], algorithm_of(theirs))
-    component = _component(str(found.get("data_path", LEFT_OPEN)), pairs=has_pairs(theirs))
+    if name in _NAMED and not has_pairs(foreign):
+        return _on_the_hub(_NAMED[name], algorithm_of(foreign))
+    component = _component(str(found.get("data_path", MISSING)), pairs=has_pairs(foreign))
     if name not in FILES or component is None:
         return None
-    return Source(component=component, keys=_read(name, algorithm_of(theirs)))
+    return Source(component=component, keys=_read(name, algorithm_of(foreign)))
 
 
 def _on_the_hub(named: _Named, algorithm: str | None) -> Source:
@@ -86,9 +86,9 @@ def _on_the_hub(named: _Named, algorithm: str | None) -> Source:
 
 
 def _component(path: str, *, pairs: bool) -> str | None:
-    """The dataset that reads a path: by its ending, or of Hugging Face where it has none."""
+    """The dataset for a path, chosen by file extension; without an extension it is a Hugging Face dataset."""
     endings = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", "": "huggingface"}
-    form = "jsonl" if path == LEFT_OPEN else endings.get(PurePath(path).suffix)
+    form = "jsonl" if path == MISSING else endings.get(PurePath(path).suffix)
     if pairs and form is not None:
         return "preference" if form == "jsonl" else f"preference_{form}"
     return form
@@ -105,5 +105,5 @@ def _read(name: str, algorithm: str | None) -> dict[str, Any]:
 
 
 def _answer(algorithm: str | None, key: str) -> dict[str, Any]:
-    """The field of the answer: what is trained on for sft, what an environment expects otherwise."""
+    """The key of the answer field: the response to train on for sft, the expected answer otherwise."""
     return {"response_key": key, "output_key": None} if algorithm == "sft" else {"output_key": key}

@@ -1,4 +1,4 @@
-"""The table of NeMo RL's config: every key that is known, and what becomes of it here. It names components, as a config does.
+"""The import table of NeMo RL: all known keys and their conversions.
 
 The first row that matches a key applies; a key without a row is reported as unsupported and unknown.
 """
@@ -12,10 +12,22 @@ from rl_core.config.importing.nemo_rl import algorithms, data, distillation, fac
 from rl_core.config.importing.nemo_rl.model_sections import rows_for, switches_for
 from rl_core.config.importing.nemo_rl.policy_rows import POLICY
 from rl_core.config.importing.nemo_rl.ppo import PPO
-from rl_core.config.importing.rows import Added, Row, Switch, Table, Theirs, by, never, nothing, only, same, to
+from rl_core.config.importing.rows import (
+    Defaulted,
+    ForeignConfig,
+    Row,
+    Switch,
+    Table,
+    converted,
+    redundant,
+    redundant_if,
+    renamed,
+    same,
+    unsupported,
+)
 
-_PENALTIES = "implement it in the advantage estimator or the environment"
-_LOGGED = "the run folder has the rollouts of every step"
+_PENALTIES = "implement it in an advantage estimator or environment"
+_LOGGED = "the run folder contains the rollouts of every step"
 _OFF = "disabled"
 
 _SECTIONS = (
@@ -24,8 +36,8 @@ _SECTIONS = (
 )
 
 _ALWAYS: list[Row] = [
-    by("policy.megatron_cfg.enabled", facts.megatron),
-    by("policy.dtensor_cfg.enabled", facts.dtensor),
+    converted("policy.megatron_cfg.enabled", facts.megatron),
+    converted("policy.dtensor_cfg.enabled", facts.dtensor),
 ]
 
 _SWITCHES: list[Switch] = [
@@ -47,11 +59,11 @@ _SWITCHES: list[Switch] = [
     }.items()
 ] + [
     *(
-        Switch(pattern=pattern, is_on=lambda theirs: not facts.is_megatron(theirs), off="megatron_cfg has its own there")
+        Switch(pattern=pattern, is_on=lambda foreign: not facts.is_megatron(foreign), off="megatron_cfg has its own")
         for pattern in ("policy.dtensor_cfg.**", "policy.optimizer.**", "policy.scheduler.**")
     ),
     Switch(pattern="policy.generation.**", is_on=facts.samples, off="the algorithm does not sample"),
-    Switch(pattern="env.**", is_on=facts.samples, off="the algorithm uses no environment"),
+    Switch(pattern="env.**", is_on=facts.samples, off="the algorithm does not use environments"),
     Switch(pattern="policy.generation.vllm_cfg.**", is_on=facts.engine_is("vllm"), off="another engine is used"),
     Switch(pattern="policy.generation.vllm_kwargs.**", is_on=facts.engine_is("vllm"), off="another engine is used"),
     Switch(
@@ -61,7 +73,7 @@ _SWITCHES: list[Switch] = [
     ),
     Switch(
         pattern="policy.generation.colocated.resources.**",
-        is_on=lambda theirs: theirs.get("policy.generation.colocated.enabled", True) is not True,
+        is_on=lambda foreign: foreign.get("policy.generation.colocated.enabled", True) is not True,
         off="policy and engine are colocated",
     ),
 ]
@@ -69,63 +81,68 @@ _SWITCHES: list[Switch] = [
 _GRPO: list[Row] = [
     *same("grpo", "num_prompts_per_step num_generations_per_prompt max_rollout_turns seed overlong_filtering"),
     *same("grpo", "advantage_clip_low advantage_clip_high dynamic_sampling_max_gen_batches"),
-    by("grpo.use_dynamic_sampling", algorithms.dynamic_sampling),
+    converted("grpo.use_dynamic_sampling", algorithms.dynamic_sampling),
     *same("grpo", "max_val_samples val_num_generations_per_prompt"),
     *same("grpo.reward_scaling", "enabled source_min source_max target_min target_max"),
     *same("grpo.reward_shaping", "enabled overlong_buffer_length max_response_length"),
-    by("grpo.reward_shaping.overlong_buffer_penalty", algorithms.overlong_penalty("grpo")),
-    *only("grpo.reward_shaping", "stop_properly_penalty_coef", [], since=_OFF, reason=_PENALTIES),
-    by("grpo.max_num_steps", algorithms.steps),
-    by("grpo.max_num_epochs", algorithms.epochs),
-    by("grpo.normalize_rewards", algorithms.older_place("normalize_rewards")),
-    by("grpo.use_leave_one_out_baseline", algorithms.older_place("use_leave_one_out_baseline")),
-    by("grpo.adv_estimator.name", algorithms.estimator),
-    by("grpo.adv_estimator.normalize_rewards", algorithms.of_groups("normalize_rewards")),
-    by("grpo.adv_estimator.use_leave_one_out_baseline", algorithms.of_groups("use_leave_one_out_baseline")),
-    by("grpo.adv_estimator.minus_baseline", algorithms.group_baseline),
-    *only("grpo.adv_estimator", "reward_weights", [], since="1 each by default", reason="weights here go by reward's name"),
-    by("grpo.batch_multiplier", algorithms.batch_multiplier),
-    *(by(f"grpo.{key}", algorithms.needs_validation(f"grpo.{key}")) for key in ("val_period", "val_at_start", "val_at_end")),
-    by("grpo.val_batch_size", algorithms.unless_null("grpo.val_batch_size")),
-    *only("grpo", "val_start_at", [-1, 0], since="validation begins at once", reason="validation goes by val_period alone"),
-    *only(
+    converted("grpo.reward_shaping.overlong_buffer_penalty", algorithms.overlong_penalty("grpo")),
+    *redundant_if("grpo.reward_shaping", "stop_properly_penalty_coef", [], since=_OFF, reason=_PENALTIES),
+    converted("grpo.max_num_steps", algorithms.steps),
+    converted("grpo.max_num_epochs", algorithms.epochs),
+    converted("grpo.normalize_rewards", algorithms.moved_key("normalize_rewards")),
+    converted("grpo.use_leave_one_out_baseline", algorithms.moved_key("use_leave_one_out_baseline")),
+    converted("grpo.adv_estimator.name", algorithms.estimator),
+    converted("grpo.adv_estimator.normalize_rewards", algorithms.group_estimator_key("normalize_rewards")),
+    converted("grpo.adv_estimator.use_leave_one_out_baseline", algorithms.group_estimator_key("use_leave_one_out_baseline")),
+    converted("grpo.adv_estimator.minus_baseline", algorithms.group_baseline),
+    *redundant_if(
+        "grpo.adv_estimator", "reward_weights", [], since="1 each by default", reason="weights are set per reward name"
+    ),
+    converted("grpo.batch_multiplier", algorithms.batch_multiplier),
+    *(
+        converted(f"grpo.{key}", algorithms.needs_validation(f"grpo.{key}"))
+        for key in ("val_period", "val_at_start", "val_at_end")
+    ),
+    converted("grpo.val_batch_size", algorithms.unless_null("grpo.val_batch_size")),
+    *redundant_if("grpo", "val_start_at", [-1, 0], since="same here", reason="validation depends only on val_period"),
+    *redundant_if(
         "grpo",
         "stop_at_validation_metric stop_at_validation_threshold seq_logprob_error_threshold",
         [],
         since=_OFF,
-        reason="a run ends by its steps, and rows are left out by truncated_importance_sampling_type alone",
+        reason="a run ends after its steps, and only truncated_importance_sampling_type filters rows",
     ),
-    *only("grpo", "invalid_tool_call_advantage malformed_thinking_advantage", [], since=_OFF, reason=_PENALTIES),
-    *nothing(
+    *redundant_if("grpo", "invalid_tool_call_advantage malformed_thinking_advantage", [], since=_OFF, reason=_PENALTIES),
+    *redundant(
         "grpo",
         "skip_reference_policy_logprobs_calculation calculate_advantages_on_gpu deduplicate_multimodal_data "
         "debug_payload_metrics",
-        "the reference is asked where the penalty is not 0, and nothing else is at stake here",
+        "no effect; the reference policy is used only if the penalty is not 0",
     ),
-    *never("grpo", "async_grpo.**", "rollouts are sampled with the newest weights here"),
-    *only("", "reward_penalties.**", [False], since=_OFF, reason=_PENALTIES),
-    *only("", "on_policy_distillation.**", [], since=_OFF, reason="grpo does not use a teacher"),
+    *unsupported("grpo", "async_grpo.**", "rollouts are always sampled with the newest weights"),
+    *redundant_if("", "reward_penalties.**", [False], since=_OFF, reason=_PENALTIES),
+    *redundant_if("", "on_policy_distillation.**", [], since=_OFF, reason="grpo does not use a teacher"),
 ]
 
 _LOSS: list[Row] = [
     *same("loss_fn", "kl_input_clamp_value kl_output_clamp_value ratio_clip_min ratio_clip_max"),
     *same("loss_fn", "ratio_clip_c sequence_level_importance_ratios token_level_loss"),
     *same("loss_fn", "use_cispo disable_ppo_ratio name"),
-    by("loss_fn.reference_policy_kl_penalty", algorithms.kl_penalty),
-    by("loss_fn.use_importance_sampling_correction", algorithms.importance_correction),
-    by("loss_fn.reference_policy_kl_type", algorithms.kl_type),
-    by("loss_fn.use_kl_in_reward", algorithms.kl_in_reward),
-    by("loss_fn.force_on_policy_ratio", algorithms.on_policy),
+    converted("loss_fn.reference_policy_kl_penalty", algorithms.kl_penalty),
+    converted("loss_fn.use_importance_sampling_correction", algorithms.importance_correction),
+    converted("loss_fn.reference_policy_kl_type", algorithms.kl_type),
+    converted("loss_fn.use_kl_in_reward", algorithms.kl_in_reward),
+    converted("loss_fn.force_on_policy_ratio", algorithms.on_policy),
     *(
-        by(f"loss_fn.{key}", algorithms.truncation(key))
+        converted(f"loss_fn.{key}", algorithms.truncation(key))
         for key in (
             "truncated_importance_sampling_type",
             "truncated_importance_sampling_ratio",
             "truncated_importance_sampling_ratio_min",
         )
     ),
-    *only("loss_fn", "use_on_policy_kl_approximation", [False], since=_OFF, reason="the KL estimate is not reweighted"),
-    *only("loss_fn", "positive_example_nll_weight", [0.0], since=_OFF, reason="the loss has no likelihood term"),
+    *redundant_if("loss_fn", "use_on_policy_kl_approximation", [False], since=_OFF, reason="the KL estimate is not reweighted"),
+    *redundant_if("loss_fn", "positive_example_nll_weight", [0.0], since=_OFF, reason="the loss has no log-likelihood term"),
 ]
 
 _SUPERVISED: list[Row] = [
@@ -133,21 +150,21 @@ _SUPERVISED: list[Row] = [
     for name in ("sft", "dpo", "rm")
     for row in (
         *same(name, "seed"),
-        by(f"{name}.max_num_steps", algorithms.steps),
-        by(f"{name}.max_num_epochs", algorithms.epochs),
+        converted(f"{name}.max_num_steps", algorithms.steps),
+        converted(f"{name}.max_num_epochs", algorithms.epochs),
         *(
-            by(f"{name}.{key}", algorithms.needs_validation(f"{name}.{key}"))
+            converted(f"{name}.{key}", algorithms.needs_validation(f"{name}.{key}"))
             for key in ("val_period", "val_at_start", "val_at_end")
         ),
-        by(f"{name}.val_batches", algorithms.validation_batches),
-        to(f"{name}.val_global_batch_size", f"{name}.val_batch_size"),
-        *nothing(name, "val_micro_batch_size", "held-out rows go by policy.train_micro_batch_size"),
+        converted(f"{name}.val_batches", algorithms.validation_batches),
+        renamed(f"{name}.val_global_batch_size", f"{name}.val_batch_size"),
+        *redundant(name, "val_micro_batch_size", "validation uses policy.train_micro_batch_size"),
     )
 ] + [
     *same("sft", "only_unmask_final"),
-    by("dpo.preference_loss", algorithms.pair_loss),
+    converted("dpo.preference_loss", algorithms.pair_loss),
     *(
-        to(f"dpo.{key}", f"loss_fn.{key}")
+        renamed(f"dpo.{key}", f"loss_fn.{key}")
         for key in (
             "reference_policy_kl_penalty",
             "preference_average_log_probs",
@@ -156,58 +173,79 @@ _SUPERVISED: list[Row] = [
             "sft_loss_weight",
         )
     ),
-    *never("dpo", "gt_reward_scale", "no loss here has a scale of rewards"),
+    *unsupported("dpo", "gt_reward_scale", "no loss has a reward scale"),
 ]
 
 _REST: list[Row] = [
     *same("data", "shuffle train_data_path val_data_path"),
     *same("data.prompt", "prompt_config system_prompt examples_type"),
-    by("data.max_input_seq_length", data.length_of_prompts),
-    *nothing("data", "num_workers", "the driver reads the records"),
-    *only("data", "use_multiple_dataloader", [False], since=_OFF, reason="datasets are drawn by weight here: data.mix"),
-    *never("data", "num_prompts_per_dataloader custom_dataloader", "datasets are drawn by weight here: data.mix"),
-    *never("data", "add_bos add_eos add_generation_prompt", "the chat template says which special tokens there are"),
+    converted("data.max_input_seq_length", data.length_of_prompts),
+    *redundant("data", "num_workers", "the driver process reads the data"),
+    *redundant_if(
+        "data", "use_multiple_dataloader", [False], since=_OFF, reason="use data.mix, which mixes datasets by weight"
+    ),
+    *unsupported("data", "num_prompts_per_dataloader custom_dataloader", "use data.mix, which mixes datasets by weight"),
+    *unsupported("data", "add_bos add_eos add_generation_prompt", "the chat template adds the special tokens"),
     *data.rows(),
-    *only("data", "train validation default", [], since="not set", reason="must be a section"),
-    *only("env", "should_use_nemo_gym should_use_async_rollouts", [False], since=_OFF, reason="NeMo Gym is not supported"),
-    *nothing("env", "should_log_nemo_gym_responses", _LOGGED),
-    by("env.*.env_cls", data.environment_class),
+    *redundant_if("data", "train validation default", [], since="not set", reason="must be a section"),
+    *redundant_if(
+        "env", "should_use_nemo_gym should_use_async_rollouts", [False], since=_OFF, reason="NeMo Gym is not supported"
+    ),
+    *redundant("env", "should_log_nemo_gym_responses", _LOGGED),
+    converted("env.*.env_cls", data.environment_class),
     *same("env", "*.num_workers"),
-    *only("env", "*.math_verify_impl", ["hf_math_verify"], since="same here", reason="answers are compared with math-verify"),
+    *redundant_if(
+        "env",
+        "*.math_verify_impl",
+        ["hf_math_verify"],
+        since="same here",
+        reason="answers are always compared with math-verify",
+    ),
     *same("checkpointing", "enabled checkpoint_dir higher_is_better save_period save_optimizer"),
-    by("checkpointing.metric_name", algorithms.metric),
-    by("checkpointing.keep_top_k", algorithms.best_checkpoints),
-    by("checkpointing.ft_keep_latest_k", algorithms.unless_null("checkpointing.keep_latest_k")),
-    *only("checkpointing", "ft_save_period", [], since=_OFF, reason="checkpoints go by save_period"),
-    by("checkpointing.checkpoint_must_save_by", algorithms.time_limit),
-    *only("checkpointing", "model_save_format", ["safetensors"], since="same here", reason="weights are safetensors here"),
-    *only("checkpointing", "save_consolidated", [False], since=_OFF, reason="`rlcore convert` makes one model of a checkpoint"),
-    *only("checkpointing", "is_async", [False], since=_OFF, reason="a step waits for its checkpoint"),
-    *never("checkpointing", "pretrained_checkpoint.**", "a run begins with policy.model_name, in Hugging Face's format"),
+    converted("checkpointing.metric_name", algorithms.metric),
+    converted("checkpointing.keep_top_k", algorithms.best_checkpoints),
+    converted("checkpointing.ft_keep_latest_k", algorithms.unless_null("checkpointing.keep_latest_k")),
+    *redundant_if("checkpointing", "ft_save_period", [], since=_OFF, reason="checkpoints depend only on save_period"),
+    converted("checkpointing.checkpoint_must_save_by", algorithms.time_limit),
+    *redundant_if(
+        "checkpointing",
+        "model_save_format",
+        ["safetensors"],
+        since="same here",
+        reason="weights are always saved as safetensors",
+    ),
+    *redundant_if(
+        "checkpointing", "save_consolidated", [False], since=_OFF, reason="run `rlcore convert` on a checkpoint instead"
+    ),
+    *redundant_if("checkpointing", "is_async", [False], since=_OFF, reason="checkpoints are saved synchronously"),
+    *unsupported("checkpointing", "pretrained_checkpoint.**", "runs start from policy.model_name, in Hugging Face format"),
     *same("logger", "log_dir"),
-    *(by(f"logger.{name}_enabled", facts.logger(name)) for name in ("wandb", "tensorboard", "mlflow")),
-    *only("logger", "swanlab_enabled", [False], since=_OFF, reason="loggers here: tensorboard, wandb, mlflow, or one of yours"),
-    *only("logger", "monitor_gpus", [False], since=_OFF, reason="GPUs are not monitored"),
-    *only("logger", "num_val_samples_to_print", [0], since=_OFF, reason=_LOGGED),
-    to("logger.wandb.project", "logger.loggers.wandb.project"),
-    to("logger.wandb.name", "logger.loggers.wandb.name"),
-    to("logger.tensorboard.log_dir", "logger.loggers.tensorboard.log_dir"),
-    *(to(f"logger.mlflow.{key}", f"logger.loggers.mlflow.{key}") for key in ("experiment_name", "run_name", "tracking_uri")),
-    *nothing("logger", "wandb.log_nemo_gym_full_result_tables", _LOGGED),
-    *only("logger", "wandb tensorboard mlflow swanlab", [], since="defaults", reason="must be a section"),
-    *never("logger", "gpu_monitoring.** swanlab.**", "not recorded here"),
-    to("cluster.gpus_per_node", "cluster.workers_per_node"),
+    *(converted(f"logger.{name}_enabled", facts.logger(name)) for name in ("wandb", "tensorboard", "mlflow")),
+    *redundant_if("logger", "swanlab_enabled", [False], since=_OFF, reason="loggers: tensorboard, wandb, mlflow, or your own"),
+    *redundant_if("logger", "monitor_gpus", [False], since=_OFF, reason="GPUs are not monitored"),
+    *redundant_if("logger", "num_val_samples_to_print", [0], since=_OFF, reason=_LOGGED),
+    renamed("logger.wandb.project", "logger.loggers.wandb.project"),
+    renamed("logger.wandb.name", "logger.loggers.wandb.name"),
+    renamed("logger.tensorboard.log_dir", "logger.loggers.tensorboard.log_dir"),
+    *(
+        renamed(f"logger.mlflow.{key}", f"logger.loggers.mlflow.{key}")
+        for key in ("experiment_name", "run_name", "tracking_uri")
+    ),
+    *redundant("logger", "wandb.log_nemo_gym_full_result_tables", _LOGGED),
+    *redundant_if("logger", "wandb tensorboard mlflow swanlab", [], since="defaults", reason="must be a section"),
+    *unsupported("logger", "gpu_monitoring.** swanlab.**", "not recorded"),
+    renamed("cluster.gpus_per_node", "cluster.workers_per_node"),
     *same("cluster", "num_nodes"),
-    *nothing("cluster", "master_port_range_low master_port_range_high", "free ports are chosen automatically"),
-    *only("cluster", "segment_size", [], since=_OFF, reason="Ray places the nodes"),
-    *never("", "data_plane.**", "rows travel by Ray's object store"),
-    *only("", " ".join(_SECTIONS), [], since="the section's defaults", reason="must be a section with keys below it"),
+    *redundant("cluster", "master_port_range_low master_port_range_high", "free ports are chosen automatically"),
+    *redundant_if("cluster", "segment_size", [], since=_OFF, reason="Ray places the nodes"),
+    *unsupported("", "data_plane.**", "data is sent through Ray's object store"),
+    *redundant_if("", " ".join(_SECTIONS), [], since="the section's defaults", reason="must be a section with keys"),
 ]
 
 
-def _additions(theirs: Theirs, ours: Mapping[str, Any]) -> Iterator[Added]:
-    yield from facts.additions(theirs, ours)
-    yield from data.additions(theirs, ours)
+def _additions(foreign: ForeignConfig, ours: Mapping[str, Any]) -> Iterator[Defaulted]:
+    yield from facts.additions(foreign, ours)
+    yield from data.additions(foreign, ours)
 
 
 NEMO_RL = Table(
@@ -249,4 +287,4 @@ NEMO_RL = Table(
     sections=_SECTIONS,
     only_ours="policy.backend",
 )
-"""What is known of NeMo RL's files, as of its release 0.6."""
+"""The keys of NeMo RL 0.6."""
