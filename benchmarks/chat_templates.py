@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rl_core.data.processors import conversation_datum, preference_datum, prompt_datum
 from rl_core.errors import DataError
+from rl_train.data.processors import conversation_datum, preference_datum, prompt_datum
 
 SPECIAL = re.compile(
     r"<\|[^|<>{}]+\|>|<｜[^｜<>{}]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z][A-Z_]+\]|</?s>|<(?:start|end)_of_turn>|<bos>|<eos>"

@@ -115,7 +115,7 @@ class LengthEnvironment:
 def run_ours(arguments):
     import torch
 
-    from rl_core.assembly.launch import train
+    from rl_train.runtime.launch import train
 
     torch.set_num_threads(arguments.threads)
     sys.path.insert(0, str(Path(__file__).parent))

@@ -19,8 +19,8 @@ import transformers
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_megatron import MegatronPolicy
-from rl_core.algorithms import NLLLossFn
 from rl_core.data import BatchedDataDict
+from rl_train.algorithms import NLLLossFn
 
 _SHAPE = {
     "vocab_size": 8192,

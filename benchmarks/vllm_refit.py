@@ -92,7 +92,7 @@ class Policy(Timed):
         )
 
     def step(self) -> None:
-        from rl_core.algorithms.losses import NLLLossFn
+        from rl_train.algorithms.losses import NLLLossFn
 
         ids = torch.arange(2, 18).view(2, 8)
         batch = BatchedDataDict(

@@ -4,7 +4,7 @@ Rejection-sampling fine-tuning, https://arxiv.org/abs/2304.06767: no baseline, n
 a bad answer less likely; use grpo for that.
 """
 
-from rl_core.algorithms.validation import validate
+from rl_train.algorithms.validation import validate
 
 
 def best_rows(batch, min_reward):

@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from rl_backends_hf.config import HFConfig, HFPolicyConfig
-from rl_core.cluster.worker_context import WorkerContext
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.worker import GlobalCounts
+from rl_core.interfaces.worker_context import WorkerContext
 
 VOCAB_SIZE = 160
 KINDS = ("llama", "llama-tied", "qwen2", "qwen3")

@@ -8,11 +8,11 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from rl_backends_hf import HuggingFacePolicy
-from rl_core.checkpoints.damage import verify_checkpoint
-from rl_core.checkpoints.manifest import read_manifest, write_manifest
-from rl_core.checkpoints.state import Checkpoints
-from rl_core.checkpoints.store import CheckpointStore
 from rl_core.errors import CheckpointError
+from rl_train.checkpoints.damage import verify_checkpoint
+from rl_train.checkpoints.manifest import read_manifest, write_manifest
+from rl_train.checkpoints.state import Checkpoints
+from rl_train.checkpoints.store import CheckpointStore
 
 FILES = (
     "manifest.json",
@@ -188,7 +188,7 @@ def test_the_older_checkpoint_that_is_named_has_no_damage_itself(saved, copy):
 
 
 def test_retention_by_a_metric_survives_a_damaged_manifest(tmp_path):
-    from rl_core.checkpoints.store import Retention
+    from rl_train.checkpoints.store import Retention
 
     store = CheckpointStore(tmp_path, Retention(keep_latest_k=1, keep_top_k=1, metric_name="m"))
     for step in (1, 2):

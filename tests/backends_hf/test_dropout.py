@@ -5,9 +5,9 @@ import torch
 import transformers
 
 from rl_backends_hf.worker import HFPolicyWorker
-from rl_core.algorithms import ClippedPGLossFn, DPOLossFn, NLLLossFn
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction
+from rl_train.algorithms import ClippedPGLossFn, DPOLossFn, NLLLossFn
 
 CONFIGS = {
     # All kinds of dropout that Transformers has by default in GPT-2: embeddings, attention, residual connections.

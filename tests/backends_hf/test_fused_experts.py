@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.algorithms import NLLLossFn
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.weights.by_reference import ByReferenceTransport
 from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer
+from rl_train.algorithms import NLLLossFn
 
 SIZES = {
     "vocab_size": 60,

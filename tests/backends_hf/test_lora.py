@@ -16,10 +16,7 @@ from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf import reference as reference_room
 from rl_backends_hf.config import HFConfig, HFPolicyConfig, LoRAConfig
 from rl_backends_hf.worker import HFPolicyWorker
-from rl_core.algorithms import GRPOTrainer, NLLLossFn, SFTTrainer
-from rl_core.assembly import launch
 from rl_core.cluster.ports import free_port
-from rl_core.config.loader import load_config
 from rl_core.errors import CheckpointError, ConfigError, NotSupportedError, UserError
 from rl_core.weights.by_reference import ByReferenceTransport
 from rl_core.weights.canary import make_canary
@@ -28,6 +25,9 @@ from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train.algorithms import GRPOTrainer, NLLLossFn, SFTTrainer
+from rl_train.config.loader import load_config
+from rl_train.runtime import launch
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "addition" / "model")

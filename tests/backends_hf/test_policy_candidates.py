@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
 from rl_backends_hf.policy import HuggingFacePolicy
-from rl_core.algorithms import DistillationLossFn
-from rl_core.algorithms.losses.distillation_config import DistillationLossConfig
 from rl_core.errors import DataError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
+from rl_train.algorithms import DistillationLossFn
+from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
 
 K = 5
 MICROBATCHING = {

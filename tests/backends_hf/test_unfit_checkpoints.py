@@ -8,11 +8,11 @@ import torch
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.worker import HFPolicyWorker
-from rl_core.checkpoints.damage import verify_checkpoint
-from rl_core.checkpoints.state import Checkpoints
-from rl_core.checkpoints.store import CheckpointStore, Retention
 from rl_core.errors import DiskFullError, NonFiniteError
 from rl_core.training.finite import first_non_finite
+from rl_train.checkpoints.damage import verify_checkpoint
+from rl_train.checkpoints.state import Checkpoints
+from rl_train.checkpoints.store import CheckpointStore, Retention
 
 
 class NoTokenizer:

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from rl_core.cluster.worker_context import WorkerContext
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.worker import GlobalCounts
+from rl_core.interfaces.worker_context import WorkerContext
 
 VOCAB_SIZE = 161
 """Odd, so that the vocabulary is padded wherever it is divided."""

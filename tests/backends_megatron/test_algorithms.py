@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.algorithms import DistillationTrainer, DPOTrainer, GRPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying
+from rl_train.algorithms import DistillationTrainer, DPOTrainer, GRPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from rl_core.algorithms import GRPOLossFn, NLLLossFn
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import WorkerDiedError
 from rl_core.interfaces.loss import LossFunction
+from rl_train.algorithms import GRPOLossFn, NLLLossFn
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

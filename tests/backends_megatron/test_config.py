@@ -7,9 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
-from rl_core.config.loader import load_config
 from rl_core.config.schema import ClusterConfig
 from rl_core.errors import ConfigError
+from rl_train.config.loader import load_config
 
 pytestmark = pytest.mark.megatron
 

@@ -14,11 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rl_backends_megatron import hf_folder
-from rl_core.algorithms import NLLLossFn
-from rl_core.assembly.convert import convert
-from rl_core.checkpoints.state import Checkpoints
-from rl_core.checkpoints.store import CheckpointStore
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
+from rl_train.algorithms import NLLLossFn
+from rl_train.checkpoints.state import Checkpoints
+from rl_train.checkpoints.store import CheckpointStore
+from rl_train.runtime.convert import convert
 
 pytestmark = pytest.mark.megatron
 

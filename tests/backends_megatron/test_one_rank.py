@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from rl_core.checkpoints.data_only import read_metadata
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, ConfigError, DataError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
+from rl_core.training.data_only import read_metadata
 
 pytestmark = pytest.mark.megatron
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 import transformers
 
-from rl_core.algorithms import NLLLossFn
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.weights.canary import make_canary
 from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer
+from rl_train.algorithms import NLLLossFn
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(300)]
 

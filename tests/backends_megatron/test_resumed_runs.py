@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_core.assembly.launch import train
+from rl_train.runtime.launch import train
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
 

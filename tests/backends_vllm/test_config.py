@@ -15,9 +15,9 @@ from rl_backends_vllm import VllmConfig, VllmGeneration, VllmGenerationWorker
 from rl_backends_vllm.config import VllmEngineConfig
 from rl_backends_vllm.engine_arguments import OWNED, known_engine_arguments
 from rl_backends_vllm.model_folder import ModelFiles
-from rl_core.cluster.worker_context import WorkerContext
 from rl_core.config.schema import TokenizerConfig
 from rl_core.errors import ConfigError, WorkerError
+from rl_core.interfaces.worker_context import WorkerContext
 
 pytestmark = pytest.mark.vllm
 

@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from rl_core.algorithms.losses import NLLLossFn
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_train.algorithms.losses import NLLLossFn
 
 VOCABULARY, LENGTH = 320, 48
 SIZES = {

@@ -55,7 +55,7 @@ def write_run():
 @pytest.fixture(scope="session")
 def real_run(tmp_path_factory):
     """Four steps of the quickstart with every logger, in this process."""
-    from rl_core.assembly.launch import train
+    from rl_train.runtime.launch import train
 
     folder = tmp_path_factory.mktemp("real")
     config = folder / "sums.yaml"
@@ -79,7 +79,7 @@ def real_run(tmp_path_factory):
 @pytest.fixture(scope="session")
 def real_sft_run(tmp_path_factory):
     """Two steps of supervised training on the same model."""
-    from rl_core.assembly.launch import train
+    from rl_train.runtime.launch import train
 
     folder = tmp_path_factory.mktemp("sft")
     overrides = {

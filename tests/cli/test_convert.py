@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.worker import HFPolicyWorker
-from rl_core.assembly.convert import convert
-from rl_core.assembly.launch import train
-from rl_core.checkpoints.manifest import write_manifest
-from rl_core.cluster.worker_context import WorkerContext
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.conversion import Conversion
+from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.plugins import Component
 from rl_core.plugins.component import Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.checkpoints.manifest import write_manifest
+from rl_train.runtime.convert import convert
+from rl_train.runtime.launch import train
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "addition" / "model"

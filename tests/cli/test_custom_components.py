@@ -10,9 +10,9 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from rl_core.assembly.launch import train
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.config.loader import load_config
+from rl_train.config.loader import load_config
+from rl_train.runtime.launch import train
 from rlcore_cli.main import app
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from rl_core.checkpoints.manifest import write_manifest
 from rl_core.errors import RLCoreError, UserError
+from rl_train.checkpoints.manifest import write_manifest
 from rlcore_cli.main import app
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
@@ -57,7 +57,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Folder of a short run in this process; its config is beside it."""
-    from rl_core.assembly.launch import train
+    from rl_train.runtime.launch import train
 
     folder = tmp_path_factory.mktemp("eval")
     path = folder / "config.yaml"

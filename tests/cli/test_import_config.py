@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from rl_core.config.importing.apply import describe, import_config
-from rl_core.config.importing.nemo_rl.table import NEMO_RL
-from rl_core.config.loader import load_config
 from rl_core.errors import ConfigError
+from rl_train.config.loader import load_config
+from rlcore_cli.importing.apply import describe, import_config
+from rlcore_cli.importing.nemo_rl.table import NEMO_RL
 from rlcore_cli.main import app
 
 BASE = """\

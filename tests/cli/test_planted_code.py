@@ -11,8 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rl_core.checkpoints.manifest import write_manifest
 from rl_core.errors import CheckpointError, RLCoreError, UserError
+from rl_train.checkpoints.manifest import write_manifest
 from rlcore_cli.main import app
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
@@ -47,7 +47,7 @@ class Planted:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A folder with a config and a run of two steps by it."""
-    from rl_core.assembly.launch import train
+    from rl_train.runtime.launch import train
 
     folder = tmp_path_factory.mktemp("run")
     (folder / "run.yaml").write_text(json.dumps(CONFIG))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.assembly.stopping import StopSignals
-from rl_core.checkpoints.time_limit import TimeLimit
 from rl_core.config.durations import parse_duration
 from rl_core.errors import RunInterrupted, StopReason
+from rl_train.checkpoints.time_limit import TimeLimit
+from rl_train.runtime.stopping import StopSignals
 from rlcore_cli.main import main
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 from e2e_runs import MODEL, merged
 
-from rl_core.assembly.launch import train
 from rl_core.errors import DataError
+from rl_train.runtime.launch import train
 from rlcore_cli.main import main
 
 BASE = {

@@ -7,11 +7,11 @@ import pytest
 from e2e_runs import MODEL, metrics_of
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.algorithms import DistillationTrainer
-from rl_core.assembly.launch import train
 from rl_core.errors import ConfigError, DataError, UserError
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train.algorithms import DistillationTrainer
+from rl_train.runtime.launch import train
 
 pytestmark = pytest.mark.slow
 

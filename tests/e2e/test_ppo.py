@@ -10,15 +10,15 @@ import torch
 from e2e_runs import MODEL, TINY, merged, metrics_of
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.algorithms import MseValueLossFn, PPOTrainer
-from rl_core.algorithms.critic import assign_credit, critic_rows
-from rl_core.algorithms.passes import train_in_passes
-from rl_core.algorithms.ppo_config import GAEConfig
-from rl_core.assembly import launch
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train.algorithms import MseValueLossFn, PPOTrainer
+from rl_train.algorithms.critic import assign_credit, critic_rows
+from rl_train.algorithms.passes import train_in_passes
+from rl_train.algorithms.ppo_config import GAEConfig
+from rl_train.runtime import launch
 
 pytestmark = pytest.mark.slow
 

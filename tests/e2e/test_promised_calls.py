@@ -9,15 +9,16 @@ import ray
 import torch
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.algorithms import GRPOLossFn, NLLLossFn
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
 from rl_core.cluster.actor_pool import InProcessPool
-from rl_core.data import BatchedDataDict, BatchedDataLoader
-from rl_core.dispatch.environments import EnvironmentPool
+from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, NotSupportedError, ResourceInsufficientError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface, PolicyInterface
-from rl_core.validation import compare_log_probabilities, validate_log_probability_consistency
 from rl_envs import MathEnvironment
+from rl_train.algorithms import GRPOLossFn, NLLLossFn
+from rl_train.data import BatchedDataLoader
+from rl_train.rollouts.environment_pool import EnvironmentPool
+from rl_train.validation import compare_log_probabilities, validate_log_probability_consistency
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"

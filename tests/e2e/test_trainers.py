@@ -7,14 +7,14 @@ import torch
 from e2e_runs import MODEL, merged, metrics_of
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.algorithms import ClippedPGLossFn, DPOLossFn, DPOTrainer, GRPOTrainer, NLLLossFn, SFTTrainer
-from rl_core.algorithms.losses.config import CISPOLossConfig, ClippedPGLossConfig, DrGRPOLossConfig, GSPOLossConfig
-from rl_core.algorithms.losses.preference_config import DPOLossConfig
-from rl_core.assembly.launch import train
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train.algorithms import ClippedPGLossFn, DPOLossFn, DPOTrainer, GRPOTrainer, NLLLossFn, SFTTrainer
+from rl_train.algorithms.losses.config import CISPOLossConfig, ClippedPGLossConfig, DrGRPOLossConfig, GSPOLossConfig
+from rl_train.algorithms.losses.preference_config import DPOLossConfig
+from rl_train.runtime.launch import train
 
 pytestmark = pytest.mark.slow
 

@@ -25,13 +25,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from rl_core.algorithms.estimators import make_estimator
-from rl_core.algorithms.grpo_config import AdvantageConfig
-from rl_core.algorithms.losses import config as pg
-from rl_core.algorithms.losses import preference_config as pairs
-from rl_core.algorithms.losses.policy_gradient import ClippedPGLossFn
-from rl_core.algorithms.losses.preference import DPOLossFn, HingeLossFn, IPOLossFn, ORPOLossFn, SimPOLossFn
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_train.algorithms.estimators import make_estimator
+from rl_train.algorithms.grpo_config import AdvantageConfig
+from rl_train.algorithms.losses import config as pg
+from rl_train.algorithms.losses import preference_config as pairs
+from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
+from rl_train.algorithms.losses.preference import DPOLossFn, HingeLossFn, IPOLossFn, ORPOLossFn, SimPOLossFn
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "addition" / "model"
 PROMPT = 4

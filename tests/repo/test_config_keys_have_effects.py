@@ -12,45 +12,45 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_core.config.catalogue import catalogue
 from rl_core.config.fields import all_fields
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.config.catalogue import catalogue
 
 ROOT = Path(__file__).parents[2]
 OURS = ("core", "hf", "megatron", "vllm", "envs")
 
-LOSSES = ("rl_core/algorithms/losses",)
+LOSSES = ("rl_train/algorithms/losses",)
 ROWS = ("rl_core/data",)
-CHOICE = ("rl_core/config", "rl_core/assembly")
+CHOICE = ("rl_core/config", "rl_train/runtime")
 READERS: dict[str, tuple[str, ...]] = {
-    "AdaptiveKLConfig": ("rl_core/algorithms",),
-    "AdvantageConfig": ("rl_core/algorithms",),
-    "AlgorithmConfig": ("rl_core/assembly", "rl_core/algorithms", "rl_core/run.py"),
-    "AlgorithmPathConfig": ("rl_core/config/algorithm.py",),
+    "AdaptiveKLConfig": ("rl_train/algorithms",),
+    "AdvantageConfig": ("rl_train/algorithms",),
+    "AlgorithmConfig": ("rl_train/runtime", "rl_train/algorithms", "rl_train/run.py"),
+    "AlgorithmPathConfig": ("rl_train/config/algorithm.py",),
     "ArithmeticDatasetConfig": ("rl_envs/arithmetic", *CHOICE),
     "ArithmeticEnvironmentConfig": ("rl_envs/arithmetic",),
     "BradleyTerryLossConfig": LOSSES,
     "CISPOLossConfig": LOSSES,
-    "CheckpointingConfig": ("rl_core/assembly", "rl_core/run.py", "rl_core/checkpoints"),
-    "ClippedPGLossConfig": ("rl_core/algorithms",),
-    "ClusterConfig": ("rl_core/assembly",),
+    "CheckpointingConfig": ("rl_train/runtime", "rl_train/run.py", "rl_train/checkpoints"),
+    "ClippedPGLossConfig": ("rl_train/algorithms",),
+    "ClusterConfig": ("rl_train/runtime",),
     "DAPOLossConfig": LOSSES,
-    "DPOConfig": ("rl_core/algorithms",),
+    "DPOConfig": ("rl_train/algorithms",),
     "DPOLossConfig": LOSSES,
-    "DataConfig": ("rl_core/assembly",),
+    "DataConfig": ("rl_train/runtime",),
     "DatasetConfig": CHOICE,
-    "DeadlineConfig": ("rl_core/dispatch", "rl_core/assembly"),
-    "DistillationConfig": ("rl_core/algorithms",),
+    "DeadlineConfig": ("rl_core/dispatch", "rl_train/runtime"),
+    "DistillationConfig": ("rl_train/algorithms",),
     "DistillationLossConfig": LOSSES,
     "DrGRPOLossConfig": LOSSES,
     "DynamicBatchingConfig": ("rl_core/dispatch",),
-    "EnvironmentConfig": ("rl_core/assembly", "rl_core/config"),
-    "GAEConfig": ("rl_core/algorithms",),
-    "GRPOConfig": ("rl_core/algorithms",),
+    "EnvironmentConfig": ("rl_train/runtime", "rl_core/config"),
+    "GAEConfig": ("rl_train/algorithms",),
+    "GRPOConfig": ("rl_train/algorithms",),
     "GRPOLossConfig": LOSSES,
     "GSPOLossConfig": LOSSES,
-    "GenerationConfig": ("rl_core/assembly", "rl_core/dispatch", "rl_core/rollouts", "rl_backends_hf"),
+    "GenerationConfig": ("rl_train/runtime", "rl_core/dispatch", "rl_train/rollouts", "rl_backends_hf"),
     "GuessNumberDatasetConfig": ("rl_envs/guess", *CHOICE),
     "GuessNumberEnvironmentConfig": ("rl_envs/guess",),
     "HFConfig": ("rl_backends_hf",),
@@ -66,17 +66,17 @@ READERS: dict[str, tuple[str, ...]] = {
     "JsonLinesSource": ROWS,
     "JsonlDatasetConfig": CHOICE,
     "LoRAConfig": ("rl_backends_hf/lora.py", "rl_backends_hf/worker.py"),
-    "LoggerConfig": ("rl_core/assembly",),
-    "LoggingConfig": ("rl_core/assembly", "rl_core/run.py"),
-    "LossConfig": ("rl_core/assembly",),
+    "LoggerConfig": ("rl_train/runtime",),
+    "LoggingConfig": ("rl_train/runtime", "rl_train/run.py"),
+    "LossConfig": ("rl_train/runtime",),
     "MathEnvironmentConfig": ("rl_envs/math",),
     "MegatronConfig": ("rl_backends_megatron",),
     "MegatronPolicyConfig": CHOICE,
-    "MlflowConfig": ("rl_core/metrics",),
+    "MlflowConfig": ("rl_train/metrics",),
     "MseValueLossConfig": LOSSES,
     "ORPOLossConfig": LOSSES,
     "OptimizerConfig": ("rl_backends_hf", "rl_backends_megatron"),
-    "PPOConfig": ("rl_core/algorithms",),
+    "PPOConfig": ("rl_train/algorithms",),
     "ParquetDatasetConfig": CHOICE,
     "ParquetPreferenceDatasetConfig": CHOICE,
     "ParquetSource": ROWS,
@@ -86,22 +86,22 @@ READERS: dict[str, tuple[str, ...]] = {
     "PreferenceLossConfig": LOSSES,
     "PromptConfig": ("rl_core/config",),
     "RecordForm": ROWS,
-    "RewardModelConfig": ("rl_core/algorithms",),
+    "RewardModelConfig": ("rl_train/algorithms",),
     "RewardModelEnvironmentConfig": ("rl_envs/reward_model",),
-    "RewardScalingConfig": ("rl_core/algorithms",),
-    "RewardShapingConfig": ("rl_core/algorithms",),
-    "RewardedConfig": ("rl_core/algorithms",),
+    "RewardScalingConfig": ("rl_train/algorithms",),
+    "RewardShapingConfig": ("rl_train/algorithms",),
+    "RewardedConfig": ("rl_train/algorithms",),
     "RowsConfig": ROWS,
-    "SFTConfig": ("rl_core/algorithms",),
+    "SFTConfig": ("rl_train/algorithms",),
     "SchedulerConfig": ("rl_core/training",),
     "SequencePackingConfig": ("rl_core/dispatch",),
     "SimPOLossConfig": LOSSES,
-    "SplitConfig": ("rl_core/assembly",),
-    "TensorBoardConfig": ("rl_core/metrics",),
-    "TokenizerConfig": ("rl_core/assembly", "rl_backends_hf"),
+    "SplitConfig": ("rl_train/runtime",),
+    "TensorBoardConfig": ("rl_train/metrics",),
+    "TokenizerConfig": ("rl_train/runtime", "rl_backends_hf"),
     "VllmConfig": ("rl_backends_vllm", *CHOICE),
     "VllmEngineConfig": ("rl_backends_vllm",),
-    "WandbConfig": ("rl_core/metrics",),
+    "WandbConfig": ("rl_train/metrics",),
 }
 """By model: the folders and files whose code reads its keys. A key that is read nowhere else has no effect."""
 

@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PUBLIC = (
     "rl_core/src/rl_core/interfaces",
-    "rl_core/src/rl_core/algorithms",
-    "rl_core/src/rl_core/algorithms/losses",
+    "rl_train/src/rl_train/algorithms",
+    "rl_train/src/rl_train/algorithms/losses",
     "rl_core/src/rl_core/cluster",
     "rl_core/src/rl_core/data",
     "rl_core/src/rl_core/plugins",

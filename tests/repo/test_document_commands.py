@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from rl_core.config.catalogue import catalogue
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.config.catalogue import catalogue
 from rlcore_cli.main import COMMANDS, app, main
 
 ROOT = Path(__file__).parents[2]

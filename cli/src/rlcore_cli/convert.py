@@ -45,7 +45,7 @@ def convert(
 
     # Before torch is imported, as in `rlcore train`.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from rl_core.assembly.convert import convert as run
+    from rl_train.runtime.convert import convert as run
 
     done = run(checkpoint, output, to=to, merge=merge, model=model, trust=trust_checkpoint)
     how = "copied" if done.backend is None else f"by the policy backend {done.backend}"

@@ -15,7 +15,7 @@ from rlcore_cli.arguments import AsJson, Config, Overrides
 from rlcore_cli.check_logprobs import plain, prepare_process
 
 if TYPE_CHECKING:
-    from rl_core.diagnostics import Diagnosis
+    from rl_train.diagnostics import Diagnosis
 
 _WIDTH = 120
 
@@ -36,12 +36,12 @@ def diagnose(
         rlcore check model config.yaml policy.generation.max_new_tokens=512 --num-prompts 16
     """
     prepare_process()
-    from rl_core.diagnostics import Verdict
+    from rl_train.diagnostics import Verdict
 
     found: list[Diagnosis] = []
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
-        from rl_core.assembly.examine import diagnose as all_diagnoses
-        from rl_core.assembly.pair import plan_pair
+        from rl_train.runtime.examine import diagnose as all_diagnoses
+        from rl_train.runtime.pair import plan_pair
 
         for diagnosis in all_diagnoses(plan_pair(config, overrides or [], num_prompts=num_prompts)):
             found.append(diagnosis)

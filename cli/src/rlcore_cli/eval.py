@@ -14,8 +14,8 @@ from rlcore_cli.arguments import Config, Overrides
 from rlcore_cli.check_logprobs import prepare_process
 
 if TYPE_CHECKING:
-    from rl_core.assembly.evaluate import Evaluated, EvaluationPlan, Pass, Told
-    from rl_core.rollouts.scores import Scores
+    from rl_train.rollouts.scores import Scores
+    from rl_train.runtime.evaluate import Evaluated, EvaluationPlan, Pass, Told
 
 TABLE_WIDTH = 200
 """Maximum width of a table; a narrower terminal wraps its lines."""
@@ -56,8 +56,8 @@ def evaluate(
     ks = _numbers(k)
     if json_file is not None:
         _refuse_unwritable(json_file)
-    from rl_core.assembly.evaluate import plan_evaluation
-    from rl_core.assembly.evaluation_report import default_path, prompts_path, write_results
+    from rl_train.runtime.evaluate import plan_evaluation
+    from rl_train.runtime.evaluation_report import default_path, prompts_path, write_results
 
     plan = plan_evaluation(
         config,

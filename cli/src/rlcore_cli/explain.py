@@ -10,10 +10,10 @@ import typer
 from rlcore_cli.arguments import Overrides
 
 if TYPE_CHECKING:
-    from rl_core.config.catalogue import Catalogue
     from rl_core.config.fields import Field
-    from rl_core.config.loader import LoadedConfig
-    from rl_core.config.parts import Part
+    from rl_train.config.catalogue import Catalogue
+    from rl_train.config.loader import LoadedConfig
+    from rl_train.config.parts import Part
 
 
 _LONGEST_DEFAULT = 32
@@ -40,11 +40,11 @@ def explain(
         rlcore explain grpo
         rlcore explain loss_fn --component dpo
     """
-    from rl_core.config.catalogue import catalogue
-    from rl_core.config.loader import load_config
     from rl_core.errors import ConfigError
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
+    from rl_train.config.catalogue import catalogue
+    from rl_train.config.loader import load_config
 
     if overrides and config is None:
         raise ConfigError(f"Overrides ({', '.join(overrides)}) need a config file: give it with --config.")
@@ -118,8 +118,8 @@ def _explain_anywhere(all_sections: Catalogue, key: str, component: str | None) 
 
 
 def _holds_named_sections(path: tuple[str, ...], part: Part) -> bool:
-    from rl_core.config.catalogue import ANY
     from rl_core.plugins.component import Kind
+    from rl_train.config.catalogue import ANY
 
     return part.path[:-1] == path and (part.path[-1] == ANY or part.kind is Kind.LOGGER)
 
@@ -203,7 +203,7 @@ def _short_default(field: Field) -> str:
 
 
 def _matches(part: Part, path: tuple[str, ...]) -> bool:
-    from rl_core.config.catalogue import ANY
+    from rl_train.config.catalogue import ANY
 
     return len(part.path) == len(path) and all(a in (b, ANY) for a, b in zip(part.path, path, strict=True))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rl_core.config.importing.apply import Imported
+    from rlcore_cli.importing.apply import Imported
 
 OUTCOMES = ("unsupported", "renamed", "kept", "redundant")
 """In the order of the list: what needs attention comes first."""
@@ -32,9 +32,9 @@ def import_config(
         rlcore import-config grpo_math.yaml --output config.yaml
         rlcore validate config.yaml data.train.path=questions.jsonl
     """
-    from rl_core.config.importing.apply import import_config as run
-    from rl_core.config.importing.nemo_rl.table import NEMO_RL
     from rl_core.errors import ConfigError
+    from rlcore_cli.importing.apply import import_config as run
+    from rlcore_cli.importing.nemo_rl.table import NEMO_RL
 
     if output is not None and output.exists():
         raise ConfigError(f"{output} already exists. Remove it or choose another --output.")
@@ -63,8 +63,8 @@ def _write(text: str, output: Path) -> None:
 def _errors(text: str) -> list[str]:
     """The errors of `rlcore validate`, without source locations because the file is generated."""
     from rl_core.config.diagnostics import InvalidConfigError
-    from rl_core.config.loader import load_config
     from rl_core.config.written import dotted
+    from rl_train.config.loader import load_config
 
     with tempfile.TemporaryDirectory() as folder:
         ours = Path(folder) / "ours.yaml"
@@ -96,7 +96,7 @@ def _listed(imported: Imported) -> dict[str, Any]:
 
 def _report(imported: Imported, errors: list[str], output: Path | None) -> list[str]:
     from rl_core.config.diagnostics import show
-    from rl_core.config.importing.apply import describe
+    from rlcore_cli.importing.apply import describe
 
     rows = []
     for outcome in OUTCOMES:

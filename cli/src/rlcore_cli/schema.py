@@ -28,13 +28,13 @@ def schema(
         rlcore schema --output config.schema.json
         rlcore schema --markdown --plugins core,hf
     """
-    from rl_core.config.catalogue import catalogue
-    from rl_core.config.json_schema import json_schema
-    from rl_core.config.reference import reference
     from rl_core.errors import PluginError, UserError
     from rl_core.plugins.component import did_you_mean
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
+    from rl_train.config.catalogue import catalogue
+    from rl_train.config.json_schema import json_schema
+    from rl_train.config.reference import reference
 
     registry = Registry(discover())
     wanted = None if plugins is None else [name.strip() for name in plugins.split(",")]

@@ -9,7 +9,7 @@ import typer
 from rlcore_cli.arguments import Config, Overrides
 
 if TYPE_CHECKING:
-    from rl_core.assembly.launch import Finished
+    from rl_train.runtime.launch import Finished
 
 DRAWN = (("validation/accuracy", "validation accuracy"), ("validation/loss", "validation loss"), ("reward/mean", "mean reward"))
 """Metrics whose curves are printed at the end, if the run recorded them."""
@@ -44,7 +44,7 @@ def train(
 
     # Before torch is imported: threads that spin while waiting slow down all other processes on a laptop.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from rl_core.assembly.launch import train as launch
+    from rl_train.runtime.launch import train as launch
 
     finished = launch(config, overrides or [], resume=resume, allow_config_change=allow_config_change)
     _print_results(finished)

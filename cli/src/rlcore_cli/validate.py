@@ -13,7 +13,7 @@ from rlcore_cli.arguments import AsJson, Config, Overrides
 
 if TYPE_CHECKING:
     from rl_core.config.diagnostics import InvalidConfigError
-    from rl_core.config.loader import LoadedConfig
+    from rl_train.config.loader import LoadedConfig
 
 
 def validate(
@@ -42,8 +42,8 @@ def validate(
         rlcore validate config.yaml --deep
     """
     from rl_core.config.diagnostics import InvalidConfigError
-    from rl_core.config.loader import load_config
-    from rl_core.config.resource_checks import machine_conflicts
+    from rl_train.config.loader import load_config
+    from rl_train.config.resource_checks import machine_conflicts
 
     try:
         loaded = load_config(config, overrides or [])
@@ -65,9 +65,9 @@ def _check_deep(loaded: LoadedConfig) -> None:
     from rlcore_cli.check_logprobs import prepare_process
 
     prepare_process()
-    from rl_core.assembly.deep_checks import deep_conflicts
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
+    from rl_train.runtime.deep_checks import deep_conflicts
 
     loaded.refuse(deep_conflicts(loaded, Registry(discover())))
 
@@ -116,8 +116,8 @@ def _summary(loaded: LoadedConfig) -> list[str]:
 
 def _warnings(loaded: LoadedConfig) -> list[str]:
     """Settings that are valid but probably not intended."""
-    from rl_core.config.schedule_lengths import schedule_warnings
     from rl_core.config.written import dotted
+    from rl_train.config.schedule_lengths import schedule_warnings
 
     return [f"{dotted(path)}: {message}" for path, message in schedule_warnings(loaded.run)]
 
@@ -131,7 +131,7 @@ def _annotated(loaded: LoadedConfig) -> list[str]:
     """The full config as YAML, one value per line with its origin."""
     import yaml
 
-    from rl_core.config.interpolation import escape
+    from rl_train.config.interpolation import escape
 
     lines: list[tuple[str, str]] = []
 

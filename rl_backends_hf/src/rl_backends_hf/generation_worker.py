@@ -11,12 +11,12 @@ from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.model import DTYPES, is_quantized, load_model
 from rl_backends_hf.sampler import Sampler, SamplerSettings
 from rl_backends_hf.weights_folder import find_tokenizer
-from rl_core.cluster.worker_context import WorkerContext
 from rl_core.config.schema import TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, NotSupportedError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GenerationWorker
+from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.manifest import weights_of
 from rl_core.weights.sink import WeightSink

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_backends_hf.scoring import ScoringModel
 from rl_core.cluster.process_groups import join_process_group
-from rl_core.cluster.worker_context import WorkerContext
+from rl_core.interfaces.worker_context import WorkerContext
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients travel in flat buckets of this size."""

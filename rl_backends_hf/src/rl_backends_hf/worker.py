@@ -26,13 +26,14 @@ from rl_backends_hf.step import optimizer_step
 from rl_backends_hf.token_scoring import TokenScoring
 from rl_backends_hf.training_state import TrainingState
 from rl_backends_hf.weights_folder import ExportedWeights, WholeModel, find_tokenizer, save_tokenizer
-from rl_core.cluster.worker_context import WorkerContext
+from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.training.finite import first_non_finite
 from rl_core.training.optimizer_settings import OptimizerSettings
 from rl_core.weights.checkpoint_names import CheckpointNames

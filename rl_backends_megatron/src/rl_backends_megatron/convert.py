@@ -18,9 +18,9 @@ from rl_backends_megatron.hf_folder import SafetensorsFolder, write_folder
 from rl_backends_megatron.loading import LoadedModel, load_model
 from rl_backends_megatron.model import DTYPES
 from rl_backends_megatron.parallel import join, leave
-from rl_core.cluster.worker_context import WorkerContext
 from rl_core.errors import NotSupportedError, UserError
 from rl_core.interfaces.conversion import Conversion
+from rl_core.interfaces.worker_context import WorkerContext
 
 _SINGLE_RANK = WorkerContext(
     rank=0, world_size=1, local_rank=0, node_rank=0, master_address="127.0.0.1", master_port=0, run_in_process=True

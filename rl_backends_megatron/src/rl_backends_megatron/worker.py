@@ -26,13 +26,13 @@ from rl_backends_megatron.scalar_head import describe_classifier
 from rl_backends_megatron.scoring import Head, LogprobHead, ValueHead, forward
 from rl_backends_megatron.step import optimizer_step
 from rl_backends_megatron.tokenizer_files import find_tokenizer
-from rl_core.cluster.worker_context import WorkerContext
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.training.finite import first_non_finite
 from rl_core.training.heads import refuse_other_head
 from rl_core.weights.manifest import dtype_name

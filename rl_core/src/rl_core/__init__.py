@@ -1,3 +1,3 @@
-"""rl-core: the interfaces, the data, the cluster and the algorithms of rlcore; it knows no backend."""
+"""rl-core: what rlcore plugins are written against: interfaces, hooks, batches, the Ray cluster and weight synchronization."""
 
 __version__ = "0.1.0"

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from rl_core.algorithms.critic import assign_credit, critic_rows
-from rl_core.algorithms.losses.policy_gradient import ClippedPGLossFn
-from rl_core.algorithms.passes import train_in_passes
-from rl_core.algorithms.ppo_config import GAEConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import check_batch
+from rl_train.algorithms.critic import assign_credit, critic_rows
+from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
+from rl_train.algorithms.passes import train_in_passes
+from rl_train.algorithms.ppo_config import GAEConfig
 
 
 def two_turns(**columns):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from rl_core.algorithms.dynamic_sampling import draw_rollouts
-from rl_core.algorithms.estimators import make_estimator
-from rl_core.algorithms.grpo_config import AdvantageConfig, GRPOConfig
 from rl_core.errors import RLCoreError
-from rl_core.rollouts.source import Rollouts, RolloutSource
-from rl_core.rollouts.trajectory import Trajectory, to_batch
+from rl_train.algorithms.dynamic_sampling import draw_rollouts
+from rl_train.algorithms.estimators import make_estimator
+from rl_train.algorithms.grpo_config import AdvantageConfig, GRPOConfig
+from rl_train.rollouts.source import Rollouts, RolloutSource
+from rl_train.rollouts.trajectory import Trajectory, to_batch
 
 
 class Scripted(RolloutSource):

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
-from rl_core.algorithms.grpo_config import AdvantageConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ComponentImportError, WrongKindError
+from rl_train.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
+from rl_train.algorithms.grpo_config import AdvantageConfig
 
 
 def batch_of(rewards, groups, *, parts=None, mask=None, kept=None, penalties=None):

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms.losses import ClippedPGLossConfig, ClippedPGLossFn, GRPOLossFn, NLLLossFn
-from rl_core.algorithms.losses.config import CISPOLossConfig, DAPOLossConfig, DrGRPOLossConfig, GRPOLossConfig, GSPOLossConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_train.algorithms.losses import ClippedPGLossConfig, ClippedPGLossFn, GRPOLossFn, NLLLossFn
+from rl_train.algorithms.losses.config import CISPOLossConfig, DAPOLossConfig, DrGRPOLossConfig, GRPOLossConfig, GSPOLossConfig
 
 
 def random_batch(seed, rows=4, length=6):

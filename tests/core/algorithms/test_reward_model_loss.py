@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms.losses.reward import BradleyTerryLossFn
-from rl_core.algorithms.losses.reward_config import BradleyTerryLossConfig
-from rl_core.algorithms.rm import only_last_tokens
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossType
+from rl_train.algorithms.losses.reward import BradleyTerryLossFn
+from rl_train.algorithms.losses.reward_config import BradleyTerryLossConfig
+from rl_train.algorithms.rm import only_last_tokens
 
 LOSSES = {
     "plain": BradleyTerryLossFn(),

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms import MseValueLossFn
-from rl_core.algorithms.losses import MseValueLossConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_train.algorithms import MseValueLossFn
+from rl_train.algorithms.losses import MseValueLossConfig
 
 
 def drawn(seed, rows=4, length=6):

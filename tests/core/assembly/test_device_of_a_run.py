@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_core.assembly.parts import Builder, make_cluster
 from rl_core.config.schema import ClusterConfig
 from rl_core.errors import ConfigError
+from rl_train.runtime.parts import Builder, make_cluster
 
 SEES_A_GPU = torch.cuda.is_available()
 

@@ -8,14 +8,14 @@ import pytest
 from datasets import Dataset, DatasetDict
 from pydantic import ValidationError
 
-from rl_core.assembly.data import read_data
-from rl_core.assembly.given_data import read_given
 from rl_core.config.schema import DataConfig, SplitConfig
-from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
+from rl_train.runtime.data import read_data
+from rl_train.runtime.given_data import read_given
 
 ASKED, ANSWERED = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 ROWS = {

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.assembly.late_errors import blaming, locating
-from rl_core.assembly.launch import train
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.config.loader import load_config
 from rl_core.errors import ConfigError, DataError, ResourceInsufficientError, RLCoreError, UserError, WorkerError
+from rl_train.config.loader import load_config
+from rl_train.runtime.late_errors import blaming, locating
+from rl_train.runtime.launch import train
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "addition" / "model"

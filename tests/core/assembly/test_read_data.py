@@ -8,12 +8,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rl_core.algorithms.sft_config import SFTConfig
-from rl_core.assembly.build import Loaders
-from rl_core.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
-from rl_core.assembly.evaluate import plan_evaluation
-from rl_core.assembly.pair import plan_pair
-from rl_core.config.loader import load_config
 from rl_core.config.schema import (
     DataConfig,
     DatasetConfig,
@@ -24,12 +18,18 @@ from rl_core.config.schema import (
     RunConfig,
     SplitConfig,
 )
-from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
-from rl_core.data.processors import conversation_datum
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.algorithms.sft_config import SFTConfig
+from rl_train.config.loader import load_config
+from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
+from rl_train.data.processors import conversation_datum
+from rl_train.runtime.build import Loaders
+from rl_train.runtime.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
+from rl_train.runtime.evaluate import plan_evaluation
+from rl_train.runtime.pair import plan_pair
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from rl_backends_hf import HuggingFacePolicy
-from rl_core.assembly.launch import train
-from rl_core.assembly.trainers import SFTTrainer
-from rl_core.checkpoints.ownership import hold
-from rl_core.checkpoints.state import resumable_state
 from rl_core.errors import CheckpointError, UserError
+from rl_train.checkpoints.ownership import hold
+from rl_train.checkpoints.state import resumable_state
+from rl_train.runtime.launch import train
+from rl_train.runtime.trainers import SFTTrainer
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 RUN = {

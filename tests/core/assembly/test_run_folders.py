@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.assembly.folder import choose_start, claim
-from rl_core.checkpoints.ownership import read_identity
-from rl_core.checkpoints.store import CheckpointStore
-from rl_core.config.loader import load_config
 from rl_core.errors import CheckpointError, UserError
+from rl_train.checkpoints.ownership import read_identity
+from rl_train.checkpoints.store import CheckpointStore
+from rl_train.config.loader import load_config
+from rl_train.runtime.folder import choose_start, claim
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_core.interfaces.logger import Logger
-from rl_core.run import Run
+from rl_train.run import Run
 
 
 class Lines(Logger):

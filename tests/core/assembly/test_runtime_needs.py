@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.assembly.launch import train
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.config.loader import load_config
 from rl_core.config.runtime_needs import RecordNeeds, RolloutNeeds, RuntimeNeeds
+from rl_train.config.loader import load_config
+from rl_train.runtime.launch import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.assembly.launch import train
-from rl_core.assembly.pair import plan_pair
-from rl_core.config.loader import load_config
 from rl_core.config.optimizer_steps import optimizer_steps
 from rl_core.errors import ConfigError
+from rl_train.config.loader import load_config
+from rl_train.runtime.launch import train
+from rl_train.runtime.pair import plan_pair
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "addition" / "model"

@@ -14,11 +14,11 @@ import pytest
 
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.generation_worker import HFGenerationWorker
-from rl_core.assembly.launch import train
-from rl_core.assembly.status import Status
 from rl_core.cluster import RayVirtualCluster
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import DataError, NonFiniteError, RLCoreError, RunInterrupted
+from rl_train.runtime.launch import train
+from rl_train.runtime.status import Status
 from rlcore_cli.report.ending import ending_of
 from rlcore_cli.report.page import render
 from rlcore_cli.report.run_folder import read_run_folder

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.assembly.launch import train
-from rl_core.assembly.parts import Builder
-from rl_core.config.loader import load_config
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.config.loader import load_config
+from rl_train.runtime.launch import train
+from rl_train.runtime.parts import Builder
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "addition" / "model")
 POLICY = {"backend": "hf", "model_name": MODEL, "max_total_sequence_length": 16}

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.algorithms import DPOTrainer, GRPOTrainer, SFTTrainer
-from rl_core.assembly.trainers import DistillationTrainer
 from rl_core.errors import ConfigError
 from rl_envs import ArithmeticEnvironment
+from rl_train.algorithms import DPOTrainer, GRPOTrainer, SFTTrainer
+from rl_train.runtime.trainers import DistillationTrainer
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "addition" / "model")
 

@@ -1,6 +1,6 @@
 """What a resume may change, and what makes another run of it."""
 
-from rl_core.checkpoints.config_changes import config_changes
+from rl_train.checkpoints.config_changes import config_changes
 
 OLD = {
     "grpo": {"max_num_steps": 10, "seed": 1},

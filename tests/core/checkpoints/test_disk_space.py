@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from rl_core.assembly.status import Status
-from rl_core.checkpoints.disk_space import check_disk_space, explain_full_disk, is_full_disk
-from rl_core.checkpoints.store import CheckpointStore
 from rl_core.errors import CheckpointWriteError, DiskFullError, WorkerError
+from rl_train.checkpoints.disk_space import check_disk_space, explain_full_disk, is_full_disk
+from rl_train.checkpoints.store import CheckpointStore
+from rl_train.runtime.status import Status
 
 SIZE = 4 * 2**20
 

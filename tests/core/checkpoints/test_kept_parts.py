@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl_core.checkpoints.state import Checkpoints
-from rl_core.checkpoints.store import CheckpointStore
+from rl_train.checkpoints.state import Checkpoints
+from rl_train.checkpoints.store import CheckpointStore
 
 
 class Counter:

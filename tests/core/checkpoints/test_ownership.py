@@ -8,15 +8,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from rl_core.checkpoints.ownership import RunIdentity, hold, read_identity, refuse_foreign, write_identity
-from rl_core.checkpoints.store import CheckpointStore
 from rl_core.errors import CheckpointError, UserError
+from rl_train.checkpoints.ownership import RunIdentity, hold, read_identity, refuse_foreign, write_identity
+from rl_train.checkpoints.store import CheckpointStore
 
 HOLD = """
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from rl_core.checkpoints.ownership import hold
+from rl_train.checkpoints.ownership import hold
 with ExitStack() as exits:
     hold(Path(sys.argv[1]), exits, setting="checkpointing.checkpoint_dir")
     print("held", flush=True)

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from rl_core.checkpoints.manifest import read_manifest
-from rl_core.checkpoints.store import CheckpointStore, Retention
 from rl_core.errors import CheckpointError
+from rl_train.checkpoints.manifest import read_manifest
+from rl_train.checkpoints.store import CheckpointStore, Retention
 
 
 def fill(folder):
@@ -61,7 +61,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_no_torn_checkpoint(tmp_path):
         """
         import sys, time
         from pathlib import Path
-        from rl_core.checkpoints.store import CheckpointStore
+        from rl_train.checkpoints.store import CheckpointStore
         store = CheckpointStore(Path(sys.argv[1]))
         store.write(1, lambda folder: (folder / "a").write_text("1"), {})
         def slow(folder):
@@ -93,7 +93,7 @@ KILLED = textwrap.dedent(
     """
     import os, shutil, sys
     from pathlib import Path
-    from rl_core.checkpoints.store import CheckpointStore, Retention
+    from rl_train.checkpoints.store import CheckpointStore, Retention
 
     CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 

@@ -9,7 +9,7 @@ import torch
 from ray import cloudpickle
 
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
-from rl_core.cluster.worker_context import WorkerContext
+from rl_core.interfaces.worker_context import WorkerContext
 
 pytestmark = [
     pytest.mark.gpu,

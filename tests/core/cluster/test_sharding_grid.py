@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rl_core.cluster import NamedSharding, WorkerContext
-from rl_core.cluster.worker_context import construct, takes_context
 from rl_core.errors import UserError
+from rl_core.interfaces.worker_context import construct, takes_context
 
 
 def test_a_grid_numbers_its_ranks_with_the_last_axis_fastest():

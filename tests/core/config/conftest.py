@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.plugins import Component, hookimpl
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.config.loader import LoadedConfig, load_config
 
 GOOD = """\
 grpo:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_core.config.loader import load_config
+from rl_train.config.loader import load_config
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "algorithms" / "distillation.md").read_text()

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.config.loader import load_config
-from rl_core.config.resource_checks import machine_conflicts
-from rl_core.config.torch_arguments import OPTIMIZERS, SCHEDULERS, UNUSABLE_OPTIMIZERS, UNUSABLE_SCHEDULERS
 from rl_core.plugins.static_lookup import missing_target
+from rl_train.config.loader import load_config
+from rl_train.config.resource_checks import machine_conflicts
+from rl_train.config.torch_arguments import OPTIMIZERS, SCHEDULERS, UNUSABLE_OPTIMIZERS, UNUSABLE_SCHEDULERS
 
 OPTIMIZER = {
     "{name: torch.optim.AdamX}": "policy.optimizer.name: torch.optim.AdamX cannot be imported: torch.optim has no 'AdamX'. "
@@ -218,10 +218,12 @@ def test_a_prompt_template_that_does_not_exist_is_refused(files, good, key):
 
 def test_functions_of_data_that_do_not_exist_are_refused(files, good):
     files.write('{"question": "1+1", "expected_answer": "2"}\n', "rows.jsonl")
-    data = "  train: {dataset_name: jsonl, path: rows.jsonl, record_fn: %s, processor: rl_core.data.processors.nothing}"
+    data = "  train: {dataset_name: jsonl, path: rows.jsonl, record_fn: %s, processor: rl_train.data.processors.nothing}"
     first, second = files.errors(good.replace("  train: {dataset_name: arithmetic}", data % "alpacca"))
     assert "data.train.record_fn: there is no function 'alpacca'. Did you mean 'alpaca'? Use alpaca, gsm8k" in first
-    assert "data.train.processor: rl_core.data.processors.nothing cannot be imported: rl_core.data.processors has no" in second
+    assert (
+        "data.train.processor: rl_train.data.processors.nothing cannot be imported: rl_train.data.processors has no" in second
+    )
 
 
 def test_an_environment_class_that_does_not_exist_is_refused_without_importing_it(files, good):

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.config.loader import LoadedConfig, load_config
 from rl_core.errors import UserError
+from rl_train.config.loader import LoadedConfig, load_config
 
 FOLDER = Path(__file__).parents[3] / "examples"
 EXAMPLES = [path.read_text().replace("addition/", f"{FOLDER}/addition/") for path in sorted(FOLDER.glob("*_addition.yaml"))]

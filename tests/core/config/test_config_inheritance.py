@@ -1,7 +1,7 @@
 """`defaults:` lays files over each other, depth first, and refuses circles and what cannot be read."""
 
 from rl_core.config.diagnostics import Problems
-from rl_core.config.sources import LARGEST_FILE, read_sources
+from rl_train.config.sources import LARGEST_FILE, read_sources
 
 
 def merged(files, text):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rl_core.config.loader import load_config
+from rl_train.config.loader import load_config
 
 EXAMPLES = [
     path
@@ -72,7 +72,7 @@ def test_loading_imports_none_of_the_heavy_libraries(files, good):
     path = files.write(good)
     code = (
         "import sys\n"
-        "from rl_core.config.loader import load_config\n"
+        "from rl_train.config.loader import load_config\n"
         f"load_config({str(path)!r}, ['policy.precision=bfloat16'])\n"
         "print(sorted({'torch', 'ray', 'numpy', 'transformers'} & set(sys.modules)))\n"
     )

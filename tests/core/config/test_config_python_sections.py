@@ -3,10 +3,10 @@
 import pytest
 
 from rl_backends_hf.config import HFPolicyConfig
-from rl_core.assembly.given_data import section_from
 from rl_core.config.keywords import section_from_keywords
 from rl_core.errors import ConfigError
 from rl_envs.config import MathEnvironmentConfig, read_section
+from rl_train.runtime.given_data import section_from
 
 
 def test_keyword_arguments_of_a_backend_name_what_was_meant():

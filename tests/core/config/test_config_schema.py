@@ -6,11 +6,11 @@ import jsonschema
 import pytest
 import yaml
 
-from rl_core.config.catalogue import catalogue
-from rl_core.config.json_schema import json_schema
-from rl_core.config.reference import reference
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.config.catalogue import catalogue
+from rl_train.config.json_schema import json_schema
+from rl_train.config.reference import reference
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rl_core.config.loader import load_config
 from rl_core.config.optimizer_steps import optimizer_steps
-from rl_core.config.schedule_lengths import schedule_changes, schedule_lengths, schedule_warnings, with_schedule_lengths
+from rl_train.config.loader import load_config
+from rl_train.config.schedule_lengths import schedule_changes, schedule_lengths, schedule_warnings, with_schedule_lengths
 from rlcore_cli.main import app
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -5,12 +5,12 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from rl_core.data.conversations import read_messages
-from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
-from rl_core.data.datasets import RecordDataset
-from rl_core.data.preferences import PreferenceDataset
-from rl_core.data.processors import conversation_datum
 from rl_core.errors import ConfigError, DataError
+from rl_train.data.conversations import read_messages
+from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
+from rl_train.data.datasets import RecordDataset
+from rl_train.data.preferences import PreferenceDataset
+from rl_train.data.processors import conversation_datum
 
 ASKED, ANSWERED = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.data.dataloader import BatchedDataLoader, epoch_order
 from rl_core.errors import DataError
+from rl_train.data.dataloader import BatchedDataLoader, epoch_order
 
 SETTINGS = st.fixed_dictionaries(
     {"batch_size": st.integers(1, 5), "shuffle": st.booleans(), "drop_last": st.booleans(), "seed": st.integers(0, 3)}

@@ -8,12 +8,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rl_core.data.dataset_config import JsonlDatasetConfig, OnTooLong
-from rl_core.data.datasets import RecordDataset
-from rl_core.data.processors import collate_datums, conversation_datum, prompt_datum
-from rl_core.data.prompts import PromptTemplate, load_prompt, packaged_prompts
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import DataError
+from rl_train.data.dataset_config import JsonlDatasetConfig, OnTooLong
+from rl_train.data.datasets import RecordDataset
+from rl_train.data.processors import collate_datums, conversation_datum, prompt_datum
+from rl_train.data.prompts import PromptTemplate, load_prompt, packaged_prompts
 
 
 def dataset_of(tmp_path, *rows, **config) -> RecordDataset:
@@ -80,7 +80,7 @@ def test_a_dataset_without_a_good_row_or_without_a_file_is_refused(tmp_path):
 def test_the_config_refuses_unknown_keys_and_imports_no_torch(tmp_path):
     with pytest.raises(ValidationError, match="Extra inputs"):
         JsonlDatasetConfig(path=tmp_path, inputkey="q")
-    check = "import sys, rl_core.data.dataset_config; assert not {'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules)"
+    check = "import sys, rl_train.data.dataset_config; assert not {'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 

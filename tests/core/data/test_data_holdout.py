@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
-from rl_core.data.datasets import RecordDataset
-from rl_core.data.holdout import held_out
-from rl_core.data.preferences import PreferenceDataset
 from rl_core.errors import DataError
+from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
+from rl_train.data.datasets import RecordDataset
+from rl_train.data.holdout import held_out
+from rl_train.data.preferences import PreferenceDataset
 
 
 def record(question: str, answer: str | None = None) -> dict:

@@ -70,8 +70,8 @@ def environment(hub, home: Path, **more: str) -> dict[str, str]:
 
 LOAD = """
 import json, sys
-from rl_core.data.dataset_config import HuggingFaceDatasetConfig
-from rl_core.data.datasets import RecordDataset
+from rl_train.data.dataset_config import HuggingFaceDatasetConfig
+from rl_train.data.datasets import RecordDataset
 from rl_core.errors import UserError
 for keys in json.loads(sys.argv[1]):
     try:

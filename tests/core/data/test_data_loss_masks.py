@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from template_styles import Segments, Style, expected, tokenizer_of, trained_text
 from transformers import PreTrainedTokenizerFast
 
-from rl_core.data.processors import conversation_datum, preference_datum, prompt_datum
 from rl_core.errors import DataError
+from rl_train.data.processors import conversation_datum, preference_datum, prompt_datum
 
 
 def chatml(log: list[dict]) -> Segments:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.data.dataloader import BatchedDataLoader
-from rl_core.data.joined import Joined
-from rl_core.data.mixing import Mixture
 from rl_core.errors import DataError
+from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.joined import Joined
+from rl_train.data.mixing import Mixture
 
 NAMES = "abcd"
 # No share is so small that it is less than one row of an epoch: with four members at least 20 rows by 0.5 / 6.5.

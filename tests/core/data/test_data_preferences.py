@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.dataloader import BatchedDataLoader
-from rl_core.data.dataset_config import OnTooLong, PreferenceDatasetConfig
-from rl_core.data.preferences import PreferenceDataset, pairs_from_row
-from rl_core.data.processors import collate_preferences, preference_datum
 from rl_core.errors import DataError
-from rl_core.rollouts.batches import PreferenceBatches
+from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.dataset_config import OnTooLong, PreferenceDatasetConfig
+from rl_train.data.preferences import PreferenceDataset, pairs_from_row
+from rl_train.data.processors import collate_preferences, preference_datum
+from rl_train.rollouts.batches import PreferenceBatches
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict, Features, Image
 
-from rl_core.data.dataset_config import (
+from rl_core.data.tool_calls import from_text
+from rl_core.errors import DataError
+from rl_train.data.dataset_config import (
     HuggingFaceDatasetConfig,
     HuggingFacePreferenceDatasetConfig,
     JsonlDatasetConfig,
@@ -17,11 +19,9 @@ from rl_core.data.dataset_config import (
     ParquetPreferenceDatasetConfig,
     PreferenceDatasetConfig,
 )
-from rl_core.data.datasets import RecordDataset
-from rl_core.data.json_lines import JsonLines
-from rl_core.data.preferences import PreferenceDataset
-from rl_core.data.tool_calls import from_text
-from rl_core.errors import DataError
+from rl_train.data.datasets import RecordDataset
+from rl_train.data.json_lines import JsonLines
+from rl_train.data.preferences import PreferenceDataset
 
 ROWS = [
     {"question": "6*7?", "expected_answer": "42", "level": 1},

@@ -4,12 +4,12 @@ import pytest
 from pydantic import ValidationError
 from template_styles import CHATML, Style, tokenizer_of, trained_text
 
-from rl_core.checkpoints.config_changes import config_changes
 from rl_core.config.policy_sections import TokenizerConfig
-from rl_core.data.processors import conversation_datum, prompt_datum
 from rl_core.data.tokenizer import load_tokenizer, with_template_kwargs
 from rl_core.errors import DataError
-from rl_core.rollouts.turns import TurnFormatter
+from rl_train.checkpoints.config_changes import config_changes
+from rl_train.data.processors import conversation_datum, prompt_datum
+from rl_train.rollouts.turns import TurnFormatter
 
 IM = ("<|im_start|>", "<think>", "</think>", "<|im_end|>")
 # Thinks unless it is told not to; then prompts have empty reasoning. A text with braces and quotes tests the literals.

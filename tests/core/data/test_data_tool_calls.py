@@ -5,15 +5,15 @@ import json
 import pytest
 from datasets import Dataset
 
-from rl_core.data.dataset_config import (
+from rl_core.errors import DataError
+from rl_train.data.dataset_config import (
     HuggingFaceDatasetConfig,
     JsonlDatasetConfig,
     ParquetDatasetConfig,
     PreferenceDatasetConfig,
 )
-from rl_core.data.datasets import RecordDataset
-from rl_core.data.preferences import PreferenceDataset
-from rl_core.errors import DataError
+from rl_train.data.datasets import RecordDataset
+from rl_train.data.preferences import PreferenceDataset
 
 WEATHER = {
     "type": "function",

@@ -6,13 +6,13 @@ import torch
 from rl_core.cluster import InProcessPool, NamedSharding
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.environments import EnvironmentPool
 from rl_core.dispatch.generation import _by_prompt
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
 from rl_core.errors import ConfigError, DataError, NonFiniteError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, LossFunction
 from rl_core.interfaces.worker import PolicyWorker, StepResult
+from rl_train.rollouts.environment_pool import EnvironmentPool
 
 
 def rows(n, length=4):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from rl_core.metrics.console import SHOWN, ConsoleLogger
+from rl_train.metrics.console import SHOWN, ConsoleLogger
 
 METRICS = {name: 0.5 for name, _, _ in SHOWN}
 NUMBERS = [f"{short} {0.5:{form}}" for _, short, form in SHOWN]
@@ -47,7 +47,7 @@ def test_a_pipe_has_one_plain_line_a_step():
 def test_a_run_goes_on_when_nobody_reads_its_output_any_more():
     code = (
         "import sys\n"
-        "from rl_core.metrics.console import ConsoleLogger\n"
+        "from rl_train.metrics.console import ConsoleLogger\n"
         "logger = ConsoleLogger(total_steps=9)\n"
         "for step in range(9):\n"
         "    logger.log_metrics({'loss': 1.0}, step)\n"

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.assembly.parts import Builder
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.config.loader import load_config
-from rl_core.metrics.logger_config import MlflowConfig, TensorBoardConfig, WandbConfig
-from rl_core.metrics.mlflow import MlflowLogger
-from rl_core.metrics.tensorboard import TensorBoardLogger
-from rl_core.metrics.wandb import WandbLogger
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
+from rl_train.config.loader import load_config
+from rl_train.metrics.logger_config import MlflowConfig, TensorBoardConfig, WandbConfig
+from rl_train.metrics.mlflow import MlflowLogger
+from rl_train.metrics.tensorboard import TensorBoardLogger
+from rl_train.metrics.wandb import WandbLogger
+from rl_train.runtime.parts import Builder
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_addition.yaml"
 
@@ -116,8 +116,8 @@ def nobody_is_called(folder, *own_server):
 
 LOG_ONE_STEP = """
 import pathlib
-from rl_core.metrics.logger_config import {name}Config
-from rl_core.metrics.{module} import {name}Logger
+from rl_train.metrics.logger_config import {name}Config
+from rl_train.metrics.{module} import {name}Logger
 logger = {name}Logger(config={name}Config(), folder=pathlib.Path({folder!r}))
 logger.log_metrics({{"reward/mean": 1.0}}, 1)
 logger.finish()
@@ -273,7 +273,7 @@ def test_a_logger_whose_library_is_absent_is_a_mistake_at_its_line_with_the_comm
         load_config(path)
     assert str(error.value) == (
         f"{path}:4:13: logger.loggers.mlflow: the logger 'mlflow' cannot run here, since mlflow-skinny<4,>=3.17 is not "
-        "installed: pip install 'rl-core[mlflow]'"
+        "installed: pip install 'rl-train[mlflow]'"
     )
     assert load_config(path, ["logger.loggers.mlflow.enabled=false"]).run.logger.loggers["mlflow"].enabled is False
 
@@ -295,9 +295,9 @@ def test_the_lists_and_the_doctor_say_that_it_is_not_installed(tmp_path):
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True).stdout
 
     rows = {row["name"]: row for row in json.loads(rlcore("list-backends", "--all", "--json")) if row["kind"] == "logger"}
-    assert (rows["mlflow"]["status"], rows["mlflow"]["reason"]) == ("not installed", "pip install 'rl-core[mlflow]'")
+    assert (rows["mlflow"]["status"], rows["mlflow"]["reason"]) == ("not installed", "pip install 'rl-train[mlflow]'")
     assert rows["tensorboard"]["status"] == rows["wandb"]["status"] == "ready"
-    assert "unavailable: mlflow-skinny<4,>=3.17 is not installed: pip install 'rl-core[mlflow]'" in rlcore("doctor", "core")
+    assert "unavailable: mlflow-skinny<4,>=3.17 is not installed: pip install 'rl-train[mlflow]'" in rlcore("doctor", "core")
 
 
 def test_what_one_component_needs_does_not_make_its_plugin_missing():
@@ -319,4 +319,4 @@ def test_what_a_component_needs_is_what_its_extra_installs():
     extras = tomllib.loads((EXAMPLE.parents[1] / "rl_core" / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {c.name: list(c.needs) for c in rlcore_loggers() if c.needs} | {"data": extras["data"]} == extras
     assert {tuple(c.needs) for c in rlcore_datasets() if c.needs} == {tuple(extras["data"])}
-    assert all(c.install == f"pip install 'rl-core[{c.name}]'" for c in rlcore_loggers() if c.needs)
+    assert all(c.install == f"pip install 'rl-train[{c.name}]'" for c in rlcore_loggers() if c.needs)

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from rl_core.metrics.jsonl import JsonlLogger, read_jsonl
-from rl_core.metrics.recorder import Recorder
+from rl_train.metrics.jsonl import JsonlLogger, read_jsonl
+from rl_train.metrics.recorder import Recorder
 
 
 def test_a_name_recorded_twice_is_the_mean_and_phases_add_up():

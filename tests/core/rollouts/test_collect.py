@@ -6,12 +6,12 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces import EnvironmentReturn
-from rl_core.rollouts.collect import Collector
-from rl_core.rollouts.records import expected_answer, rollout_records
-from rl_core.rollouts.seeds import SampleStream
-from rl_core.rollouts.source import start_rollouts
-from rl_core.rollouts.summary import ask_environments, summarize
-from rl_core.rollouts.trajectory import to_batch
+from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.records import expected_answer, rollout_records
+from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.source import start_rollouts
+from rl_train.rollouts.summary import ask_environments, summarize
+from rl_train.rollouts.trajectory import to_batch
 
 
 def prompts(tokenizer, *rows):

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from rl_core.rollouts.equal_rewards import WARN_AFTER, EqualRewardWatch
-from rl_core.rollouts.trajectory import Trajectory
+from rl_train.rollouts.equal_rewards import WARN_AFTER, EqualRewardWatch
+from rl_train.rollouts.trajectory import Trajectory
 
 
 @pytest.fixture

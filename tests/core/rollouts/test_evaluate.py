@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from rl_core.data.dataloader import BatchedDataLoader
-from rl_core.data.processors import collate_datums
 from rl_core.interfaces import EnvironmentReturn
-from rl_core.rollouts.collect import Collector
-from rl_core.rollouts.correctness import judge
-from rl_core.rollouts.evaluate import Evaluation
-from rl_core.rollouts.scores import grouped, score, usual_ks
+from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.processors import collate_datums
+from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.correctness import judge
+from rl_train.rollouts.evaluate import Evaluation
+from rl_train.rollouts.scores import grouped, score, usual_ks
 
 
 def datum(tokenizer, index, task="judge", cut=False):

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_core.data.dataloader import BatchedDataLoader
-from rl_core.data.processors import collate_datums, conversation_datum
 from rl_core.data.tokenizer import load_tokenizer
-from rl_core.rollouts.batches import TrainingBatches
-from rl_core.rollouts.given import SampledOrGiven
-from rl_core.rollouts.source import Rollouts, RolloutSource
 from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.processors import collate_datums, conversation_datum
+from rl_train.rollouts.batches import TrainingBatches
+from rl_train.rollouts.given import SampledOrGiven
+from rl_train.rollouts.source import Rollouts, RolloutSource
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

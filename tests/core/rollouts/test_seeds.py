@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from rl_core.data.dataloader import BatchedDataLoader
-from rl_core.data.processors import collate_datums
-from rl_core.rollouts.collect import Collector
-from rl_core.rollouts.evaluate import Evaluation
-from rl_core.rollouts.seeds import SampleStream, rollout_seed
-from rl_core.rollouts.source import OnDemandSource
+from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.processors import collate_datums
+from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.evaluate import Evaluation
+from rl_train.rollouts.seeds import SampleStream, rollout_seed
+from rl_train.rollouts.source import OnDemandSource
 
 ROWS, GROUP, TURNS = 6, 2, 2
 

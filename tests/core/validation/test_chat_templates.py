@@ -5,8 +5,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from rl_core.diagnostics.chat_template import check_chat_template
-from rl_core.diagnostics.diagnosis import Verdict
+from rl_train.diagnostics.chat_template import check_chat_template
+from rl_train.diagnostics.diagnosis import Verdict
 
 QUESTION = [{"role": "user", "content": "12+34="}]
 RIGHT = (

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rl_core.diagnostics.diagnosis import Verdict
-from rl_core.diagnostics.embedding_weights import read_embeddings
-from rl_core.diagnostics.embeddings import check_tied_embeddings, check_untrained_embeddings
 from rl_core.errors import NotSupportedError
+from rl_train.diagnostics.diagnosis import Verdict
+from rl_train.diagnostics.embedding_weights import read_embeddings
+from rl_train.diagnostics.embeddings import check_tied_embeddings, check_untrained_embeddings
 
 EMBEDDINGS = "model.embed_tokens.weight"
 ZERO, STAR, SPACE = 3, 15, 17

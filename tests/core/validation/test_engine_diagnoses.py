@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rl_core.diagnostics import Verdict, test_generation_consistency, test_max_model_len_respected
-from rl_core.diagnostics.decode_prefill import check_decode_against_prefill, check_engine_against_policy
-from rl_core.diagnostics.length_limit import check_length_limit
 from rl_core.errors import WorkerDiedError
+from rl_train.diagnostics import Verdict, test_generation_consistency, test_max_model_len_respected
+from rl_train.diagnostics.decode_prefill import check_decode_against_prefill, check_engine_against_policy
+from rl_train.diagnostics.length_limit import check_length_limit
 
 PROMISED = (test_max_model_len_respected, test_generation_consistency)
 END = 1

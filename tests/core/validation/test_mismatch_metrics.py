@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rl_backends_hf import HuggingFacePolicy
-from rl_core.algorithms.losses import ClippedPGLossFn
 from rl_core.cluster import RayVirtualCluster
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_train.algorithms.losses import ClippedPGLossFn
 
 
 @pytest.fixture(params=["in this process", "over two ranks"])

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from rl_core.validation import JUDGED_TOKENS
+from rl_train.validation import JUDGED_TOKENS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "validation.md").read_text()

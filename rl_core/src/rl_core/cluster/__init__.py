@@ -1,4 +1,4 @@
-"""Processes, placement and deadlines; the only rooms that import Ray.
+"""Processes, placement and deadlines; the only package that imports Ray.
 
 The names below are loaded when they are first used, so that `import rl_core.cluster` costs nothing.
 """
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from rl_core.cluster.ray_worker_group import RayWorkerGroup
     from rl_core.cluster.sharding import NamedSharding
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
-    from rl_core.cluster.worker_context import WorkerContext
     from rl_core.cluster.worker_group import PendingCall, WorkerGroup, wait_together
+    from rl_core.interfaces.worker_context import WorkerContext
 
-_ROOMS = {
-    "ActorPool": "actor_pool",
-    "Deadlines": "deadlines",
-    "InProcessPool": "actor_pool",
-    "InProcessWorkerGroup": "in_process",
-    "NamedSharding": "sharding",
-    "PendingCall": "worker_group",
-    "Pool": "actor_pool",
-    "RayVirtualCluster": "virtual_cluster",
-    "RayWorkerGroup": "ray_worker_group",
-    "WorkerContext": "worker_context",
-    "WorkerGroup": "worker_group",
-    "wait_together": "worker_group",
+_MODULE_OF = {
+    "ActorPool": "rl_core.cluster.actor_pool",
+    "Deadlines": "rl_core.cluster.deadlines",
+    "InProcessPool": "rl_core.cluster.actor_pool",
+    "InProcessWorkerGroup": "rl_core.cluster.in_process",
+    "NamedSharding": "rl_core.cluster.sharding",
+    "PendingCall": "rl_core.cluster.worker_group",
+    "Pool": "rl_core.cluster.actor_pool",
+    "RayVirtualCluster": "rl_core.cluster.virtual_cluster",
+    "RayWorkerGroup": "rl_core.cluster.ray_worker_group",
+    "WorkerContext": "rl_core.interfaces.worker_context",
+    "WorkerGroup": "rl_core.cluster.worker_group",
+    "wait_together": "rl_core.cluster.worker_group",
 }
 
 __all__ = [
@@ -50,6 +50,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(_MODULE_OF[name]), name)

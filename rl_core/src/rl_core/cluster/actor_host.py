@@ -19,8 +19,8 @@ from ray import cloudpickle
 
 from rl_core.cluster import guard, stacks
 from rl_core.cluster.ports import free_port
-from rl_core.cluster.worker_context import WorkerContext, construct
 from rl_core.errors import RLCoreError
+from rl_core.interfaces.worker_context import WorkerContext, construct
 
 MARKER = "RLCORE_WORKER"
 

@@ -36,8 +36,8 @@ from rl_core.cluster.remote_actor import (
     wait_gone,
 )
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.cluster.worker_context import WorkerContext
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
+from rl_core.interfaces.worker_context import WorkerContext
 
 _log = logging.getLogger(__name__)
 _BUILD = -1  # the index of a slot's "call" while its actor is being built

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.cluster.worker_context import WorkerContext, construct
 from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_per_rank, check_shards
 from rl_core.errors import RLCoreError, UserError, WorkerError
+from rl_core.interfaces.worker_context import WorkerContext, construct
 
 
 class InProcessWorkerGroup(WorkerGroup):

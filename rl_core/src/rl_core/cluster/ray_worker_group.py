@@ -18,9 +18,9 @@ from rl_core.cluster.ray_calls import PendingRayCall, collect
 from rl_core.cluster.remote_actor import Flight, RemoteActor, own_options, pack_worker, wait_gone
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.cluster.worker_context import WorkerContext
 from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_per_rank, check_shards
 from rl_core.errors import DeadlineExceededError, UserError, WorkerError
+from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.rendezvous.loopback import interface_variables
 
 _log = logging.getLogger(__name__)

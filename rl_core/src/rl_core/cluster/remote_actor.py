@@ -18,8 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rl_core.cluster import daemons, guard, stacks
 from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
 from rl_core.cluster.deadlines import Unanswered
-from rl_core.cluster.worker_context import WorkerContext
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
+from rl_core.interfaces.worker_context import WorkerContext
 
 _DEATHS = (
     ray.exceptions.RayActorError,

@@ -1,1 +1,1 @@
-"""One YAML file into frozen models, and errors that name line, key and remedy."""
+"""The config sections that plugins extend, and their validation."""

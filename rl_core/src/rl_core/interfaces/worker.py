@@ -2,7 +2,7 @@
 
 The facades in `rl_core.dispatch` turn a group of workers into a `PolicyInterface` or a `GenerationInterface`: they
 shard over the data axis, dispatch, put results back in order, hold deadlines and name who failed. A worker takes
-(`context`: `rl_core.cluster.worker_context.WorkerContext`, `config`: its section's model) and loads nothing before
+(`context`: `rl_core.interfaces.worker_context.WorkerContext`, `config`: its section's model) and loads nothing before
 `setup`.
 """
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from rl_core.plugins.component import Component
-    from rl_core.run import Run
+    from rl_core.plugins.run_info import RunInfo
 
 PROJECT = "rl_core"
 
@@ -231,7 +231,7 @@ def rlcore_commands() -> Iterable[Component]:
 
 
 @hookspec
-def rlcore_run_started(run: Run) -> None:
+def rlcore_run_started(run: RunInfo) -> None:
     """Called when a run is assembled.
 
     When: once, after assembly and before the first step, in the driver process.
@@ -240,17 +240,17 @@ def rlcore_run_started(run: Run) -> None:
         distribution.
 
     Args:
-        run: The assembled run; read it, do not change it.
+        run: The assembled run.
 
     Example:
         >>> @hookimpl
-        ... def rlcore_run_started(run: Run) -> None:
+        ... def rlcore_run_started(run: RunInfo) -> None:
         ...     print("run started")
     """
 
 
 @hookspec
-def rlcore_step_finished(run: Run, step: int, metrics: Mapping[str, float]) -> None:
+def rlcore_step_finished(run: RunInfo, step: int, metrics: Mapping[str, float]) -> None:
     """Called when a step is finished and its metrics are written.
 
     When: after each step, once its metrics are flushed, in the driver process; the next step waits for it.
@@ -271,7 +271,7 @@ def rlcore_step_finished(run: Run, step: int, metrics: Mapping[str, float]) -> N
 
 
 @hookspec
-def rlcore_run_finished(run: Run, error: BaseException | None) -> None:
+def rlcore_run_finished(run: RunInfo, error: BaseException | None) -> None:
     """Called when a run is over, however it ended.
 
     When: once, at the end, also after an error or Ctrl-C, before the workers are shut down, in the driver process.

@@ -21,7 +21,7 @@ from rl_core.weights.ledger import RefitLedger, forms_of
 from rl_core.weights.manifest import refuse_differences
 
 if TYPE_CHECKING:
-    from rl_core.cluster.worker_context import WorkerContext
+    from rl_core.interfaces.worker_context import WorkerContext
 
 NO_VERSION = -1
 """Weight version of an engine before its first refit, and while one is under way."""

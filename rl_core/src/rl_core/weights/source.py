@@ -25,7 +25,7 @@ from rl_core.weights.manifest import as_sent, dtype_of, fill, lay_out, split_int
 from rl_core.weights.shared_memory import SegmentPair
 
 if TYPE_CHECKING:
-    from rl_core.cluster.worker_context import WorkerContext
+    from rl_core.interfaces.worker_context import WorkerContext
 
 DEFAULT_BUDGET_BYTES = 256 * 2**20
 _MOST_ON_CPU = 16 * 2**20

@@ -1,0 +1,258 @@
+"""Conversions of NeMo RL's algorithm sections, losses and checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rl_core.config.durations import parse_duration
+from rlcore_cli.importing.nemo_rl.facts import algorithm_of, validates
+from rlcore_cli.importing.rows import Decision, ForeignConfig, Mapped, Redundant, Unsupported
+
+_GROUPS = ("grpo", "gdpo")
+_PAIR_LOSSES = {"dpo": "dpo", "ipo": "ipo"}
+_STD_OF_ALL = (
+    "rewards are divided by the standard deviation of the whole group; NeMo RL excludes the sample itself, so its advantages "
+    "differ"
+)
+_METRICS = {
+    "val:accuracy": "validation/accuracy",
+    "val:reward": "validation/reward",
+    "val:loss": "validation/loss",
+    "val:val_loss": "validation/loss",
+    "train:loss": "loss",
+    "train:reward": "reward/mean",
+    "train:grad_norm": "grad_norm",
+}
+
+
+def needs_validation(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A key that enables validation, which needs validation data."""
+
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
+            return Mapped({key: 0}, "off")
+        if validates(foreign) or value in (False, 0):
+            return Mapped({key: value})
+        return Unsupported("no validation data: set data.validation, or hold out training data with data.split")
+
+    return decide
+
+
+def validation_batches(value: Any, foreign: ForeignConfig) -> Decision:
+    """The number of validation batches, converted to records."""
+    algorithm = algorithm_of(foreign)
+    size = foreign.number(f"{algorithm}.val_global_batch_size", 0)
+    if not validates(foreign):
+        return Redundant("no validation")
+    if not isinstance(value, int) or not size:
+        return Unsupported("val_global_batch_size is needed to convert batches to records")
+    if value <= 0:
+        return Redundant("all held-out records are used by default")
+    return Mapped({f"{algorithm}.max_val_samples": value * size}, "counts records instead of batches")
+
+
+def group_estimator_key(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A key of group-relative advantage estimators; NeMo RL had it in `grpo` before `grpo.adv_estimator`."""
+
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        if foreign.get("grpo.adv_estimator.name", "grpo") not in _GROUPS:
+            return Redundant("the advantage estimator is not group-relative")
+        note = _STD_OF_ALL if key == "use_leave_one_out_baseline" and value is True and _normalizes(foreign) else ""
+        return Mapped({f"grpo.adv_estimator.{key}": value}, note)
+
+    return decide
+
+
+def _normalizes(foreign: ForeignConfig) -> bool:
+    key = "normalize_rewards"
+    return foreign.get(f"grpo.adv_estimator.{key}", foreign.get(f"grpo.{key}", True)) is True
+
+
+def moved_key(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A key of `grpo` that `grpo.adv_estimator` also has."""
+
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        if foreign.get(f"grpo.adv_estimator.{key}") is not None:
+            return Redundant(f"adv_estimator.{key} takes precedence")
+        return group_estimator_key(key)(value, foreign)
+
+    return decide
+
+
+def estimator(value: Any, foreign: ForeignConfig) -> Decision:
+    """The advantage estimator."""
+    if value in (*_GROUPS, "reinforce_plus_plus"):
+        return Mapped({"grpo.adv_estimator.name": value})
+    return Unsupported("estimators: grpo, rloo, reinforce_plus_plus, gdpo, or the import path of an AdvantageEstimator")
+
+
+def group_baseline(value: Any, foreign: ForeignConfig) -> Decision:
+    """The group baseline of REINFORCE++."""
+    if foreign.get("grpo.adv_estimator.name", "grpo") != "reinforce_plus_plus":
+        return Redundant("only reinforce_plus_plus uses it")
+    return Mapped({"grpo.adv_estimator.minus_baseline": value})
+
+
+def batch_multiplier(value: Any, foreign: ForeignConfig) -> Decision:
+    """Prompts that dynamic sampling draws at once, as a multiple of the batch."""
+    if foreign.get("grpo.use_dynamic_sampling") is not True:
+        return Redundant("dynamic sampling is disabled")
+    return Mapped({"grpo.batch_multiplier": value})
+
+
+def steps(value: Any, foreign: ForeignConfig) -> Decision:
+    """Maximum number of steps; a negative number means no limit, so that max_num_epochs ends the run."""
+    key = f"{algorithm_of(foreign)}.max_num_steps"
+    if isinstance(value, int) and value < 0:
+        return Mapped({key: 1_000_000}, "large enough that max_num_epochs ends the run")
+    return Mapped({key: value})
+
+
+def epochs(value: Any, foreign: ForeignConfig) -> Decision:
+    """Maximum number of epochs."""
+    algorithm = algorithm_of(foreign)
+    if algorithm == "grpo" and foreign.get("grpo.use_dynamic_sampling") is True:
+        return Unsupported("with dynamic sampling, an epoch has no fixed number of steps: set max_num_steps")
+    if isinstance(value, int) and value < 0:
+        return Redundant("no limit by default")
+    return Mapped({f"{algorithm}.max_num_epochs": value})
+
+
+def dynamic_sampling(value: Any, foreign: ForeignConfig) -> Decision:
+    """Whether groups with equal rewards are replaced."""
+    if value is not True:
+        return Mapped({"grpo.use_dynamic_sampling": value})
+    return Mapped(
+        {"grpo.use_dynamic_sampling": True},
+        "filters whole groups by the environment's rewards before scaling and shaping; NeMo RL 0.6 filters by shaped rewards, "
+        "and single rows with leave-one-out",
+    )
+
+
+def overlong_penalty(algorithm: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """The penalty for completions close to the length limit."""
+
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        note = "this value bounds the penalty; NeMo RL's grows beyond the limit and counts only the first turn"
+        is_on = foreign.get(f"{algorithm}.reward_shaping.enabled") is True
+        if value is None:
+            return Redundant("the default is used")
+        return Mapped({f"{algorithm}.reward_shaping.overlong_buffer_penalty": value}, note if is_on else "")
+
+    return decide
+
+
+def kl_penalty(value: Any, foreign: ForeignConfig) -> Decision:
+    """The weight of the KL penalty to the reference policy."""
+    in_loss = bool(value) and foreign.get("loss_fn.use_kl_in_reward") is not True
+    note = (
+        "the gradient is that of the KL estimator only; NeMo RL adds a score-function term, so the same weight has a different "
+        "effect"
+    )
+    return Mapped({"loss_fn.reference_policy_kl_penalty": value}, note if in_loss else "")
+
+
+def importance_correction(value: Any, foreign: ForeignConfig) -> Decision:
+    """Importance-sampling correction for the log-probabilities of the generation backend."""
+    notes = []
+    if value is True and foreign.get("loss_fn.sequence_level_importance_ratios") is True:
+        notes.append("each token has its own correction weight; NeMo RL has one per sequence with sequence-level ratios")
+    if value is True and foreign.get("loss_fn.truncated_importance_sampling_ratio") is None:
+        notes.append("weights are truncated at 2.0 by default; NeMo RL leaves them unbounded unless a bound is set")
+    return Mapped({"loss_fn.use_importance_sampling_correction": value}, "; ".join(notes))
+
+
+def kl_type(value: Any, foreign: ForeignConfig) -> Decision:
+    """The KL estimator."""
+    is_penalized = foreign.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
+    in_reward = foreign.get("loss_fn.use_kl_in_reward") is True
+    if value == "k1" and is_penalized and not in_reward:
+        return Unsupported("k1 in the loss has an expected gradient of zero: k3 is used instead, or set use_kl_in_reward")
+    if value in ("k2", "k3") and is_penalized and in_reward:
+        return Unsupported(f"{value} in the reward has a wrong gradient, which increases the KL: k1 is used instead")
+    return Mapped({"loss_fn.reference_policy_kl_type": value})
+
+
+def kl_in_reward(value: Any, foreign: ForeignConfig) -> Decision:
+    """Whether the KL penalty is subtracted from the reward."""
+    if value is True and not foreign.get("loss_fn.reference_policy_kl_penalty", 0.01):
+        return Redundant("reference_policy_kl_penalty is 0, so nothing is subtracted from the reward")
+    note = "the KL estimator in the reward is k1, because k2 and k3 have a wrong gradient there"
+    is_default = value is True and foreign.get("loss_fn.reference_policy_kl_type") is None
+    return Mapped({"loss_fn.use_kl_in_reward": value}, note if is_default else "")
+
+
+def truncation(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A key of truncated importance sampling, which has an effect if the correction is enabled."""
+
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        if foreign.get("loss_fn.use_importance_sampling_correction") is not True:
+            return Redundant("the importance-sampling correction is disabled")
+        if value is not None:
+            return Mapped({f"loss_fn.{key}": value})
+        if key == "truncated_importance_sampling_type":
+            return Unsupported("weights are always truncated, by default at 2.0 with `tis`")
+        return Redundant("the default bound is used")
+
+    return decide
+
+
+def on_policy(value: Any, foreign: ForeignConfig) -> Decision:
+    """A ratio of exactly 1 if a step makes one optimizer step."""
+    if value is not True:
+        return Redundant("the ratio is exactly 1 anyway if a step makes one optimizer step")
+    return Mapped({f"{algorithm_of(foreign)}.skip_logprobs_when_on_policy": True}, "if a step makes one optimizer step")
+
+
+def pair_loss(value: Any, foreign: ForeignConfig) -> Decision:
+    """The preference loss."""
+    if str(value) in _PAIR_LOSSES:
+        return Mapped({"loss_fn.name": _PAIR_LOSSES[str(value)]})
+    return Unsupported("preference losses: dpo, ipo, dpo_hinge, simpo, orpo")
+
+
+def metric(value: Any, foreign: ForeignConfig) -> Decision:
+    """The metric that ranks checkpoints."""
+    if value is None:
+        return Redundant("no ranking")
+    found = str(value)
+    if found.startswith("val:validation") and found.endswith("_loss"):
+        found = "val:loss"
+    if found not in _METRICS:
+        return Unsupported("no equivalent metric; see docs/metrics.md")
+    if found.startswith("val:") and not validates(foreign):
+        return Unsupported("ranking checkpoints by it needs validation data")
+    return Mapped({"checkpointing.metric_name": _METRICS[found]})
+
+
+def best_checkpoints(value: Any, foreign: ForeignConfig) -> Decision:
+    """Number of best checkpoints to keep."""
+    if value is None or not isinstance(metric(foreign.get("checkpointing.metric_name"), foreign), Mapped):
+        return Unsupported(
+            "checkpoints cannot be ranked because metric_name was not imported; the newest keep_latest_k are kept"
+        )
+    return Mapped({"checkpointing.keep_top_k": value})
+
+
+def unless_null(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A key that may be null in NeMo RL but not in rlcore."""
+    return lambda value, foreign: Redundant("the default is used") if value is None else Mapped({key: value})
+
+
+def time_limit(value: Any, foreign: ForeignConfig) -> Decision:
+    """The time limit of the run: seconds, or `DD:HH:MM:SS`, which becomes `D-HH:MM:SS`."""
+    if value is None:
+        return Redundant("disabled")
+    days, _, rest = str(value).partition(":")
+    limit = f"{int(days)}-{rest}" if rest.count(":") == 2 and days.isdigit() else value
+    try:
+        parse_duration(limit)
+    except (TypeError, ValueError) as error:
+        return Unsupported(str(error))
+    return Mapped({"checkpointing.max_time": limit})
+
+
+def unless_zero(key: str) -> Callable[[Any, ForeignConfig], Decision]:
+    """A number for which NeMo RL's 0 and rlcore's null mean disabled."""
+    return lambda value, foreign: Mapped({key: value}) if value else Redundant("disabled")

@@ -1,0 +1,46 @@
+"""One readable page per algorithm, and the pure functions that they lean on."""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "BradleyTerryLossFn": f"{__name__}.losses.reward",
+    "ClippedPGLossFn": f"{__name__}.losses.policy_gradient",
+    "DPOLossFn": f"{__name__}.losses.preference",
+    # Under the names that users know; they put parts together, and so live where all parts are known.
+    "DPOTrainer": "rl_train.runtime.trainers",
+    "DistillationLossFn": f"{__name__}.losses.distillation",
+    "DistillationTrainer": "rl_train.runtime.trainers",
+    "GRPOLossFn": f"{__name__}.losses.policy_gradient",
+    "GRPOTrainer": "rl_train.runtime.trainers",
+    "MseValueLossFn": f"{__name__}.losses.value",
+    "NLLLossFn": f"{__name__}.losses.nll",
+    "PPOTrainer": "rl_train.runtime.trainers",
+    "PreferenceLossFn": f"{__name__}.losses.preference",
+    "RewardModelTrainer": "rl_train.runtime.trainers",
+    "SFTTrainer": "rl_train.runtime.trainers",
+}
+
+__all__ = [
+    "BradleyTerryLossFn",
+    "ClippedPGLossFn",
+    "DPOLossFn",
+    "DPOTrainer",
+    "DistillationLossFn",
+    "DistillationTrainer",
+    "GRPOLossFn",
+    "GRPOTrainer",
+    "MseValueLossFn",
+    "NLLLossFn",
+    "PPOTrainer",
+    "PreferenceLossFn",
+    "RewardModelTrainer",
+    "SFTTrainer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: reading an algorithm's config must not import torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,45 @@
+"""DPO: of two answers to a prompt, make the chosen one likelier and the rejected one less likely.
+
+Follows https://arxiv.org/abs/2305.18290 with these departures:
+  1. a mean over the pairs of a global batch, over all ranks and microbatches;
+  2. the likelihood of the chosen answers may be part of the loss (`loss_fn.sft_loss_weight`);
+  3. a tie counts as half in the accuracy, so that a policy that equals its reference has 0.5 of it.
+
+IPO, the hinge, SimPO and ORPO are this page with another loss: docs/algorithms/dpo.md says which.
+
+Letters: B rows, two a pair; T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_train.algorithms.dpo_config import DPOConfig
+from rl_train.algorithms.validation import validate
+from rl_train.run import Run
+
+
+def train(config: DPOConfig, run: Run) -> None:
+    """Train `run.policy` for `config.max_num_steps` steps in all, from `run.first_step` on."""
+    assert run.batches is not None
+
+    def score(batch: BatchedDataDict[Any]) -> None:
+        if "reference_policy_logprobs" in run.loss_fn.required_keys:
+            scores = run.policy.get_reference_policy_logprobs(batch)
+            batch["reference_policy_logprobs"] = scores["reference_logprobs"]
+
+    validate(run, step=0, score=score)
+    for step in run.steps():
+        with run.timed("data"):
+            batch = run.batches.next_batch()
+
+        with run.timed("score"):
+            score(batch)
+
+        with run.timed("train"):
+            run.policy.prepare_for_training()
+            run.record_training(run.policy.train(batch, run.loss_fn), batch)
+            run.policy.finish_training()
+
+        validate(run, step, score=score)

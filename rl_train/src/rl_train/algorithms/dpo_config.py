@@ -1,0 +1,43 @@
+"""The section `dpo`. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from pydantic import Field
+
+from rl_core.config.optimizer_steps import TrainingPlan
+from rl_core.config.runtime_needs import RecordNeeds, RuntimeNeeds
+from rl_core.config.schema import AlgorithmConfig, RunConfig
+from rl_core.config.written import Path
+from rl_train.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
+
+
+class DPOConfig(AlgorithmConfig):
+    """Direct preference optimization (DPO) and its variants."""
+
+    default_loss: ClassVar[str] = "dpo"
+
+    global_batch_size: int = Field(default=32, ge=1)
+    """Number of pairs per step. `policy.train_global_batch_size` (in rows, two per pair) splits them into optimizer steps."""
+    val_batch_size: int = Field(default=128, ge=1)
+    """Number of pairs per validation batch."""
+
+    @property
+    def runtime_needs(self) -> RuntimeNeeds:
+        return RuntimeNeeds(records=RecordNeeds(records_per_step=self.global_batch_size, pairs=True))
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        return TrainingPlan(steps=self.max_num_steps, rows=2 * self.global_batch_size, rows_per_unit=2)
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        if isinstance(run.loss_fn, ClippedPGLossConfig | NLLLossConfig):
+            yield (
+                ("loss_fn", "name"),
+                f"{run.loss_fn.name} does not use pairs of answers, so dpo cannot use it. Use dpo, ipo, dpo_hinge, simpo or "
+                "orpo.",
+            )
+        rows = run.policy.train_global_batch_size
+        if rows is not None and rows % 2:
+            yield ("policy", "train_global_batch_size"), (f"{rows} rows would split a pair (two rows): set an even number.")

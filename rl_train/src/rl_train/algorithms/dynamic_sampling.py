@@ -1,0 +1,134 @@
+"""Dynamic sampling: draws prompts until a step has enough informative groups, https://arxiv.org/abs/2503.14476, section 3.2.
+
+A group is informative if the environment's own rewards differ within it (equation 11, where rewards are 0 and 1). Shaped
+rewards do not count: a group that nobody solved would look informative because its answers differ in length. Groups are kept
+or dropped as a whole, because a group without its odd row has nothing to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import RLCoreError
+from rl_train.algorithms.grpo_config import GRPOConfig
+from rl_train.algorithms.rewarded_config import RewardedConfig
+from rl_train.rollouts.source import Rollouts, RolloutSource
+
+Batch = BatchedDataDict[Any]
+_SUMMED = ("rollout/rows",)
+_LARGEST = ("length/max",)
+
+
+def draw_rollouts(
+    source: RolloutSource,
+    step: int,
+    *,
+    config: GRPOConfig,
+    shape: Callable[[Batch], dict[str, float]],
+    teaches: Callable[[Batch], torch.Tensor],
+) -> Rollouts:
+    """A step's rollouts, filtered, with shaped rewards: one draw, or with dynamic sampling as many as it takes.
+
+    If `dynamic_sampling_max_gen_batches` is reached first, the step has fewer groups; the metrics say how many are missing.
+
+    Args:
+        source: samples P groups at a time.
+        step: the step that they are for.
+        config: the algorithm's section.
+        shape: shapes the rewards of a draw, in place; returns metrics.
+        teaches: [B] bool, False in the rows of groups whose rewards are all equal. It must hold of the environment's rewards
+            and of the shaped ones, which are equal where `reward_scaling` clips them.
+
+    Raises:
+        RLCoreError: no group of any draw is informative.
+    """
+    if not config.use_dynamic_sampling:
+        return draw_once(source, step, config=config, shape=shape)
+    wanted = config.num_prompts_per_step
+    kept: list[Rollouts] = []
+    metrics: list[dict[str, float]] = []
+    found = drawn = 0
+    while found < wanted and len(metrics) < config.dynamic_sampling_max_gen_batches:
+        raw = _draw(source, step, config=config)
+        informative = teaches(raw.batch)
+        draw = _shaped(raw, shape)
+        metrics.append(draw.metrics)
+        drawn += len(draw.batch["group_ids"].unique())
+        groups = _trained_groups(draw.batch, informative & teaches(draw.batch))
+        if groups:
+            kept.append(_select(draw, groups, first_id=found))
+        found += len(groups)
+    if not kept:
+        raise RLCoreError(
+            f"Step {step} drew {drawn} prompts in {len(metrics)} draws, and in none of their groups did rewards differ: there "
+            "is nothing to learn from. The task is solved, or far too hard, or its reward is constant. Look at the rollouts of "
+            "the step before; easier or harder prompts, a higher temperature or more samples a prompt make rewards differ."
+        )
+    counts = {
+        "dynamic_sampling/draws": float(len(metrics)),
+        "dynamic_sampling/dropped_groups": float(drawn - found),
+        "dynamic_sampling/surplus_groups": float(max(found - wanted, 0)),
+        "dynamic_sampling/missing_groups": float(max(wanted - found, 0)),
+    }
+    return _joined(kept, wanted, metrics=_over_draws(metrics) | counts)
+
+
+def draw_once(
+    source: RolloutSource, step: int, *, config: RewardedConfig, shape: Callable[[Batch], dict[str, float]]
+) -> Rollouts:
+    """One draw, without the rows that must not be trained on, and with its rewards shaped; arguments as `draw_rollouts`."""
+    return _shaped(_draw(source, step, config=config), shape)
+
+
+def _draw(source: RolloutSource, step: int, *, config: RewardedConfig) -> Rollouts:
+    """One draw with the environment's rewards; rows that must not be trained on have a `sample_mask` of 0."""
+    draw = source.next_batch(step)
+    if config.overlong_filtering:
+        draw.batch["sample_mask"] = draw.batch["sample_mask"] * ~draw.batch["truncated"]
+    return draw
+
+
+def _shaped(draw: Rollouts, shape: Callable[[Batch], dict[str, float]]) -> Rollouts:
+    return Rollouts(batch=draw.batch, metrics=draw.metrics | shape(draw.batch), trajectories=draw.trajectories)
+
+
+def _trained_groups(batch: Batch, informative: torch.Tensor) -> list[int]:
+    """Ids of informative groups that have a row to train on, in the order of the batch."""
+    trained = informative & (batch["sample_mask"] > 0)
+    return list(dict.fromkeys(batch["group_ids"][trained].tolist()))
+
+
+def _select(draw: Rollouts, groups: Sequence[int], *, first_id: int) -> Rollouts:
+    """The rows of these groups, under ids of their own: another draw has used the same ones."""
+    new_id = {group: first_id + place for place, group in enumerate(groups)}
+    rows = [row for row, group in enumerate(draw.batch["group_ids"].tolist()) if group in new_id]
+    batch = draw.batch.select_indices(rows)
+    batch["group_ids"] = torch.tensor([new_id[group] for group in batch["group_ids"].tolist()], dtype=torch.int64)
+    trajectories = [draw.trajectories[row] for row in rows]
+    for trajectory, group in zip(trajectories, batch["group_ids"].tolist(), strict=True):
+        trajectory.group_id = group
+    return Rollouts(batch=batch, metrics={}, trajectories=trajectories)
+
+
+def _joined(kept: Sequence[Rollouts], wanted: int, *, metrics: dict[str, float]) -> Rollouts:
+    """The first `wanted` groups of all draws."""
+    batch: Batch = BatchedDataDict.from_batches([draw.batch for draw in kept])
+    trajectories = [trajectory for draw in kept for trajectory in draw.trajectories]
+    rows = [row for row, group in enumerate(batch["group_ids"].tolist()) if group < wanted]
+    return Rollouts(batch=batch.select_indices(rows), metrics=metrics, trajectories=[trajectories[row] for row in rows])
+
+
+def _over_draws(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of all that was sampled, dropped groups included."""
+    joined = {}
+    for name in metrics[0]:
+        values = [found[name] for found in metrics if name in found]
+        if name in _LARGEST:
+            joined[name] = max(values)
+        else:
+            joined[name] = sum(values) / (1 if name in _SUMMED else len(values))
+    return joined

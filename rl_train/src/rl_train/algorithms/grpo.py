@@ -1,0 +1,64 @@
+"""GRPO: sample a group of answers to each prompt, compare their rewards, take clipped policy-gradient steps.
+
+Follows https://arxiv.org/abs/2402.03300 (outcome supervision) with these departures:
+  1. the loss is a mean over all trained tokens of a global batch, not a mean of per-sequence means
+     (`loss_fn.token_level_loss: false` is the paper's);
+  2. no KL penalty unless `loss_fn.reference_policy_kl_penalty` is set; the paper has 0.04;
+  3. rewards of a group are divided by one standard deviation per group, and not at all where they are equal up to rounding;
+  4. where a step makes one optimizer step, the importance ratio is 1, so the scoring pass before it is skipped.
+
+DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++ and GDPO are this page with another loss, estimator or reward:
+docs/algorithms/grpo.md says which.
+
+Letters: P prompts, G samples per prompt, B = P·G rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from rl_train.algorithms.dynamic_sampling import draw_rollouts
+from rl_train.algorithms.estimators import make_estimator
+from rl_train.algorithms.grpo_config import GRPOConfig
+from rl_train.algorithms.losses.reduce import row_means
+from rl_train.algorithms.policy_scores import PolicyScores
+from rl_train.algorithms.rewards import RewardShaping, clip_advantages
+from rl_train.algorithms.validation import validate
+from rl_train.rollouts.records import rollout_records
+from rl_train.run import Run
+
+
+def train(config: GRPOConfig, run: Run) -> None:
+    """Train `run.policy` for `config.max_num_steps` steps in all, from `run.first_step` on."""
+    assert run.weights is not None
+    assert run.rollouts is not None
+    policy, loss_fn = run.policy, run.loss_fn
+    shape, estimate = RewardShaping(config, run.config), make_estimator(config.adv_estimator)
+    rows_per_update = run.config.policy.train_global_batch_size
+    one_update = rows_per_update is None or rows_per_update >= config.rows_per_step
+    loss_fn.on_policy = config.skip_logprobs_when_on_policy and one_update
+    score = PolicyScores(run)
+
+    validate(run, step=0)
+    for step in run.steps():
+        with run.timed("refit"):
+            run.metrics.add(run.weights.sync(only_if_stale=True))
+
+        with run.timed("rollout"):
+            rollouts = draw_rollouts(run.rollouts, step, config=config, shape=shape, teaches=estimate.teaches)
+            batch = rollouts.batch
+
+        with run.timed("score"):
+            run.metrics.add(score(batch))
+            advantages = estimate(batch)
+            batch["advantages"], clipped = clip_advantages(advantages.values, batch["token_mask"], config)
+
+        with run.timed("train"):
+            policy.prepare_for_training()
+            staleness = policy.weight_version - batch["weight_version"]
+            run.record_training(policy.train(batch, loss_fn), batch)
+            policy.finish_training()
+
+        run.metrics.add(rollouts.metrics | advantages.metrics | clipped)
+        run.metrics.add({"staleness/mean": staleness.float().mean()})
+        advantage = row_means(batch["advantages"], batch["token_mask"])
+        run.log_rollouts(rollout_records(rollouts.trajectories, advantage, batch.get("prev_logprobs")), step)
+        validate(run, step)

@@ -1,0 +1,157 @@
+"""The section `grpo`. Does not import torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from rl_core.config.optimizer_steps import TrainingPlan
+from rl_core.config.schema import RunConfig, Section
+from rl_core.config.written import Path
+from rl_core.plugins.component import did_you_mean, is_path
+from rl_train.algorithms.losses.config import ClippedPGLossConfig
+from rl_train.algorithms.rewarded_config import RewardedConfig, RewardShapingConfig
+
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo")
+
+
+class AdvantageConfig(Section):
+    """How advantages are computed from rewards (`grpo.adv_estimator`)."""
+
+    name: str = "grpo"
+    """Advantage estimator. `grpo`: relative to the group; `rloo`: relative to the other samples of the group, without
+    normalization; `reinforce_plus_plus`: relative to the whole batch; `gdpo`: each named reward separately, then a weighted
+    sum; or the dotted path of an `AdvantageEstimator`."""
+    normalize_rewards: bool | None = None
+    """Whether to divide the centered rewards of a group by their standard deviation. By default, `grpo` and `gdpo` do and
+    `rloo` does not."""
+    use_leave_one_out_baseline: bool | None = None
+    """Whether to center each reward on the mean of the other rewards of its group. By default, `rloo` does and `grpo` and
+    `gdpo` do not."""
+    minus_baseline: bool = False
+    """For `reinforce_plus_plus`: whether to subtract the group's mean reward before the batch is normalized."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """For `gdpo`: weights of the named rewards, 1 by default. `overlong` is the penalty of `reward_shaping`."""
+    normalize_batch: bool = True
+    """For `gdpo`: whether to normalize the weighted sum over the batch."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of an estimator given by its path."""
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether rewards are divided by the standard deviation of their group."""
+        return self.name != "rloo" if self.normalize_rewards is None else self.normalize_rewards
+
+    @property
+    def leaves_one_out(self) -> bool:
+        """Whether a reward is compared only with the other rewards of its group."""
+        return self.name == "rloo" if self.use_leave_one_out_baseline is None else self.use_leave_one_out_baseline
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if not is_path(name) and name not in ESTIMATORS:
+            meant = did_you_mean(name, list(ESTIMATORS)).rstrip()
+            raise ValueError(f"there is no estimator {name!r}: use {', '.join(ESTIMATORS)} or a dotted path.{meant}")
+        return name
+
+    @model_validator(mode="after")
+    def _only_its_own_keys(self) -> AdvantageConfig:
+        of_groups = self.name in ("grpo", "rloo", "gdpo")
+        belongs = {
+            "normalize_rewards": of_groups or self.normalize_rewards is None,
+            "use_leave_one_out_baseline": of_groups or self.use_leave_one_out_baseline is None,
+            "minus_baseline": self.name == "reinforce_plus_plus" or not self.minus_baseline,
+            "reward_weights": self.name == "gdpo" or not self.reward_weights,
+            "normalize_batch": self.name == "gdpo" or self.normalize_batch,
+            "kwargs": is_path(self.name) or not self.kwargs,
+        }
+        for key, fits in belongs.items():
+            if not fits:
+                raise ValueError(f"adv_estimator {self.name!r} does not use {key}: remove it")
+        if self.name == "rloo" and self.use_leave_one_out_baseline is False:
+            raise ValueError(
+                "rloo always uses the leave-one-out baseline: remove use_leave_one_out_baseline, or use `name: grpo`"
+            )
+        return self
+
+
+class GRPOConfig(RewardedConfig):
+    """Group-relative policy optimization (GRPO)."""
+
+    num_generations_per_prompt: int = Field(default=8, ge=2)
+    """G, number of samples per prompt."""
+    adv_estimator: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    """How advantages are computed from rewards."""
+    use_dynamic_sampling: bool = False
+    """Whether to drop groups whose environment rewards are all equal, and to draw more prompts until the step has P other
+    groups."""
+    dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
+    """Maximum number of draws per step. After them, the step continues with the groups collected so far."""
+    batch_multiplier: float = Field(default=1.0, ge=1.0)
+    """Number of prompts in each draw of dynamic sampling, as a multiple of P."""
+
+    @property
+    def prompts_per_draw(self) -> int:
+        """Number of prompts per draw."""
+        return math.ceil(self.num_prompts_per_step * self.batch_multiplier)
+
+    @model_validator(mode="after")
+    def _dynamic_sampling_has_something_to_drop(self) -> GRPOConfig:
+        if self.batch_multiplier > 1 and not self.use_dynamic_sampling:
+            raise ValueError(
+                "batch_multiplier above 1 draws extra prompts, which are only used by dynamic sampling: set "
+                "use_dynamic_sampling, or set batch_multiplier to 1"
+            )
+        of_batch = self.adv_estimator.name == "reinforce_plus_plus" and not self.adv_estimator.minus_baseline
+        if self.use_dynamic_sampling and of_batch:
+            raise ValueError(
+                "use_dynamic_sampling drops groups with equal rewards, but adv_estimator reinforce_plus_plus compares "
+                "rewards with the whole batch and learns from these groups. Set minus_baseline, or disable dynamic sampling"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _normalized_rewards_have_no_size(self) -> GRPOConfig:
+        default = RewardShapingConfig.model_fields["overlong_buffer_penalty"].default
+        sized = self.reward_shaping.enabled and self.reward_shaping.overlong_buffer_penalty != default
+        if sized and self.adv_estimator.name == "gdpo" and self.adv_estimator.normalizes:
+            raise ValueError(
+                f"reward_shaping.overlong_buffer_penalty is {self.reward_shaping.overlong_buffer_penalty:g}, but "
+                "adv_estimator gdpo divides each named reward by its standard deviation in the group, so the size of the "
+                f"penalty would have no effect. Leave it at {default:g} and set adv_estimator.reward_weights: {{overlong: "
+                f"...}} instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _named_rewards_have_no_common_scale(self) -> GRPOConfig:
+        if self.adv_estimator.name == "gdpo" and self.reward_scaling.enabled:
+            raise ValueError(
+                "reward_scaling scales the sum of the rewards, but adv_estimator gdpo normalizes each named reward and does "
+                "not use the sum. Remove reward_scaling, and use reward_weights instead"
+            )
+        return self
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        # Dynamic sampling may find fewer groups that teach.
+        return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step, is_exact=not self.use_dynamic_sampling)
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+        yield from super().conflicts(run)
+        loss = run.loss_fn
+        if self.max_num_epochs is not None and self.use_dynamic_sampling:
+            yield (
+                (run.algorithm_name, "max_num_epochs"),
+                "dynamic sampling draws as many prompts per step as it needs, so an epoch is not a fixed number of steps. "
+                "Set only max_num_steps.",
+            )
+        if isinstance(loss, ClippedPGLossConfig) and loss.use_kl_in_reward and self.adv_estimator.name == "gdpo":
+            yield (
+                ("loss_fn", "use_kl_in_reward"),
+                "adv_estimator gdpo normalizes several rewards separately, so there is no single reward to subtract the KL "
+                "penalty from. Set use_kl_in_reward to false to keep the penalty in the loss.",
+            )

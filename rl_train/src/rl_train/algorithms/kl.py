@@ -1,0 +1,73 @@
+"""Estimators of the KL divergence between two policies from the tokens that one of them sampled; pure functions.
+
+With x ~ p and r = log q(x) - log p(x) (Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html):
+
+    k1 = -r                unbiased, high variance, may be negative; as a loss its expected gradient is zero
+    k2 = r² / 2            biased, low variance; as a loss its gradient is that of KL(p || q) in expectation
+    k3 = exp(r) - 1 - r    unbiased, low variance, never negative; as a loss its gradient is that of KL(q || p) near p = q
+
+As a cost in the reward, an estimator k has the gradient E[k ∇log p]. That of k1 is ∇KL(p || q). k2 and k3 are positive where
+q is above p as well, so that following their gradients pushes p away from q.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from rl_train.algorithms.log_ratio import bounded_log_ratio
+
+if TYPE_CHECKING:
+    from rl_train.algorithms.losses.config import ClippedPGLossConfig
+
+KLType = Literal["k1", "k2", "k3"]
+
+
+def calculate_kl(
+    logprobs: torch.Tensor,
+    logprobs_reference: torch.Tensor,
+    kl_type: KLType = "k3",
+    *,
+    input_clamp_value: float | None = None,
+    output_clamp_value: float | None = None,
+) -> torch.Tensor:
+    """Estimate KL(p || q) at each token.
+
+    Args:
+        logprobs: log p of the sampled tokens, any shape, in nats.
+        logprobs_reference: log q of the same tokens.
+        kl_type: the estimator.
+        input_clamp_value: clamp r to plus and minus it. With None, k3 alone clamps r, to `LOG_RATIO_BOUND` (20), so that exp(r)
+            is finite.
+        output_clamp_value: hold the estimate within plus and minus it.
+
+    Returns:
+        The estimate of each token, of the shape of `logprobs`, in nats.
+    """
+    if input_clamp_value is not None:
+        log_ratio = bounded_log_ratio(logprobs_reference, logprobs, bound=input_clamp_value)
+    elif kl_type == "k3":
+        log_ratio = bounded_log_ratio(logprobs_reference, logprobs)
+    else:
+        log_ratio = logprobs_reference - logprobs
+    if kl_type == "k1":
+        kl = -log_ratio
+    elif kl_type == "k2":
+        kl = 0.5 * log_ratio.square()
+    else:
+        kl = torch.expm1(log_ratio) - log_ratio
+    if output_clamp_value is not None:
+        kl = kl.clamp(-output_clamp_value, output_clamp_value)
+    return kl
+
+
+def reference_kl(logprobs: torch.Tensor, logprobs_reference: torch.Tensor, config: ClippedPGLossConfig) -> torch.Tensor:
+    """`calculate_kl` of the policy to its reference, with the estimator and the clamps of a section `loss_fn`."""
+    return calculate_kl(
+        logprobs,
+        logprobs_reference,
+        config.kl_estimator,
+        input_clamp_value=config.kl_input_clamp_value,
+        output_clamp_value=config.kl_output_clamp_value,
+    )

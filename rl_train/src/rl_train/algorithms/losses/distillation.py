@@ -1,0 +1,113 @@
+"""Distillation: how far the student is from its teacher at each trained token.
+
+On the teacher's K likeliest tokens (`topk`), the divergence itself, whose gradient is exact at the positions that there are:
+
+    forward KL, reverse KL, JSD(b)   GKD, https://arxiv.org/abs/2306.13649, equations 1 to 3
+    mixed                            w times forward KL, 1 - w times reverse KL
+
+On the sampled tokens alone, reverse KL as a policy gradient (https://thinkingmachines.ai/blog/on-policy-distillation): with the
+advantage A = log p - log q before the step, without a gradient, and the importance ratio r of the token, whose logarithm is
+clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`),
+
+    minimise -r A        whose gradient is, on policy, that of (log q - log p)² / 2, the k2 estimator of the KL
+
+Each token answers for its own divergence and for none that comes after it, unlike MiniLLM (https://arxiv.org/abs/2306.08543),
+whose return sums them up.
+
+Letters: B rows, T tokens, K candidates; p is the teacher, q the student. Everything is in nats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import NotSupportedError
+from rl_core.interfaces.loss import LossFunction, LossType
+from rl_train.algorithms.divergences import generalized_jsd, kl_divergence, renormalized, with_rest
+from rl_train.algorithms.log_ratio import bounded_log_ratio
+from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
+from rl_train.algorithms.losses.reduce import sequence_mean, token_mean
+
+TOPK_IDS, TOPK_LOGPROBS = "teacher_topk_token_ids", "teacher_topk_logprobs"
+CANDIDATES = "candidate_logprobs"
+
+Metrics = dict[str, torch.Tensor]
+
+
+class DistillationLossFn(LossFunction):
+    """The divergence of `DistillationLossConfig`, a mean over trained tokens (or of each sequence's mean)."""
+
+    def __init__(self, config: DistillationLossConfig | None = None) -> None:
+        self.config = config or DistillationLossConfig()
+        self.loss_type = LossType.TOKEN_LEVEL if self.config.token_level_loss else LossType.SEQUENCE_LEVEL
+        self.candidates_key = TOPK_IDS if self.config.topk is not None else None
+
+    @property
+    def required_keys(self) -> frozenset[str]:
+        """What the teacher said; of sampled tokens also what the student said before the step, unless that is now."""
+        if self.config.topk is not None:
+            return frozenset({TOPK_IDS, TOPK_LOGPROBS})
+        return frozenset({"teacher_logprobs"} if self.on_policy else {"teacher_logprobs", "prev_logprobs"})
+
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, Metrics]:
+        """See `LossFunction`."""
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
+        if self.config.topk is not None:
+            per_token, found = self._of_candidates(data)
+        else:
+            per_token, found = self._of_samples(next_token_logprobs, data, mask)
+        if self.loss_type is LossType.TOKEN_LEVEL:
+            loss = token_mean(per_token, mask, global_valid_toks)
+        else:
+            loss = sequence_mean(per_token, mask, global_valid_seqs)
+        found["entropy/sampled"] = -next_token_logprobs
+        return loss, {name: token_mean(values.detach(), mask, global_valid_toks) for name, values in found.items()}
+
+    def _of_candidates(self, data: BatchedDataDict[Any]) -> tuple[torch.Tensor, Metrics]:
+        """[B, T] the divergence at each position, and [B, T] of each metric."""
+        if CANDIDATES not in data:
+            raise NotSupportedError(
+                "The policy's backend gave no log-probabilities of the teacher's likeliest tokens, which this loss compares. "
+                "Use a backend with the capability `topk_logprobs`, or `loss_fn: {divergence: reverse_kl, topk: null}`."
+            )
+        given, own = data[TOPK_LOGPROBS], data[CANDIDATES]
+        made_whole = with_rest if self.config.beyond_topk == "bucket" else renormalized
+        teacher, student = made_whole(given), made_whole(own)
+        forward, reverse = kl_divergence(teacher, student), kl_divergence(student, teacher)
+        return self._divergence(teacher, student, forward, reverse), {
+            "distillation/kl_forward": forward,
+            "distillation/kl_reverse": reverse,
+            "distillation/topk_mass_teacher": given.exp().sum(dim=-1),
+            "distillation/topk_mass_student": own.exp().sum(dim=-1),
+            "distillation/argmax_agreement": (own.argmax(dim=-1) == given.argmax(dim=-1)).to(own.dtype),
+        }
+
+    def _divergence(
+        self, teacher: torch.Tensor, student: torch.Tensor, forward: torch.Tensor, reverse: torch.Tensor
+    ) -> torch.Tensor:
+        if self.config.divergence == "forward_kl":
+            return forward
+        if self.config.divergence == "reverse_kl":
+            return reverse
+        if self.config.divergence == "mixed_kl":
+            weight = self.config.mixed_kl_weight
+            return weight * forward + (1.0 - weight) * reverse
+        return generalized_jsd(teacher, student, self.config.jsd_beta)
+
+    def _of_samples(
+        self, logprobs: torch.Tensor, data: BatchedDataDict[Any], mask: torch.Tensor
+    ) -> tuple[torch.Tensor, Metrics]:
+        """[B, T] the surrogate of each sampled token, and [B, T] of each metric."""
+        previous = logprobs.detach() if self.on_policy else data["prev_logprobs"]
+        ratio = bounded_log_ratio(logprobs, previous, mask).exp()
+        surrogate = -ratio * (data["teacher_logprobs"] - previous)
+        return surrogate, {"distillation/kl_sampled": logprobs - data["teacher_logprobs"]}

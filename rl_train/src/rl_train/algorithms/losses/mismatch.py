@@ -1,0 +1,72 @@
+"""What the trainer and the sampler disagree on, token by token, and the weights that make up for it.
+
+Two engines never compute quite the same log-probabilities, so samples come from another distribution than the policy that is
+trained. With w = p_trainer / p_sampler at each sampled token (both under the weights that sampled):
+
+    tis           min(w, high)                                 https://fengyao.notion.site/off-policy-rl
+    icepop        w where low <= w <= high, else 0             https://arxiv.org/abs/2510.18855
+    seq-mask-tis  w in sequences whose geometric mean of w is within low and high, else 0
+
+log w is clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`), so that no weight is infinite. What is left out keeps its place
+in the mean: a masked token is a zero, not a smaller divisor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_train.algorithms.kl import calculate_kl
+from rl_train.algorithms.log_ratio import LOG_RATIO_BOUND, bounded_log_ratio
+from rl_train.algorithms.losses.config import ClippedPGLossConfig
+from rl_train.algorithms.losses.reduce import row_means, token_mean
+
+
+def mismatch_metrics(
+    previous: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, global_valid_toks: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """How far the sampler was from the policy: shares of means over trained tokens, and `mismatch/max`, which reduces by max.
+
+    Args:
+        previous: [B, T] log p under the policy that is to be trained, in nats.
+        sampled: [B, T] log p as the sampler reported it.
+        mask: [B, T] float32, `token_mask * sample_mask`.
+        global_valid_toks: scalar, the trained tokens of the global batch.
+    """
+    difference = (previous - sampled).abs()
+    return {
+        "mismatch/kl": token_mean(calculate_kl(sampled, previous, "k3"), mask, global_valid_toks),
+        "mismatch/mult_prob_error": token_mean(difference.clamp(max=LOG_RATIO_BOUND).exp(), mask, global_valid_toks),
+        "mismatch/max": torch.where(mask > 0, difference, torch.zeros_like(difference)).max(),
+    }
+
+
+def sampling_weights(
+    previous: torch.Tensor,
+    sampled: torch.Tensor,
+    mask: torch.Tensor,
+    config: ClippedPGLossConfig,
+    global_valid_toks: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The weight of each token, and how many were bounded; arguments as `mismatch_metrics`.
+
+    Returns:
+        [B, T] weights without a gradient, and shares of `mismatch/weight_mean` and of `mismatch/truncated_frac` (tokens held
+        at a bound) or `mismatch/masked_frac` (tokens left out).
+    """
+    log_weight = bounded_log_ratio(previous, sampled, mask).detach()
+    weight = log_weight.exp()
+    low = config.truncated_importance_sampling_ratio_min or 0.0
+    high = config.truncated_importance_sampling_ratio
+    if config.truncated_importance_sampling_type == "seq-mask-tis":
+        of_row = row_means(log_weight, mask).exp().unsqueeze(-1)
+        outside = ((of_row < low) | (of_row > high)).expand_as(weight)
+    else:
+        outside = (weight < low) | (weight > high)
+    if config.truncated_importance_sampling_type == "tis":
+        bounded, name = weight.clamp(low, high), "mismatch/truncated_frac"
+    else:
+        bounded, name = weight.masked_fill(outside, 0.0), "mismatch/masked_frac"
+    return bounded, {
+        "mismatch/weight_mean": token_mean(bounded, mask, global_valid_toks),
+        name: token_mean(outside.to(weight.dtype), mask, global_valid_toks),
+    }

@@ -1,0 +1,136 @@
+"""The clipped policy gradient, in all the forms that `ClippedPGLossConfig` can say.
+
+    clip            PPO, https://arxiv.org/abs/1707.06347, equation 7
+    clip-higher     separate bounds: DAPO, https://arxiv.org/abs/2503.14476, equation 10
+    dual clip       https://arxiv.org/abs/1912.09729, equation 5
+    GSPO            one ratio a sequence: https://arxiv.org/abs/2507.18071, equations 5 and 7; with advantages that differ
+                    between tokens its GSPO-token form, equations 13 and 14, which is the same where they do not
+    CISPO           -sg(clip(ratio)) · A · log p: https://arxiv.org/abs/2506.13585, equations 4 and 5
+    REINFORCE       -A · log p
+    means           over tokens (DAPO), of sequence means (GRPO, https://arxiv.org/abs/2402.03300, equation 3), or of sequence
+                    sums by a constant (Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2)
+    KL              in the loss: GRPO, equation 3; in the reward: the algorithm's business
+
+Letters: B rows, T tokens. Everything is in nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.loss import LossFunction, LossType, Reduction
+from rl_train.algorithms.kl import reference_kl
+from rl_train.algorithms.log_ratio import bounded_log_ratio
+from rl_train.algorithms.losses.config import ClippedPGLossConfig, GRPOLossConfig
+from rl_train.algorithms.losses.mismatch import mismatch_metrics, sampling_weights
+from rl_train.algorithms.losses.reduce import row_means, sequence_mean, token_mean
+
+
+class ClippedPGLossFn(LossFunction):
+    """-min(ratio · A, clip(ratio) · A) at each trained token, plus the weighted KL to the reference policy.
+
+    ratio = exp(log p now - log p before the step), the difference clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`). With
+    `on_policy` the two are the same number, so the batch need not hold `prev_logprobs` and the ratio is 1 with the gradient of
+    log p.
+    """
+
+    metric_reductions: ClassVar[Mapping[str, Reduction]] = {"ratio/min": "min", "ratio/max": "max", "mismatch/max": "max"}
+
+    def __init__(self, config: ClippedPGLossConfig | None = None) -> None:
+        self.config = config or ClippedPGLossConfig()
+        self.loss_type = LossType.TOKEN_LEVEL if self.config.token_level_loss else LossType.SEQUENCE_LEVEL
+
+    @property
+    def has_kl_penalty(self) -> bool:
+        """Whether the KL to the reference policy is part of this loss."""
+        return self.config.reference_policy_kl_penalty > 0 and not self.config.use_kl_in_reward
+
+    @property
+    def required_keys(self) -> frozenset[str]:
+        """`advantages`, `generation_logprobs`, and what the ratio and the penalty compare with."""
+        keys = {"advantages", "generation_logprobs"}
+        if not self.on_policy:
+            keys.add("prev_logprobs")
+        if self.has_kl_penalty:
+            keys.add("reference_policy_logprobs")
+        return frozenset(keys)
+
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See `LossFunction`; `advantages` [B, T] float32, the log-probabilities [B, T] float32."""
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
+        previous = next_token_logprobs.detach() if self.on_policy else data["prev_logprobs"]
+        ratio = self._ratio(next_token_logprobs, previous, mask)
+
+        per_token = self._surrogate(next_token_logprobs, ratio, data["advantages"])
+        metrics = mismatch_metrics(previous, data["generation_logprobs"], mask, global_valid_toks)
+        if self.config.use_importance_sampling_correction:
+            weights, found = sampling_weights(previous, data["generation_logprobs"], mask, self.config, global_valid_toks)
+            per_token = per_token * weights
+            metrics |= found
+        loss = self._mean(per_token, mask, global_valid_seqs, global_valid_toks)
+        metrics["loss/policy"] = loss.detach()
+        if self.has_kl_penalty:
+            kl = reference_kl(next_token_logprobs, data["reference_policy_logprobs"], self.config)
+            penalty = self._mean(kl, mask, global_valid_seqs, global_valid_toks)
+            loss = loss + self.config.reference_policy_kl_penalty * penalty
+            metrics["kl/reference"] = penalty.detach()
+        metrics |= self._ratio_metrics(ratio.detach(), data["advantages"], mask, global_valid_toks)
+        metrics["entropy/sampled"] = token_mean(-next_token_logprobs.detach(), mask, global_valid_toks)
+        return loss, metrics
+
+    def _ratio(self, logprobs: torch.Tensor, previous: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        log_ratio = bounded_log_ratio(logprobs, previous, mask)
+        if self.config.sequence_level_importance_ratios:
+            # Of the sequence's value, with each token's own gradient: GSPO-token.
+            log_ratio = row_means(log_ratio, mask).detach().unsqueeze(-1) + (log_ratio - log_ratio.detach())
+        return log_ratio.exp()
+
+    def _surrogate(self, logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        if config.disable_ppo_ratio:
+            return -advantages * logprobs
+        clipped = ratio.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
+        if config.use_cispo:
+            return -advantages * clipped.detach() * logprobs
+        loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+        if config.ratio_clip_c is not None:
+            bound = torch.minimum(loss, -advantages * config.ratio_clip_c)
+            loss = torch.where(advantages < 0, bound, loss)
+        return loss
+
+    def _mean(self, values: torch.Tensor, mask: torch.Tensor, seqs: torch.Tensor, toks: torch.Tensor) -> torch.Tensor:
+        if self.loss_type is LossType.TOKEN_LEVEL:
+            return token_mean(values, mask, toks)
+        return sequence_mean(values, mask, seqs, constant_length=self.config.constant_length_normalizer)
+
+    def _ratio_metrics(
+        self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, toks: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        trained = mask > 0
+        above, below = ratio > 1.0 + self.config.ratio_clip_max, ratio < 1.0 - self.config.ratio_clip_min
+        # CISPO holds a ratio at its bound whatever the sign; a min() lets the ratio pass where that lowers the objective.
+        clipped = above | below if self.config.use_cispo else (above & (advantages > 0)) | (below & (advantages < 0))
+        one = torch.ones_like(ratio)
+        return {
+            "ratio/mean": token_mean(ratio, mask, toks),
+            "ratio/min": torch.where(trained, ratio, one).min(),
+            "ratio/max": torch.where(trained, ratio, one).max(),
+            "ratio/clipped_frac": token_mean(clipped.to(ratio.dtype), mask, toks),
+        }
+
+
+class GRPOLossFn(ClippedPGLossFn):
+    """`ClippedPGLossFn` with the defaults of the GRPO paper: a KL penalty of 0.04 with k3, and a mean per sequence."""
+
+    def __init__(self, config: ClippedPGLossConfig | None = None) -> None:
+        super().__init__(config or GRPOLossConfig())

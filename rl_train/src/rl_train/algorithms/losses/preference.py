@@ -1,0 +1,187 @@
+"""Losses over pairs of a chosen and a rejected answer.
+
+Row 2i of a batch is a chosen answer and row 2i + 1 the rejected one to the same prompt. Each answer gets a score; what is
+minimised is a function of the margin, the chosen answer's score less the rejected one's. With L the answer's log-probability
+in nats, L_ref that of the reference policy, n its tokens and m the margin:
+
+    DPO     score b (L - L_ref)              -(1 - e) log s(m) - e log s(-m)    https://arxiv.org/abs/2305.18290, equation 7;
+                                             e > 0: conservative DPO, https://ericmitchell.ai/cdpo.pdf
+    IPO     score t (L - L_ref)              (m / t - 1 / (2 t))^2              https://arxiv.org/abs/2310.12036, equation 17
+    hinge   score b (L - L_ref)              max(0, 1 - m)                      https://arxiv.org/abs/2309.06657, hinge-norm
+    SimPO   score b L / n                    -log s(m - g)                      https://arxiv.org/abs/2405.14734, equation 6
+    ORPO    score log(p / (1 - p)),          -log s(m)                          https://arxiv.org/abs/2403.07691, equations 6, 7
+            p = exp(L / n)
+
+s is the logistic function. Letters: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch.nn.functional import logsigmoid, relu
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.loss import LossFunction, LossType
+from rl_train.algorithms.losses.preference_config import (
+    DPOLossConfig,
+    HingeLossConfig,
+    IPOLossConfig,
+    ORPOLossConfig,
+    PreferenceLossConfig,
+    SimPOLossConfig,
+)
+from rl_train.algorithms.losses.reduce import row_means, row_sums
+
+REFERENCE = "reference_policy_logprobs"
+TIE = 1e-5
+"""Scores that differ by no more are equal: two passes over the same tokens differ by the order of their sums."""
+_SURE = -1e-6
+"""Mean log-probabilities are held below it where odds are taken: a certain answer has infinite odds."""
+
+
+class PreferenceLossFn(LossFunction):
+    """Some function of the margins, a mean over pairs, plus the weighted likelihood of the chosen answers.
+
+    A subclass says what an answer's score is, and may say what is minimised; by default it is -log s(margin), the negative
+    log-likelihood of the preference under the Bradley-Terry model.
+    """
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    rows_per_unit = 2
+    config: PreferenceLossConfig
+
+    @abstractmethod
+    def scores(self, logprobs: torch.Tensor, data: BatchedDataDict[Any], mask: torch.Tensor) -> torch.Tensor:
+        """[B] the score of each answer.
+
+        Args:
+            logprobs: [B, T] in nats, with the gradient.
+            data: the rows, with `required_keys`.
+            mask: [B, T] float32, `token_mask * sample_mask`.
+        """
+
+    def of_margins(self, margins: torch.Tensor) -> torch.Tensor:
+        """What is minimised of each margin [B / 2]."""
+        return _smoothed(margins, 0.0)
+
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See `LossFunction`; both rows of a pair have the same `sample_mask`."""
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
+        counts = data["sample_mask"][0::2] * data["sample_mask"][1::2]
+        num_pairs = (global_valid_seqs / 2).clamp(min=1.0)
+
+        def mean(of_pairs: torch.Tensor) -> torch.Tensor:
+            total: torch.Tensor = (of_pairs * counts).sum() / num_pairs
+            return total
+
+        scores = self.scores(next_token_logprobs, data, mask)
+        margins = scores[0::2] - scores[1::2]
+        likelihood = row_means if self.config.sft_average_log_probs else row_sums
+        preference = mean(self.of_margins(margins))
+        nll = mean(-likelihood(next_token_logprobs, mask)[0::2])
+        loss = self.config.preference_loss_weight * preference + self.config.sft_loss_weight * nll
+        scores, margins = scores.detach(), margins.detach()
+        logprobs = row_means(next_token_logprobs.detach(), mask)
+        return loss, {
+            "loss/preference": preference.detach(),
+            "loss/sft": nll.detach(),
+            "preference/accuracy": mean((margins > TIE).float() + 0.5 * (margins.abs() <= TIE).float()),
+            "preference/margin": mean(margins),
+            "preference/score_chosen": mean(scores[0::2]),
+            "preference/score_rejected": mean(scores[1::2]),
+            "preference/logprob_chosen": mean(logprobs[0::2]),
+            "preference/logprob_rejected": mean(logprobs[1::2]),
+        }
+
+
+class _AgainstReferenceLossFn(PreferenceLossFn):
+    """An answer's score is how much likelier it has become since the reference policy."""
+
+    config: DPOLossConfig | IPOLossConfig | HingeLossConfig
+
+    @property
+    def required_keys(self) -> frozenset[str]:
+        return frozenset({REFERENCE})
+
+    def scores(self, logprobs: torch.Tensor, data: BatchedDataDict[Any], mask: torch.Tensor) -> torch.Tensor:
+        of_answer = row_means if self.config.preference_average_log_probs else row_sums
+        return self.config.reference_policy_kl_penalty * of_answer(logprobs - data[REFERENCE], mask)
+
+
+class DPOLossFn(_AgainstReferenceLossFn):
+    """Direct preference optimisation, with label smoothing where it is asked for."""
+
+    config: DPOLossConfig
+
+    def __init__(self, config: DPOLossConfig | None = None) -> None:
+        self.config = config or DPOLossConfig()
+
+    def of_margins(self, margins: torch.Tensor) -> torch.Tensor:
+        return _smoothed(margins, self.config.label_smoothing)
+
+
+class IPOLossFn(_AgainstReferenceLossFn):
+    """Identity preference optimisation: log-ratios are drawn to differ by 1 / (2 tau)."""
+
+    config: IPOLossConfig
+
+    def __init__(self, config: IPOLossConfig | None = None) -> None:
+        self.config = config or IPOLossConfig()
+
+    def of_margins(self, margins: torch.Tensor) -> torch.Tensor:
+        tau = self.config.reference_policy_kl_penalty
+        return (margins / tau - 0.5 / tau).square()
+
+
+class HingeLossFn(_AgainstReferenceLossFn):
+    """The hinge on DPO's margin."""
+
+    config: HingeLossConfig
+
+    def __init__(self, config: HingeLossConfig | None = None) -> None:
+        self.config = config or HingeLossConfig()
+
+    def of_margins(self, margins: torch.Tensor) -> torch.Tensor:
+        return relu(1.0 - margins)
+
+
+class SimPOLossFn(PreferenceLossFn):
+    """Simple preference optimisation: no reference policy."""
+
+    config: SimPOLossConfig
+
+    def __init__(self, config: SimPOLossConfig | None = None) -> None:
+        self.config = config or SimPOLossConfig()
+
+    def scores(self, logprobs: torch.Tensor, data: BatchedDataDict[Any], mask: torch.Tensor) -> torch.Tensor:
+        return self.config.beta * row_means(logprobs, mask)
+
+    def of_margins(self, margins: torch.Tensor) -> torch.Tensor:
+        return _smoothed(margins - self.config.gamma, self.config.label_smoothing)
+
+
+class ORPOLossFn(PreferenceLossFn):
+    """Odds-ratio preference optimisation: no reference policy, and the likelihood of the chosen answers leads."""
+
+    config: ORPOLossConfig
+
+    def __init__(self, config: ORPOLossConfig | None = None) -> None:
+        self.config = config or ORPOLossConfig()
+
+    def scores(self, logprobs: torch.Tensor, data: BatchedDataDict[Any], mask: torch.Tensor) -> torch.Tensor:
+        mean = row_means(logprobs, mask).clamp(max=_SURE)
+        return mean - torch.log(-torch.expm1(mean))
+
+
+def _smoothed(margins: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    loss: torch.Tensor = -(1.0 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
+    return loss

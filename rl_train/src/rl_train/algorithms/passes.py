@@ -1,0 +1,66 @@
+"""Several passes over the same rows, each in an order of its own, told as one training call; knows no algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.trainable import TrainableInterface
+from rl_train.rollouts.seeds import sample_seed
+
+
+def train_in_passes(
+    model: TrainableInterface,
+    rows: BatchedDataDict[Any],
+    loss_fn: LossFunction,
+    *,
+    passes: int,
+    seed: tuple[int, int],
+) -> dict[str, Any]:
+    """Train on `rows` so many times; each pass takes as many optimizer steps.
+
+    Args:
+        model: what is trained.
+        rows: of one step.
+        loss_fn: its loss.
+        passes: how often.
+        seed: the run's seed and the step: the order of rows is a function of them and of the pass, so that a run that was
+            resumed shuffles as one that was never stopped.
+
+    Returns:
+        What `TrainableInterface.train` returns, over all passes: means and extremes of as many optimizer steps, and counts that
+        add up.
+    """
+    model.prepare_for_training()
+    results = []
+    for number in range(passes):
+        draw = torch.Generator().manual_seed(sample_seed(*seed, number))
+        results.append(model.train(rows.select_indices(torch.randperm(rows.size, generator=draw)), loss_fn))
+    model.finish_training()
+    return _as_one(results, loss_fn)
+
+
+def _as_one(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) -> dict[str, Any]:
+    extremes = {"min": min, "max": max}
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
+    metrics = {}
+    for name in results[0]["metrics"]:
+        reduce = extremes.get(loss_fn.metric_reductions.get(name, "sum"), mean)
+        metrics[name] = reduce([result["metrics"][name] for result in results])
+    return {
+        "loss": mean([result["loss"] for result in results]),
+        "grad_norm": mean([result["grad_norm"] for result in results]),
+        "lr": results[-1]["lr"],
+        **{
+            name: sum(result[name] for result in results)
+            for name in ("num_optimizer_steps", "global_valid_seqs", "global_valid_toks")
+        },
+        "metrics": metrics,
+    }

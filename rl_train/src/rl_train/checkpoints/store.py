@@ -1,0 +1,214 @@
+"""Step folders that are complete or absent: written under another name, synced, renamed. Their content is the caller's."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import CheckpointError
+from rl_train.checkpoints.disk_space import write_error
+from rl_train.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
+
+_log = logging.getLogger("rlcore")
+_COMPLETE = ".complete"
+_PARTIAL = ".partial"
+_FOLDER = re.compile(rf"^step_(\d{{6,}})(?:{re.escape(_COMPLETE)})?$")
+ABANDONED = "abandoned_"
+"""Prefix of the folders that hold checkpoints which a resume from an earlier step has set aside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints stay: the newest, and the best by a metric."""
+
+    keep_latest_k: int = 2
+    keep_top_k: int | None = None
+    metric_name: str | None = None
+    higher_is_better: bool = True
+
+
+class CheckpointStore:
+    """Checkpoints of one run, `step_000010/` and so on.
+
+    A folder named `step_N` is complete: it gets that name only after every file is on disk, and loses it before it is
+    deleted. Other names that a killed process can leave behind:
+
+    - `step_N.partial` is being written or deleted; `sweep` deletes it.
+    - `step_N.complete` is a complete second version of step N that has not replaced the first one yet; `sweep` completes that.
+
+    Only the process that holds the folder (`ownership.hold`) may call `sweep`, `write` and `set_aside`.
+
+    Args:
+        folder: parent of the step folders; created by the first write.
+        retention: which checkpoints are kept.
+    """
+
+    def __init__(self, folder: Path, retention: Retention | None = None) -> None:
+        self.folder = folder
+        self._retention = retention or Retention()
+
+    def sweep(self) -> None:
+        """Complete or delete what a killed process left behind."""
+        for complete in sorted(self.folder.glob(f"step_*{_COMPLETE}")):
+            self._replace(complete, complete.with_suffix(""))
+        for partial in sorted(self.folder.glob(f"step_*{_PARTIAL}")):
+            shutil.rmtree(partial)
+
+    def write(self, step: int, fill: Callable[[Path], None], metrics: Mapping[str, float]) -> Path:
+        """Write the checkpoint of `step`, then delete the ones that retention does not keep; never the one just written.
+
+        Args:
+            step: number of completed steps.
+            fill: writes all files into the folder it is given.
+            metrics: the values that retention ranks by.
+
+        Raises:
+            CheckpointWriteError: the disk is full, or cannot be written to. The incomplete files are removed then, as after
+                any other error.
+        """
+        final = self.path(step)
+        partial = final.with_name(final.name + _PARTIAL)
+        if partial.exists():
+            shutil.rmtree(partial)
+        try:
+            partial.mkdir(parents=True)
+            fill(partial)
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            write_manifest(partial, step=step, metrics=finite)
+            _sync_tree(partial)
+        except Exception as error:
+            explained = write_error(error, step=step, folder=self.folder, latest=self.latest())
+            shutil.rmtree(partial, ignore_errors=True)
+            if explained is not None:
+                raise explained from error
+            raise
+        if final.exists():
+            complete = final.with_name(final.name + _COMPLETE)
+            if complete.exists():
+                self._discard(complete)
+            os.replace(partial, complete)
+            _sync(self.folder)
+            self._replace(complete, final)
+        else:
+            os.replace(partial, final)
+            _sync(self.folder)
+        self._prune(just_written=step)
+        return final
+
+    @property
+    def most_at_once(self) -> int:
+        """Checkpoints that can be there at the same time: those that are kept, and the one being written."""
+        return self._retention.keep_latest_k + (self._retention.keep_top_k or 0) + 1
+
+    def path(self, step: int) -> Path:
+        """The folder of the checkpoint of `step`, whether it exists or not."""
+        return self.folder / f"step_{step:06d}"
+
+    def find(self, step: int) -> Path:
+        """The folder that holds the complete checkpoint of `step`, also between a kill and the next `sweep`."""
+        complete = self.path(step).with_suffix(_COMPLETE)
+        return complete if complete.is_dir() else self.path(step)
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = (_FOLDER.match(entry.name) for entry in self.folder.iterdir() if (entry / MANIFEST).is_file())
+        return sorted({int(match.group(1)) for match in found if match})
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint."""
+        steps = self.steps()
+        return self.find(steps[-1]) if steps else None
+
+    def set_aside(self, *, after: int) -> Path | None:
+        """Move the checkpoints of later steps than `after` into a folder `abandoned_N` next to them.
+
+        A run that goes back to an earlier step will write these steps anew. Checkpoints in `abandoned_N` are never
+        resumed from by default and never pruned.
+
+        Returns:
+            The folder they were moved to; None if there are no later checkpoints.
+        """
+        later = [step for step in self.steps() if step > after]
+        if not later:
+            return None
+        number = 1
+        while (target := self.folder / f"{ABANDONED}{number}").exists():
+            number += 1
+        target.mkdir()
+        # The newest first: a kill in between leaves no checkpoint that looks newer than one already moved.
+        for step in reversed(later):
+            os.replace(self.find(step), target / self.path(step).name)
+        _sync(target)
+        _sync(self.folder)
+        return target
+
+    def _replace(self, complete: Path, final: Path) -> None:
+        """Give `complete` the name `final`; at every moment one of the two exists and is complete."""
+        old = final.with_name(f"{final.name}.old{_PARTIAL}")
+        if old.exists():
+            shutil.rmtree(old)
+        if final.exists():
+            os.replace(final, old)
+        os.replace(complete, final)
+        _sync(self.folder)
+        if old.exists():
+            shutil.rmtree(old)
+
+    def _discard(self, folder: Path) -> None:
+        """Delete a folder that counts as a checkpoint: it loses its name before its first file."""
+        partial = folder.with_name(f"{folder.name}.old{_PARTIAL}")
+        if partial.exists():
+            shutil.rmtree(partial)
+        os.replace(folder, partial)
+        shutil.rmtree(partial)
+
+    def _prune(self, *, just_written: int) -> None:
+        steps = self.steps()
+        kept = {just_written, *steps[-self._retention.keep_latest_k :], *self._best(steps)}
+        for step in steps:
+            if step not in kept:
+                self._discard(self.find(step))
+
+    def _best(self, steps: list[int]) -> list[int]:
+        name, top = self._retention.metric_name, self._retention.keep_top_k
+        if name is None or top is None:
+            return []
+        sign = 1.0 if self._retention.higher_is_better else -1.0
+        scores = {step: _metric(self.find(step), name) for step in steps}
+        scored = [step for step in steps if scores[step] is not None]
+        return sorted(scored, key=lambda step: (sign * scores[step], step))[-top:]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a folder that `CheckpointStore` gave."""
+    return int(checkpoint.stem.removeprefix("step_"))
+
+
+def _metric(checkpoint: Path, name: str) -> Any:
+    try:
+        return read_manifest(checkpoint)["metrics"].get(name)
+    except CheckpointError as error:  # of an older checkpoint: no reason to end the run that writes a new one
+        _log.warning("%s It counts as without %s.", error, name)
+        return None
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,224 @@
+"""Checks that span several sections: whether algorithm, backends, data and cluster of a config fit together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from rl_core.config.diagnostics import show
+from rl_core.config.schema import GenerationConfig, PolicyConfig, RunConfig
+from rl_core.config.written import Path, dotted
+from rl_core.errors import PluginError
+from rl_core.plugins.component import Kind, is_path
+from rl_core.plugins.registry import Registry
+from rl_core.plugins.requirements import unmet_needs
+from rl_train.config.canary_checks import canary_conflicts
+from rl_train.config.component_checks import Finding, component_conflicts, models_of
+from rl_train.config.data_checks import data_conflicts
+from rl_train.config.optimizer_checks import optimizer_conflicts, unused_by_frozen
+from rl_train.config.parts import COMPANIONS, Layout
+from rl_train.config.resource_checks import in_process_conflicts
+from rl_train.config.schedule_lengths import schedule_conflicts
+from rl_train.config.transport_checks import transport_conflicts
+
+
+def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[Finding]:
+    """Everything that is wrong with a combination of sections that are valid by themselves.
+
+    Args:
+        run: The valid sections.
+        layout: The components that they name.
+        registry: Provides the capabilities of the components.
+    """
+    yield from _what_the_algorithm_needs(run)
+    yield from section_conflicts(run, registry)
+    yield from in_process_conflicts(run)
+    yield from data_conflicts(run)
+    yield from transport_conflicts(run, registry)
+    yield from _libraries(run, layout)
+
+
+def section_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
+    """Constraints between sections that always apply, whether the run comes from a config file or from Python objects.
+
+    Args:
+        run: The valid sections.
+        registry: Provides the capabilities of the components.
+    """
+    yield from run.algorithm.conflicts(run)
+    yield from component_conflicts(run)
+    yield from _companion_conflicts(run)
+    yield from _optimizers(run)
+    yield from schedule_conflicts(run)
+    yield from _sampling(run)
+    yield from _lengths(run)
+    yield from _capabilities(run, registry)
+    yield from canary_conflicts(run, registry)
+
+
+def _what_the_algorithm_needs(run: RunConfig) -> Iterator[Finding]:
+    name, algorithm = run.algorithm_name, run.algorithm
+    if algorithm.needs_generation and run.policy.generation is None:
+        yield ("policy", "generation"), f"must be set: {name} samples from the policy. Say which `backend` generates."
+    if algorithm.needs_generation and algorithm.needs_rewards and not run.env:
+        yield ("env",), f"must be set: {name} trains on the rewards of an environment. Name one, such as `math:`."
+    if algorithm.runtime_needs.training_data and not run.data.has_training_data:
+        yield ("data", "train"), f"must be set: {name} trains on it. Say `dataset_name`, or `data.train_data_path`."
+    if (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end) and not run.data.has_validation_data:
+        asked = next(key for key in ("val_period", "val_at_start", "val_at_end") if getattr(algorithm, key))
+        yield (
+            (name, asked),
+            "asks for validation, and there is no data.validation: set it or data.split, or leave validation off.",
+        )
+
+
+def _sampling(run: RunConfig) -> Iterator[Finding]:
+    """Sampling settings, other than the temperature, that make the sampling distribution differ from the policy's."""
+    generation = run.policy.generation
+    if generation is None or not run.algorithm.needs_generation:
+        return
+    filters = {} if run.algorithm.allows_filtered_sampling else generation.sampling_filters()
+    for key, neutral in filters.items():
+        yield (
+            ("policy", "generation", *key),
+            f"{run.algorithm_name} cannot train on it: tokens would be drawn from a filtered distribution while the "
+            "policy scores them under the whole one, so every probability ratio would be wrong. Set it to "
+            f"{show(neutral)}; temperature is accounted for.",
+        )
+    for key, neutral in generation.logit_changes().items():
+        yield (
+            ("policy", "generation", *key),
+            f"{run.algorithm_name} cannot train on it: the engine would change logits before it samples, and the policy scores "
+            f"tokens without that change, so every probability ratio would be wrong. Set it to {show(neutral)}.",
+        )
+
+
+def _companion_conflicts(run: RunConfig) -> Iterator[Finding]:
+    """Head types of the policy, its loss and its companion models, and whether the algorithm uses these models."""
+    name, algorithm = run.algorithm_name, run.algorithm
+    if run.loss_fn.head == "scalar" and algorithm.head == "tokens":
+        yield (
+            ("loss_fn", "name"),
+            f"{run.loss_fn.name} is a loss of values, and {name} trains a policy, which has log-probabilities: leave it out.",
+        )
+    if run.policy.head != algorithm.head:
+        yield ("policy", "head"), f"{run.policy.head!r} is not what {name} trains, which is {algorithm.head!r}: leave it out."
+    if run.policy.frozen:
+        yield ("policy", "frozen"), f"{name} trains the policy: leave it out."
+    for companion in COMPANIONS:
+        model, wanted = getattr(run, companion), companion in algorithm.runtime_needs.companions
+        if model is not None and wanted:
+            yield from _as_its_place_says(companion, model)
+        elif model is not None:
+            yield (companion,), f"{name} has no use for a {companion}: remove the section."
+        elif wanted:
+            yield (
+                (companion,),
+                f"must be set: {name} has a {companion} beside the policy. Give it a `backend` and a `model_name`.",
+            )
+
+
+def _as_its_place_says(companion: str, model: PolicyConfig) -> Iterator[Finding]:
+    for key, value in COMPANIONS[companion].items():
+        if getattr(model, key) != value:
+            yield (companion, key), f"must be {show(value)}, as that of every {companion}; a file need not say it."
+    if model.generation is not None:
+        yield (companion, "generation"), f"a {companion} samples nothing: the samples are the policy's. Remove the section."
+
+
+def _optimizers(run: RunConfig) -> Iterator[Finding]:
+    for name, model in models_of(run).items():
+        for path, message in unused_by_frozen(model) if model.frozen else optimizer_conflicts(model):
+            yield (name, *path), message
+
+
+def _lengths(run: RunConfig) -> Iterator[Finding]:
+    policy, generation = run.policy, run.policy.generation
+    if generation is not None and generation.max_new_tokens >= policy.max_total_sequence_length:
+        yield (
+            ("policy", "generation", "max_new_tokens"),
+            f"{generation.max_new_tokens} leaves no room for a prompt: policy.max_total_sequence_length is "
+            f"{policy.max_total_sequence_length}, prompt and completion together.",
+        )
+    for name, model in models_of(run).items():
+        if model.max_total_sequence_length < policy.max_total_sequence_length:
+            yield (
+                (name, "max_total_sequence_length"),
+                f"{model.max_total_sequence_length} tokens cannot hold the policy's rows of "
+                f"{policy.max_total_sequence_length}: raise it to that (${{policy.max_total_sequence_length}}).",
+            )
+        for batching, key in itertools.product(
+            ("dynamic_batching", "sequence_packing"), ("train_mb_tokens", "logprob_mb_tokens")
+        ):
+            section = getattr(model, batching)
+            rows = _rows_that_stay_together(run, name) if key == "train_mb_tokens" else 1
+            budget, needed = getattr(section, key), rows * model.max_total_sequence_length
+            if section.enabled and budget < needed:
+                what = "one row" if rows == 1 else f"{rows} rows that the loss reads together, each"
+                yield (
+                    (name, batching, key),
+                    f"{budget} tokens cannot hold {what} of {name}.max_total_sequence_length "
+                    f"({model.max_total_sequence_length}): raise it to {needed}, or lower the length.",
+                )
+
+
+def _rows_that_stay_together(run: RunConfig, model: str) -> int:
+    plan = run.algorithm.training_plan(model, run)
+    return 1 if plan is None else plan.rows_per_unit
+
+
+def _capabilities(run: RunConfig, registry: Registry) -> Iterator[Finding]:
+    for asked_at, asked, section, kind, capability in (*_asked_capabilities(run), *_asked_by_the_loss(run)):
+        model: PolicyConfig | GenerationConfig | None = models_of(run)[str(section[0])]
+        if kind is Kind.GENERATION:
+            model = run.policy.generation
+        # A backend given by its path states its capabilities on its class, which only the run imports; one that was made in
+        # Python need not be registered.
+        if model is None or is_path(model.backend) or model.backend not in registry.names(kind):
+            continue
+        try:
+            registry.find(kind, model.backend, requires=(capability,))
+        except PluginError as error:
+            yield asked_at, f"{asked} asks {dotted(section)} for what it cannot do. {error}"
+
+
+def _asked_by_the_loss(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, str]]:
+    """Where a loss compares several tokens at each position, whoever scores tokens must tell them."""
+    asked = f"the loss {run.loss_fn.name or run.algorithm.default_loss!r}"
+    for name, model in models_of(run).items():
+        if model.head == "tokens" and run.loss_fn.num_candidates:
+            yield (name, "backend"), asked, (name,), Kind.POLICY, "topk_logprobs"
+
+
+def _asked_capabilities(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, str]]:
+    generation, generation_at = run.policy.generation, ("policy", "generation")
+    for name, model in models_of(run).items():
+        for batching in ("dynamic_batching", "sequence_packing"):
+            if getattr(model, batching).enabled:
+                yield (name, batching, "enabled"), "true", (name,), Kind.POLICY, batching
+        if model.head == "scalar":
+            yield (name, "head"), "scalar", (name,), Kind.POLICY, "scalar_head"
+        if run.cluster.backend == "in_process":
+            yield ("cluster", "backend"), "in_process", (name,), Kind.POLICY, "in_process"
+    if run.cluster.backend == "in_process":
+        at = ("cluster", "backend")
+        if generation is not None:
+            yield at, "in_process", generation_at, Kind.GENERATION, "in_process"
+    if generation is not None and generation.top_p < 1.0:
+        yield (*generation_at, "top_p"), f"{generation.top_p}", generation_at, Kind.GENERATION, "top_p"
+    if generation is not None and generation.top_k is not None:
+        yield (*generation_at, "top_k"), f"{generation.top_k}", generation_at, Kind.GENERATION, "top_k"
+
+
+def _libraries(run: RunConfig, layout: Layout) -> Iterator[Finding]:
+    """What components need beyond their distribution; a logger that is switched off needs nothing."""
+    for path, part in layout.parts.items():
+        component = part.component
+        if component is None or part.kind is None:
+            continue
+        if part.kind is Kind.LOGGER and not run.logger.loggers[str(path[-1])].enabled:
+            continue
+        problem = unmet_needs(component.needs)
+        if problem is not None:
+            remedy = f": {component.install}" if component.install else ""
+            yield path, f"the {part.kind.label} {component.name!r} cannot run here, since {problem}{remedy}"

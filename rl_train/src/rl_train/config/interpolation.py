@@ -1,0 +1,150 @@
+"""Resolves `${...}` with OmegaConf, one value at a time so that every failure is reported. Independent of the sections."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConfBaseException
+
+from rl_core.config.diagnostics import Problems, nearest
+from rl_core.config.fields import NOTHING
+from rl_core.config.secrets import escaped
+from rl_core.config.written import Path, Place, Written, dotted
+
+_OPEN = "???"
+_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*(?:\.\w+)+)\s*\}")
+_LEFT_OPEN = "is left open here (`???`): set it in a file that inherits from this one, or by an override."
+
+
+def resolve(
+    root: Written, *, default_at: Callable[[Path], Any], known: Iterable[Path], problems: Problems
+) -> tuple[dict[str, Any], dict[Path, str]]:
+    """The plain values with every `${...}` replaced.
+
+    Args:
+        root: The values as written.
+        default_at: Default of a key that is not written; `NOTHING` for a key without a default.
+        known: Keys of the sections' models, for suggestions.
+        problems: Receives what cannot be resolved; those values are marked as invalid and null in the result.
+
+    Returns:
+        The plain values, and the text of each interpolation by its path.
+    """
+    plain = root.plain()
+    through: dict[Path, str] = {}
+    for path, leaf in root.leaves():
+        if leaf.value == _OPEN:
+            problems.poison(_LEFT_OPEN, place=leaf.place, path=path)
+            _put(plain, path, None)
+        elif isinstance(leaf.value, str) and "${" in leaf.value:
+            if _is_well_formed(leaf, path=path, problems=problems):
+                through[path] = leaf.value
+            else:
+                _put(plain, path, None)
+    if not through:
+        return plain, through
+    config = OmegaConf.create(_with_defaults(plain, through.values(), root=root, default_at=default_at))
+    known = [*known, *(path for path, _ in root.leaves())]
+    resolved = {
+        path: _resolved(config, path, place=root.nearest(path).place, known=known, problems=problems) for path in through
+    }
+    for path, value in resolved.items():
+        _put(plain, path, value)
+    return plain, through
+
+
+def _with_defaults(plain: Any, texts: Iterable[str], *, root: Written, default_at: Callable[[Path], Any]) -> dict[str, Any]:
+    """A copy of the values in which interpolated keys that are not written have their defaults."""
+    complete: dict[str, Any] = copy.deepcopy(plain)
+    for key in {match for text in texts for match in _REFERENCE.findall(text)}:
+        path = tuple(key.split("."))
+        default = default_at(path) if root.at(path) is None else NOTHING
+        section: Any = complete
+        for part in path[:-1]:
+            section = section.setdefault(part, {}) if isinstance(section, dict) else None
+        if default is not NOTHING and isinstance(section, dict):
+            section[path[-1]] = default
+    return complete
+
+
+def _is_well_formed(leaf: Written, *, path: Path, problems: Problems) -> bool:
+    try:
+        OmegaConf.create({"value": leaf.value})
+    except (GrammarParseError, RecursionError):
+        problems.poison(
+            f"{leaf.value[:60]!r} is no interpolation: write ${{section.key}}, ${{oc.env:NAME}} or ${{package:NAME/FILE}}, "
+            "and \\${ for the bare characters.",
+            place=leaf.place,
+            path=path,
+        )
+        return False
+    return True
+
+
+def _resolved(config: Any, path: Path, *, place: Place | None, known: Sequence[Path], problems: Problems) -> Any:
+    try:
+        with problems.secrets.watching(path):
+            value = config
+            for part in path:
+                value = value[part]
+            if isinstance(value, DictConfig | ListConfig):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except InterpolationKeyError as error:
+        problems.poison(_unknown_target(error, known), place=place, path=path)
+    except OmegaConfBaseException as error:
+        problems.poison(f"cannot be resolved: {_reason(error)}.", place=place, path=path)
+    except RecursionError:
+        problems.poison("cannot be resolved: it leads back to itself.", place=place, path=path)
+    else:
+        return value
+    return None
+
+
+def _unknown_target(error: InterpolationKeyError, known: Sequence[Path]) -> str:
+    text = _reason(error)
+    key = text.split("'")[1] if text.count("'") >= 2 else text
+    # Long common beginnings make all keys of one section look alike, so the last parts are compared first.
+    section, _, last = key.rpartition(".")
+    siblings = {str(path[-1]): dotted(path) for path in known if dotted(path[:-1]) == section}
+    sibling = nearest(last, siblings)
+    meant = siblings[sibling] if sibling is not None else nearest(key, map(dotted, known), cutoff=0.85)
+    suggestion = f" Did you mean ${{{meant}}}?" if meant else ""
+    return f"cannot be resolved: there is no key {key!r}, neither written nor with a default.{suggestion}"
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    text = text.split(" raised while resolving interpolation: ")[-1].strip('"')
+    return {
+        "Recursive interpolation detected": "it leads back to itself",
+        "Interpolation to parent node detected": "it takes in the section that it stands in",
+    }.get(text, text.rstrip("."))
+
+
+def _put(plain: Any, path: Path, value: Any) -> None:
+    for part in path[:-1]:
+        plain = plain[part]
+    plain[path[-1]] = value
+
+
+def escape(value: Any) -> Any:
+    """A plain value in which every `${` is escaped, so that reading it again resolves nothing.
+
+    Interpolations that replace secrets are not escaped.
+    """
+    match value:
+        case dict():
+            return {key: escape(item) for key, item in value.items()}
+        case list() | tuple():
+            return [escape(item) for item in value]
+        case str():
+            return str(escaped(value))
+        case os.PathLike():
+            return os.fspath(value)
+        case _:
+            return value

@@ -1,0 +1,233 @@
+"""Loads a config file into the frozen models of a run, in stages that each report all problems. Does not import backends.
+
+The stages: files and what they inherit, overrides, `${...}`, the model of each section, and checks across sections.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel
+
+from rl_core.config.diagnostics import Problems
+from rl_core.config.schema import EnvironmentConfig, RunConfig
+from rl_core.config.secrets import Secrets
+from rl_core.config.validation import Validator
+from rl_core.config.written import Path, Place, Written, dotted
+from rl_core.plugins.component import Component
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.config.checks import cross_check
+from rl_train.config.component_checks import Finding
+from rl_train.config.interpolation import escape, resolve
+from rl_train.config.locating import locate_paths
+from rl_train.config.overrides import Override, apply_overrides
+from rl_train.config.parts import Layout, choose_parts
+from rl_train.config.provenance import Origin, trace
+from rl_train.config.shorthands import expand_shorthands
+from rl_train.config.sources import read_sources
+from rl_train.config.usage_checks import unused_sections
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """A config that was read, completed and found to be valid.
+
+    Attributes:
+        run: The sections as their models.
+        resolved: The whole config as plain data with defaults, under the keys of a config file: loading it again gives
+            the same run.
+        source: Where each leaf of `resolved` came from, by its dotted key.
+        components: The component of each section that names one, by the section's dotted key (`policy.generation`).
+        layout: The models of the sections, and the keys that they have.
+        written: The config as it was written, with the source location of each value.
+        path: The file.
+        redacted: `resolved` with the `${...}` of each secret instead of its value; safe to write, print and send.
+        secrets: Values from the environment that must not be shown.
+        overrides: As they were given.
+    """
+
+    run: RunConfig
+    resolved: dict[str, Any]
+    source: Mapping[str, Origin]
+    components: Mapping[str, Component]
+    layout: Layout
+    written: Written
+    path: FilePath
+    redacted: dict[str, Any]
+    secrets: Secrets
+    overrides: tuple[str, ...] = ()
+
+    def refuse(self, findings: Iterable[Finding]) -> None:
+        """Reports what is wrong with keys of the config, each at the line where its value or its section is written.
+
+        Raises:
+            InvalidConfigError: There is a finding.
+        """
+        problems = Problems()
+        for at, message in findings:
+            problems.add(message, place=self.place_of(at), path=at)
+        problems.raise_if_any()
+
+    def place_of(self, path: Path) -> Place:
+        """Where a key is written; for a key that is not written, the key of the innermost section around it."""
+        return _blamed(self.written, path)
+
+    def to_yaml(self) -> str:
+        """`redacted` as the text of a config file that inherits nothing and only interpolates secrets."""
+        return yaml.safe_dump(escape(self.redacted), sort_keys=False, allow_unicode=True, width=120)
+
+
+def load_config(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    registry: Registry | None = None,
+    for_training: bool = True,
+) -> LoadedConfig:
+    """The run that a config file describes.
+
+    Args:
+        path: The YAML file.
+        overrides: `key=value` and `++key=value`, applied in order.
+        registry: Where components are found; the installed plugins by default.
+        for_training: Reject sections that training does not use; evaluation and diagnosis use more of them.
+
+    Raises:
+        InvalidConfigError: A `ConfigError` that lists every mistake with its location.
+    """
+    registry = registry if registry is not None else Registry(discover())
+    problems = Problems()
+    written = read_sources(path, problems=problems)
+    if problems.is_partial:
+        problems.raise_if_any()
+    written, applied = apply_overrides(written, overrides, problems=problems)
+    values, written, through = _plain_values(written, registry=registry, problems=problems)
+    layout = choose_parts(values, written=written, registry=registry, problems=problems)
+    locate_paths(values, layout, written=written, problems=problems)
+    _refuse_new_keys(applied, layout, problems=problems)
+    sections = _validated_sections(values, layout, written=written, problems=problems)
+    problems.raise_if_any()
+    run = _assembled(sections, layout)
+    unused = unused_sections(run) if for_training else ()
+    for at, message in (*cross_check(run, layout, registry), *unused):
+        problems.add(message, place=_blamed(written, at), path=at)
+    problems.raise_if_any()
+    resolved = _resolved(run, sections)
+    return LoadedConfig(
+        run=run,
+        resolved=resolved,
+        source=trace(resolved, written=written, through=through, layout=layout),
+        components={dotted(at): part.component for at, part in layout.parts.items() if part.component is not None},
+        layout=layout,
+        written=written,
+        path=FilePath(path),
+        redacted=problems.secrets.redacted(resolved, through),
+        secrets=problems.secrets,
+        overrides=tuple(overrides),
+    )
+
+
+def _plain_values(
+    written: Written, *, registry: Registry, problems: Problems
+) -> tuple[dict[str, Any], Written, dict[Path, str]]:
+    # Defaults can be interpolated as well; which they are depends on the components, which are known before `${...}` is
+    # resolved unless they are interpolated themselves.
+    expected = choose_parts(written.plain(), written=written, registry=registry, problems=Problems())
+    known = [field.path for field in expected.fields()]
+    values, through = resolve(written, default_at=expected.default, known=known, problems=problems)
+    return expand_shorthands(values, written=written, through=through)
+
+
+def _refuse_new_keys(applied: Sequence[Override], layout: Layout, *, problems: Problems) -> None:
+    """Reports `key=value` if a section would accept a key that does not exist."""
+    for override in applied:
+        if override.adds:
+            continue
+        for length in range(override.known + 1, len(override.path) + 1):
+            path = override.path[:length]
+            if layout.takes_any(path):
+                problems.add(
+                    f"neither the file nor a model has {dotted(path)}: to add it, write ++{dotted(override.path)}=...",
+                    place=override.place,
+                    path=override.path,
+                )
+                break
+
+
+def _validated_sections(
+    values: dict[str, Any], layout: Layout, *, written: Written, problems: Problems
+) -> dict[Path, BaseModel]:
+    """Every section as its model; inner ones first, since outer ones contain them."""
+    validator = Validator(written=written, problems=problems, find_elsewhere=layout.ending_in)
+    done: dict[Path, BaseModel] = {}
+    for path in sorted(layout.parts, key=len, reverse=True):
+        if problems.is_poisoned(path):
+            continue
+        part = layout.parts[path]
+        given = _given(values, path, layout=layout, done=done)
+        implied = {key: value for key, value in part.implied.items() if given.get(key) is None}
+        instance = validator.validate(part.model, {**given, **implied}, path=path)
+        if instance is not None:
+            done[path] = instance
+    return done
+
+
+def _given(values: dict[str, Any], path: Path, *, layout: Layout, done: Mapping[Path, BaseModel]) -> dict[str, Any]:
+    """The values that the file sets in a section, with sections of components replaced by their models."""
+    found: Any = values
+    for part in path:
+        found = found.get(part)
+        if found is None:
+            return {}
+    given: dict[str, Any] = copy.deepcopy(found)
+    for slot in layout.slots:
+        if slot[: len(path)] != path or slot == path:
+            continue
+        *way, key = slot[len(path) :]
+        holder: Any = given
+        for part in way:
+            holder = holder[part]
+        if slot in done:
+            holder[key] = done[slot]
+        else:
+            holder.pop(key, None)
+    return given
+
+
+def _assembled(sections: Mapping[Path, BaseModel], layout: Layout) -> RunConfig:
+    of: dict[str, Any] = {str(path[0]): section for path, section in sections.items() if len(path) == 1}
+    name = str(layout.algorithm)
+    return RunConfig(
+        algorithm_name=name,
+        algorithm=of[name],
+        loss_fn=of["loss_fn"],
+        policy=of["policy"],
+        value=of.get("value"),
+        teacher=of.get("teacher"),
+        data=of["data"],
+        env={str(path[1]): cast(EnvironmentConfig, it) for path, it in sections.items() if path[0] == "env"},
+        cluster=of["cluster"],
+        checkpointing=of["checkpointing"],
+        logger=of["logger"],
+    )
+
+
+def _resolved(run: RunConfig, sections: Mapping[Path, BaseModel]) -> dict[str, Any]:
+    # Fields are annotated with the bases of the plugins' models, whose own keys must be kept.
+    dumped = run.model_dump(mode="json", serialize_as_any=True)
+    name = dumped.pop("algorithm_name")
+    paths = sections.get(("algorithm",))
+    by_path = {} if paths is None else {"algorithm": paths.model_dump(mode="json")}
+    return {**by_path, name: dumped.pop("algorithm"), **dumped}
+
+
+def _blamed(written: Written, path: Path) -> Place:
+    here = written.at(path)
+    return here.place if here is not None else written.nearest(path).key_place

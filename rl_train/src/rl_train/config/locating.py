@@ -1,0 +1,44 @@
+"""Finds the files and folders that a config names, by the rule of `paths`, and reports missing ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_core.config.diagnostics import Problems, show
+from rl_core.config.paths import PathRule, folders, locate, looks_like_path
+from rl_core.config.written import Path, Written
+from rl_train.config.parts import Layout
+
+
+def locate_paths(values: dict[str, Any], layout: Layout, *, written: Written, problems: Problems) -> None:
+    """Makes every marked path absolute, in place; a name that is not a file is unchanged.
+
+    Args:
+        values: The plain values.
+        layout: Determines which keys may contain paths.
+        written: The same values with their source locations: paths are relative to the file that contains them.
+        problems: Receives paths that do not exist.
+    """
+    for field in layout.fields():
+        rule = next((item for item in field.info.metadata if isinstance(item, PathRule)), None)
+        if rule is None:
+            continue
+        *way, key = field.path
+        holder = _section(values, tuple(way))
+        text = holder.get(str(key))
+        if not isinstance(text, str) or problems.is_poisoned(field.path):
+            continue
+        place = written.nearest(field.path).place
+        found = locate(text, place=place)
+        if found is not None:
+            holder[str(key)] = found
+        elif rule.must_exist or looks_like_path(text):
+            looked = " nor in ".join(folders(place))
+            problems.poison(f"there is no {show(text)} in {looked}.", place=place, path=field.path)
+
+
+def _section(values: Any, path: Path) -> dict[str, Any]:
+    """The section itself, to be changed; an empty one if there is none."""
+    for part in path:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}

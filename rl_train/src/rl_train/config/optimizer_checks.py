@@ -1,0 +1,146 @@
+"""Checks optimizers and learning-rate schedules: names, arguments and ranges of values. Does not import torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from rl_core.config.diagnostics import listed, show
+from rl_core.config.policy_sections import OptimizerConfig, PolicyConfig, SchedulerConfig
+from rl_core.config.schedules import SCHEDULES
+from rl_core.config.written import Path
+from rl_core.plugins.component import did_you_mean
+from rl_core.plugins.static_lookup import missing_target
+from rl_train.config.torch_arguments import (
+    DECAY_MATRICES_ONLY,
+    OPTIMIZERS,
+    SCHEDULERS,
+    UNUSABLE_OPTIMIZERS,
+    UNUSABLE_SCHEDULERS,
+)
+
+_LENGTH = "num_training_steps"
+_OPTIM, _LR_SCHEDULER = "torch.optim.", "torch.optim.lr_scheduler."
+
+Problem = tuple[Path, str]
+"""A key within the section of a model, and what is wrong with it."""
+
+
+def optimizer_conflicts(model: PolicyConfig) -> Iterator[Problem]:
+    """Problems of the optimizer and the schedule of a model that is trained."""
+    yield from _optimizer_problems(model.optimizer)
+    if model.scheduler is not None:
+        yield from _scheduler_problems(model.scheduler)
+
+
+def unused_by_frozen(model: PolicyConfig) -> Iterator[Problem]:
+    """Training settings of a model that is never trained."""
+    # By value: a resolved config states every default.
+    for key, default in (("optimizer", OptimizerConfig()), ("scheduler", None)):
+        if getattr(model, key) != default:
+            yield (key,), "this model is never trained, so it has no use for one: remove the section."
+
+
+def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
+    at = ("optimizer", "name")
+    if (problem := missing_target(optimizer.name)) is not None:
+        yield at, f"{optimizer.name} cannot be imported: {problem}"
+        return
+    name = _class_of(optimizer.name, _OPTIM)
+    if name in UNUSABLE_OPTIMIZERS:
+        yield at, f"{optimizer.name} cannot train a language model here: {UNUSABLE_OPTIMIZERS[name]}."
+        return
+    known = OPTIMIZERS.get(name)
+    if known is not None:
+        allowed = (*known, DECAY_MATRICES_ONLY)
+        yield from _unknown(optimizer.kwargs, allowed, section="optimizer", of=optimizer.name)
+    yield from _bad_values(optimizer.kwargs, section="optimizer", checks=_OPTIMIZER_VALUES)
+
+
+def _scheduler_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
+    at, name = ("scheduler", "name"), scheduler.name
+    if name in SCHEDULES:
+        parameters = tuple(inspect.signature(SCHEDULES[name]).parameters)[1:]
+        yield from _unknown(scheduler.kwargs, parameters, section="scheduler", of=f"the schedule {name}")
+        yield from _bad_values(scheduler.kwargs, section="scheduler", checks=_SCHEDULE_VALUES)
+        return
+    if "." not in name and ":" not in name:
+        meant = did_you_mean(name, [*SCHEDULES, *SCHEDULERS]) or did_you_mean(name.lower(), [*SCHEDULES])
+        yield (
+            at,
+            f"there is no schedule {name!r}.{meant} Use {listed(sorted(SCHEDULES))}, or a dotted name such as "
+            f"{_LR_SCHEDULER}CosineAnnealingLR.",
+        )
+        return
+    if (problem := missing_target(name)) is not None:
+        yield at, f"{name} cannot be imported: {problem}"
+        return
+    short = _class_of(name, _LR_SCHEDULER)
+    if short in UNUSABLE_SCHEDULERS:
+        yield at, f"{name} cannot be a schedule here: {UNUSABLE_SCHEDULERS[short]}. Use {listed(sorted(SCHEDULES))}."
+    elif short in SCHEDULERS:
+        required, optional = SCHEDULERS[short]
+        yield from _unknown(scheduler.kwargs, (*required, *optional), section="scheduler", of=name)
+        for key in required:
+            if key not in scheduler.kwargs:
+                yield ("scheduler", "kwargs", key), f"is required by {name}."
+
+
+def _class_of(name: str, prefix: str) -> str:
+    """The torch class that a dotted name refers to; '' for anything else."""
+    dotted = name.replace(":", ".")
+    return dotted.removeprefix(prefix) if dotted.startswith(prefix) and "." not in dotted.removeprefix(prefix) else ""
+
+
+def _unknown(kwargs: Mapping[str, Any], allowed: Collection[str], *, section: str, of: str) -> Iterator[Problem]:
+    for key in kwargs:
+        if key not in allowed:
+            yield (
+                (section, "kwargs", key),
+                f"{of} has no argument {key!r}.{did_you_mean(key, list(allowed))} Its arguments: {listed(allowed)}.",
+            )
+
+
+def _bad_values(kwargs: Mapping[str, Any], *, section: str, checks: Mapping[str, _Check]) -> Iterator[Problem]:
+    for key, (fits, allowed) in checks.items():
+        if key in kwargs and not fits(kwargs[key]):
+            yield (section, "kwargs", key), f"must be {allowed}; found {show(kwargs[key])}."
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_not_negative(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+def _is_step_count(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+_Check = tuple[Callable[[Any], bool], str]
+_NOT_NEGATIVE: _Check = (_is_not_negative, "a number, 0 or more")
+_OPTIMIZER_VALUES: dict[str, _Check] = {
+    "lr": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "momentum": _NOT_NEGATIVE,
+    # Adafactor has two, and one may be null.
+    "eps": (lambda value: isinstance(value, list | tuple) or _is_not_negative(value), "a number, 0 or more"),
+    "betas": (
+        lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_share, value)),
+        "a list of two numbers, each 0 or more and less than 1",
+    ),
+    DECAY_MATRICES_ONLY: (lambda value: isinstance(value, bool), "true or false"),
+}
+_STEPS: _Check = (_is_step_count, "a whole number of optimizer steps, 0 or more")
+_SCHEDULE_VALUES: dict[str, _Check] = {
+    _LENGTH: _STEPS,
+    "num_warmup_steps": (lambda value: value is not None and _is_step_count(value), _STEPS[1]),
+    "min_lr_ratio": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+}

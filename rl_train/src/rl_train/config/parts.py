@@ -1,0 +1,380 @@
+"""Finds the model of each section: a built-in one, or that of the component that the section names. Validates nothing.
+
+This module defines the layout of a config. Components are found through the registry, so a name that is unknown, not
+installed or broken is reported at its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.config import schema
+from rl_core.config.diagnostics import Problems, show
+from rl_core.config.fields import NOTHING, Field, Model, all_fields, find_field
+from rl_core.config.written import Path, Written
+from rl_core.errors import InvalidComponentError, PluginError
+from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.registry import Registry
+from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm
+
+SECTIONS: dict[str, Model | None] = {
+    "algorithm": AlgorithmPathConfig,
+    "loss_fn": None,
+    "policy": None,
+    "value": None,
+    "teacher": None,
+    "data": schema.DataConfig,
+    "env": None,
+    "cluster": schema.ClusterConfig,
+    "checkpointing": schema.CheckpointingConfig,
+    "logger": schema.LoggingConfig,
+}
+"""The sections that every config may have, besides that of its algorithm; None if the model comes from a component."""
+
+OPTIONAL = ("algorithm",)
+"""Built-in sections with required keys, which are only present if they are written."""
+
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "value": {"head": "scalar", "frozen": False},
+    "teacher": {"head": "tokens", "frozen": True},
+}
+"""Sections of models in addition to the policy, each like `policy`, and the values that each implies."""
+
+BASES: dict[Kind, tuple[Model, Model]] = {
+    Kind.ALGORITHM: (schema.AlgorithmConfig, schema.AlgorithmConfig),
+    Kind.LOSS: (schema.LossConfig, schema.OpenLossConfig),
+    Kind.POLICY: (schema.PolicyConfig, schema.OpenPolicyConfig),
+    Kind.GENERATION: (schema.GenerationConfig, schema.OpenGenerationConfig),
+    Kind.ENVIRONMENT: (schema.EnvironmentConfig, schema.OpenEnvironmentConfig),
+    Kind.DATASET: (schema.DatasetConfig, schema.OpenDatasetConfig),
+    Kind.LOGGER: (schema.LoggerConfig, schema.OpenLoggerConfig),
+}
+"""The base class of the config model of each kind, and the model of a component given by its path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A section, its model, and the component that it belongs to.
+
+    Attributes:
+        path: The section's key.
+        model: Its model.
+        component: None for the built-in sections.
+        kind: The kind of the component.
+        implied: Keys whose values follow from the position of the section in the config, and their values.
+    """
+
+    path: Path
+    model: Model
+    component: Component | None = None
+    kind: Kind | None = None
+    implied: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the section accepts keys that its model does not define."""
+        return self.model.model_config.get("extra") == "allow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The sections of a config, and the keys that they may have.
+
+    Attributes:
+        parts: By section key.
+        algorithm: The component whose section the file has; None if it is unclear.
+        slots: Keys of all sections that belong to components, whether found or not.
+    """
+
+    parts: dict[Path, Part]
+    algorithm: str | None
+    slots: frozenset[Path]
+
+    def find(self, path: Path) -> Field | None:
+        """The field at a key, or None if no section has such a key."""
+        part = self.part_of(path)
+        return None if part is None else find_field(part.model, path[len(part.path) :], prefix=part.path)
+
+    def part_of(self, path: Path) -> Part | None:
+        """The innermost section that contains a key."""
+        return next((self.parts[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in self.parts), None)
+
+    def takes_any(self, path: Path) -> bool:
+        """Whether a section accepts this key although no model or default defines it."""
+        if path[:-1] in (("env",), ("data", "mix"), ("logger", "loggers")):
+            return True
+        found, part = self.find(path), self.part_of(path)
+        if found is None:
+            return part is not None and part.is_open and part.component is not None
+        return found.is_free and found.default is NOTHING
+
+    def default(self, path: Path) -> Any:
+        """The value of a key that the file does not set; `NOTHING` if it is required or there is no such key."""
+        part = self.parts.get(path[:-1])
+        if part is not None and path[-1] in part.implied:
+            return part.implied[str(path[-1])]
+        found = self.find(path)
+        return NOTHING if found is None else found.default
+
+    def fields(self) -> list[Field]:
+        """Every field of every section."""
+        return [found for part in self.parts.values() for found in all_fields(part.model, prefix=part.path)]
+
+    def ending_in(self, name: str) -> list[Path]:
+        """The full keys that end in this name, including keys of free mappings that have a default."""
+        found = []
+        for item in self.fields():
+            if item.name.casefold() == name.casefold():
+                found.append(item.path)
+            elif isinstance(item.default, dict) and name in item.default and item.model is None:
+                found.append((*item.path, name))
+        return list(dict.fromkeys(found))
+
+
+def choose_parts(values: Mapping[str, Any], *, written: Written, registry: Registry, problems: Problems) -> Layout:
+    """The model of each section that the values contain or need.
+
+    Args:
+        values: The plain values of the whole config.
+        written: The same values with their source locations.
+        registry: Where components are found.
+        problems: Receives names that cannot be found, and invalid sections.
+    """
+    chooser = _Chooser(values, written=written, registry=registry, problems=problems)
+    algorithm = chooser.algorithm()
+    chooser.loss()
+    chooser.policy()
+    chooser.companions()
+    chooser.data()
+    chooser.environments()
+    for name in ("cluster", "checkpointing", "logger"):
+        chooser.own(name)
+    chooser.loggers()
+    return Layout(parts=chooser.parts, algorithm=algorithm, slots=frozenset(chooser.slots))
+
+
+class _Chooser:
+    """One pass over the sections, which fills `parts`."""
+
+    def __init__(self, values: Mapping[str, Any], *, written: Written, registry: Registry, problems: Problems) -> None:
+        self.parts: dict[Path, Part] = {}
+        self.slots: set[Path] = set()
+        self._values = values
+        self._written = written
+        self._registry = registry
+        self._problems = problems
+        self._default_loss: str | None = None
+        self._has_algorithm = False
+        self._head: str = "tokens"
+
+    def algorithm(self) -> str | None:
+        """The only section that belongs to an algorithm."""
+        self.own("algorithm")
+        component = choose_algorithm(
+            self._values, sections=SECTIONS, written=self._written, registry=self._registry, problems=self._problems
+        )
+        if component is None:
+            return None
+        self._section((component.name,))
+        self._add((component.name,), Kind.ALGORITHM, component)
+        part = self.parts.get((component.name,))
+        if part is not None and issubclass(part.model, schema.AlgorithmConfig):
+            self._has_algorithm = True
+            self._default_loss, self._head = part.model.default_loss, part.model.head
+        return component.name
+
+    def loss(self) -> None:
+        """`loss_fn`: the loss that it names, or the default of the algorithm."""
+        section = self._section(("loss_fn",))
+        if section is None:
+            return
+        self._begin(("loss_fn",), Kind.LOSS)
+        name = section.get("name")
+        implied = {}
+        if name is None:
+            name = self._default_loss
+            implied = {"name": name}
+        if name is not None:
+            self._named(("loss_fn",), Kind.LOSS, name, key="name", implied=implied)
+        elif self._has_algorithm:
+            self._problems.poison(
+                "must be set: the algorithm's model names no `default_loss`.",
+                place=self._written.nearest(("loss_fn",)).key_place,
+                path=("loss_fn", "name"),
+            )
+
+    def policy(self) -> None:
+        """`policy` and `policy.generation`, each by its backend."""
+        section = self._section(("policy",))
+        if section is None:
+            return
+        self._by_key(("policy",), section, Kind.POLICY, key="backend", implied={"head": self._head})
+        if section.get("generation") is not None:
+            generation = self._section(("policy", "generation"))
+            if generation is not None:
+                self._by_key(("policy", "generation"), generation, Kind.GENERATION, key="backend")
+
+    def companions(self) -> None:
+        """The models in addition to the policy, each by its backend."""
+        for name, implied in COMPANIONS.items():
+            section = self._section((name,))
+            if section is not None and self._values.get(name) is not None:
+                self._by_key((name,), section, Kind.POLICY, key="backend", implied=implied)
+
+    def data(self) -> None:
+        """`data` and its datasets, each by its name."""
+        section = self._section(("data",))
+        if section is None:
+            return
+        self.parts["data",] = Part(path=("data",), model=schema.DataConfig)
+        for split in ("train", "validation"):
+            if section.get(split) is None:
+                continue
+            dataset = self._section(("data", split))
+            if dataset is not None:
+                self._by_key(("data", split), dataset, Kind.DATASET, key="dataset_name")
+        for name in self._section(("data", "mix")) or ():
+            member = self._section(("data", "mix", name))
+            if member is not None:
+                self._by_key(("data", "mix", name), member, Kind.DATASET, key="dataset_name")
+
+    def environments(self) -> None:
+        """`env.<task>`: by path, by name, or by the task's own name."""
+        for task in self._section(("env",)) or ():
+            path = ("env", task)
+            section = self._section(path)
+            if section is None:
+                continue
+            env_cls, name = section.get("env_cls"), section.get("name")
+            if env_cls is not None:
+                self._named(path, Kind.ENVIRONMENT, env_cls, key="env_cls", must_be_path=True)
+            elif name is not None:
+                self._named(path, Kind.ENVIRONMENT, name, key="name")
+            else:
+                self._named(path, Kind.ENVIRONMENT, task, key=None, implied={"name": task})
+
+    def loggers(self) -> None:
+        """`logger.loggers.<name>`."""
+        if self._section(("logger",)) is None:
+            return
+        for name in self._section(("logger", "loggers")) or ():
+            path = ("logger", "loggers", name)
+            if self._section(path) is not None:
+                self._named(path, Kind.LOGGER, name, key=None)
+
+    def own(self, name: str) -> None:
+        """A built-in section."""
+        model = SECTIONS[name]
+        is_there = name not in OPTIONAL or self._values.get(name) is not None
+        if model is not None and is_there and self._section((name,)) is not None:
+            self.parts[name,] = Part(path=(name,), model=model)
+
+    def _section(self, path: Path) -> Mapping[str, Any] | None:
+        """The keys of a section; empty if it is missing or null; None if it is not a mapping, which is reported."""
+        section: Mapping[str, Any] = self._values
+        for depth, part in enumerate(path, start=1):
+            value = section.get(str(part))
+            if self._problems.is_poisoned(path[:depth]):
+                return None
+            if value is None:
+                return {}
+            if not isinstance(value, Mapping):
+                self._problems.poison(
+                    f"must be a section with keys below it; found {show(value)}.",
+                    place=self._written.nearest(path[:depth]).place,
+                    path=path[:depth],
+                )
+                return None
+            section = value
+        return section
+
+    def _by_key(
+        self,
+        path: Path,
+        section: Mapping[str, Any],
+        kind: Kind,
+        *,
+        key: str,
+        implied: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._begin(path, kind)
+        if section.get(key) is None:
+            here = (*path, key)
+            if not self._problems.is_poisoned(here):
+                installed = ", ".join(self._registry.names(kind)) or "none"
+                self._problems.poison(
+                    f"must be set: which {kind.label}. Installed: {installed}.",
+                    place=self._written.nearest(path).key_place,
+                    path=here,
+                )
+            return
+        self._named(path, kind, section[key], key=key, implied=implied)
+
+    def _named(
+        self,
+        path: Path,
+        kind: Kind,
+        name: Any,
+        *,
+        key: str | None,
+        implied: Mapping[str, Any] | None = None,
+        must_be_path: bool = False,
+    ) -> None:
+        self._begin(path, kind)
+        where = path if key is None else (*path, key)
+        # An implied name is written nowhere; the section itself is then to blame.
+        written = self._written.nearest(where)
+        place = written.key_place if key is None else written.place
+        if not isinstance(name, str):
+            self._problems.poison(f"must be the name of a {kind.label}; found {show(name)}.", place=place, path=where)
+            return
+        if must_be_path and not is_path(name):
+            self._problems.add(
+                f"must be the path of a class, package.module.Class; found {name!r}. A registered environment goes under "
+                "`name`.",
+                place=place,
+                path=where,
+            )
+            return
+        try:
+            component = self._registry.find(kind, name)
+        except PluginError as error:
+            hint = ""
+            if kind is Kind.ENVIRONMENT and key is None:
+                hint = " (A task may have any name: say which environment answers it with `name:` or `env_cls:`.)"
+            self._problems.add(f"{error}{hint}", place=place, path=where)
+            return
+        self._add(path, kind, component, implied=implied)
+
+    def _begin(self, path: Path, kind: Kind) -> None:
+        """Gives a section the model of its kind until its component is found, so that its common keys are checked anyway."""
+        self.slots.add(path)
+        self.parts.setdefault(path, Part(path=path, model=BASES[kind][1], kind=kind))
+
+    def _add(self, path: Path, kind: Kind, component: Component, *, implied: Mapping[str, Any] | None = None) -> None:
+        try:
+            model = section_of(component, kind)
+        except PluginError as error:
+            self._problems.add(str(error), place=self._written.nearest(path).key_place, path=path)
+            return
+        self.parts[path] = Part(path=path, model=model, component=component, kind=kind, implied=implied or {})
+
+
+def section_of(component: Component, kind: Kind) -> Model:
+    """The model of a component's section.
+
+    Raises:
+        PluginError: The model cannot be imported, or does not extend the base model of its kind.
+    """
+    base, opened = BASES[kind]
+    model = component.load_config()
+    if model is None:
+        return opened if is_path(component.name) else base
+    if not issubclass(model, base):
+        raise InvalidComponentError(
+            f"The config model {component.config} of the {kind.label} {component.name!r} is not a subclass of "
+            f"{base.__module__}.{base.__name__}: that is a bug of the distribution that registers it."
+        )
+    return model

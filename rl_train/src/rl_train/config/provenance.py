@@ -1,0 +1,64 @@
+"""Finds where each value of a loaded config came from. Independent of the sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.config.written import Path, Place, Written, dotted
+from rl_train.config.parts import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a value came from.
+
+    Attributes:
+        place: The file and line, or the override; None for a default.
+        through: The `${...}` that produced it, as it is written at `place`.
+        default_of: The model or component that defines the default; None for a value that is written.
+    """
+
+    place: Place | None = None
+    through: str | None = None
+    default_of: str | None = None
+
+    def __str__(self) -> str:
+        if self.place is None:
+            return f"default of {self.default_of}"
+        return str(self.place) if self.through is None else f"{self.place}, through {self.through}"
+
+
+def trace(resolved: Mapping[str, Any], *, written: Written, through: Mapping[Path, str], layout: Layout) -> dict[str, Origin]:
+    """The origin of every leaf of a resolved config, by its dotted key.
+
+    Args:
+        resolved: The whole config with defaults.
+        written: The values of files and overrides.
+        through: The interpolations, by the path where they are written.
+        layout: The models.
+    """
+    return {dotted(path): _origin(path, written=written, through=through, layout=layout) for path in _leaf_paths(resolved)}
+
+
+def _origin(path: Path, *, written: Written, through: Mapping[Path, str], layout: Layout) -> Origin:
+    for length in range(len(path), 0, -1):
+        if path[:length] in through:
+            return Origin(place=written.nearest(path).place, through=through[path[:length]])
+    if written.at(path) is not None:
+        return Origin(place=written.nearest(path).place)
+    part = layout.parts.get(path[:-1])
+    if part is not None and path[-1] in part.implied:
+        loss_of = layout.algorithm if path[0] == "loss_fn" else None
+        return Origin(default_of=f"{dotted(path[:-1])}" if loss_of is None else f"the algorithm {loss_of}")
+    field = layout.find(path)
+    return Origin(default_of=field.owner.__name__ if field is not None else dotted(path[:-1]))
+
+
+def _leaf_paths(value: Any, path: Path = ()) -> Iterator[Path]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaf_paths(item, (*path, key))
+    else:
+        yield path

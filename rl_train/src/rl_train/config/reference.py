@@ -1,0 +1,88 @@
+"""The config reference page: one table per section, generated from the models and their docstrings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rl_core.config.fields import NOTHING, Field, Model, all_fields
+from rl_core.config.written import Path, dotted
+from rl_train.config.catalogue import ANY, Catalogue
+from rl_train.config.parts import COMPANIONS, Part
+
+_SLOTS = (("policy", "generation"), ("data", "train"), ("data", "validation"), ("data", "mix"))
+_TOLD_WITH_TRAIN = (("data", "validation"), ("data", "mix"))
+_HEAD = """# Config reference
+
+Every section and key, with its default and allowed values. See `docs/config.md` for files, overrides and `${...}`.
+
+This page is generated from the models: `rlcore schema --markdown --plugins {plugins} --output docs/config_reference.md`.
+"""
+
+
+def reference(catalogue: Catalogue, *, plugins: str) -> str:
+    """The page as Markdown.
+
+    Args:
+        catalogue: The sections.
+        plugins: The plugins in the catalogue, for the command shown on the page.
+    """
+    lines = [_HEAD.replace("{plugins}", plugins)]
+    parts = [part for part in catalogue.parts if part.path[:2] not in _TOLD_WITH_TRAIN and part.path[0] not in COMPANIONS]
+    # Sections of the core first, then components by where they stand; the order in which plugins load says nothing.
+    for part in sorted(parts, key=lambda part: (part.component is not None, dotted(part.path), _name(part))):
+        lines.append(_heading(part))
+        lines.extend(_table(part))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _name(part: Part) -> str:
+    return "" if part.component is None else part.component.name
+
+
+def _heading(part: Part) -> str:
+    key = dotted(part.path).replace(ANY, "<task>")
+    if part.component is None or part.kind is None:
+        return f"## `{key}`\n\n{_first_line(part.model)}\n"
+    alike: dict[Path, list[str]] = {
+        ("data", "train"): ["data.train", "data.validation", "data.mix.<name>"],
+        ("policy",): ["policy", *COMPANIONS],
+    }
+    where = " and ".join(", ".join(f"`{each}`" for each in alike.get(part.path, [key])).rsplit(", ", 1))
+    return f"## {where}: {part.kind.label} `{part.component.name}`\n\n{part.component.summary}.\n"
+
+
+def _first_line(model: Model) -> str:
+    return (model.__doc__ or "").strip().split("\n")[0]
+
+
+def _table(part: Part) -> Iterator[str]:
+    fields = [*all_fields(part.model, prefix=part.path)]
+    rows = [field for field in fields if not _is_told_elsewhere(field, part) and (field.model is None or field.default is None)]
+    yield "| key | default | allowed | meaning |"
+    yield "|---|---|---|---|"
+    for field in rows:
+        key = dotted(field.path[len(part.path) :])
+        meaning = _cell(field.info.description or "")
+        yield f"| `{key}` | {_default(field)} | {_cell(field.allowed)} | {meaning} |"
+    yield ""
+
+
+def _is_told_elsewhere(field: Field, part: Part) -> bool:
+    """Whether the key belongs to a section of another component, which has its own table."""
+    return any(len(field.path) > len(slot) > len(part.path) and field.path[: len(slot)] == slot for slot in _SLOTS)
+
+
+def _default(field: Field) -> str:
+    if field.default is NOTHING:
+        return "must be set"
+    return f"`{_cell(_yaml(field.default))}`"
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", r"\|")

@@ -1,0 +1,68 @@
+"""Checks the section `cluster`: settings that one process cannot use, and workers that this machine has no CPUs for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+
+from rl_core.config.schema import RunConfig
+from rl_core.config.written import Path
+from rl_train.config.component_checks import models_of
+
+_IN_PROCESS = "cluster.backend is in_process, which runs one worker of each kind in this process"
+
+
+def in_process_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
+    """Numbers of workers, threads and interpreters that `cluster.backend: in_process` does not support."""
+    cluster = run.cluster
+    if cluster.backend != "in_process":
+        return
+    counts: list[tuple[Path, int | None]] = [
+        (("cluster", "num_nodes"), cluster.num_nodes),
+        (("cluster", "workers_per_node"), cluster.workers_per_node),
+        *((("env", task, "num_workers"), section.num_workers) for task, section in run.env.items()),
+    ]
+    interpreters: list[tuple[Path, str | None]] = [((name, "python"), model.python) for name, model in models_of(run).items()]
+    generation = run.policy.generation
+    if generation is not None:
+        counts.append((("policy", "generation", "num_workers"), generation.num_workers))
+        interpreters.append((("policy", "generation", "python"), generation.python))
+    for path, count in counts:
+        if count is not None and count > 1:
+            yield path, f"{count} cannot be honoured: {_IN_PROCESS}. Set it to 1, or set cluster.backend: ray."
+    for path, python in interpreters:
+        if python is not None:
+            yield path, f"cannot be honoured: {_IN_PROCESS}. Leave it out, or set cluster.backend: ray."
+    if cluster.cpus_per_worker is not None:
+        yield (
+            ("cluster", "cpus_per_worker"),
+            f"{cluster.cpus_per_worker} cannot be honoured: {_IN_PROCESS}, whose threads are torch's own (OMP_NUM_THREADS). "
+            "Leave it out, or set cluster.backend: ray.",
+        )
+
+
+def machine_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
+    """More workers than this machine has CPUs for, if the run would only use this machine.
+
+    A running Ray cluster (RAY_ADDRESS), several nodes and GPUs are not checked: their resources are only known when
+    the run starts.
+    """
+    cluster = run.cluster
+    is_here = cluster.backend == "ray" and cluster.num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
+    if not is_here or cluster.use_gpus or (cluster.use_gpus is None and _has_gpu()):
+        return
+    cpus, each = os.cpu_count() or 1, cluster.cpus_per_worker or 1
+    if cluster.workers_per_node * each > cpus:
+        has = "1 CPU" if cpus == 1 else f"{cpus} CPUs"
+        fitting = max(1, cpus // each)
+        yield (
+            ("cluster", "workers_per_node"),
+            f"{cluster.workers_per_node} workers of {each} CPU(s) each need {cluster.workers_per_node * each} CPUs, and this "
+            f"machine has {has}. Lower it to {fitting}, or set RAY_ADDRESS to the cluster that the run is for.",
+        )
+
+
+def _has_gpu() -> bool:
+    # The driver's own files: asking torch or Ray would import them.
+    return FilePath("/proc/driver/nvidia/gpus").is_dir() or FilePath("/dev/nvidia0").exists()

@@ -1,0 +1,145 @@
+"""Reads a config file and those that it inherits from into one tree of values. Independent of the sections.
+
+`defaults: base.yaml`, or a list of files, each relative to the file that names it. Parents are applied first, in their order
+and depth first; the values of the file itself are applied last and override them.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+from rl_core.config.diagnostics import Problems, nearest, show
+from rl_core.config.written import Place, Written, merge
+from rl_train.config.yaml_reader import read_yaml
+
+LARGEST_FILE = 1 << 20
+"""Bytes; a larger file is not a hand-written config and was probably given by mistake."""
+
+_PARENTS = "defaults"
+
+
+def read_sources(path: str | os.PathLike[str], *, problems: Problems) -> Written:
+    """The file with everything that it inherits.
+
+    Args:
+        path: The config file.
+        problems: Receives what is wrong with any of the files.
+
+    Returns:
+        The root mapping; empty if nothing could be read.
+    """
+    source = os.fspath(path)
+    read = _read(source, asked_at=None, open_files=(), problems=problems)
+    place = Place(source, 1, 1, source)
+    return read if read is not None else Written({}, place=place, key_place=place)
+
+
+def _read(source: str, *, asked_at: Place | None, open_files: tuple[str, ...], problems: Problems) -> Written | None:
+    real = os.path.realpath(source) if "\0" not in source else source
+    if real in open_files:
+        chain = " -> ".join(os.path.basename(file) for file in (*open_files[open_files.index(real) :], real))
+        problems.add(f"These files inherit from each other in a circle: {chain}.", place=asked_at, path=(_PARENTS,))
+        problems.is_partial = True
+        return None
+    root = _root(source, asked_at=asked_at, problems=problems)
+    if root is None:
+        problems.is_partial = True
+        return None
+    start = Place(source, 1, 1, source)
+    own = {key: item for key, item in root.value.items() if key != _PARENTS}
+    # `grpo:` with nothing below it asks for the section's defaults; it does not take away what is inherited.
+    for key, item in own.items():
+        if item.value is None and item.text == "":
+            own[key] = Written({}, place=item.place, key_place=item.key_place)
+    merged = Written({}, place=start, key_place=start)
+    for parent, place in _parents(root, problems=problems):
+        beside = os.path.normpath(os.path.join(os.path.dirname(source), os.path.expanduser(parent)))
+        inherited = _read(beside, asked_at=place, open_files=(*open_files, real), problems=problems)
+        merged = merged if inherited is None else merge(merged, inherited)
+    return merge(merged, Written(own, place=root.place, key_place=root.key_place, replaces=root.replaces))
+
+
+def _root(source: str, *, asked_at: Place | None, problems: Problems) -> Written | None:
+    """The mapping of one file; None if it cannot be read or is not a mapping, which is reported."""
+    text = _text(source, asked_at=asked_at, problems=problems)
+    if text is None:
+        return None
+    before = len(problems.found)
+    start = Place(source, 1, 1, source)
+    root = read_yaml(text, place=start, problems=problems)
+    if root is None and len(problems.found) == before:
+        return Written({}, place=start, key_place=start)
+    if root is not None and not isinstance(root.value, dict):
+        problems.add(
+            f"A config is a mapping of sections (`policy:`, `data:`, ...), not {show(root.plain())}.", place=root.place
+        )
+        return None
+    return root
+
+
+def _parents(root: Written, *, problems: Problems) -> list[tuple[str, Place]]:
+    named = root.child(_PARENTS)
+    if named is None or named.value is None:
+        return []
+    items = named.value if isinstance(named.value, list) else [named]
+    parents = []
+    for item in items:
+        if isinstance(item.value, str) and item.value:
+            parents.append((item.value, item.place))
+        else:
+            problems.is_partial = True
+            problems.add(
+                f"must be a file, or a list of files, to inherit from; found {show(item.plain())}.",
+                place=item.place,
+                path=(_PARENTS,),
+            )
+    return parents
+
+
+def _text(source: str, *, asked_at: Place | None, problems: Problems) -> str | None:
+    path = () if asked_at is None else (_PARENTS,)
+    try:
+        with open(source, "rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
+    except (OSError, ValueError) as error:
+        message = _unreadable(source, error)
+        problems.add(message, place=asked_at, path=path)
+        return None
+    if len(raw) > LARGEST_FILE:
+        problems.add(f"{source} is larger than {LARGEST_FILE >> 10} KiB: that is no config.", place=asked_at, path=path)
+        return None
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
+        problems.add(
+            f"This is not text in UTF-8 (byte 0x{raw[error.start]:02X}): save the config as UTF-8.",
+            place=Place(source, line, column, source),
+        )
+        return None
+
+
+def _unreadable(source: str, error: OSError | ValueError) -> str:
+    match error:
+        case FileNotFoundError():
+            hint = _files_beside(source)
+            return f"There is no file {source}.{hint}"
+        case IsADirectoryError():
+            return f"{source} is a folder: name a YAML file in it."
+        case OSError():
+            return f"{source} cannot be read: {error.strerror or error}."
+        case _:
+            return f"{source!r} cannot be a file's name: {error}."
+
+
+def _files_beside(source: str) -> str:
+    folder = pathlib.Path(source).parent
+    if not folder.is_dir():
+        return f" There is no folder {folder} either."
+    beside = sorted(file.name for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
+    if not beside:
+        return ""
+    meant = nearest(pathlib.Path(source).name, beside)
+    return f" Did you mean {folder / meant}?" if meant else ""

@@ -1,0 +1,200 @@
+"""Preferences: prompts with a better and a worse answer, or several in order; knows no source of rows and no tokenizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any, NotRequired, TypedDict
+
+from rl_core.data.shown import shown
+from rl_core.data.tool_calls import check_tool_use, tools_of
+from rl_core.errors import DataError
+from rl_train.data.conversations import Messages, kind_of, read_messages
+from rl_train.data.dataset_config import PreferenceForm
+from rl_train.data.record_functions import load_record_function
+from rl_train.data.records import Records, Rows
+from rl_train.data.sources import open_rows
+
+
+class PreferenceRecord(TypedDict):
+    """One pair of answers.
+
+    Attributes:
+        prompt: The conversation that both answer: {role, content} each.
+        chosen: The messages of the better answer.
+        rejected: The messages of the worse one.
+        task_name: What it belongs to.
+        tools: The functions that are offered to both.
+        margin: By how much the better answer's score should lead, where the row says so.
+    """
+
+    prompt: Messages
+    chosen: Messages
+    rejected: Messages
+    task_name: str
+    tools: NotRequired[list[dict[str, Any]]]
+    margin: NotRequired[float]
+
+
+class PreferenceDataset(Records[PreferenceRecord]):
+    """The pairs of any source.
+
+    A row is `{"prompt": ..., "chosen": ..., "rejected": ...}`, or `{"prompt": ..., "completions": [{"completion": ...,
+    "rank": 0}, ...]}`; a prompt or answer is a text or a list of messages.
+
+    Args:
+        config: Which source, which fields.
+        rows: The source, in place of the one that the config names.
+
+    Raises:
+        DataError: The source is absent or has no good row, or a row is bad; names its place.
+    """
+
+    def __init__(self, config: PreferenceForm, rows: Rows | None = None) -> None:
+        super().__init__(open_rows(config) if rows is None else rows, ReadsPairs(config), on_bad_row=config.on_bad_row)
+        self.config = config
+
+
+class ReadsPairs:
+    """Makes the pairs of a row, by the config's keys or by its function.
+
+    Args:
+        config: Which fields are what.
+
+    Raises:
+        ConfigError: There is no such function.
+    """
+
+    called = "pair"
+
+    def __init__(self, config: PreferenceForm) -> None:
+        self._config = config
+        self._function = None if config.record_fn is None else load_record_function(config.record_fn)
+
+    def records(self, row: dict[str, Any]) -> list[PreferenceRecord]:
+        """The row's pairs."""
+        if self._function is None:
+            return pairs_from_row(row, self._config)
+        made = self._function(row)
+        if not isinstance(made, Mapping):
+            raise DataError(f"{self._config.record_fn} gave {shown(made)}: expected the fields of a pair")
+        return pairs_from_row(dict(made), self._config)
+
+    def kind(self, record: PreferenceRecord) -> frozenset[str]:
+        """See `Form`."""
+        return kind_of([*record["prompt"], *record["chosen"], *record["rejected"]], record.get("tools"))
+
+    def asked(self, row: dict[str, Any]) -> Any:
+        """What both answers answer, without the system message that the config adds."""
+        prompt = self.records(row)[0]["prompt"]
+        return [message for message in prompt if message != {"role": "system", "content": self._config.system_prompt}]
+
+
+def pairs_from_row(row: dict[str, Any], config: PreferenceForm) -> list[PreferenceRecord]:
+    """The pairs that the config makes of one row's fields: one, or of ranked answers as many as `pairing` says.
+
+    Raises:
+        DataError: A field is absent or of the wrong kind, or there is nothing to prefer.
+    """
+    if row.get(config.chosen_key) is None and row.get(config.completions_key) is not None:
+        return [_pair(row, better, worse, config) for better, worse in _ranked(row, config)]
+    return [_pair(row, _field(row, config.chosen_key), _field(row, config.rejected_key), config)]
+
+
+def _ranked(row: dict[str, Any], config: PreferenceForm) -> list[tuple[Any, Any]]:
+    """Pairs of answers that differ in rank or score, the better one first, in the order of the best."""
+    key = config.completions_key
+    listed = [(_worth(each, number, key), each["completion"]) for number, each in enumerate(_list(row[key], key))]
+    if len({by for (by, _), _ in listed}) > 1:
+        raise DataError(f"some answers in {key!r} have a rank and others a score: give all of them the same")
+    # sorted() keeps the order of the row among equals, so that the first of several best ones is taken.
+    ordered = sorted(listed, key=lambda each: each[0][1], reverse=True)
+    pairs = [(better, worse) for ((_, a), better), ((_, b), worse) in combinations(ordered, 2) if a > b]
+    if not pairs:
+        what = "score" if listed and listed[0][0][0] == "score" else "rank"
+        raise DataError(f"the answers in {key!r} have one {what}: there is nothing to prefer")
+    return pairs if config.pairing == "all" else [(ordered[0][1], ordered[-1][1])]
+
+
+def _list(listed: Any, key: str) -> list[Any]:
+    if not isinstance(listed, list):
+        raise DataError(
+            f"the field {key!r} is {shown(listed)}: expected a list of {{completion, rank}} or {{completion, score}}"
+        )
+    return listed
+
+
+def _worth(answer: Any, number: int, key: str) -> tuple[str, float]:
+    """Whether an answer has a rank or a score, and its worth by that: more is better."""
+    given = {name: value for name, value in answer.items() if value is not None} if isinstance(answer, Mapping) else {}
+    named = [name for name in ("rank", "score") if name in given]
+    if "completion" not in given or len(named) != 1:
+        raise DataError(
+            f"answer {number} of the field {key!r} is {shown(answer)}: expected a list of {{completion, rank}} or "
+            "{completion, score}"
+        )
+    value = given[named[0]]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"answer {number} of the field {key!r} has the {named[0]} {value!r}: expected a number")
+    return named[0], -value if named[0] == "rank" else value
+
+
+def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) -> PreferenceRecord:
+    chosen = read_messages(better, f"the better answer {shown(better)}", role="assistant")
+    rejected = read_messages(worse, f"the worse answer {shown(worse)}", role="assistant")
+    if row.get(config.prompt_key) is not None:
+        asked = row[config.prompt_key]
+        prompt = read_messages(asked, f"the field {config.prompt_key!r}, {shown(asked)},", role="user")
+        # Whole conversations are common as well: the prompt is then written three times.
+        chosen, rejected = _without(prompt, chosen), _without(prompt, rejected)
+    else:
+        shared = _shared_length(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if config.system_prompt is not None and (not prompt or prompt[0]["role"] not in ("system", "developer")):
+        prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
+    _check(prompt, chosen, rejected, row, config)
+    record = PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, task_name=config.task_name or "default")
+    tools = tools_of(row, config.tools_key, is_named=config.names_tools)
+    for answer in (chosen, rejected):
+        check_tool_use([*prompt, *answer], tools)
+    if tools:
+        record["tools"] = tools
+    if row.get(config.margin_key) is not None:
+        record["margin"] = _margin(row[config.margin_key], config.margin_key)
+    return record
+
+
+def _margin(margin: Any, key: str) -> float:
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not (math.isfinite(margin) and margin >= 0):
+        raise DataError(
+            f"the field {key!r} is {margin!r}: expected by how much the better answer leads, a number from 0 on. Where the "
+            "field is something else, name another `margin_key`"
+        )
+    return float(margin)
+
+
+def _check(prompt: Messages, chosen: Messages, rejected: Messages, row: dict[str, Any], config: PreferenceForm) -> None:
+    if chosen == rejected:
+        raise DataError("both answers are the same: there is nothing to prefer")
+    if all(message["role"] in ("system", "developer") for message in prompt):
+        raise DataError(
+            f"there is no prompt: the row has {sorted(row)} and no {config.prompt_key!r}, and its answers begin apart"
+        )
+    for name, answer in (("better", chosen), ("worse", rejected)):
+        if not any(message["role"] == "assistant" for message in answer):
+            raise DataError(f"the {name} answer has no message of the assistant: found {[m['role'] for m in answer]}")
+
+
+def _without(prompt: Messages, conversation: Messages) -> Messages:
+    return conversation[len(prompt) :] if conversation[: len(prompt)] == prompt else conversation
+
+
+def _shared_length(one: Messages, other: Messages) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _field(row: dict[str, Any], key: str) -> Any:
+    if row.get(key) is None:
+        raise DataError(f"the field {key!r} is absent: the row has {sorted(row)}")
+    return row[key]

@@ -1,0 +1,229 @@
+"""From records to rows: tokenise, measure, mask and collate; knows no dataset format and no algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.messages import (
+    DatumSpec,
+    MessageLog,
+    PreferenceDatumSpec,
+    add_loss_mask_to_message_log,
+    get_formatted_message_log,
+    trained_messages,
+)
+from rl_core.errors import DataError
+from rl_train.data.dataset_config import OnTooLong
+
+
+def prompt_datum(
+    record: Mapping[str, Any],
+    *,
+    idx: int,
+    tokenizer: Any,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = OnTooLong.DROP,
+) -> DatumSpec:
+    """A record's conversation as a prompt, ended by the header of the assistant's turn.
+
+    Args:
+        record: A `datasets.Record`.
+        idx: Its place in the dataset.
+        tokenizer: A Transformers tokenizer.
+        max_length: Tokens that a prompt may have; None for no limit.
+        on_too_long: What a longer one does.
+
+    Raises:
+        DataError: The prompt is too long and `on_too_long` says error, or the template cannot render it.
+    """
+    log = get_formatted_message_log(
+        record["messages"], tokenizer, add_generation_prompt=True, tools=record.get("tools"), trained=()
+    )
+    return _datum(log, record, idx, max_length, on_too_long)
+
+
+def conversation_datum(
+    record: Mapping[str, Any],
+    *,
+    idx: int,
+    tokenizer: Any,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = OnTooLong.DROP,
+    roles_to_train_on: Sequence[str] = ("assistant",),
+    only_unmask_final: bool = False,
+) -> DatumSpec:
+    """A record's conversation as a row of supervised training, with a `token_loss_mask` on every message.
+
+    Args:
+        record: A `datasets.Record` with at least one message to train on.
+        idx: Its place in the dataset.
+        tokenizer: A Transformers tokenizer.
+        max_length: Tokens that the conversation may have; None for no limit.
+        on_too_long: What a longer one does.
+        roles_to_train_on: The roles that are trained.
+        only_unmask_final: Train only the last message of these roles.
+
+    Raises:
+        DataError: As in `prompt_datum`, or no message has a role that is trained.
+    """
+    roles = [message["role"] for message in record["messages"]]
+    if not set(roles) & set(roles_to_train_on):
+        raise DataError(
+            f"record {idx} has messages of {roles}, none of {list(roles_to_train_on)}: nothing to train on. "
+            "Name the field of the answer (`response_key`), or give whole conversations (`input_key: messages`)"
+        )
+    trained = trained_messages(record["messages"], roles_to_train_on, only_unmask_final)
+    log = get_formatted_message_log(record["messages"], tokenizer, tools=record.get("tools"), trained=trained)
+    add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final, tokenizer=tokenizer)
+    _refuse_untrained(log, idx)
+    return _datum(log, record, idx, max_length, on_too_long)
+
+
+def preference_datum(
+    record: Mapping[str, Any],
+    *,
+    idx: int,
+    tokenizer: Any,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = OnTooLong.DROP,
+) -> PreferenceDatumSpec:
+    """A record's two conversations, with a `token_loss_mask` on every message: 1 on what the assistant says after the prompt.
+
+    Args:
+        record: A `preferences.PreferenceRecord`.
+        idx: Its place in the dataset.
+        tokenizer: A Transformers tokenizer.
+        max_length: Tokens that a conversation may have; None for no limit.
+        on_too_long: What a pair does of which one is longer.
+
+    Raises:
+        DataError: As in `prompt_datum`, or the record is no pair.
+    """
+    missing = {"prompt", "chosen", "rejected"} - record.keys()
+    if missing:
+        raise DataError(
+            f"record {idx} has {sorted(record)} and lacks {sorted(missing)}: pairs of answers are wanted. Name a dataset of "
+            "preferences, such as `dataset_name: preference`"
+        )
+    tools = record.get("tools")
+    sides = [_answered(record["prompt"], record[side], tokenizer, tools) for side in ("chosen", "rejected")]
+    datums = [_datum(log, record, idx, max_length, on_too_long) for log in sides]
+    return PreferenceDatumSpec(
+        message_log_chosen=datums[0]["message_log"],
+        message_log_rejected=datums[1]["message_log"],
+        length_chosen=datums[0]["length"],
+        length_rejected=datums[1]["length"],
+        loss_multiplier=min(datum["loss_multiplier"] for datum in datums),
+        idx=idx,
+        task_name=record.get("task_name") or "default",
+        margin=record.get("margin", 0.0),
+    )
+
+
+def check_made_by(made: Any, name: str, *, is_trained: bool) -> None:
+    """Hold what a processor of a user's own gave to what a `DatumSpec` or `PreferenceDatumSpec` is.
+
+    Args:
+        made: What it gave.
+        name: What errors call it.
+        is_trained: Whether its messages need a `token_loss_mask`.
+
+    Raises:
+        DataError: It lacks a key, or a message has no tokens.
+    """
+    if not isinstance(made, Mapping):
+        raise DataError(f"{name} gave {made!r}: expected a DatumSpec")
+    logs = ["message_log"] if "message_log_chosen" not in made else ["message_log_chosen", "message_log_rejected"]
+    lengths = [log.replace("message_log", "length") for log in logs]
+    if missing := sorted({*logs, *lengths, "loss_multiplier", "idx"} - made.keys()):
+        raise DataError(f"{name} gave {sorted(made)}, which lacks {', '.join(missing)}: expected a DatumSpec")
+    keys = ("token_ids", "token_loss_mask") if is_trained else ("token_ids",)
+    for message in (message for log in logs for message in made[log]):
+        lacking = [key for key in keys if not isinstance(message.get(key), torch.Tensor)]
+        if lacking:
+            raise DataError(f"{name} gave a message of {message.get('role')!r} without {' and '.join(lacking)}, a tensor [t]")
+
+
+def collate_preferences(datums: Sequence[PreferenceDatumSpec]) -> BatchedDataDict[PreferenceDatumSpec]:
+    """The pairs as a batch: lengths [B] int64, `loss_multiplier` and `margin` [B] float32 as tensors, the rest as lists."""
+    columns: dict[str, Any] = {
+        "message_log_chosen": [datum["message_log_chosen"] for datum in datums],
+        "message_log_rejected": [datum["message_log_rejected"] for datum in datums],
+        "length_chosen": torch.tensor([datum["length_chosen"] for datum in datums], dtype=torch.int64),
+        "length_rejected": torch.tensor([datum["length_rejected"] for datum in datums], dtype=torch.int64),
+        "loss_multiplier": torch.tensor([datum["loss_multiplier"] for datum in datums], dtype=torch.float32),
+        "margin": torch.tensor([datum.get("margin", 0.0) for datum in datums], dtype=torch.float32),
+        "idx": [datum["idx"] for datum in datums],
+        "task_name": [datum.get("task_name") for datum in datums],
+    }
+    return BatchedDataDict(columns)
+
+
+def collate_datums(datums: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
+    """The datums as a batch: `length` [B] int64 and `loss_multiplier` [B] float32 as tensors, the rest as lists."""
+    columns: dict[str, Any] = {
+        "message_log": [datum["message_log"] for datum in datums],
+        "length": torch.tensor([datum["length"] for datum in datums], dtype=torch.int64),
+        "loss_multiplier": torch.tensor([datum["loss_multiplier"] for datum in datums], dtype=torch.float32),
+        "extra_env_info": [datum["extra_env_info"] for datum in datums],
+        "idx": [datum["idx"] for datum in datums],
+        "task_name": [datum.get("task_name") for datum in datums],
+        "stop_strings": [datum.get("stop_strings") for datum in datums],
+    }
+    return BatchedDataDict(columns)
+
+
+def _answered(
+    prompt: Sequence[Mapping[str, Any]], answer: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any
+) -> MessageLog:
+    messages = [*prompt, *answer]
+    trained = [number for number in trained_messages(messages) if number >= len(prompt)]
+    log = get_formatted_message_log(messages, tokenizer, tools=tools, trained=trained)
+    add_loss_mask_to_message_log([log], tokenizer=tokenizer)
+    for message in log[: len(prompt)]:
+        message["token_loss_mask"].zero_()
+    return log
+
+
+def _refuse_untrained(log: MessageLog, idx: int) -> None:
+    if not any(bool(message["token_loss_mask"].any()) for message in log):
+        raise DataError(
+            f"record {idx} has no token to train on: the answers that count are empty, have the weight 0, or the chat template "
+            "leaves them out"
+        )
+
+
+def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int | None, on_too_long: OnTooLong) -> DatumSpec:
+    length = sum(len(message["token_ids"]) for message in log)
+    too_long = max_length is not None and length > max_length
+    if max_length is not None and too_long:
+        if on_too_long is OnTooLong.ERROR:
+            raise DataError(
+                f"record {idx} has {length} tokens and {max_length} are allowed: raise the limit, or drop such rows "
+                "(data.on_long_prompt: drop)"
+            )
+        _cut(log, max_length)
+        length = max_length
+    return DatumSpec(
+        message_log=log,
+        length=length,
+        extra_env_info=record.get("extra_env_info"),
+        loss_multiplier=0.0 if too_long else 1.0,
+        idx=idx,
+        task_name=record.get("task_name", "default"),
+        stop_strings=record.get("stop_strings"),
+    )
+
+
+def _cut(log: MessageLog, max_length: int) -> None:
+    """Keep the first `max_length` tokens, in place: the row is not trained on, but must fit where it is carried."""
+    left = max_length
+    for message in log:
+        for key, value in message.items():
+            if isinstance(value, torch.Tensor):
+                message[key] = value[:left]
+        left -= len(message["token_ids"])

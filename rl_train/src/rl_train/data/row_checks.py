@@ -1,0 +1,91 @@
+"""What can be said of a dataset before it is read: its functions, its prompt template and its first row; imports no torch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_core.config.schema import DataConfig
+from rl_core.config.written import Path as KeyPath
+from rl_core.errors import DataError
+from rl_core.plugins.component import did_you_mean, is_path
+from rl_core.plugins.static_lookup import missing_target
+from rl_train.config.data_checks import prompt_problem
+from rl_train.config.shorthands import with_prompt
+from rl_train.data.dataset_config import JsonLinesSource, OnBadRow, PreferenceForm, RecordForm, RowsConfig
+from rl_train.data.json_lines import csv_problem, first_line, parsed
+from rl_train.data.record_functions import PACKAGED
+
+
+def row_conflicts(config: RowsConfig, data: DataConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Each wrong key of a dataset's section, and the reason.
+
+    Args:
+        config: The section.
+        data: The section `data`, whose `prompt` fills what the dataset leaves open.
+    """
+    found = [*_function(config), *_template(config)]
+    yield from found
+    if data.prompt is not None and data.prompt.prompt_config is not None and prompt_problem(data.prompt.prompt_config):
+        return  # reported at `data.prompt`
+    if not found and isinstance(config, JsonLinesSource) and config.on_bad_row is OnBadRow.ERROR:
+        yield from _first_row(config, data)
+
+
+def _function(config: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
+    name = config.record_fn
+    if name is None or name in PACKAGED:
+        return
+    if not is_path(name):
+        packaged = ", ".join(sorted(PACKAGED))
+        yield (
+            ("record_fn",),
+            f"there is no function {name!r}.{did_you_mean(name, [*PACKAGED])} Use {packaged}, or the dotted path of one.",
+        )
+    elif (problem := missing_target(name)) is not None:
+        yield ("record_fn",), f"{name} cannot be imported: {problem}"
+
+
+def _template(config: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
+    from rl_train.data.prompts import load_prompt
+
+    prompt = getattr(config, "prompt", None)
+    if prompt is None:
+        return
+    if (problem := prompt_problem(prompt)) is not None:
+        yield ("prompt",), problem
+        return
+    try:
+        load_prompt(prompt)
+    except DataError as error:
+        yield ("prompt",), f"{error}."
+
+
+def _first_row(config: JsonLinesSource, data: DataConfig) -> Iterator[tuple[KeyPath, str]]:
+    """The first row of a file, read as the run reads it; a function of the user's is not called."""
+    if (problem := csv_problem(Path(config.path))) is not None:
+        yield ("path",), f"{problem}."
+        return
+    if config.record_fn is not None and config.record_fn not in PACKAGED:
+        return
+    try:
+        number, line = first_line(Path(config.path))
+    except (DataError, OSError, EOFError, zlib.error):
+        # A folder, another format, a compression that needs a library: `--deep` and the run read the whole and say it.
+        return
+    try:
+        _read(parsed(line), with_prompt(config, data))
+    except DataError as error:
+        yield ("path",), f"{config.path}:{number}: {error}."
+
+
+def _read(row: dict[str, Any], config: RowsConfig) -> None:
+    from rl_train.data.datasets import ReadsRecords
+    from rl_train.data.preferences import ReadsPairs
+
+    if isinstance(config, PreferenceForm):
+        ReadsPairs(config).records(row)
+    elif isinstance(config, RecordForm):
+        ReadsRecords(config).records(row)

@@ -1,0 +1,24 @@
+"""Opens the rows that a dataset's config names; the one room that knows every source."""
+
+from __future__ import annotations
+
+from rl_train.data.arrow_rows import hugging_face_rows, parquet_rows
+from rl_train.data.dataset_config import HuggingFaceSource, JsonLinesSource, ParquetSource, RowsConfig
+from rl_train.data.json_lines import JsonLines
+from rl_train.data.records import Rows
+
+
+def open_rows(config: RowsConfig) -> Rows:
+    """The rows of a config's source.
+
+    Raises:
+        DataError: There is none at the path that it names.
+    """
+    match config:
+        case JsonLinesSource():
+            return JsonLines(config.path)
+        case ParquetSource():
+            return parquet_rows(config.path)
+        case HuggingFaceSource():
+            return hugging_face_rows(config.path, subset=config.subset, split=config.split, revision=config.revision)
+    raise TypeError(f"{type(config).__name__} names no source of rows: derive it from one of dataset_config's")

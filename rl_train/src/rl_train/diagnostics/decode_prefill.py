@@ -1,0 +1,164 @@
+"""Whether tokens decoded one at a time have the probabilities that a whole pass over the row gives them; knows no engine.
+
+Two whole passes are compared with: the engine's own prefill (it is asked again with the prompt and the beginning of its own
+answer), and the policy's scoring pass. The first shows a broken cache or kernel of the engine, the second whatever makes
+sampler and trainer differ, at each stretch of positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.policy import PolicyInterface
+from rl_train.diagnostics.diagnosis import Diagnosis, Verdict
+from rl_train.validation import compare_log_probabilities
+
+DECODE = "decode_against_prefill"
+POLICY = "engine_against_policy"
+_WHY = (
+    "A run trains on the log-probabilities that decoding reports. Where they are not those of a whole pass, importance ratios "
+    "and KL terms are wrong although every weight is right, and more so the longer the answers."
+)
+
+
+def check_decode_against_prefill(
+    generation: GenerationInterface, prompts: BatchedDataDict[Any], *, threshold: float
+) -> Diagnosis:
+    """Decode greedily, then ask for single tokens of the same answers with their beginnings as part of the prompt.
+
+    The first token of such a request comes from a prefill. Where two tokens are all but equally likely the two passes may
+    choose different ones; their log-probabilities are then compared all the same, since each is the largest of its pass.
+
+    Args:
+        generation: the engine.
+        prompts: see `GenerationDatumSpec`; the engine's own limit says how long the answers are.
+        threshold: most exp(mean |d|) of the tokens that are asked again.
+    """
+    generation.prepare_for_generation()
+    try:
+        decoded = generation.generate(prompts, greedy=True)
+        places = _places(decoded)
+        if not places:
+            return _too_short(decoded)
+        prefilled = generation.generate(_prefixes(decoded, places), greedy=True)
+    finally:
+        generation.finish_generation()
+    rows, columns = torch.tensor(places).unbind(dim=1)
+    first = prefilled["unpadded_sequence_lengths"] - prefilled["generation_lengths"]
+    answers = torch.arange(len(places))
+    difference = (prefilled["logprobs"][answers, first] - decoded["logprobs"][rows, columns]).double().abs()
+    same = prefilled["output_ids"][answers, first] == decoded["output_ids"][rows, columns]
+    starts = (decoded["unpadded_sequence_lengths"] - decoded["generation_lengths"])[rows]
+    error = float(difference.mean().exp())
+    worst = int(difference.argmax())
+    details = {
+        "multiplicative_error": _plain(error),
+        "max_abs_difference": _plain(float(difference[worst])),
+        "worst_position": int(columns[worst] - starts[worst]),
+        "last_position": int((columns - starts).max()),
+        "num_tokens": len(places),
+        "same_token_frac": float(same.double().mean()),
+        "threshold": threshold,
+    }
+    found = (
+        f"exp(mean |d|) is {error:.6f} over {len(places)} tokens up to position {details['last_position']}; the largest |d| is "
+        f"{float(difference[worst]):.2g} nats, at position {details['worst_position']}; {int(same.sum())} of {len(places)} "
+        "tokens are the same"
+    )
+    if error <= threshold:
+        return Diagnosis(name=DECODE, verdict=Verdict.OK, found=found, details=details)
+    return Diagnosis(
+        name=DECODE,
+        verdict=Verdict.FAILED,
+        found=f"{found}; {threshold:.6g} is allowed",
+        why=_WHY,
+        remedy="Switch off the engine's prefix cache, its compiled graphs and its attention kernel one after the other, and "
+        "try float32: the one that mends it is to blame.",
+        details=details,
+    )
+
+
+def check_engine_against_policy(
+    policy: PolicyInterface, generation: GenerationInterface, prompts: BatchedDataDict[Any], *, threshold: float
+) -> Diagnosis:
+    """Sample, and score the same tokens with the policy, by position in the completion.
+
+    Args:
+        policy: scores.
+        generation: samples; it holds the policy's weights.
+        prompts: see `GenerationDatumSpec`.
+        threshold: most exp(mean |d|), over all tokens and over each range of positions that is judged.
+    """
+    agreement = compare_log_probabilities(policy, generation, prompts)
+    failures = agreement.failures(threshold)
+    first, last = agreement.by_position[0], agreement.by_position[-1]
+    details = {
+        "multiplicative_error": _plain(agreement.multiplicative_error),
+        "max_abs_difference": _plain(agreement.max_abs_difference),
+        "num_tokens": agreement.num_tokens,
+        "by_position": {part.label: _plain(part.multiplicative_error) for part in agreement.by_position},
+        "threshold": threshold,
+    }
+    if failures:
+        return Diagnosis(
+            name=POLICY,
+            verdict=Verdict.FAILED,
+            found="; ".join(failures),
+            why=_WHY,
+            remedy="`rlcore check logprobs` shows where the tokens are; docs/validation.md says what usually is behind it.",
+            details=details,
+        )
+    return Diagnosis(
+        name=POLICY,
+        verdict=Verdict.OK,
+        found=f"exp(mean |d|) is {agreement.multiplicative_error:.6f} over {agreement.num_tokens} tokens: "
+        f"{first.multiplicative_error:.6f} at position {first.label} of the completion, "
+        f"{last.multiplicative_error:.6f} at {last.label}",
+        details=details,
+    )
+
+
+def _places(decoded: BatchedDataDict[Any]) -> list[tuple[int, int]]:
+    """(row, column) of tokens that decoding made: the second of a completion, the third, the fifth, the ninth, and the last."""
+    found = []
+    for row, (end, sampled) in enumerate(
+        zip(decoded["unpadded_sequence_lengths"].tolist(), decoded["generation_lengths"].tolist(), strict=True)
+    ):
+        start = end - sampled
+        doubling = (1 << power for power in range(sampled.bit_length()))
+        found += [(row, start + offset) for offset in sorted({*doubling, sampled - 1}) if 0 < offset < sampled]
+    return found
+
+
+def _prefixes(decoded: BatchedDataDict[Any], places: list[tuple[int, int]]) -> BatchedDataDict[Any]:
+    rows = [decoded["output_ids"][row, :column] for row, column in places]
+    return BatchedDataDict(
+        {
+            "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+            "input_lengths": torch.tensor([len(row) for row in rows]),
+            "max_new_tokens": torch.ones(len(rows), dtype=torch.int64),
+        }
+    )
+
+
+def _too_short(decoded: BatchedDataDict[Any]) -> Diagnosis:
+    details: Mapping[str, Any] = {"num_tokens": 0}
+    return Diagnosis(
+        name=DECODE,
+        verdict=Verdict.WARNING,
+        found=f"all {decoded.size} greedy answers are one token long, so nothing was decoded after a prefill",
+        why=_WHY,
+        remedy="Diagnose with prompts that are answered at length, or raise policy.generation.max_new_tokens.",
+        details=details,
+    )
+
+
+def _plain(number: float) -> float | None:
+    """JSON has no infinity and no NaN."""
+    return number if math.isfinite(number) else None

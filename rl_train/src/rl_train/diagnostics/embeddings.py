@@ -1,0 +1,155 @@
+"""Embedding rows that were never trained, and matrices that are tied or not against what the config says; knows no backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from rl_train.diagnostics.diagnosis import Diagnosis, Verdict
+from rl_train.diagnostics.embedding_weights import EmbeddingWeights
+
+UNTRAINED = "untrained_embeddings"
+TIED = "tied_embeddings"
+_MOST_LISTED = 12
+_FAR = math.log(3.0)
+"""A norm is far from the others where it is three times the median or a third of it, and also beyond `_SPREADS`."""
+_SPREADS = 6.0
+"""Robust standard deviations (1.4826 times the median absolute deviation) of the logarithm of the norms."""
+_CHUNK_ROWS = 16384
+
+
+def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids: Collection[int] = frozenset()) -> Diagnosis:
+    """Look for rows that training cannot have touched: zero, of one value throughout, equal to another, of an odd norm.
+
+    Args:
+        weight: [V, H], the row of each token id.
+        tokenizer: names the tokens; rows beyond its last id are padding of the matrix and only counted.
+        used_ids: ids that this run's prompts and template contain; an untrained one among them is a failure, except for a
+            mere odd norm, which some trained tokens have.
+    """
+    num_tokens = min(len(tokenizer), len(weight))
+    kinds = _suspicious(weight[:num_tokens])
+    unused_rows = len(weight) - num_tokens
+    details: dict[str, Any] = {
+        kind: [{"id": token, "text": tokenizer.convert_ids_to_tokens(token), "used": token in used_ids} for token in ids]
+        for kind, ids in kinds.items()
+    }
+    details["rows_beyond_the_tokenizer"] = unused_rows
+    beyond = f" ({unused_rows} further rows are beyond the tokenizer's ids)" if unused_rows else ""
+    if not any(kinds.values()):
+        found = f"none of {num_tokens} rows is zero, of one value, equal to another, or of a norm far from the others{beyond}"
+        return Diagnosis(name=UNTRAINED, verdict=Verdict.OK, found=found, details=details)
+    broken = {token for kind, ids in kinds.items() if kind != "odd_norm" for token in ids} & set(used_ids)
+    found = "; ".join(f"{kind.replace('_', ' ')}: {_listed(ids, tokenizer)}" for kind, ids in kinds.items() if ids)
+    if broken:
+        found = f"this run uses {_listed(sorted(broken), tokenizer)}. {found}"
+    return Diagnosis(
+        name=UNTRAINED,
+        verdict=Verdict.FAILED if broken else Verdict.WARNING,
+        found=found + beyond,
+        why="The model has never seen these tokens: what it makes of a prompt that contains one, and the probability with "
+        "which it samples one, mean nothing.",
+        remedy="Use a chat template and prompts without them (many base models bring the special tokens of their chat "
+        "siblings), or train on text that contains them first.",
+        details=details,
+    )
+
+
+def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -> Diagnosis:
+    """Compare what the model's config says of its two matrices with what they are.
+
+    Args:
+        weights: the policy's.
+        declared: `tie_word_embeddings` of the model's config; None where it does not say.
+    """
+    if weights.output_name is None:
+        actual = "the output matrix is the input embedding"
+    elif weights.are_equal:
+        actual = f"{weights.output_name} is a matrix of its own, with the same numbers as {weights.input_name}"
+    else:
+        actual = f"{weights.output_name} is a matrix of its own"
+    found = f"tie_word_embeddings is {str(declared).lower()} in the model's config, and {actual}"
+    details = {
+        "declared": declared,
+        "tied": weights.are_tied,
+        "equal": weights.are_equal,
+        "input": weights.input_name,
+        "output": weights.output_name,
+    }
+    verdict = _tying_verdict(weights, declared)
+    if verdict is Verdict.OK:
+        return Diagnosis(name=TIED, verdict=verdict, found=found, details=details)
+    return Diagnosis(
+        name=TIED,
+        verdict=verdict,
+        found=found,
+        why="Another program that reads the config would tie what is separate, or train apart what is one: a saved model would "
+        "then compute something else than the one that was trained.",
+        remedy="Correct tie_word_embeddings in the model's config.json, or load the model from the folder that it was first "
+        "saved to.",
+        details=details,
+    )
+
+
+def _tying_verdict(weights: EmbeddingWeights, declared: bool | None) -> Verdict:
+    if declared is None or declared == weights.are_tied:
+        suspicious = declared is False and weights.are_equal
+        return Verdict.WARNING if suspicious else Verdict.OK
+    # Two copies of one matrix compute the same until the first optimizer step.
+    return Verdict.WARNING if weights.are_equal and not weights.are_tied else Verdict.FAILED
+
+
+def _suspicious(weight: torch.Tensor) -> dict[str, list[int]]:
+    """Kind to token ids; a row is named under the first kind that it is of."""
+    parts = [_row_facts(part) for part in weight.split(_CHUNK_ROWS)]
+    norm, constant = (torch.cat(column) for column in zip(*parts, strict=True))
+    zero = norm == 0
+    same = _equal_rows(weight, norm, among=~zero & ~constant)
+    rest = ~(zero | constant | same)
+    return {
+        "all_zero": _ids(zero),
+        "one_value": _ids(constant & ~zero),
+        "equal_rows": _ids(same),
+        "odd_norm": _ids(rest & _far_from_the_others(norm, rest)),
+    }
+
+
+def _row_facts(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return part.float().norm(dim=1), part.amax(dim=1) == part.amin(dim=1)
+
+
+def _equal_rows(weight: torch.Tensor, norm: torch.Tensor, *, among: torch.Tensor) -> torch.Tensor:
+    """[V] bool, rows of which there is another; only rows of the same norm are compared, number by number."""
+    same = torch.zeros_like(among)
+    candidates = among.nonzero().flatten()
+    _, group, count = norm[candidates].unique(return_inverse=True, return_counts=True)
+    for number in (count > 1).nonzero().flatten().tolist():
+        members = candidates[group == number]
+        _, kind, sizes = weight[members].unique(dim=0, return_inverse=True, return_counts=True)
+        same[members[sizes[kind] > 1]] = True
+    return same
+
+
+def _far_from_the_others(norm: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """[V] bool, rows whose norm is far from the median of those `among`."""
+    if not among.any():
+        return torch.zeros_like(among)
+    size = norm.clamp(min=torch.finfo(torch.float32).tiny).log()
+    middle = size[among].median()
+    distance = (size - middle).abs()
+    spread = 1.4826 * distance[among].median()
+    return distance > torch.clamp(_SPREADS * spread, min=_FAR)
+
+
+def _ids(chosen: torch.Tensor) -> list[int]:
+    found: list[int] = chosen.nonzero().flatten().tolist()
+    return found
+
+
+def _listed(ids: Sequence[int], tokenizer: Any) -> str:
+    shown = ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in ids[:_MOST_LISTED])
+    more = f" and {len(ids) - _MOST_LISTED} more" if len(ids) > _MOST_LISTED else ""
+    return f"{len(ids)} {'token' if len(ids) == 1 else 'tokens'} ({shown}{more})"

@@ -1,0 +1,104 @@
+"""Whether an engine keeps to its longest row: prompts just below the limit, and one that leaves no room; knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DeadlineExceededError, RLCoreError, WorkerDiedError
+from rl_core.interfaces.generation import GenerationInterface
+from rl_train.diagnostics.diagnosis import Diagnosis, Verdict
+
+NAME = "length_limit"
+_ROOM = (1, 2, 4, 8)
+"""Tokens that are left for the completion of each row."""
+_WHY = (
+    "Rows longer than the limit were not reckoned with: positions beyond what the model was trained on, memory beyond what was "
+    "planned, and a policy that cannot score them."
+)
+
+
+def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.Tensor], *, limit: int) -> Diagnosis:
+    """Fill rows up to a few tokens below `limit` and see that none grows beyond it, and that a full one is refused.
+
+    Args:
+        generation: the engine.
+        prompts: token ids [T] each; repeated until they are long enough.
+        limit: most tokens of prompt and completion (`max_model_len`).
+    """
+    rooms = [room for room in _ROOM if room < limit]
+    rows = [_of_length(prompts[number % len(prompts)], limit - room) for number, room in enumerate(rooms)]
+    generation.prepare_for_generation()
+    try:
+        output = generation.generate(_batch(rows), greedy=False)
+        accepts = _accepts(generation, _of_length(prompts[0], limit))
+    finally:
+        generation.finish_generation()
+    problems = [problem for row in range(len(rows)) if (problem := _problem(output, row, rows[row], limit))]
+    if accepts:
+        problems.append(f"a prompt of {limit} tokens, which leaves no room, was not refused")
+    longest = int(output["unpadded_sequence_lengths"].max())
+    reached = int(((output["unpadded_sequence_lengths"] == limit) & output["truncated"]).sum())
+    details = {"limit": limit, "longest_row": longest, "rows_cut_at_the_limit": reached, "problems": problems}
+    if problems:
+        return Diagnosis(
+            name=NAME,
+            verdict=Verdict.FAILED,
+            found=f"the limit of {limit} tokens is not kept: " + "; ".join(problems),
+            why=_WHY,
+            remedy="Pass the limit on to the engine (its section's max_model_len), or lower policy.max_total_sequence_length.",
+            details=details,
+        )
+    if not reached:
+        return Diagnosis(
+            name=NAME,
+            verdict=Verdict.WARNING,
+            found=f"all {len(rows)} rows ended by themselves before the limit of {limit} tokens, so it was not put to the test",
+            why=_WHY,
+            remedy="Diagnose again with other prompts (--num-prompts), or a higher temperature.",
+            details=details,
+        )
+    return Diagnosis(
+        name=NAME,
+        verdict=Verdict.OK,
+        found=f"{reached} of {len(rows)} rows were cut at the limit of {limit} tokens, none is longer; a full one is refused",
+        details=details,
+    )
+
+
+def _of_length(prompt: torch.Tensor, length: int) -> torch.Tensor:
+    return prompt.repeat(-(-length // len(prompt)))[:length]
+
+
+def _batch(rows: Sequence[torch.Tensor]) -> BatchedDataDict[Any]:
+    return BatchedDataDict(
+        {
+            "input_ids": torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True),
+            "input_lengths": torch.tensor([len(row) for row in rows]),
+            "sample_seeds": torch.arange(len(rows)),
+        }
+    )
+
+
+def _accepts(generation: GenerationInterface, prompt: torch.Tensor) -> bool:
+    try:
+        generation.generate(_batch([prompt]), greedy=False)
+    except (WorkerDiedError, DeadlineExceededError):
+        raise
+    except (RLCoreError, ValueError):
+        return False
+    return True
+
+
+def _problem(output: BatchedDataDict[Any], row: int, prompt: torch.Tensor, limit: int) -> str | None:
+    length, sampled = int(output["unpadded_sequence_lengths"][row]), int(output["generation_lengths"][row])
+    if length > limit:
+        return f"a prompt of {len(prompt)} tokens became a row of {length}"
+    if length - sampled != len(prompt) or not torch.equal(output["output_ids"][row, : len(prompt)], prompt):
+        return f"a prompt of {len(prompt)} tokens came back changed, with {length - sampled} tokens"
+    if not sampled:
+        return f"a prompt of {len(prompt)} tokens got no token, with room for {limit - len(prompt)}"
+    return None

@@ -1,0 +1,92 @@
+"""Metrics as a run of MLflow, in a database of the run folder unless the config names a store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.interfaces.logger import Logger
+from rl_train.metrics.logger_config import MlflowConfig
+
+_log = logging.getLogger("rlcore")
+_RUN_ID = "mlflow_run_id"
+_LONGEST_PARAM = 6000
+_PARAMS_A_CALL = 100
+"""What MLflow's stores take."""
+
+
+class MlflowLogger(Logger):
+    """Logs metrics by step and the config as parameters; a resumed run goes on in the same MLflow run.
+
+    Args:
+        config: `logger.loggers.mlflow`.
+        folder: the run folder.
+    """
+
+    def __init__(self, *, config: MlflowConfig, folder: Path) -> None:
+        # Read when the library is imported: it would otherwise tell its makers, and the screen, what it does.
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        from mlflow import MlflowClient
+
+        self._client: Any = MlflowClient(tracking_uri=config.tracking_uri or f"sqlite:///{folder.resolve()}/mlflow.db")
+        self._run_id = self._go_on(folder) or self._begin(config, folder)
+        self._finished = False
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        # A store of MLflow refuses names with an @, such as validation/pass@4.
+        named = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        self._client.log_batch(self._run_id, metrics=[Metric(name, value, now, step) for name, value in named.items()])
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        values = {name: str(value)[:_LONGEST_PARAM] for name, value in _leaves(params)}
+        kept = self._client.get_run(self._run_id).data.params
+        changed = [name for name, value in values.items() if kept.get(name, value) != value]
+        if changed:
+            _log.warning("MLflow keeps the first value of a parameter; changed since: %s", ", ".join(changed))
+        new = [Param(name, value) for name, value in values.items() if name not in kept]
+        for first in range(0, len(new), _PARAMS_A_CALL):
+            self._client.log_batch(self._run_id, params=new[first : first + _PARAMS_A_CALL])
+
+    def finish(self) -> None:
+        if not self._finished:
+            self._client.set_terminated(self._run_id)
+            self._finished = True
+
+    def _go_on(self, folder: Path) -> str | None:
+        kept = folder / _RUN_ID
+        if not kept.exists():
+            return None
+        run_id = kept.read_text(encoding="utf-8")
+        self._client.update_run(run_id, status="RUNNING")
+        return run_id
+
+    def _begin(self, config: MlflowConfig, folder: Path) -> str:
+        experiment = self._client.get_experiment_by_name(config.experiment_name)
+        if experiment is None:
+            # A server knows where its artifacts go; a local store would put them into the working directory.
+            artifacts = None if config.tracking_uri is not None else (folder / "mlflow_artifacts").resolve().as_uri()
+            experiment_id = self._client.create_experiment(config.experiment_name, artifact_location=artifacts)
+        else:
+            experiment_id = experiment.experiment_id
+        run = self._client.create_run(experiment_id, run_name=config.run_name or folder.name, tags=dict(config.tags))
+        run_id: str = run.info.run_id
+        (folder / _RUN_ID).write_text(run_id, encoding="utf-8")
+        return run_id
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value

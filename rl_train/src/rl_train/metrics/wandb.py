@@ -1,0 +1,77 @@
+"""Metrics as a run of Weights & Biases, on this machine alone unless the config says otherwise."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.interfaces.logger import Logger
+from rl_train.metrics.logger_config import WandbConfig
+
+_RUN_ID = "wandb_run_id"
+
+
+class WandbLogger(Logger):
+    """Logs every metric over `step`; a resumed run goes on under the same id.
+
+    Args:
+        config: `logger.loggers.wandb`. Its mode counts, whatever `WANDB_MODE` says.
+        folder: the run folder.
+    """
+
+    def __init__(self, *, config: WandbConfig, folder: Path) -> None:
+        if config.mode == "offline":
+            # Read when the library is imported: it would otherwise send its own crashes home.
+            os.environ["WANDB_ERROR_REPORTING"] = "false"
+        import wandb
+
+        parent = Path(config.dir) if config.dir is not None else folder
+        parent.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            group=config.group,
+            job_type=config.job_type,
+            name=config.name or folder.name,
+            notes=config.notes,
+            tags=config.tags or None,
+            dir=parent,
+            mode=config.mode,
+            id=_run_id(folder),
+            resume=None if config.mode == "offline" else "allow",
+            settings=_settings(config),
+        )
+        # A resumed run repeats steps, which the library's own step counter, monotonic, would drop.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(params), allow_val_change=True)
+
+    def finish(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+def _settings(config: WandbConfig) -> Any:
+    import wandb
+
+    # The screen is the console logger's. What is measured of the machine is asked of the network too (cloud metadata).
+    quiet: dict[str, Any] = {"console": "off", "silent": True}
+    if config.mode == "offline":
+        quiet |= {"x_disable_machine_info": True, "x_disable_stats": True}
+    return wandb.Settings(**quiet)
+
+
+def _run_id(folder: Path) -> str:
+    kept = folder / _RUN_ID
+    if not kept.exists():
+        kept.write_text(secrets.token_hex(4), encoding="utf-8")
+    return kept.read_text(encoding="utf-8")

@@ -1,0 +1,122 @@
+"""Prompts through generation and environments, turn by turn, to finished rollouts; knows no algorithm and no process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import ConfigError
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
+from rl_core.interfaces.environment_checks import step_checked
+from rl_core.interfaces.generation import GenerationInterface
+from rl_train.rollouts.seeds import SampleStream, rollout_seed
+from rl_train.rollouts.trajectory import Trajectory
+from rl_train.rollouts.turns import TurnFormatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collector:
+    """Plays rollouts to their end.
+
+    Attributes:
+        generation: samples.
+        environments: by task name; without any, a rollout is one answer without a reward.
+        tokenizer: decodes what the environments read.
+        seed: of the run.
+        max_turns: most turns of a rollout, by task name.
+        max_total_length: most tokens of a rollout; one that has no room for another token ends as truncated.
+    """
+
+    generation: GenerationInterface
+    environments: Mapping[str, EnvironmentInterface]
+    tokenizer: Any
+    seed: int
+    max_turns: Mapping[str, int]
+    max_total_length: int
+
+    def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
+        """Play `trajectories` to their end, in place.
+
+        Args:
+            trajectories: rollouts that hold their prompts alone.
+            stream: what they are for; their seeds follow from it, their prompts' ordinals, their samples and turns.
+            greedy: take the most likely token at each position.
+        """
+        unknown = {row.task_name for row in trajectories} - set(self.environments)
+        if unknown and self.environments:
+            raise ConfigError(
+                f"The data names the tasks {sorted(unknown)}, and `env` has {sorted(self.environments)}. "
+                "Add a section env.<task> for each, or set data.train.task_name."
+            )
+        formatter = TurnFormatter(self.tokenizer) if max(self.max_turns.values(), default=1) > 1 else None
+        self.generation.prepare_for_generation()
+        active = list(trajectories)
+        turn = 0
+        while active:
+            self._sample(active, turn, stream, greedy)
+            for task_name in dict.fromkeys(row.task_name for row in active):
+                self._answer([row for row in active if row.task_name == task_name], task_name, formatter)
+            active = [row for row in active if not row.done]
+            turn += 1
+        self.generation.finish_generation()
+
+    def _sample(self, rows: list[Trajectory], turn: int, stream: SampleStream, greedy: bool) -> None:
+        prompts = [row.token_ids() for row in rows]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+        seeds = [rollout_seed(self.seed, stream, ordinal=row.ordinal, sample=row.sample, turn=turn) for row in rows]
+        output = self.generation.generate(
+            BatchedDataDict(
+                {
+                    "input_ids": torch.nn.utils.rnn.pad_sequence(
+                        prompts, batch_first=True, padding_value=self.tokenizer.pad_token_id
+                    ),
+                    "input_lengths": lengths,
+                    "stop_strings": [row.stop_strings for row in rows],
+                    "sample_seeds": torch.tensor(seeds, dtype=torch.int64),
+                }
+            ),
+            greedy=greedy,
+        )
+        sampled = [
+            output["output_ids"][i, start:end]
+            for i, (start, end) in enumerate(zip(lengths, output["unpadded_sequence_lengths"], strict=True))
+        ]
+        texts = self.tokenizer.batch_decode(sampled, skip_special_tokens=True)
+        for i, (row, ids, text) in enumerate(zip(rows, sampled, texts, strict=True)):
+            start = int(lengths[i])
+            row.add_answer(text, ids.clone(), output["logprobs"][i, start : start + len(ids)].clone())
+            row.truncated = bool(output["truncated"][i])
+            row.weight_version = int(output["weight_version"][i])
+
+    def _answer(self, rows: list[Trajectory], task_name: str, formatter: TurnFormatter | None) -> None:
+        if not self.environments:
+            for row in rows:
+                row.done = True
+            return
+        environment = self.environments[task_name]
+        answer = step_checked(environment, task_name, [row.conversation() for row in rows], [row.metadata for row in rows])
+        for i, row in enumerate(rows):
+            row.add_rewards(_rewards_of(answer, i))
+            row.answer = answer.answers[i] if answer.answers is not None else None
+            row.stop_strings = answer.next_stop_strings[i]
+            row.done = bool(answer.terminateds[i]) or row.truncated or row.turns >= self.max_turns[task_name]
+            if answer.metadata[i] is not None:
+                row.metadata = answer.metadata[i]
+            if not row.done and formatter is not None:
+                self._continue(row, answer.observations[i], formatter)
+
+    def _continue(self, row: Trajectory, message: dict[str, str], formatter: TurnFormatter) -> None:
+        ids = formatter.observation_ids(message, row.message_log[-1]["token_ids"])
+        if row.num_tokens() + len(ids) >= self.max_total_length:
+            row.done = row.truncated = True
+            return
+        row.message_log.append({**message, "token_ids": ids})
+
+
+def _rewards_of(answer: EnvironmentReturn, row: int) -> dict[str, float]:
+    parts = answer.rewards if isinstance(answer.rewards, Mapping) else {"reward": answer.rewards}
+    return {name: float(values[row]) for name, values in parts.items()}

@@ -1,0 +1,74 @@
+"""Finished rollouts as plain records for a log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rl_train.rollouts.trajectory import Trajectory
+
+EXPECTED_KEYS = ("expected_answer", "ground_truth")
+"""Keys of an environment's metadata that hold the right answer, in this order."""
+
+
+def rollout_records(
+    trajectories: Sequence[Trajectory],
+    advantages: torch.Tensor | None = None,
+    policy_logprobs: torch.Tensor | None = None,
+) -> list[dict[str, Any]]:
+    """One JSON-ready record a rollout.
+
+    Args:
+        trajectories: B finished rollouts.
+        advantages: [B], where they were trained on.
+        policy_logprobs: [B, T] in nats, of the policy before it trained on them, where it scored them.
+    """
+    records = []
+    for row, trajectory in enumerate(trajectories):
+        sampled = [message for message in trajectory.message_log if "generation_logprobs" in message]
+        first = next(i for i, message in enumerate(trajectory.message_log) if "generation_logprobs" in message)
+        records.append(
+            {
+                "task": trajectory.task_name,
+                "index": trajectory.index,
+                "group": trajectory.group_id,
+                "sample": trajectory.sample,
+                "prompt": "".join(message["content"] for message in trajectory.message_log[:first]),
+                "completion": "".join(message["content"] for message in sampled),
+                "messages": trajectory.conversation(),
+                "answer": trajectory.answer,
+                "expected_answer": expected_answer(trajectory.metadata),
+                "prompt_tokens": torch.cat([m["token_ids"] for m in trajectory.message_log[:first]]).tolist(),
+                "tokens": torch.cat([message["token_ids"] for message in sampled]).tolist(),
+                "logprobs": [round(x, 6) for m in sampled for x in m["generation_logprobs"].tolist()],
+                "policy_logprobs": None if policy_logprobs is None else _sampled_only(policy_logprobs[row], trajectory),
+                "reward": trajectory.reward,
+                "reward_parts": trajectory.reward_parts,
+                "advantage": float(advantages[row]) if advantages is not None else None,
+                "truncated": trajectory.truncated,
+                "turns": trajectory.turns,
+                "weight_version": trajectory.weight_version,
+            }
+        )
+    return records
+
+
+def expected_answer(metadata: Any) -> str | int | float | None:
+    """The right answer that a row's metadata holds, as text unless it is a number; None if it holds none."""
+    if not isinstance(metadata, Mapping):
+        return None
+    found = next((metadata[key] for key in EXPECTED_KEYS if metadata.get(key) is not None), None)
+    if found is None or isinstance(found, int | float):
+        return found
+    # Metadata may hold half of a surrogate pair, which cannot be written as UTF-8: it is recorded as its escape.
+    return str(found).encode(errors="backslashreplace").decode()
+
+
+def _sampled_only(values: torch.Tensor, trajectory: Trajectory) -> list[float]:
+    """Those of one row's values [T] that belong to sampled tokens."""
+    lengths = torch.tensor([len(message["token_ids"]) for message in trajectory.message_log])
+    is_sampled = torch.tensor(["generation_logprobs" in message for message in trajectory.message_log])
+    mask = is_sampled.repeat_interleave(lengths)
+    return [round(value, 6) for value in values[: len(mask)][mask].tolist()]

@@ -1,0 +1,71 @@
+"""What a batch of rollouts looked like, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.environment_checks import metrics_checked
+from rl_train.rollouts.trajectory import Trajectory
+
+
+def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Lengths, turns and truncation of finished rollouts, and their rewards where somebody gave any."""
+    lengths = torch.tensor([row.num_sampled_tokens() for row in trajectories], dtype=torch.float64)
+    metrics = {
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "length/truncated_frac": sum(row.truncated for row in trajectories) / len(trajectories),
+        "rollout/turns": sum(row.turns for row in trajectories) / len(trajectories),
+        "rollout/rows": float(len(trajectories)),
+    }
+    names = sorted({name for row in trajectories for name in row.reward_parts})
+    if names:
+        rewards = torch.tensor([row.reward for row in trajectories], dtype=torch.float64)
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0))}
+    if names != ["reward"]:
+        metrics |= {f"reward/{name}": _mean([row.reward_parts.get(name, 0.0) for row in trajectories]) for name in names}
+    return metrics
+
+
+def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> dict[str, float]:
+    """The environments' own metrics, as `env/<task>/<name>`; `rollout/accuracy` is over all that report an `accuracy`.
+
+    Without any environment there are none.
+    """
+    metrics: dict[str, float] = {}
+    correct = 0.0
+    counted = 0
+    for task_name in dict.fromkeys(row.task_name for row in trajectories if environments):
+        rows = [row for row in trajectories if row.task_name == task_name]
+        found = metrics_checked(environments[task_name], task_name, _for_environment(rows))
+        metrics |= {f"env/{task_name}/{name}": value for name, value in found.items()}
+        if "accuracy" in found:
+            correct += found["accuracy"] * len(rows)
+            counted += len(rows)
+    if counted:
+        metrics["rollout/accuracy"] = correct / counted
+    return metrics
+
+
+def _for_environment(rows: Sequence[Trajectory]) -> BatchedDataDict[Any]:
+    """What an environment may want to know of its rows; no tokens, which would cost more to send than all the rest."""
+    return BatchedDataDict(
+        {
+            "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float32),
+            "truncated": torch.tensor([row.truncated for row in rows], dtype=torch.bool),
+            "message_log": [row.conversation() for row in rows],
+            "extra_env_info": [row.metadata for row in rows],
+            "answers": [row.answer for row in rows],
+            "task_name": [row.task_name for row in rows],
+            "idx": [row.index for row in rows],
+        }
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,118 @@
+"""One rollout as it grows turn by turn, and finished rollouts as rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.schema import pad_value
+
+
+@dataclass(kw_only=True)
+class Trajectory:
+    """A conversation in the making; its tokens are the training sequence."""
+
+    message_log: list[dict[str, Any]]
+    """Messages with `role`, `content`, `token_ids` [T]; sampled ones also with `generation_logprobs` [T]."""
+    metadata: Any
+    """The environment's state for this row."""
+    task_name: str
+    """Which environment answers."""
+    group_id: int
+    """Rows of one prompt share it."""
+    index: int
+    """The record that was asked."""
+    ordinal: int
+    """The prompt's number in the order in which prompts are drawn, from 0 without end; see `rl_train.rollouts.seeds`."""
+    sample: int
+    """Which of the group's samples this is."""
+    loss_multiplier: float = 1.0
+    """0 leaves the row out of the loss."""
+    stop_strings: list[str] | None = None
+    """Stop strings of the next turn."""
+    reward: float = 0.0
+    """Sum over turns."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Named parts, where the environment gives them."""
+    weight_version: int = -1
+    """Of the weights that sampled the last turn."""
+    truncated: bool = False
+    """A limit cut the last turn off."""
+    done: bool = False
+    """The environment has ended it, or a limit has."""
+    turns: int = 0
+    """Turns sampled."""
+    answer: str | None = None
+    """What the environment read as the answer."""
+
+    def token_ids(self) -> torch.Tensor:
+        """[T] int64, all tokens so far."""
+        return torch.cat([message["token_ids"] for message in self.message_log])
+
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(len(message["token_ids"]) for message in self.message_log)
+
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the model said, over all turns."""
+        return sum(len(message["token_ids"]) for message in self.message_log if "generation_logprobs" in message)
+
+    def add_answer(self, content: str, token_ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Append what the model said."""
+        self.message_log.append(
+            {"role": "assistant", "content": content, "token_ids": token_ids, "generation_logprobs": logprobs}
+        )
+        self.turns += 1
+
+    def add_rewards(self, rewards: Mapping[str, float]) -> None:
+        """Add one turn's reward, by its parts."""
+        for name, value in rewards.items():
+            self.reward_parts[name] = self.reward_parts.get(name, 0.0) + value
+        self.reward = sum(self.reward_parts.values())
+
+    def conversation(self) -> list[dict[str, str]]:
+        """What an environment sees: role and content."""
+        return [{"role": message["role"], "content": message["content"]} for message in self.message_log]
+
+
+def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
+    """Rows [B, T] of finished rollouts: what a loss, a log and a metric read of them; keys as in `rl_core.data.schema`."""
+    return BatchedDataDict(
+        {
+            "input_ids": _padded([row.token_ids() for row in trajectories], "input_ids"),
+            "input_lengths": torch.tensor([row.num_tokens() for row in trajectories], dtype=torch.int64),
+            "token_mask": _padded([_per_token(row, _is_sampled) for row in trajectories], "token_mask"),
+            "generation_logprobs": _padded([_per_token(row, _sampled_logprobs) for row in trajectories], "generation_logprobs"),
+            "sample_mask": torch.tensor([row.loss_multiplier for row in trajectories], dtype=torch.float32),
+            "rewards": torch.tensor([row.reward for row in trajectories], dtype=torch.float32),
+            "reward_parts": [row.reward_parts for row in trajectories],
+            "group_ids": torch.tensor([row.group_id for row in trajectories], dtype=torch.int64),
+            "weight_version": torch.tensor([row.weight_version for row in trajectories], dtype=torch.int64),
+            "truncated": torch.tensor([row.truncated for row in trajectories], dtype=torch.bool),
+            "idx": [row.index for row in trajectories],
+            "task_name": [row.task_name for row in trajectories],
+            "message_log": [row.message_log for row in trajectories],
+            "extra_env_info": [row.metadata for row in trajectories],
+        }
+    )
+
+
+def _per_token(row: Trajectory, of_message: Any) -> torch.Tensor:
+    return torch.cat([of_message(message) for message in row.message_log])
+
+
+def _is_sampled(message: Mapping[str, Any]) -> torch.Tensor:
+    return torch.full((len(message["token_ids"]),), float("generation_logprobs" in message))
+
+
+def _sampled_logprobs(message: Mapping[str, Any]) -> torch.Tensor:
+    logprobs: torch.Tensor = message.get("generation_logprobs", torch.zeros(len(message["token_ids"])))
+    return logprobs.float()
+
+
+def _padded(rows: list[torch.Tensor], key: str) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_value(key))

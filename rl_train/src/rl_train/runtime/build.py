@@ -1,0 +1,326 @@
+"""From a config to a Run; the one page that says what a run is made of."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.config.durations import parse_duration
+from rl_core.config.schema import RunConfig
+from rl_core.config.written import dotted
+from rl_core.data.tokenizer import load_policy_tokenizer, load_tokenizer
+from rl_core.errors import ConfigError
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.loss import LossFunction
+from rl_core.plugins.registry import Registry
+from rl_train.checkpoints.state import Checkpoints, Stateful
+from rl_train.checkpoints.time_limit import TimeLimit
+from rl_train.config.parts import COMPANIONS
+from rl_train.config.schedule_lengths import (
+    schedule_conflicts,
+    schedule_lengths,
+    schedule_warnings,
+)
+from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens
+from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
+from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.evaluate import Evaluation
+from rl_train.rollouts.given import SampledOrGiven
+from rl_train.rollouts.source import OnDemandSource
+from rl_train.run import Run
+from rl_train.runtime.data import BadRows, Source, conversation_loader, preference_loader, prompt_loader, read_data
+from rl_train.runtime.folder import checkpoint_store
+from rl_train.runtime.late_errors import blaming
+from rl_train.runtime.parts import Builder, Workers, make_cluster
+
+_log = logging.getLogger("rlcore")
+
+
+def build_run(
+    config: RunConfig,
+    *,
+    resolved: Mapping[str, Any],
+    folder: Path,
+    registry: Registry,
+    exits: ExitStack,
+    before_models: Callable[[RunConfig], None] = lambda _: None,
+) -> Run:
+    """Make every part that the config asks for; data and tokenizer first, since they fail in seconds.
+
+    Args:
+        config: the run.
+        resolved: the same, as plain values for the checkpoint.
+        folder: the run folder.
+        registry: where components are found.
+        exits: closes every part, in the reverse order.
+        before_models: called with the settled config (epochs counted in steps) before models load, so that a run that cannot
+            continue is refused within seconds.
+    """
+    with blaming("policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"):
+        tokenizer = load_policy_tokenizer(config.policy)
+    refuse_other_tokenizers(config, tokenizer)
+    train, validation = read_sources(config, registry)
+    loaders = Loaders(config, tokenizer, train=train, validation=validation)
+    config = loaders.settled(config)
+    before_models(config)
+    with blaming("cluster"):
+        cluster = _cluster(config, exits)
+    builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster)
+    loss_fn = _loss_of(config, registry)
+    parts = builder.start(samples=loaders.samples)
+    parts.wait_ready()
+    return connect(builder, parts, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
+
+
+def connect(
+    builder: Builder,
+    parts: Workers,
+    loaders: Loaders,
+    *,
+    loss_fn: LossFunction,
+    tokenizer: Any,
+    resolved: Mapping[str, Any],
+    folder: Path,
+) -> Run:
+    """The parts as a Run, whoever made them.
+
+    Args:
+        builder: makes what lies between the parts: refit, loggers; its config is settled.
+        parts: what runs in processes of its own.
+        loaders: the data.
+        loss_fn: the loss.
+        tokenizer: the policy's.
+        resolved: the config as plain values, for the checkpoint.
+        folder: the run folder.
+    """
+    config = builder.run
+    run = Run(
+        config=config,
+        folder=folder,
+        policy=parts.policy,
+        value=parts.companions.get("value"),
+        teacher=parts.companions.get("teacher"),
+        loss_fn=loss_fn,
+        loggers=builder.loggers(folder),
+        checkpoints=None,
+        tokenizer=tokenizer,
+    )
+    if parts.generation is not None:
+        run.generation = parts.generation
+        run.weights = builder.weights(parts.policy, parts.generation, tokenizer)
+        collector = make_collector(config, parts.generation, parts.environments, tokenizer)
+        needs = config.algorithm.runtime_needs
+        if loaders.prompts is not None and needs.rollouts is not None:
+            run.rollouts = OnDemandSource(collector, loaders.prompts, group_size=needs.rollouts.samples_per_prompt)
+            if loaders.answers is not None:
+                run.rollouts = SampledOrGiven(
+                    run.rollouts,
+                    loaders.answers,
+                    sampled_fraction=needs.rollouts.sampled_fraction,
+                    seed=config.algorithm.seed,
+                )
+            builder.exits.callback(run.rollouts.close)
+        if loaders.validation_prompts is not None:
+            run.evaluation = Evaluation(
+                collector=collector,
+                prompts=loaders.validation_prompts,
+                max_samples=config.algorithm.max_val_samples,
+                samples_per_prompt=needs.val_samples_per_prompt,
+                greedy=config.policy.generation is not None and config.policy.generation.val_temperature == 0.0,
+            )
+    run.initial_metrics = loaders.metrics()
+    run.batches = loaders.batches
+    run.validation_batches = loaders.validation_batches
+    if config.checkpointing.max_time is not None:
+        run.time_limit = TimeLimit(parse_duration(config.checkpointing.max_time), started=time.perf_counter())
+    run.checkpoints = _checkpoints(config, resolved, folder, run)
+    if run.weights is not None:
+        run.keep("canary", run.weights.calibration)
+    return run
+
+
+class Loaders:
+    """The data of a run: prompts for an algorithm that samples, pairs for one that compares, else conversations.
+
+    Args:
+        config: the run.
+        tokenizer: the policy's.
+        train: the training data; None for an algorithm that needs none.
+        validation: the held-out data, where the algorithm validates.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Any, *, train: Source | None, validation: Source | None) -> None:
+        self.prompts = self.validation_prompts = None
+        self.batches: TrainingBatches | None = None
+        self.answers: TrainingBatches | None = None
+        self.validation_batches: TrainingBatches | None = None
+        needs, shuffle = config.algorithm.runtime_needs, config.data.shuffle
+        self.samples = needs.samples
+        self.bad_rows = train.bad_rows if train is not None else BadRows()
+        val_size = config.algorithm.val_batch_size
+        if self.samples and validation is not None:
+            self.validation_prompts = prompt_loader(validation, config, tokenizer, batch_size=val_size, shuffle=False)
+        if needs.rollouts is not None and train is not None:
+            per_draw = needs.rollouts.prompts_per_draw
+            self.prompts = prompt_loader(train, config, tokenizer, batch_size=per_draw, shuffle=shuffle)
+            if needs.rollouts.sampled_fraction < 1.0:
+                rows = needs.rollouts.rows_per_draw
+                self.answers = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
+        if needs.records is not None and train is not None:
+            rows = needs.records.records_per_step
+            self.batches = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
+            if validation is not None:
+                self.validation_batches = _answer_batches(validation, config, tokenizer, batch_size=val_size, shuffle=False)
+
+        self.unknown_tokens = self._count_unknown_tokens(tokenizer)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the training data."""
+        found: dict[str, float] = {"data/bad_rows": self.bad_rows.count} if self.bad_rows.count else {}
+        if self.unknown_tokens is not None:
+            found["data/unknown_token_frac"] = self.unknown_tokens.fraction
+        return found
+
+    def _count_unknown_tokens(self, tokenizer: Any) -> UnknownTokens | None:
+        """Count them, log their fraction, and warn if the model could not read its training data."""
+        rows = self.prompts.dataset if self.prompts is not None else self.batches.rows if self.batches is not None else ()
+        found = count_unknown_tokens(rows, tokenizer)
+        if found is None:
+            return None
+        _log.info("%.2f %% of the tokens of the first %d training rows are unknown", 100 * found.fraction, found.rows)
+        if found.fraction > WARN_ABOVE:
+            _log.warning(
+                "%.1f %% of the tokens of the first %d training rows are %s, which stands for text that the tokenizer does not "
+                "know; the first such message is %r. The model cannot read that text. Use data in the tokenizer's alphabet or "
+                "a model with another tokenizer.",
+                100 * found.fraction,
+                found.rows,
+                tokenizer.unk_token,
+                found.example[:80],
+            )
+        return found
+
+    def settled(self, config: RunConfig) -> RunConfig:
+        """The config with epochs counted in steps, which shows whether learning-rate schedules fit the run.
+
+        Raises:
+            ConfigError: one is over before the run is.
+        """
+        algorithm = config.algorithm
+        drawn = self.prompts if self.prompts is not None else self.batches
+        if algorithm.max_num_epochs is not None and drawn is not None:
+            last = min(algorithm.max_num_steps, algorithm.max_num_epochs * len(drawn))
+            counted = algorithm.model_copy(update={"max_num_steps": last, "max_num_epochs": None})
+            config = config.model_copy(update={"algorithm": counted})
+        if found := [f"{dotted(path)}: {message}" for path, message in schedule_conflicts(config)]:
+            raise ConfigError("\n".join(found))
+        for path, message in schedule_warnings(config):
+            _log.warning("%s: %s", dotted(path), message)
+        return config
+
+
+def read_sources(config: RunConfig, registry: Registry) -> tuple[Source | None, Source | None]:
+    """The training data where the algorithm needs any, and the held-out data where it validates.
+
+    Raises:
+        ConfigError: the config names none, or lacks what samples and scores.
+    """
+    algorithm, data, needs = config.algorithm, config.data, config.algorithm.runtime_needs
+    if needs.training_data and not data.has_training_data:
+        raise ConfigError("data.train names no training data. Add `data: {train: {dataset_name: ...}}`.")
+    validates = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
+    if validates and not data.has_validation_data:
+        raise ConfigError(
+            "The algorithm validates (val_period, val_at_start or val_at_end), and data.validation names no data. "
+            "Add `data: {validation: {dataset_name: ...}}` or `data: {split: {validation: 0.05}}`, or switch validation off."
+        )
+    if needs.samples and (config.policy.generation is None or (algorithm.needs_rewards and not config.env)):
+        raise ConfigError(
+            f"{config.algorithm_name} samples and scores completions: it needs `policy.generation` and a section in `env`."
+        )
+    train, validation = read_data(data if validates else data.model_copy(update={"validation": None}), registry)
+    return train, validation if validates else None
+
+
+def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
+    """The companions read the policy's token ids, so that their tokens must be the policy's.
+
+    Raises:
+        ConfigError: a companion's tokenizer gives other ids.
+    """
+    for name in COMPANIONS:
+        section = getattr(config, name)
+        if section is None or section.model_name == config.policy.model_name:
+            continue
+        own = load_tokenizer(section.tokenizer.name or section.model_name).get_vocab()
+        others = sorted(set(tokenizer.get_vocab().items()) ^ set(own.items()))
+        if others:
+            raise ConfigError(
+                f"{name}.model_name: {section.model_name} has another tokenizer than the policy's {config.policy.model_name}: "
+                f"{len(others)} tokens differ, the first {others[0][0]!r}. It would read the policy's token ids as other "
+                "words. Take a model of the policy's family."
+            )
+
+
+def _loss_of(config: RunConfig, registry: Registry) -> LossFunction:
+    name = config.loss_fn.name or config.algorithm.default_loss
+    if name is None:
+        raise ConfigError(f"loss_fn.name is required: {config.algorithm_name} has no default loss.")
+    loss_fn: LossFunction = registry.find("loss", name).load()(config.loss_fn)
+    return loss_fn
+
+
+def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:
+    companions = sum(getattr(config, name) is not None for name in COMPANIONS)
+    return make_cluster(config.cluster, exits, models=1 + companions)
+
+
+def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> TrainingBatches:
+    if config.algorithm.needs_preferences:
+        pairs = preference_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
+        return PreferenceBatches(pairs, pad_token_id=tokenizer.pad_token_id)
+    conversations = conversation_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
+    return TrainingBatches(conversations, pad_token_id=tokenizer.pad_token_id)
+
+
+def make_collector(
+    config: RunConfig, generation: GenerationInterface, environments: Mapping[str, EnvironmentInterface], tokenizer: Any
+) -> Collector:
+    """What plays the config's rollouts."""
+    return Collector(
+        generation=generation,
+        environments=environments,
+        tokenizer=tokenizer,
+        seed=config.algorithm.seed,
+        max_turns=config.max_turns,
+        max_total_length=config.policy.max_total_sequence_length,
+    )
+
+
+def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, run: Run) -> Checkpoints | None:
+    section = config.checkpointing
+    if not section.enabled:
+        return None
+    parts: dict[str, Stateful] = {}
+    if run.rollouts is not None:
+        parts["rollouts"] = run.rollouts
+    if run.batches is not None:
+        parts["batches"] = run.batches
+    checkpoints = Checkpoints(
+        store=checkpoint_store(section, folder),
+        models={"policy": run.policy} | ({"value": run.value} if run.value is not None else {}),
+        parts=parts,
+        config=resolved,
+        algorithm=config.algorithm_name,
+        save_optimizer=section.save_optimizer,
+        tokenizer=run.tokenizer,
+        schedule_lengths=schedule_lengths(config),
+    )
+    checkpoints.check_disk_space(num_saves=-(-config.algorithm.max_num_steps // section.save_period))
+    return checkpoints

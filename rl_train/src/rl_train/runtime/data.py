@@ -1,0 +1,366 @@
+"""From datasets to loaders of tokenised rows; everything is read and checked before a worker starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rl_core.config.schema import DataConfig, DatasetConfig, RunConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.messages import DatumSpec
+from rl_core.errors import ConfigError, DataError
+from rl_core.plugins.registry import Registry
+from rl_train.config.shorthands import with_prompt
+from rl_train.data.conversations import without_answer
+from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.dataset_config import OnBadRow, OnTooLong
+from rl_train.data.holdout import Chosen, held_out, place_of
+from rl_train.data.joined import Joined
+from rl_train.data.mixing import Mixture
+from rl_train.data.processors import (
+    check_made_by,
+    collate_datums,
+    collate_preferences,
+    conversation_datum,
+    preference_datum,
+    prompt_datum,
+)
+from rl_train.data.record_functions import load_function
+from rl_train.runtime.late_errors import blaming
+from rl_train.runtime.row_checks import check_rows
+
+_log = logging.getLogger("rlcore")
+
+
+class BadRows:
+    """The rows that were left out of a run's data, where `on_bad_row` says skip; each is counted once and told with its reason.
+
+    Attributes:
+        count: How many.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._places: set[tuple[str, str]] = set()
+
+    def add(self, count: int, dataset: str, reasons: Sequence[str]) -> None:
+        """Count rows that could not be read, and log the first of the reasons."""
+        self.count += count
+        if count:
+            first = "".join(f"\n  {reason}" for reason in reasons[:5])
+            rows = "1 bad row" if count == 1 else f"{count} bad rows"
+            is_are = "is" if count == 1 else "are"
+            _log.warning("%s of %s %s left out (on_bad_row: skip); the first of them:%s", rows, dataset, is_are, first)
+
+    def add_places(self, dataset: str, reasons: Mapping[str, str]) -> None:
+        """Count rows that could not be tokenised, by their places: one set of rows may be tokenised for several uses."""
+        new = {place: reason for place, reason in reasons.items() if (dataset, place) not in self._places}
+        self._places.update((dataset, place) for place in new)
+        self.add(len(new), dataset, list(new.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where records come from: one dataset, or several.
+
+    Attributes:
+        records: map-style, of records; of several datasets those of all.
+        name: what errors call it.
+        task_name: of all its records, where whoever chose the source says so.
+        processor: dotted path of what tokenises its records, where that is not the core.
+        on_bad_row: what becomes of a record that cannot be tokenised.
+        bad_rows: counts those that are left out, of all the data that was read together.
+        members: the datasets of a mixture, by name.
+        weights: of the members; None where each of their rows is seen once an epoch.
+    """
+
+    records: Any
+    name: str
+    task_name: str | None = None
+    processor: str | None = None
+    on_bad_row: OnBadRow = OnBadRow.ERROR
+    bad_rows: BadRows = field(default_factory=BadRows)
+    members: Mapping[str, Source] | None = None
+    weights: Mapping[str, float] | None = None
+
+
+class TokenisedRows(Sequence[Any]):
+    """A dataset whose records are tokenised when they are asked for.
+
+    Args:
+        dataset: map-style, of records.
+        process: from a record to a row.
+        task_name: of records that name none.
+        name: what errors call the dataset.
+    """
+
+    def __init__(self, dataset: Any, process: Callable[..., Any], *, task_name: str | None, name: str = "dataset") -> None:
+        self._dataset = dataset
+        self._process = process
+        self._task_name = task_name
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        record = dict(self._dataset[index])
+        if self._task_name is not None:
+            record["task_name"] = self._task_name
+        try:
+            return self._process(record, idx=int(index))
+        except DataError as error:
+            raise DataError(f"{self._name}: {place_of(self._dataset, index)}: {error}") from error
+
+
+def read_source(
+    section: DatasetConfig,
+    registry: Registry,
+    data: DataConfig | None = None,
+    *,
+    name: str | None = None,
+    bad_rows: BadRows | None = None,
+) -> Source:
+    """The dataset that a section names, read.
+
+    Args:
+        section: The section.
+        registry: Where datasets are found.
+        data: What holds for every dataset; `data.prompt` fills what the section leaves open.
+        name: What errors call it; the dataset's own name by default.
+        bad_rows: Counts those that are left out; a count of its own by default.
+    """
+    section = section if data is None else with_prompt(section, data)
+    records = registry.find("dataset", section.dataset_name).load()(section)
+    source = Source(
+        records=records,
+        name=name or section.dataset_name,
+        task_name=section.task_name if "task_name" in section.model_fields_set else None,
+        processor=section.processor,
+        on_bad_row=OnBadRow(getattr(section, "on_bad_row", OnBadRow.ERROR)),
+        bad_rows=bad_rows or BadRows(),
+    )
+    source.bad_rows.add(getattr(records, "skipped", 0), source.name, getattr(records, "reasons", ()))
+    return source
+
+
+def read_data(data: DataConfig, registry: Registry) -> tuple[Source | None, Source | None]:
+    """The training data and the validation data, one dataset or a mixture, the second held out of the first where it says so.
+
+    Raises:
+        DataError: A dataset cannot be read, or a split leaves one of the two without a record.
+    """
+    bad_rows = BadRows()
+    read = partial(read_source, registry=registry, data=data, bad_rows=bad_rows)
+    with blaming("data.validation"):
+        validation = None if data.validation is None else read(data.validation)
+    if data.mix:
+        members = {}
+        for name, section in data.mix.items():
+            with blaming(f"data.mix.{name}"):
+                members[name] = read(section, name=f"mix.{name}")
+        weights = {name: section.weight or 1.0 for name, section in data.mix.items()}
+        train = _mixed(members, weights)
+    elif data.train is not None:
+        with blaming("data.train"):
+            train = read(data.train)
+    else:
+        return None, validation
+    if data.split is None:
+        return train, validation
+    hold_out = partial(_hold_out, fraction=data.split.validation, seed=data.split.seed)
+    if train.members is None:
+        return hold_out(train)
+    sides = {name: hold_out(member) for name, member in train.members.items()}
+    assert train.weights is not None
+    return _mixed({name: kept for name, (kept, _) in sides.items()}, train.weights), _mixed(
+        {name: out for name, (_, out) in sides.items()}, None
+    )
+
+
+def prompt_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
+    """Prompts, ended by the header of the assistant's turn."""
+    longest = run.data.max_input_seq_length or run.policy.max_total_sequence_length - 1
+    if longest >= run.policy.max_total_sequence_length:
+        raise ConfigError(
+            f"data.max_input_seq_length is {longest}, and policy.max_total_sequence_length is "
+            f"{run.policy.max_total_sequence_length}: a prompt of that length leaves no room for an answer. "
+            "Lower the one or raise the other."
+        )
+
+    def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
+        if "messages" not in record:
+            raise DataError(f"it has {sorted(record)} and no `messages`: a dataset of prompts is wanted, not one of pairs")
+        return prompt_datum({**record, "messages": without_answer(record["messages"])}, idx=idx, **limits)
+
+    limits = {**_limits(run, tokenizer), "max_length": longest}
+    return _loader(source, run, process, limits, batch_size=batch_size, shuffle=shuffle, tasks=run.env.keys())
+
+
+def conversation_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
+    """Conversations that end with the assistant's message."""
+    records = run.algorithm.runtime_needs.records
+    only_final = records is not None and records.only_final_answer
+
+    def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
+        if "messages" not in record:
+            raise DataError(
+                f"it has {sorted(record)} and no `messages`: a dataset of conversations is wanted, not one of pairs"
+            )
+        return conversation_datum(record, idx=idx, only_unmask_final=only_final, **limits)
+
+    return _loader(source, run, process, _limits(run, tokenizer), batch_size=batch_size, shuffle=shuffle, is_trained=True)
+
+
+def preference_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
+    """Pairs of a better and a worse answer; `batch_size` counts pairs."""
+    limits = _limits(run, tokenizer)
+    return _loader(
+        source,
+        run,
+        preference_datum,
+        limits,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        collate=collate_preferences,
+        is_trained=True,
+    )
+
+
+def _limits(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "tokenizer": tokenizer,
+        "max_length": run.policy.max_total_sequence_length,
+        "on_too_long": OnTooLong(run.data.on_long_prompt),
+    }
+
+
+def _loader(
+    source: Source,
+    run: RunConfig,
+    process: Callable[..., Any],
+    limits: Mapping[str, Any],
+    *,
+    batch_size: int,
+    shuffle: bool,
+    tasks: Collection[str] = (),
+    collate: Callable[..., BatchedDataDict[Any]] = collate_datums,
+    is_trained: bool = False,
+) -> BatchedDataLoader:
+    def tokenised(one: Source) -> TokenisedRows:
+        made = partial(_process_of(one, process, is_trained=is_trained), **limits)
+        rows = _tokenised(one, made, tasks)
+        _refuse_all_dropped(rows, one, limits["max_length"])
+        return rows
+
+    mixture = None
+    if source.members is None:
+        rows: Sequence[Any] = tokenised(source)
+    else:
+        parts = {name: tokenised(member) for name, member in source.members.items()}
+        sizes = {name: len(part) for name, part in parts.items()}
+        mixture = Mixture(sizes=sizes, weights=source.weights or sizes)
+        rows = Joined(list(parts.values()))
+    if shuffle and len(rows) < batch_size:
+        raise DataError(
+            f"The dataset {source.name!r} has {len(rows)} records, and a step draws {batch_size}: "
+            "draw fewer a step, or give it more data."
+        )
+    loader = BatchedDataLoader(
+        rows,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=run.algorithm.seed,
+        drop_last=shuffle,
+        collate=collate,
+        mixture=mixture,
+        fingerprint=_fingerprint(source),
+    )
+    members = [source] if source.members is None else source.members.values()
+    if any(member.on_bad_row is OnBadRow.ERROR for member in members):  # of the others all rows were tokenized
+        check_rows(loader, source.name, most=run.data.check_rows)
+    return loader
+
+
+def _fingerprint(source: Source) -> str | None:
+    """Of a dataset's records, or of all members'; None where one of them has none."""
+    if source.members is None:
+        return getattr(source.records, "fingerprint", None)
+    found = {name: _fingerprint(member) for name, member in source.members.items()}
+    return None if None in found.values() else " ".join(f"{name} {found[name]}" for name in sorted(found))
+
+
+def _tokenised(source: Source, process: Callable[..., Any], tasks: Collection[str]) -> TokenisedRows:
+    """The rows of one dataset; where bad rows are skipped, those that cannot be tokenised are found now and left out."""
+    only_task = next(iter(tasks)) if len(tasks) == 1 else None
+    task_name = source.task_name or _task_of(source.records, only_task, tasks)
+    rows = TokenisedRows(source.records, process, task_name=task_name, name=source.name)
+    if source.on_bad_row is OnBadRow.ERROR:
+        # A dataset of another form, or a template that cannot render it, is told before a worker starts.
+        for index in dict.fromkeys((0, *getattr(source.records, "firsts", ()))) if len(rows) else ():
+            rows[index]
+        return rows
+    good, reasons = [], {}
+    for index in range(len(rows)):
+        try:
+            rows[index]
+        except DataError as error:
+            reasons[place_of(source.records, index)] = str(error)
+        else:
+            good.append(index)
+    if not reasons:
+        return rows
+    if not good:
+        raise DataError(
+            f"of the {len(rows)} records of {source.name} none can be tokenised; the first: {next(iter(reasons.values()))}"
+        )
+    source.bad_rows.add_places(source.name, reasons)
+    return TokenisedRows(Chosen(source.records, good), process, task_name=task_name, name=source.name)
+
+
+def _refuse_all_dropped(rows: TokenisedRows, source: Source, max_length: int) -> None:
+    """Refuse a dataset of which nothing would be trained; as a rule, the first row is all that is looked at."""
+    if len(rows) and not any(rows[index]["loss_multiplier"] for index in range(len(rows))):
+        raise DataError(
+            f"of the {len(rows)} records of {source.name} all are dropped: each has more than {max_length} tokens. Raise "
+            "policy.max_total_sequence_length (and data.max_input_seq_length, where it is set)"
+        )
+
+
+def _process_of(source: Source, process: Callable[..., Any], *, is_trained: bool) -> Callable[..., Any]:
+    """What tokenises a dataset's records: the core's function, or one of the user's, whose result is looked at."""
+    name = source.processor
+    if name is None:
+        return process
+    function = load_function(name, "processor")
+
+    def checked(record: Mapping[str, Any], **given: Any) -> Any:
+        made = function(record, **given)
+        check_made_by(made, name, is_trained=is_trained)
+        return made
+
+    return checked
+
+
+def _mixed(members: Mapping[str, Source], weights: Mapping[str, float] | None) -> Source:
+    return Source(
+        records=Joined([member.records for member in members.values()]),
+        name=f"mix of {', '.join(members)}",
+        bad_rows=next(iter(members.values())).bad_rows,
+        members=members,
+        weights=weights,
+    )
+
+
+def _hold_out(source: Source, *, fraction: float, seed: int) -> tuple[Source, Source]:
+    kept, out = held_out(source.records, fraction=fraction, seed=seed, name=source.name)
+    return replace(source, records=kept), replace(source, records=out)
+
+
+def _task_of(dataset: Any, only_task: str | None, tasks: Collection[str]) -> str | None:
+    """The run's one task, where the records name none that the run has."""
+    named = dataset[0].get("task_name") if len(dataset) else None
+    return only_task if named not in tasks else None

@@ -1,0 +1,127 @@
+"""An evaluation as JSON, and its prompts as JSON lines; computes nothing. docs/evaluation.md is the list of keys."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_train.rollouts.records import rollout_records
+from rl_train.rollouts.scores import Group, Scores
+from rl_train.runtime.evaluate import Evaluated, EvaluationPlan, Pass, Weights
+from rl_train.runtime.origins import environment
+
+FORMAT = 1
+"""Of the JSON; it grows where a key is taken away or changes its meaning."""
+FOLDER = "eval"
+"""Where a run folder has its evaluations."""
+
+
+def default_path(plan: EvaluationPlan) -> Path | None:
+    """`eval/step_000010.json` in the run folder of the checkpoint, or `-2`, `-3` of it where others are; None without one."""
+    if plan.given is None or plan.given.run_folder is None:
+        return None
+    folder = plan.given.run_folder / FOLDER
+    stem, number = plan.given.path.name, 1
+    while (path := folder / f"{stem}{f'-{number}' if number > 1 else ''}.json").exists():
+        number += 1
+    return path
+
+
+def prompts_path(path: Path) -> Path:
+    """Where the prompts of the results in `path` are."""
+    return path.with_name(f"{path.stem}.prompts.jsonl")
+
+
+def write_results(path: Path, evaluated: Evaluated, plan: EvaluationPlan) -> None:
+    """Write the prompts, then the results: where these are, both are whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with prompts_path(path).open("w", encoding="utf-8") as lines:
+        for record in prompt_records(evaluated, plan):
+            lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(as_json(evaluated, plan, path), indent=1, ensure_ascii=False), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def as_json(evaluated: Evaluated, plan: EvaluationPlan, path: Path) -> dict[str, Any]:
+    """The results but the prompts."""
+    return {
+        "format": FORMAT,
+        "weights": _weights(evaluated.weights, plan),
+        "dataset": plan.dataset_name,
+        "reward_above": plan.reward_above,
+        "passes": [_pass(found, plan) for found in evaluated.passes],
+        "prompts": prompts_path(path).name,
+        "config_file": str(plan.loaded.path),
+        "overrides": list(plan.loaded.overrides),
+        "config": plan.loaded.redacted,
+        "environment": environment(plan.manager),
+    }
+
+
+def prompt_records(evaluated: Evaluated, plan: EvaluationPlan) -> Iterator[dict[str, Any]]:
+    """One record of each prompt and way of asking, with all its samples."""
+    for found in evaluated.passes:
+        for group in found.groups:
+            yield {"asked": found.asking.name, "dataset": plan.dataset_name, **_group(group)}
+
+
+def _weights(weights: Weights, plan: EvaluationPlan) -> dict[str, Any]:
+    given = weights.given
+    return {
+        "source": "config" if given is None else "checkpoint" if given.is_checkpoint else "model",
+        "path": plan.loaded.run.policy.model_name if given is None else str(given.path),
+        "step": None if given is None else given.step,
+        "version": weights.version,
+        "fingerprint": weights.fingerprint,
+        "transport": weights.transport,
+    }
+
+
+def _pass(found: Pass, plan: EvaluationPlan) -> dict[str, Any]:
+    section = plan.loaded.run.policy.generation
+    assert section is not None
+    return {
+        "asked": found.asking.name,
+        "temperature": 0.0 if found.asking.greedy else section.temperature,
+        "seconds": round(found.seconds, 3),
+        "all": _scores(found.scores),
+        "by_task": {task: _scores(scores) for task, scores in found.by_task.items()},
+        "by_dataset": {name: _scores(scores) for name, scores in found.by_dataset.items()},
+        "environments": found.environment,
+    }
+
+
+def _scores(scores: Scores) -> dict[str, Any]:
+    return {
+        "num_prompts": scores.num_prompts,
+        "samples_per_prompt": scores.samples_per_prompt,
+        "metrics": {
+            name: {"value": found.value, "standard_error": found.standard_error} for name, found in scores.metrics.items()
+        },
+        "max_length": scores.max_length,
+        "num_cut_prompts": scores.num_cut_prompts,
+        "not_reported": dict(scores.not_reported),
+    }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    records = rollout_records(group.rows)
+    return {
+        "task": group.task_name,
+        "index": records[0]["index"],
+        "prompt": records[0]["prompt"],
+        "prompt_cut": group.is_cut,
+        "expected_answer": records[0]["expected_answer"],
+        "completions": [record["completion"] for record in records],
+        "answers": group.answers,
+        "right": None if group.right is None else list(group.right),
+        "rewards": [record["reward"] for record in records],
+        "reward_parts": [record["reward_parts"] for record in records],
+        "lengths": group.lengths,
+        "truncated": [record["truncated"] for record in records],
+        "turns": [record["turns"] for record in records],
+    }

@@ -1,0 +1,238 @@
+"""Run folders: which one a run writes to, which checkpoint it resumes from, and the locks on what it writes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from rl_core.config.schema import CheckpointingConfig, RunConfig
+from rl_core.errors import CheckpointError
+from rl_train.checkpoints.ownership import RunIdentity, hold, read_identity, refuse_foreign, write_identity
+from rl_train.checkpoints.state import read_state
+from rl_train.checkpoints.store import ABANDONED, CheckpointStore, Retention, step_of
+from rl_train.runtime.origins import CONFIG
+from rl_train.runtime.status import BUILDING, STATUS
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins."""
+
+    folder: Path
+    """The run folder."""
+    identity: RunIdentity
+    """Of the run."""
+    checkpoint: Path | None
+    """The step folder to resume from."""
+
+
+def choose_start(config: RunConfig, *, name: str, resume: str) -> Start:
+    """The run folder and the checkpoint that `--resume` means.
+
+    `auto` continues the newest run of this name that has a checkpoint and steps left, and starts a new one otherwise; `never`
+    starts a new one; a path is a checkpoint, or a run folder whose newest checkpoint is meant. Without checkpointing, `auto`
+    starts a new run.
+
+    Args:
+        config: the run.
+        name: of the run folder. If it exists, a new run gets `name-2`, `name-3`, ..., unless the existing run failed before
+            its first step.
+        resume: `auto`, `never` or a path.
+
+    Raises:
+        CheckpointError: the path is not a complete checkpoint, or the config does not allow resuming.
+    """
+    parent = (Path(config.logger.log_dir) / name).parent
+    runs = _Runs(parent=parent, name=Path(name).name)
+    if resume == "never":
+        return runs.new()
+    if resume != "auto":
+        return _at_path(Path(resume), config.checkpointing, runs)
+    found = _newest_unfinished(config, runs) if config.checkpointing.enabled else None
+    return found or runs.new()
+
+
+def start_in(folder: Path) -> Start:
+    """A run from its first step in a folder that the caller names."""
+    return Start(folder=folder, identity=_Runs(parent=folder.parent, name=folder.name).identity_of(folder), checkpoint=None)
+
+
+def claim(start: Start, section: CheckpointingConfig, exits: ExitStack) -> Start:
+    """Create the run folder and the checkpoint folder, lock both for this process, and complete interrupted writes.
+
+    Args:
+        start: the run; also one that is driven from Python.
+        section: `checkpointing`.
+        exits: releases the locks.
+
+    Returns:
+        `start`; its checkpoint has its final name.
+
+    Raises:
+        UserError: another process writes to one of the folders, or it cannot be created.
+        CheckpointError: the checkpoint folder belongs to another run.
+    """
+    store = checkpoint_store(section, start.folder)
+    in_run_folder = store.folder == start.folder / CHECKPOINTS
+    continues = in_run_folder or (start.checkpoint is not None and start.checkpoint.parent.resolve() == store.folder.resolve())
+    if section.enabled:
+        # Also before the run folder exists, so that a refused start leaves none behind.
+        refuse_foreign(store, start.identity, continues=continues)
+    hold(start.folder, exits, setting="logger.log_dir")
+    write_identity(start.folder, start.identity)
+    if section.enabled:
+        hold(store.folder, exits, setting="checkpointing.checkpoint_dir")
+        refuse_foreign(store, start.identity, continues=continues)
+        write_identity(store.folder, start.identity)
+        store.sweep()
+    if start.checkpoint is not None and not start.checkpoint.is_dir():
+        return replace(start, checkpoint=store.path(step_of(start.checkpoint)))
+    return start
+
+
+def checkpoint_store(section: CheckpointingConfig, folder: Path) -> CheckpointStore:
+    """The checkpoints of the run whose folder is `folder`."""
+    retention = Retention(
+        keep_latest_k=section.keep_latest_k,
+        keep_top_k=section.keep_top_k,
+        metric_name=section.metric_name,
+        higher_is_better=section.higher_is_better,
+    )
+    return CheckpointStore(Path(section.checkpoint_dir) if section.checkpoint_dir else folder / CHECKPOINTS, retention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Runs:
+    """The folders of the runs of one name."""
+
+    parent: Path
+    name: str
+
+    def existing(self) -> list[Path]:
+        """Folders of runs of this name, oldest first."""
+        return [folder for _, folder in sorted(self._numbered().items()) if self._is_own(folder)]
+
+    def new(self) -> Start:
+        """A new run: in the next free folder, or in that of the newest run if that one failed before its first step."""
+        own, numbered = self.existing(), self._numbered()
+        if own and own[-1] == numbered[max(numbered)] and _failed_before_first_step(own[-1]):
+            return Start(folder=own[-1], identity=self.identity_of(own[-1]), checkpoint=None)
+        number = max(numbered) + 1 if own or 1 in numbered else 1
+        folder = self.parent / (self.name if number == 1 else f"{self.name}-{number}")
+        return Start(folder=folder, identity=RunIdentity.new(name=self.name, folder=folder), checkpoint=None)
+
+    def identity_of(self, folder: Path) -> RunIdentity:
+        """Of the run in an existing folder, which may have been moved there."""
+        found = read_identity(folder)
+        if found is None:
+            return RunIdentity.new(name=self.name if folder in self.existing() else folder.name, folder=folder)
+        return replace(found, folder=str(folder.absolute()))
+
+    def _numbered(self) -> dict[int, Path]:
+        """Every folder called `name` (1) or `name-N` (N), also of other runs: the second run of `a` is called `a-2`."""
+        numbered: dict[int, Path] = {}
+        for folder in self.parent.iterdir() if self.parent.is_dir() else ():
+            base, _, number = folder.name.rpartition("-")
+            if not folder.is_dir():
+                continue
+            if folder.name == self.name:
+                numbered[1] = folder
+            elif base == self.name and number.isdecimal() and int(number) > 1:
+                numbered[int(number)] = folder
+        return numbered
+
+    def _is_own(self, folder: Path) -> bool:
+        identity = read_identity(folder)
+        return identity is None or identity.name == self.name
+
+
+def _newest_unfinished(config: RunConfig, runs: _Runs) -> Start | None:
+    """The newest run of this name that has a checkpoint, unless that run has made all its steps."""
+    section = config.checkpointing
+    for folder in reversed(runs.existing()):
+        latest = _latest_of(folder, section)
+        if latest is not None:
+            unfinished = step_of(latest) < config.algorithm.max_num_steps
+            return Start(folder=folder, identity=runs.identity_of(folder), checkpoint=latest) if unfinished else None
+    # The checkpoint folder may outlive the run folder, for example on a disk that the next machine mounts too.
+    elsewhere = checkpoint_store(section, runs.parent)
+    owner, latest = read_identity(elsewhere.folder), elsewhere.latest()
+    if section.checkpoint_dir is None or owner is None or latest is None or Path(owner.folder).is_dir():
+        return None
+    if owner.name != runs.name or step_of(latest) >= config.algorithm.max_num_steps:
+        return None
+    folder = runs.new().folder
+    return Start(folder=folder, identity=replace(owner, folder=str(folder.absolute())), checkpoint=latest)
+
+
+def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None:
+    """The newest checkpoint of the run in `folder`: in that folder, where `section` puts it, or where its last process did."""
+    configured = section.checkpoint_dir if section is not None else None
+    stores = [
+        folder / CHECKPOINTS,
+        *(Path(path) for path in (configured, _recorded_checkpoint_dir(folder)) if path is not None),
+    ]
+    identity = read_identity(folder)
+    found: list[Path] = []
+    for path in stores:
+        owner, latest = read_identity(path), CheckpointStore(path).latest()
+        own = path == folder / CHECKPOINTS or (owner is not None and identity is not None and owner.run_id == identity.run_id)
+        if own and latest is not None:
+            found.append(latest)
+    return max(found, key=step_of, default=None)
+
+
+def _recorded_checkpoint_dir(folder: Path) -> str | None:
+    try:
+        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    section = config.get("checkpointing") if isinstance(config, dict) else None
+    elsewhere = section.get("checkpoint_dir") if isinstance(section, dict) else None
+    return elsewhere if isinstance(elsewhere, str) else None
+
+
+def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> Start:
+    if not section.enabled:
+        raise CheckpointError(
+            f"--resume {path} needs checkpointing, and checkpointing.enabled is false. Set it to true; or, to start a new run "
+            f"from these weights, use --resume never with policy.model_name={path / 'policy' / 'weights'}."
+        )
+    if (path / CHECKPOINTS).is_dir() or (path / CONFIG).is_file():
+        latest = _latest_of(path, None)
+        if latest is None:
+            raise CheckpointError(f"The run folder {path} holds no complete checkpoint. Start a new run with --resume never.")
+        return Start(folder=path, identity=runs.identity_of(path), checkpoint=latest)
+    read_state(path)
+    owner = read_identity(path.parent)
+    # A copy of a run continues in the copy.
+    for folder in (path.parent.parent, Path(owner.folder)) if owner is not None else ():
+        found = read_identity(folder)
+        if owner is not None and found is not None and found.run_id == owner.run_id:
+            return Start(folder=folder, identity=runs.identity_of(folder), checkpoint=path)
+    if owner is None and path.parent.name == CHECKPOINTS:
+        return Start(folder=path.parent.parent, identity=runs.identity_of(path.parent.parent), checkpoint=path)
+    new = runs.new()
+    if owner is not None and checkpoint_store(section, new.folder).folder.resolve() == path.parent.resolve():
+        # Its run folder is gone; the run continues in a new one.
+        return Start(folder=new.folder, identity=replace(owner, folder=new.identity.folder), checkpoint=path)
+    return Start(folder=new.folder, identity=new.identity, checkpoint=path)
+
+
+def _failed_before_first_step(folder: Path) -> bool:
+    """Whether its run ended, by an error or Ctrl-C, before its first step, so that there is nothing to keep."""
+    checkpoints = folder / CHECKPOINTS
+    kept = checkpoints.is_dir() and any(entry.name.startswith(("step_", ABANDONED)) for entry in checkpoints.iterdir())
+    if kept or (folder / "metrics.jsonl").exists():
+        return False
+    try:
+        status = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not a run of this version, or another process is writing to it
+        return False
+    return status.get("state") in ("failed", "interrupted") and status.get("during") == BUILDING

@@ -1,0 +1,113 @@
+"""Gives user errors that are found only while a run starts or trains the config key and the line that are to blame."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rl_core.config.diagnostics import InvalidConfigError, Problem
+from rl_core.config.written import Path, dotted
+from rl_core.errors import UserError, WorkerError
+from rl_train.config.loader import LoadedConfig
+from rl_train.config.parts import COMPANIONS
+
+_QUOTED_KEY = re.compile(r"`([A-Za-z_]\w*(?:\.[\w-]+)*)(?:: [^`]*)?`")
+"""How messages name keys: `policy.optimizer.name`, `lr`, or with a value, `head: scalar`."""
+
+
+@contextmanager
+def blaming(key: str) -> Iterator[None]:
+    """User errors of the block that name no key get this one.
+
+    Args:
+        key: Dotted, such as `policy.model_name`.
+    """
+    try:
+        yield
+    except UserError as error:
+        error.key = error.key or key
+        raise
+
+
+@contextmanager
+def locating(loaded: LoadedConfig) -> Iterator[None]:
+    """User errors of the block are raised with file, line and key, wherever they were found.
+
+    Raises:
+        InvalidConfigError: A worker found a mistake of the user's; its own text stays, without rank and method.
+        UserError: The driver found one; of the type that was raised.
+    """
+    try:
+        yield
+    except InvalidConfigError:
+        raise
+    except WorkerError as error:
+        problem = _of_worker(error, loaded)
+        if problem is None:
+            raise
+        raise InvalidConfigError([problem]) from error
+    except UserError as error:
+        if error.key is not None:
+            path = tuple(error.key.split("."))
+            error.args = (str(_located(path, str(error), loaded)),)
+            error.key = None
+        raise
+
+
+def _of_worker(error: WorkerError, loaded: LoadedConfig) -> Problem | None:
+    """What a worker found wrong with its section; None for anything but a mistake of the user's."""
+    cause = error.__cause__
+    section = _section_of(error.group)
+    if not isinstance(cause, UserError) or section is None or loaded.written.at(section) is None:
+        return None
+    return problem_in_section(cause, section, loaded)
+
+
+def problem_in_section(error: UserError, section: Path, loaded: LoadedConfig) -> Problem:
+    """A mistake in a section, at the key that the error or its message names, else at the section itself."""
+    path = _in_section(error.key, section) if error.key is not None else _key_in(str(error), section, loaded)
+    return _located(path, str(error), loaded)
+
+
+def _section_of(group: str) -> Path | None:
+    """The section that configures a worker group."""
+    if group == "generation":
+        return ("policy", "generation")
+    if group.startswith("env."):
+        return ("env", group.removeprefix("env."))
+    return (group,) if group in ("policy", *COMPANIONS) else None
+
+
+def _key_in(message: str, section: Path, loaded: LoadedConfig) -> Path:
+    """The first key that a message names and its section has; the section itself if there is none."""
+    fields = [field.path for field in loaded.layout.fields() if field.path[: len(section)] == section]
+    for key in _QUOTED_KEY.findall(message):
+        asked = _in_section(key, section)[len(section) :]
+        for path in sorted(fields, key=len):
+            within = path[len(section) :]
+            for shared in range(1, min(len(within), len(asked)) + 1):
+                # Of a free mapping the field is known, and the rest is a key of the user's.
+                found = (*path, *asked[shared:])
+                ends_alike = within[-shared:] == asked[:shared]
+                if ends_alike and (shared == len(asked) or loaded.written.at(found) is not None):
+                    return found
+    return section
+
+
+def _in_section(key: str, section: Path) -> Path:
+    """A key as the whole config has it. Workers write `policy.` for their own section, whichever it is."""
+    parts = tuple(key.split("."))
+    for prefix in (section, ("policy", "generation"), ("policy",)):
+        if parts[: len(prefix)] == prefix and len(parts) > len(prefix):
+            return (*section, *parts[len(prefix) :])
+    return (*section, *parts)
+
+
+def _located(path: Path, message: str, loaded: LoadedConfig) -> Problem:
+    quoted = re.match(r"`[\w.-]+`:? ", message)
+    if quoted is not None and quoted.group().strip(":` ").rpartition(".")[2] == str(path[-1]) and ":" in quoted.group():
+        message = message[quoted.end() :]
+    elif message.startswith(f"{dotted(path)}: "):
+        message = message.removeprefix(f"{dotted(path)}: ")
+    return Problem(place=loaded.place_of(path), path=path, message=message)

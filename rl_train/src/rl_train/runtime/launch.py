@@ -1,0 +1,283 @@
+"""A run from its config file to its end: validate, build, resume, train, and close everything whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster import daemons
+from rl_core.config.schema import RunConfig
+from rl_core.errors import NotSupportedError, RayDiedError
+from rl_core.plugins.manager import PluginManager, discover
+from rl_core.plugins.registry import Registry
+from rl_train.checkpoints.config_changes import config_changes, described
+from rl_train.checkpoints.disk_space import explain_full_disk
+from rl_train.checkpoints.state import read_state, resumable_state
+from rl_train.config.loader import LoadedConfig, load_config
+from rl_train.config.parts import COMPANIONS
+from rl_train.config.resource_checks import machine_conflicts
+from rl_train.config.schedule_lengths import schedule_changes
+from rl_train.metrics.console import ConsoleLogger
+from rl_train.metrics.jsonl import METRICS, JsonlLogger
+from rl_train.run import Run
+from rl_train.runtime.build import build_run
+from rl_train.runtime.folder import choose_start, claim
+from rl_train.runtime.late_errors import locating
+from rl_train.runtime.origins import write_origins
+from rl_train.runtime.status import Status
+from rl_train.runtime.stopping import StopSignals
+
+_log = logging.getLogger("rlcore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What is left of a run that ended well."""
+
+    folder: Path
+    """The run folder."""
+    steps: int
+    """Steps done in all."""
+    resumed_from: int
+    """Steps that an earlier process had done."""
+    seconds: float
+    """From the config to the end."""
+    training_seconds: float
+    """From the first step to the end."""
+
+
+def train(
+    config_path: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    resume: str = "auto",
+    allow_config_change: bool = False,
+    console: bool = True,
+) -> Finished:
+    """Run the config's algorithm to its last step.
+
+    Args:
+        config_path: the YAML file.
+        overrides: `key=value` each.
+        resume: `auto`, `never`, or the path of a checkpoint or run folder.
+        allow_config_change: go on although the checkpoint was written under another config.
+        console: show progress on standard output.
+
+    Raises:
+        ConfigError: the config cannot be honoured; nothing was started.
+        CheckpointError: the checkpoint cannot be gone on from; nothing was trained.
+        RunInterrupted: a signal (Ctrl-C, SIGTERM, SIGHUP) or `checkpointing.max_time`; a checkpoint of the last step is there,
+            unless a second signal ended the run at once.
+    """
+    started = time.perf_counter()
+    manager = discover()
+    registry = Registry(manager)
+    loaded = load_config(config_path, overrides, registry=registry)
+    config = loaded.run
+    loaded.refuse(machine_conflicts(config))
+    with ExitStack() as exits:
+        start = choose_start(config, name=config.logger.run_name or Path(config_path).stem, resume=resume)
+        start = claim(start, config.checkpointing, exits)
+        exits.enter_context(_logging_to(start.folder, loaded.secrets.redact))
+        _say(console, f"run folder {start.folder}")
+        if not config.checkpointing.enabled:
+            _say(console, "checkpointing.enabled is false: a new run, which cannot be resumed")
+        status = Status(start.folder, since=started, resumes=start.checkpoint is not None, redact=loaded.secrets.redact)
+        stop = StopSignals(config.checkpointing.stop_grace_s)
+        exits.enter_context(_supervised(status, stop, loaded, start.folder))
+        if start.checkpoint is None:
+            write_origins(start.folder, loaded, manager)
+
+        def before_models(_: RunConfig) -> None:
+            if start.checkpoint is not None:
+                resumable_state(
+                    start.checkpoint, loaded.redacted, config.algorithm_name, allow_config_change=allow_config_change
+                )
+                status.building()
+            _say(console, f"starting {_workers(config)}")
+
+        run = build_run(
+            config,
+            resolved=loaded.redacted,
+            folder=start.folder,
+            registry=registry,
+            exits=exits,
+            before_models=before_models,
+        )
+        if start.checkpoint is not None and run.checkpoints is not None:
+            # Its files were compared with their digests before the models were loaded.
+            run.first_step = run.checkpoints.restore(start.checkpoint, allow_config_change=allow_config_change, verify=False)
+            # Not before: a config that is refused is not the run's.
+            write_origins(run.folder, loaded, manager)
+            _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
+            _warn_of_changes(run, start.checkpoint)
+            _set_later_checkpoints_aside(run, console)
+        _say(console, f"ready after {time.perf_counter() - started:.0f} s")
+        _attach_loggers(run, loaded, console, exits)
+        _announce(run, manager, status, since=started)
+        loop_started = time.perf_counter()
+        stop.attend(run)
+        with _announced_end(run, manager):
+            loaded.components[config.algorithm_name].load()(run.config.algorithm, run)
+        ended = time.perf_counter()
+    return Finished(
+        folder=start.folder,
+        steps=run.config.algorithm.max_num_steps,
+        resumed_from=run.first_step,
+        seconds=ended - started,
+        training_seconds=ended - loop_started,
+    )
+
+
+def _warn_of_changes(run: Run, checkpoint: Path) -> None:
+    """Say what is not as the checkpoint had it."""
+    assert run.checkpoints is not None
+    state = read_state(checkpoint)
+    if changes := config_changes(state["config"], run.checkpoints.config, run.config.algorithm_name):
+        _log.warning("resumed under another config, which applies from step %s on:\n%s", run.first_step + 1, described(changes))
+    done = {}
+    for name, model in run.checkpoints.models.items():
+        with suppress(NotSupportedError):
+            done[name] = model.weight_version
+    for message in schedule_changes(run.config, state.get("schedule_lengths", {}), done):
+        _log.warning("%s", message)
+
+
+def _set_later_checkpoints_aside(run: Run, console: bool) -> None:
+    """Keep what the run did after the step that it goes back to, where no later resume mistakes it for the run's own."""
+    assert run.checkpoints is not None
+    aside = run.checkpoints.store.set_aside(after=run.first_step)
+    if aside is None:
+        return
+    metrics = run.folder / METRICS
+    if metrics.is_file():
+        shutil.copyfile(metrics, aside / METRICS)
+    names = ", ".join(sorted(path.name for path in aside.glob("step_*")))
+    _say(console, f"set aside in {aside}: {names}, which are later than the step resumed from; delete them to free the disk")
+
+
+def _workers(config: RunConfig) -> str:
+    """What takes its time to start, for who waits for it."""
+    models = {name: getattr(config, name) for name in ("policy", *COMPANIONS)} | {"generation": config.policy.generation}
+    named = [f"{name} {section.backend}" for name, section in models.items() if section is not None]
+    return ", ".join([*named, *(f"env {task}" for task in config.env)])
+
+
+def _attach_loggers(run: Run, loaded: LoadedConfig, console: bool, exits: ExitStack) -> None:
+    def token_text(token: int) -> str:
+        text: str = run.tokenizer.decode([token])
+        return text
+
+    always: list[Any] = [JsonlLogger(run.folder, resume_from=run.first_step, token_text=token_text)]
+    if console:
+        always.append(ConsoleLogger(total_steps=run.config.algorithm.max_num_steps, first_step=run.first_step))
+    for logger in always:
+        exits.callback(logger.finish)
+    run.loggers = [*always, *run.loggers]
+    for logger in run.loggers:
+        logger.log_hyperparams(loaded.redacted)
+
+
+def _announce(run: Run, manager: PluginManager, status: Status, *, since: float) -> None:
+    """Whoever looks from outside, and every plugin, is told that the run is built, and of its steps."""
+    if run.time_limit is not None:
+        run.time_limit.started = since
+    parts = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
+    status.attend(parts, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
+
+    def tell(step: int, metrics: Mapping[str, float]) -> None:
+        status.running()
+        manager.call_event("rlcore_step_finished", run=run, step=step, metrics=metrics)
+
+    manager.call_event("rlcore_run_started", run=run)
+    run.on_step = tell
+    status.running()
+
+
+@contextmanager
+def _announced_end(run: Run, manager: PluginManager) -> Iterator[None]:
+    """Every plugin is told of the end, whatever it is."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        manager.call_event("rlcore_run_finished", run=run, error=error)
+
+
+@contextmanager
+def _logging_to(folder: Path, redact: Callable[[str], str]) -> Iterator[None]:
+    """The run's own warnings go to the screen, everything to logs/driver.log, without the config's secrets."""
+    (folder / "logs").mkdir(exist_ok=True)
+    file = _LogFile(folder / "logs" / "driver.log", encoding="utf-8")
+    file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
+    handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _Screen(redact)) for name in ("rlcore", "rl_core"))]
+    for logger, handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, handler in handlers:
+            logger.removeHandler(handler)
+            with suppress(OSError):  # on a full disk the last lines are lost, and the run's own error is not
+                handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A file on a disk that may become full: then lines are lost, without a traceback on the screen for each."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing: the run reports a full disk once."""
+
+
+class _Redacting(logging.Formatter):
+    """Takes what must not be shown out of each record, its traceback included."""
+
+    def __init__(self, text: str, redact: Callable[[str], str]) -> None:
+        super().__init__(text)
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._redact(super().format(record))
+
+
+class _Screen(logging.Handler):
+    """Warnings on standard error, whichever that is when they come: a live display puts itself in its place."""
+
+    def __init__(self, redact: Callable[[str], str]) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(_Redacting("warning: %(message)s", redact))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):  # the screen may be gone; the file has the warning too
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _supervised(status: Status, stop: StopSignals, loaded: LoadedConfig, folder: Path) -> Iterator[None]:
+    """What decides how the run ends and says so; entered before every part, and left after the last of them was closed."""
+    reporting = daemons.reporting(logs=folder / "logs", give_up=lambda error: _give_up(status, error))
+    with status, explain_full_disk(folder), locating(loaded), stop.listen(), reporting:
+        yield
+
+
+def _give_up(status: Status, error: RayDiedError) -> None:
+    """The main thread waits for a Ray that died: say how the run ended before the process does."""
+    status.__exit__(type(error), error, None)
+    with suppress(OSError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _say(console: bool, text: str) -> None:
+    if console:
+        with suppress(OSError):  # the screen may be gone
+            print(text, flush=True)

@@ -1,0 +1,148 @@
+"""A config's policy and engine alone, with its tokenizer and some of its prompts: no environment, no loop, no run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_core.config.schema import RunConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.tokenizer import load_policy_tokenizer
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.config.loader import load_config
+from rl_train.rollouts.seeds import sample_seed
+from rl_train.runtime.data import prompt_loader, read_data
+from rl_train.runtime.parts import Builder, make_cluster
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The first prompts of a config's data."""
+
+    batch: BatchedDataDict[Any]
+    """See `GenerationDatumSpec`, with `sample_seeds`."""
+    questions: Sequence[Sequence[Message]]
+    """The same as messages of role and content."""
+
+    def token_ids(self) -> list[torch.Tensor]:
+        """[T] int64 each, without padding."""
+        rows = zip(self.batch["input_ids"], self.batch["input_lengths"].tolist(), strict=True)
+        return [row[:length] for row, length in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A policy and an engine that holds its weights."""
+
+    config: RunConfig
+    policy: ColocatablePolicyInterface
+    generation: GenerationInterface
+    refit: str
+    """The transport by which the weights came; they are proven to be the policy's."""
+
+    def engine_precision(self) -> str:
+        """What the engine keeps its floating-point weights in, such as `bfloat16`; several types with commas."""
+        dtypes = {digest.partition("[")[0] for digest in self.generation.weight_digests().values()}
+        return ", ".join(sorted(name for name in dtypes if "float" in name))
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether both compute in this process."""
+        return self.config.cluster.backend == "in_process"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPlan:
+    """What is known before anything starts: the config, its tokenizer and its prompts.
+
+    Attributes:
+        config: the run.
+        registry: where components are found.
+        tokenizer: the policy's.
+        prompts: what is asked.
+    """
+
+    config: RunConfig
+    registry: Registry
+    tokenizer: Any
+    prompts: Prompts
+
+    @contextmanager
+    def started(self) -> Iterator[Pair]:
+        """Both backends, after one refit; whatever happens, their processes end with the block.
+
+        Raises:
+            WeightSyncError: the engine's weights are not proven to be the policy's.
+        """
+        with ExitStack() as exits:
+            generation_section = self.config.policy.generation
+            assert generation_section is not None
+            builder = Builder(
+                run=self.config,
+                registry=self.registry,
+                exits=exits,
+                cluster=make_cluster(self.config.cluster, exits),
+                scoring_temperature=generation_section.temperature,
+            )
+            policy, generation = builder.policy_and_engine()
+            # Without the tokenizer there is no canary: a disagreement is to be measured here, not to end the examination.
+            weights = builder.weights(policy, generation)
+            weights.sync()
+            yield Pair(config=self.config, policy=policy, generation=generation, refit=weights.transport_name)
+
+
+def plan_pair(config_path: Path | str, overrides: Sequence[str] = (), *, num_prompts: int) -> PairPlan:
+    """Read a config, its tokenizer and the first `num_prompts` prompts of its training data; starts nothing.
+
+    Raises:
+        ConfigError: the config cannot be honoured, or has no engine or no data.
+        DataError: there is no prompt.
+    """
+    registry = Registry(discover())
+    config = load_config(config_path, overrides, registry=registry, for_training=False).run
+    if config.policy.generation is None:
+        raise ConfigError(
+            "The config has no `policy.generation`, so there is no engine beside the policy. Name one, for example "
+            "++policy.generation.backend=hf."
+        )
+    tokenizer = load_policy_tokenizer(config.policy)
+    prompts = _first_prompts(config, registry, tokenizer, num_prompts)
+    return PairPlan(config=config, registry=registry, tokenizer=tokenizer, prompts=prompts)
+
+
+def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count: int) -> Prompts:
+    train, _ = read_data(config.data.model_copy(update={"validation": None}), registry)
+    if train is None:
+        raise ConfigError("data.train names no data to take prompts from. Add `data: {train: {dataset_name: ...}}`.")
+    if count < 1:
+        raise ConfigError(f"{count} prompts were asked for: take at least 1.")
+    # Only these prompts are used, so no later row is checked.
+    config = config.model_copy(update={"data": config.data.model_copy(update={"check_rows": 0})})
+    loader = prompt_loader(train, config, tokenizer, batch_size=count, shuffle=False)
+    first: BatchedDataDict[Any] = next(iter(loader))
+    kept = [row for row in range(first.size) if float(first["loss_multiplier"][row]) > 0]
+    if not kept:
+        raise DataError(f"All of the first {first.size} prompts are too long and dropped: raise data.max_input_seq_length.")
+    logs = [first["message_log"][row] for row in kept]
+    rows = [torch.cat([message["token_ids"] for message in log]) for log in logs]
+    batch: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id),
+            "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
+            "stop_strings": [first["stop_strings"][row] for row in kept],
+            "sample_seeds": torch.tensor([sample_seed(config.algorithm.seed, row) for row in kept], dtype=torch.int64),
+        }
+    )
+    questions = [[{"role": message["role"], "content": message["content"]} for message in log] for log in logs]
+    return Prompts(batch=batch, questions=questions)

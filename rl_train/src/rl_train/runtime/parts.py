@@ -1,0 +1,339 @@
+"""From sections to working parts: cluster, policy, engine, environments, refit, loggers; each by what its component says."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster.actor_pool import ActorPool, InProcessPool
+from rl_core.cluster.remote_actor import plain_class
+from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.cluster.worker_group import wait_together
+from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig, RunConfig
+from rl_core.config.written import dotted
+from rl_core.dispatch.group import OverWorkers, device_here
+from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.errors import ConfigError
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.logger import Logger
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.interfaces.weights import WeightTransport
+from rl_core.plugins.component import Component
+from rl_core.plugins.registry import Registry
+from rl_core.weights.canary import Canary, CanaryCalibration, Retempering, make_canary
+from rl_core.weights.synchronizer import WeightSynchronizer
+from rl_train.config.canary_checks import HELD_DIGESTS, without_canary
+from rl_train.config.parts import COMPANIONS
+from rl_train.config.schedule_lengths import with_schedule_lengths
+from rl_train.config.transport_checks import IN_PROCESS_TRANSPORTS, MANY_NODES_TRANSPORTS, ONE_NODE_TRANSPORTS
+from rl_train.rollouts.environment_pool import EnvironmentPool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Everything that runs in processes of its own."""
+
+    policy: ColocatablePolicyInterface
+    generation: GenerationInterface | None
+    environments: Mapping[str, EnvironmentInterface]
+    companions: Mapping[str, DistributedPolicy] = field(default_factory=dict)
+    """The models beside the policy, by their section."""
+
+    def wait_ready(self) -> None:
+        """Wait until every model has loaded; what it cannot load is then an error of the building, not of the first step.
+
+        Raises:
+            WorkerError: a rank could not load.
+            DeadlineExceededError: a rank took longer than `cluster.deadlines.start_s`.
+        """
+        parts: tuple[object, ...] = (self.policy, self.generation, *self.companions.values())
+        for part in parts:
+            if isinstance(part, OverWorkers):
+                part.wait_ready()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builder:
+    """Makes the parts of one run, and ends them in the reverse order when `exits` closes.
+
+    Attributes:
+        run: the config.
+        registry: where components are found.
+        exits: closes every part.
+        cluster: where workers run; None in one process.
+        scoring_temperature: temperature at which models score tokens; `RunConfig.scoring_temperature` by default. Whoever
+            compares a policy with its engine and trains nothing gives the engine's.
+    """
+
+    run: RunConfig
+    registry: Registry
+    exits: ExitStack
+    cluster: RayVirtualCluster | None
+    scoring_temperature: float | None = None
+
+    def start(self, *, samples: bool) -> Workers:
+        """Policy and, where the run samples, engine and environments; their processes start side by side."""
+        if self.cluster is None:
+            policy = self.policy()
+            return Workers(
+                policy=policy,
+                generation=self.generation() if samples else None,
+                environments=self.environments() if samples else {},
+                companions=self.companions(),
+            )
+        if self.cluster.use_gpus:
+            return self._start_on_gpus(samples=samples)
+        with ThreadPoolExecutor(max_workers=4) as starting:
+            policy_starting = starting.submit(self.policy)
+            companions_starting = starting.submit(self.companions)
+            engine_starting = starting.submit(self.generation) if samples else None
+            environments_starting = starting.submit(self.environments) if samples else None
+        return Workers(
+            policy=policy_starting.result(),
+            generation=engine_starting.result() if engine_starting else None,
+            environments=environments_starting.result() if environments_starting else {},
+            companions=companions_starting.result(),
+        )
+
+    def _start_on_gpus(self, *, samples: bool) -> Workers:
+        if not samples:
+            return Workers(policy=self.policy(), generation=None, environments={}, companions=self.companions())
+        policy, generation = self.policy_and_engine()
+        return Workers(policy=policy, generation=generation, environments=self.environments(), companions=self.companions())
+
+    def policy_and_engine(self) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
+        """Both; on GPUs the engine first, and to sleep: it measures what memory is left, which nobody may change meanwhile."""
+        if self.cluster is None or not self.cluster.use_gpus:
+            return self.policy(), self.generation()
+        generation = self.generation()
+        generation.finish_generation()
+        return self.policy(), generation
+
+    def policy(self) -> ColocatablePolicyInterface:
+        """The policy; it loads while the caller goes on."""
+        component = self.registry.find("policy", self.run.policy.backend)
+        section = self._scoring(with_schedule_lengths(self.run).policy)
+        policy: ColocatablePolicyInterface = component.load()(
+            config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines
+        )
+        self.exits.callback(policy.shutdown)
+        return policy
+
+    def companions(self) -> dict[str, DistributedPolicy]:
+        """The models beside the policy, by their section; they load while the caller continues.
+
+        They score tokens at the policy's temperature.
+        """
+        made: dict[str, DistributedPolicy] = {}
+        for name in COMPANIONS:
+            section = getattr(with_schedule_lengths(self.run), name)
+            if section is not None:
+                section = self._scoring(section)
+                make = self.registry.find("policy", section.backend).load()
+                made[name] = make(config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines, name=name)
+                self.exits.callback(made[name].shutdown)
+        return made
+
+    @property
+    def _temperature(self) -> float:
+        return self.run.scoring_temperature if self.scoring_temperature is None else self.scoring_temperature
+
+    def _scoring(self, section: PolicyConfig) -> PolicyConfig:
+        """A model's section with the temperature at which its workers score tokens."""
+        generation = self.run.policy.generation
+        if generation is None:
+            return section
+        return section.model_copy(update={"generation": generation.model_copy(update={"temperature": self._temperature})})
+
+    def generation(self) -> GenerationInterface:
+        """The engine; it loads while the caller goes on."""
+        section = self.run.policy.generation
+        assert section is not None
+        component = self.registry.find("generation", section.backend)
+        generation: GenerationInterface = component.load()(
+            config=section.for_policy(self.run.policy), cluster=self.cluster, deadlines=self.run.cluster.deadlines
+        )
+        self.exits.callback(generation.shutdown)
+        return generation
+
+    def environments(self) -> dict[str, EnvironmentInterface]:
+        """Every task's environment, as a pool of processes."""
+        return {task: self._environment(task, section) for task, section in self.run.env.items()}
+
+    def _environment(self, task: str, section: EnvironmentConfig) -> EnvironmentInterface:
+        name = section.env_cls or section.name or task
+        worker_class = self.registry.find("environment", name).load()
+        config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
+        kwargs = _first_argument(worker_class, config)
+        deadline_s = self.run.cluster.deadlines.environment_s
+        if self.cluster is None:
+            pool: Any = InProcessPool(worker_class, kwargs, name=f"env.{task}")
+        else:
+            pool = ActorPool(
+                self.cluster,
+                worker_class,
+                section.num_workers,
+                kwargs,
+                section.step_timeout_s,
+                name=f"env.{task}",
+            )
+        environment = EnvironmentPool(pool, task_name=task, deadline_s=min(deadline_s, section.step_timeout_s))
+        self.exits.callback(environment.shutdown)
+        return environment
+
+    def weights(
+        self, policy: ColocatablePolicyInterface, generation: GenerationInterface, tokenizer: Any = None
+    ) -> WeightSynchronizer:
+        """What brings the policy's weights to the engine, by the first transport that both sides speak, and proves it.
+
+        Args:
+            policy: where they come from.
+            generation: where they go.
+            tokenizer: its vocabulary gives the canary its words; without one there is no canary.
+
+        Raises:
+            ConfigError: no check of this engine would cover what it computes with.
+        """
+        section = self.run.policy.generation
+        assert section is not None
+        able = capabilities_of(self.registry.find("generation", section.backend))
+        calibration = CanaryCalibration()
+        asks_canary = tokenizer is not None and self._asks_canary(section, digests_are_held=HELD_DIGESTS in able)
+        synchronizer = WeightSynchronizer(
+            policy,
+            generation,
+            transports=self._transports(section.refit_transport),
+            policy_capabilities=capabilities_of(self.registry.find("policy", self.run.policy.backend)),
+            generation_capabilities=able,
+            transport=section.refit_transport,
+            buffer_bytes=section.refit_buffer_mib * 2**20,
+            deadline_s=self.run.cluster.deadlines.refit_s,
+            folder=Path(section.refit_folder).expanduser() if section.refit_folder is not None else None,
+            canary=(lambda: self._canary(policy, generation, tokenizer, calibration)) if asks_canary else None,
+            calibration=calibration,
+            digests_are_held=HELD_DIGESTS in able,
+            num_receivers=generation.num_workers,
+            wait=wait_together,
+            rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
+        )
+        self.exits.callback(synchronizer.close)
+        generation.refit_with(synchronizer.sync)
+        return synchronizer
+
+    @staticmethod
+    def _asks_canary(section: GenerationConfig, *, digests_are_held: bool) -> bool:
+        """Whether a canary can be compared, and is wanted.
+
+        Raises:
+            ConfigError: there would be no check of what the engine computes with.
+        """
+        # Changed logits are the engine's alone, so its log-probabilities would differ from the policy's for equal weights.
+        changes = section.logit_changes()
+        if digests_are_held:
+            return section.refit_canary and not changes
+        off = [("refit_canary",)] if not section.refit_canary else list(changes)
+        if off:
+            raise ConfigError(f"{dotted(('policy', 'generation', *off[0]))}: {without_canary(section.backend)}")
+        return True
+
+    def _canary(
+        self,
+        policy: ColocatablePolicyInterface,
+        generation: GenerationInterface,
+        tokenizer: Any,
+        calibration: CanaryCalibration,
+    ) -> Canary:
+        model, section = self.run.policy, self.run.policy.generation
+        assert section is not None
+        facts = getattr(generation, "facts", {})
+        engine_precision = facts.get("precision", model.precision)
+        sides = (
+            f"policy {model.backend} {model.precision}, engine {section.backend} {engine_precision} on "
+            f"{facts.get('device', 'an unknown device')}, temperature {section.temperature:g}"
+        )
+        factor = self._temperature / section.temperature
+        return make_canary(
+            sorted(set(range(min(len(tokenizer), facts.get("vocab_size", len(tokenizer))))) - set(tokenizer.all_special_ids)),
+            num_receivers=generation.num_workers,
+            max_length=model.max_total_sequence_length,
+            exact={model.precision, engine_precision} == {"float32"},
+            tolerance=section.canary_tolerance,
+            greedy=bool(section.sampling_filters()),
+            calibration=calibration,
+            sides=sides,
+            retempering=Retempering(factor=factor, vocab_size=getattr(policy, "facts", {})["vocab_size"])
+            if factor != 1.0
+            else None,
+        )
+
+    def _transports(self, wanted: str | None) -> list[type[WeightTransport]]:
+        """What can lead from these policy workers to these engine workers, the cheapest first."""
+        if wanted is not None:
+            names: tuple[str, ...] = (wanted,)
+        elif self.cluster is None:
+            names = IN_PROCESS_TRANSPORTS
+        else:
+            names = ONE_NODE_TRANSPORTS if self.cluster.node_count() == 1 else MANY_NODES_TRANSPORTS
+        return [self.registry.find("weight_transport", name).load() for name in names]
+
+    def loggers(self, folder: Path) -> list[Logger]:
+        """The loggers of `logger.loggers`, beside the two that every run has."""
+        made: list[Logger] = []
+        for name, section in self.run.logger.loggers.items():
+            if section.enabled:
+                made.append(self.registry.find("logger", name).load()(config=section, folder=folder))
+                self.exits.callback(made[-1].finish)
+        return made
+
+
+def capabilities_of(component: Component) -> tuple[str, ...]:
+    """What a component registers, or, where it is only a path, what its class says of itself."""
+    return component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
+
+
+def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) -> RayVirtualCluster | None:
+    """The bundles of a run; None where it stays in one process.
+
+    Args:
+        config: the section `cluster`.
+        exits: closes them.
+        models: the policy and its companions, which share each bundle with the engine.
+
+    Raises:
+        ResourceInsufficientError: there are too few nodes, CPUs or GPUs.
+    """
+    if config.backend == "in_process":
+        _refuse_another_device(config.use_gpus)
+        return None
+    cluster = RayVirtualCluster(
+        [config.workers_per_node] * config.num_nodes,
+        use_gpus=config.use_gpus,
+        max_colocated_worker_groups=1 + models,
+        cpus_per_bundle=config.cpus_per_worker,
+        name="run",
+    )
+    exits.callback(cluster.shutdown)
+    return cluster
+
+
+def _refuse_another_device(use_gpus: bool | None) -> None:
+    found = device_here() == "cuda"
+    if use_gpus is None or use_gpus == found:
+        return
+    if found:
+        what = "this process sees a GPU, and computes on it. Leave use_gpus out, or set CUDA_VISIBLE_DEVICES=''."
+    else:
+        what = "torch sees no GPU in this process. Leave use_gpus out, or run it where there is one, with torch for CUDA."
+    raise ConfigError(f"`cluster.use_gpus: {str(use_gpus).lower()}` with `cluster.backend: in_process`: {what}")
+
+
+def _first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:
+    """The config under the name that the class gives its first parameter; nothing where it takes none."""
+    parameters = [p for p in inspect.signature(plain_class(worker_class)).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return {parameters[0].name: config} if parameters else {}

@@ -1,0 +1,95 @@
+"""Signals that ask a run to stop: the first ends it after its step with a checkpoint, the second at once."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rl_core.errors import RunInterrupted, StopReason
+from rl_train.run import Run
+
+_log = logging.getLogger("rlcore")
+_REASONS = {
+    signal.SIGINT: StopReason.CTRL_C,
+    signal.SIGTERM: StopReason.SIGTERM,
+    signal.SIGHUP: StopReason.SIGHUP,
+}
+
+
+class StopSignals:
+    """Handles SIGINT, SIGTERM and SIGHUP while `listen` is entered.
+
+    Before `attend`, while the run is being built, and at a second signal the main thread is interrupted at once. A signal
+    that this process was started to ignore, as by `nohup`, stays ignored.
+
+    Args:
+        grace_s: After the first signal, the longest wait for the end of the step and its checkpoint; no limit if None.
+    """
+
+    def __init__(self, grace_s: float | None = None) -> None:
+        self._grace_s = grace_s
+        self._reason: StopReason | None = None
+        self._run: Run | None = None
+        self._timer: threading.Timer | None = None
+        self._is_over = False
+
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Handle the signals in the block.
+
+        Raises:
+            RunInterrupted: A signal interrupted the block.
+        """
+        before = self._install()
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if self._reason is None:
+                raise
+            raise RunInterrupted.at_once(self._reason) from error
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def attend(self, run: Run) -> None:
+        """From now on, let the first signal end this run after its step."""
+        self._run = run
+
+    def _install(self) -> dict[signal.Signals, Any]:
+        if threading.current_thread() is not threading.main_thread():  # whoever owns that decides about signals
+            return {}
+        heard = [number for number in _REASONS if signal.getsignal(number) is not signal.SIG_IGN]
+        return {number: signal.signal(number, self._handle) for number in heard}
+
+    def _handle(self, number: int, frame: object) -> None:
+        reason = _REASONS[signal.Signals(number)]
+        is_first, self._reason = self._reason is None, self._reason or reason
+        if self._run is None:
+            raise KeyboardInterrupt
+        if is_first and self._run.stop_reason is None:
+            self._ask(self._run, reason)
+            return
+        why = f"the {self._grace_s:g} s of checkpointing.stop_grace_s are over" if self._is_over else f"{reason.label} again"
+        _log.warning("%s: stopping at once; what the last checkpoint does not hold is lost", why)
+        raise KeyboardInterrupt
+
+    def _ask(self, run: Run, reason: StopReason) -> None:
+        run.stop_reason = reason
+        how = "with a checkpoint" if run.checkpoints is not None else "without a checkpoint: checkpointing is off"
+        limit = "" if self._grace_s is None else f", within {self._grace_s:g} s"
+        _log.warning("%s: stopping after this step%s, %s; once more stops at once", reason.label, limit, how)
+        if self._grace_s is not None:
+            self._timer = threading.Timer(self._grace_s, self._end_grace)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end_grace(self) -> None:
+        # A signal to the main thread also ends what that waits for in the kernel.
+        self._is_over = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
