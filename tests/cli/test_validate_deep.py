@@ -64,7 +64,7 @@ DEEP = {
     "a batch that the data cannot fill": ({"dpo": {"global_batch_size": 64}}, "has 4 records, and a step draws 64"),
     "a plugin that cannot be imported": (
         {"logger": {"loggers": {"rl_train.metrics.mlflow.Missing": {}}}},
-        "logger.loggers.rl_core.metrics.mlflow.Missing",
+        "logger.loggers.rl_train.metrics.mlflow.Missing",
     ),
 }
 

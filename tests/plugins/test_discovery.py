@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-OURS = {"core", "hf", "envs"}
+OURS = {"core", "train", "hf", "envs"}
 
 
 @pytest.fixture(autouse=True)

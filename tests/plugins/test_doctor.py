@@ -107,7 +107,7 @@ def test_a_name_that_is_not_there_is_a_mistake_of_the_user(site, name, words_of_
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("plugin", ["core", "hf", "envs"])
+@pytest.mark.parametrize("plugin", ["core", "train", "hf", "envs"])
 def test_every_target_and_config_of_ours_is_where_its_plugin_says(site, plugin):
     result = site.rlcore("doctor", plugin, "--deep")
     assert result.returncode == 0, result.stdout

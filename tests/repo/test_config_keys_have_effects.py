@@ -18,11 +18,11 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.catalogue import catalogue
 
 ROOT = Path(__file__).parents[2]
-OURS = ("core", "hf", "megatron", "vllm", "envs")
+OURS = ("core", "train", "hf", "megatron", "vllm", "envs")
 
 LOSSES = ("rl_train/algorithms/losses",)
-ROWS = ("rl_core/data",)
-CHOICE = ("rl_core/config", "rl_train/runtime")
+ROWS = ("rl_train/data",)
+CHOICE = ("rl_core/config", "rl_train/config", "rl_train/runtime")
 READERS: dict[str, tuple[str, ...]] = {
     "AdaptiveKLConfig": ("rl_train/algorithms",),
     "AdvantageConfig": ("rl_train/algorithms",),
@@ -45,7 +45,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "DistillationLossConfig": LOSSES,
     "DrGRPOLossConfig": LOSSES,
     "DynamicBatchingConfig": ("rl_core/dispatch",),
-    "EnvironmentConfig": ("rl_train/runtime", "rl_core/config"),
+    "EnvironmentConfig": ("rl_train/runtime", "rl_train/config"),
     "GAEConfig": ("rl_train/algorithms",),
     "GRPOConfig": ("rl_train/algorithms",),
     "GRPOLossConfig": LOSSES,
@@ -84,7 +84,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "PreferenceDatasetConfig": CHOICE,
     "PreferenceForm": ROWS,
     "PreferenceLossConfig": LOSSES,
-    "PromptConfig": ("rl_core/config",),
+    "PromptConfig": ("rl_train/config",),
     "RecordForm": ROWS,
     "RewardModelConfig": ("rl_train/algorithms",),
     "RewardModelEnvironmentConfig": ("rl_envs/reward_model",),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rl_core", "rl_backends_hf", "rl_backends_megatron", "rl_backends_vllm", "rl_envs", "cli")
+PACKAGES = ("rl_core", "rl_train", "rl_backends_hf", "rl_backends_megatron", "rl_backends_vllm", "rl_envs", "cli")
 MOST_LINES = 400
 MOST_BYTES = 5_000_000
 
@@ -30,10 +30,11 @@ def test_versions_are_literal_and_in_lockstep():
     for package in PACKAGES:
         for requirement in description(package)["project"]["dependencies"]:
             if requirement.startswith(("rl-", "rlcore")):
-                assert requirement == f"rl-core~={minor}.0", f"{package} asks for {requirement}"
-    from rl_core import __version__
+                assert requirement in {f"rl-core~={minor}.0", f"rl-train~={minor}.0"}, f"{package} requires {requirement}"
+    import rl_core
+    import rl_train
 
-    assert __version__ == version
+    assert rl_core.__version__ == rl_train.__version__ == version
 
 
 @pytest.mark.parametrize("package", PACKAGES)

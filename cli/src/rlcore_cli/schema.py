@@ -26,7 +26,7 @@ def schema(
 
     Example:
         rlcore schema --output config.schema.json
-        rlcore schema --markdown --plugins core,hf
+        rlcore schema --markdown --plugins core,train,hf
     """
     from rl_core.errors import PluginError, UserError
     from rl_core.plugins.component import did_you_mean

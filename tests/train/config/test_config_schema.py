@@ -80,7 +80,7 @@ def test_keys_carry_their_docstrings(validator):
 
 
 def test_the_reference_page_is_current():
-    sections = catalogue(Registry(discover()), plugins=["core", "hf", "megatron", "vllm", "envs"])
+    sections = catalogue(Registry(discover()), plugins=["core", "train", "hf", "megatron", "vllm", "envs"])
     page = (ROOT / "docs" / "config_reference.md").read_text()
     assert page == reference(sections, plugins="core,hf,megatron,vllm,envs"), "the page names the command that makes it"
 
@@ -89,7 +89,7 @@ def test_every_key_of_every_section_has_a_docstring():
     from rl_core.config.fields import all_fields
     from rl_core.config.written import dotted
 
-    sections = catalogue(Registry(discover()), plugins=["core", "hf", "megatron", "vllm", "envs"])
+    sections = catalogue(Registry(discover()), plugins=["core", "train", "hf", "megatron", "vllm", "envs"])
     silent = {
         dotted(f.path) for part in sections.parts for f in all_fields(part.model, prefix=part.path) if not f.info.description
     }

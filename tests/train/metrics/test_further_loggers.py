@@ -297,15 +297,15 @@ def test_the_lists_and_the_doctor_say_that_it_is_not_installed(tmp_path):
     rows = {row["name"]: row for row in json.loads(rlcore("list-backends", "--all", "--json")) if row["kind"] == "logger"}
     assert (rows["mlflow"]["status"], rows["mlflow"]["reason"]) == ("not installed", "pip install 'rl-train[mlflow]'")
     assert rows["tensorboard"]["status"] == rows["wandb"]["status"] == "ready"
-    assert "unavailable: mlflow-skinny<4,>=3.17 is not installed: pip install 'rl-train[mlflow]'" in rlcore("doctor", "core")
+    assert "unavailable: mlflow-skinny<4,>=3.17 is not installed: pip install 'rl-train[mlflow]'" in rlcore("doctor", "train")
 
 
 def test_what_one_component_needs_does_not_make_its_plugin_missing():
-    from rl_core import plugin
+    from rl_train import plugin
 
     manager = PluginManager()
-    core = manager.add("core", lambda: plugin, distribution="rl-core", version="0")
-    assert core.status == "ready"
+    train = manager.add("train", lambda: plugin, distribution="rl-train", version="0")
+    assert train.status == "ready"
     assert unmet_needs(["pytest>=1", "no-such-distribution>=2"]) == "no-such-distribution>=2 is not installed"
     assert unmet_needs(["pytest>=1000"]) == f"pytest>=1000 is required, {version('pytest')} is installed"
     assert unmet_needs([]) is None
@@ -314,9 +314,9 @@ def test_what_one_component_needs_does_not_make_its_plugin_missing():
 def test_what_a_component_needs_is_what_its_extra_installs():
     import tomllib
 
-    from rl_core.plugin import rlcore_datasets, rlcore_loggers
+    from rl_train.plugin import rlcore_datasets, rlcore_loggers
 
-    extras = tomllib.loads((EXAMPLE.parents[1] / "rl_core" / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((EXAMPLE.parents[1] / "rl_train" / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {c.name: list(c.needs) for c in rlcore_loggers() if c.needs} | {"data": extras["data"]} == extras
     assert {tuple(c.needs) for c in rlcore_datasets() if c.needs} == {tuple(extras["data"])}
     assert all(c.install == f"pip install 'rl-train[{c.name}]'" for c in rlcore_loggers() if c.needs)
