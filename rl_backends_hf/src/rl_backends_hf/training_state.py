@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
 from rl_backends_hf.master_weights import MasterWeights
-from rl_core.training.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from rl_core.errors import CheckpointError, CheckpointWriteError
 from rl_core.training.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from rl_core.training.finite import first_non_finite

@@ -26,7 +26,6 @@ from rl_backends_hf.step import optimizer_step
 from rl_backends_hf.token_scoring import TokenScoring
 from rl_backends_hf.training_state import TrainingState
 from rl_backends_hf.weights_folder import ExportedWeights, WholeModel, find_tokenizer, save_tokenizer
-from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, NotSupportedError, UserError

@@ -16,6 +16,10 @@ from omegaconf import OmegaConf
 
 from rl_core.config.diagnostics import Problems, listed, show
 from rl_core.config.fields import NOTHING
+from rl_core.config.written import Path, Place, Written, dotted
+from rl_core.errors import ConfigError
+from rl_train.config.interpolation import escape, resolve
+from rl_train.config.sources import read_sources
 from rlcore_cli.importing.rows import (
     MISSING,
     Decision,
@@ -27,13 +31,6 @@ from rlcore_cli.importing.rows import (
     Table,
     Unsupported,
 )
-from rl_train.config.interpolation import escape, resolve
-from rl_train.config.sources import read_sources
-from rl_core.config.written import Path, Place, Written, dotted
-from rl_core.errors import ConfigError
-from rl_train.config.interpolation import escape, resolve
-from rl_train.config.sources import read_sources
-from rlcore_cli.importing.rows import LEFT_OPEN, Added, Becomes, Decision, Refused, Row, Table, Theirs, Unneeded
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
