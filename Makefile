@@ -11,13 +11,27 @@ DESCRIPTIONS := constraints.txt pyproject.toml $(foreach package,$(PACKAGES),$(p
 MORE_DESCRIPTIONS := $(foreach package,$(MORE_PACKAGES),$(package)/pyproject.toml)
 DIST := dist
 
-.PHONY: quickstart test lint docs dist clean
+# Two processes; each takes whole groups of tests (see tests/conftest.py), in the order of the folders.
+PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
+FAST := tests/core tests/backends_hf tests/cli tests/envs tests/plugins tests/repo
+FOLDER := tests
+
+.PHONY: quickstart test test-fast test-full lint docs dist clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
 
+# What CI runs: at most 15 minutes on two cores.
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL) -m "not full"
+
+# No Ray, vLLM or Megatron: at most 4 minutes on two cores.
+test-fast: $(VENV)/.installed-dev
+	$(BIN)/pytest $(PARALLEL) -m "not (full or slow or ray or vllm or megatron)" $(FAST)
+
+# Everything, one test at a time: at most 75 minutes. FOLDER=tests/cli runs one folder. The last line is quoted in closing notes.
+test-full: $(VENV)/.installed-dev
+	$(BIN)/pytest --closing-line $(FOLDER)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

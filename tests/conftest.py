@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,47 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # A shell that starts the suite in the background has it ignore Ctrl-C, and every process that a test starts would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+STARTED = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--closing-line", action="store_true", help="end with one line: commit, passed, failed, skipped, minutes")
+
+
+def pytest_configure(config):
+    config.stash[STARTED] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """With several pytest processes (`--dist loadgroup`), a file's tests run in one of them, because fixtures of modules are
+    expensive. Files that share an expensive fixture of the session name a group themselves: `pytest.mark.xdist_group`.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(Path(__file__).parent).as_posix()))
+
+
+def pytest_unconfigure(config):
+    if config.getoption("--closing-line"):
+        print(closing_line(config))
+
+
+def closing_line(config) -> str:
+    """The result of this run in one line, for a closing note."""
+    root = Path(__file__).parents[1]
+    commit, changes = (
+        subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain"])
+    )
+    stats = config.pluginmanager.get_plugin("terminalreporter").stats
+    passed, failed, errors, skipped = (len(stats.get(key, ())) for key in ("passed", "failed", "error", "skipped"))
+    minutes = (time.monotonic() - config.stash[STARTED]) / 60
+    tested = " ".join(config.args)
+    with_changes = " with uncommitted changes" if changes else ""
+    return f"{commit}{with_changes}, {tested}: {passed} passed, {failed + errors} failed, {skipped} skipped, {minutes:.1f} minutes"
 
 
 class SharedRay:

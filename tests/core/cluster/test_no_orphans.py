@@ -96,6 +96,14 @@ def drivers(tmp_path_factory):
         shutil.rmtree(driver.scratch, ignore_errors=True)
 
 
+def described(process: psutil.Process) -> str:
+    """Its command, or nothing if it ends while it is looked at."""
+    try:
+        return " ".join([process.name(), *process.cmdline()])[:200]
+    except psutil.NoSuchProcess:
+        return ""
+
+
 @pytest.mark.parametrize("end", list(_ENDS))
 def test_nothing_outlives_a_driver_that_ends_by(end, drivers):
     sign, status = _ENDS[end]
@@ -104,7 +112,7 @@ def test_nothing_outlives_a_driver_that_ends_by(end, drivers):
     assert names.count("sleep") == 2, names
     returned = drivers[end].end(sign)
     assert returned == status if status is not None else returned != 0
-    left = {process.pid: " ".join([process.name(), *process.cmdline()])[:200] for process in started if lives(process)}
+    left = {process.pid: described(process) for process in started if lives(process)}
     wait_until(lambda: not any(map(lives, started)))
     assert {pid: name for pid, name in left.items() if lives(pid)} == {}
     assert wait_until(lambda: glob.glob(f"{drivers[end].scratch}/rlcore-ray-*") == [])
