@@ -13,7 +13,7 @@ DIST := dist
 
 # Two processes; each takes whole groups of tests (see tests/conftest.py), in the order of the folders.
 PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
-FAST := tests/core tests/backends_hf tests/cli tests/envs tests/plugins tests/repo
+FAST := tests/core tests/train tests/backends_hf tests/cli tests/envs tests/plugins tests/repo
 FOLDER := tests
 
 .PHONY: quickstart test test-fast test-full lint docs dist clean
