@@ -34,10 +34,14 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """With several pytest processes (`--dist loadgroup`), a file's tests run in one of them, because fixtures of modules are
-    expensive. Files that share an expensive fixture of the session name a group themselves: `pytest.mark.xdist_group`.
+    """Mark the tests that start Ray, and group the tests of a file.
+
+    With several pytest processes (`--dist loadgroup`), a group runs in one of them, because fixtures of modules are expensive.
+    Files that share an expensive fixture of the session name a group themselves: `pytest.mark.xdist_group`.
     """
     for item in items:
+        if {"local_ray", "no_ray"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.ray)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(Path(__file__).parent).as_posix()))
 
@@ -59,7 +63,9 @@ def closing_line(config) -> str:
     minutes = (time.monotonic() - config.stash[STARTED]) / 60
     tested = " ".join(config.args)
     with_changes = " with uncommitted changes" if changes else ""
-    return f"{commit}{with_changes}, {tested}: {passed} passed, {failed + errors} failed, {skipped} skipped, {minutes:.1f} minutes"
+    return (
+        f"{commit}{with_changes}, {tested}: {passed} passed, {failed + errors} failed, {skipped} skipped, {minutes:.1f} minutes"
+    )
 
 
 class SharedRay:

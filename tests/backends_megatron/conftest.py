@@ -26,9 +26,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def out(models, tmp_path_factory) -> Path:
+def out(request, models, tmp_path_factory) -> Path:
     """What runs of four, two and one real processes wrote: one launch of each, for Megatron takes long to import."""
     folder = tmp_path_factory.mktemp("ranks")
+    full = any(item.get_closest_marker("full") and "out" in item.fixturenames for item in request.session.items)
     for world in (4, 2, 1):
-        run_ranks("megatron_ranks.py", world, models, folder, jobs(world))
+        run_ranks("megatron_ranks.py", world, models, folder, jobs(world, full=full))
     return folder

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 from rl_backends_megatron.config import MegatronConfig
 from rl_backends_megatron.policy import grid
@@ -155,13 +158,37 @@ RESUMES = [
 """Which layout saves, and which resumes."""
 
 
-def jobs(world: int) -> list[str]:
-    """What so many ranks do, in one launch."""
-    checks = [f"check:{name}" for name in PARITY if LAYOUTS[name].world == world]
-    checks += [f"candidates:{name}" for name in CANDIDATES if LAYOUTS[name].world == world]
-    checks += [f"masters:{name}" for name in MASTERS if LAYOUTS[name].world == world]
-    saved = dict.fromkeys(saved for saved, _ in RESUMES)
-    saves = [f"save:{name}" for name in saved if LAYOUTS[name].world == world]
-    resumes = [f"resume:{saved}:{name}" for saved, name in RESUMES if LAYOUTS[name].world == world]
-    vocabulary = ["vocabulary", *(f"values:{name}" for name in VALUES)] if world == 2 else []
+COVER = {
+    "check": {
+        "tp2-qwen2", "tp2-budget", "tp2-sp-gemma", "pp2-uneven", "interleaved-packed", "dp2-distributed", "cp2",
+        "ep2-mixtral-packed", "tp2-pp2-packed", "pp2-dp2", "tp2-cp2-packed", "tp2-ep2",
+    },
+    "candidates": {"tp2-sp-packed", "interleaved", "cp2", "tp2-pp2-packed"},
+    "masters": {"interleaved-distributed", "ep2-distributed", "tp2-pp2-tied", "tp2-dp2-distributed", "value-pp2"},
+    "resume": {("tp2-pp2-tied", "one"), ("tp2-dp2-distributed", "one-distributed"), ("moe-dp2", "ep2")},
+    "values": {"value-tp2", "value-interleaved", "value-dp2-distributed"},
+}  # fmt: skip
+"""What `make test` runs: every way of division, with every form of microbatch and most other ways; together on four ranks."""
+FULL = pytest.mark.full("every way of division is in the pairwise cover, `COVER`, that runs in make test")
+
+
+def tiered(verb: str, names: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: those outside the cover run in `make test-full` only."""
+    values = [name if isinstance(name, tuple) else (name,) for name in names]
+    return [pytest.param(*value, marks=() if name in COVER[verb] else FULL) for name, value in zip(names, values, strict=True)]
+
+
+def jobs(world: int, *, full: bool) -> list[str]:
+    """What so many ranks do, in one launch: all of it, or the cover."""
+
+    def chosen(verb: str, names: Iterable[Any]) -> list[Any]:
+        return [name for name in names if full or name in COVER[verb]]
+
+    checks = [f"check:{name}" for name in chosen("check", PARITY) if LAYOUTS[name].world == world]
+    checks += [f"candidates:{name}" for name in chosen("candidates", CANDIDATES) if LAYOUTS[name].world == world]
+    checks += [f"masters:{name}" for name in chosen("masters", MASTERS) if LAYOUTS[name].world == world]
+    pairs = chosen("resume", RESUMES)
+    saves = [f"save:{name}" for name in dict.fromkeys(saved for saved, _ in pairs) if LAYOUTS[name].world == world]
+    resumes = [f"resume:{saved}:{name}" for saved, name in pairs if LAYOUTS[name].world == world]
+    vocabulary = ["vocabulary", *(f"values:{name}" for name in chosen("values", VALUES))] if world == 2 else []
     return [*vocabulary, *checks, *saves, *resumes]

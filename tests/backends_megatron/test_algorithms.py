@@ -173,7 +173,11 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+FULL = pytest.mark.full("tests/train/algorithms proves the formulas; dapo, dpo, ppo and distillation run in make test")
+ALWAYS = ("dapo with dynamic sampling", "dpo")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ALWAYS else FULL) for name in RUNS])
 def test_its_steps_have_the_numbers_of_the_backend_on_transformers(name, two_ranks, one_rank):
     assert_same_numbers(RUNS[name](two_ranks()), RUNS[name](one_rank))
 
@@ -221,17 +225,20 @@ def assert_same_numbers(found, expected):
                 assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-4), (ours["step"], key)
 
 
+@pytest.mark.full("the tests above compare every number with the backend on Transformers, which learns in tests/e2e")
 def test_rewards_teach_sums_that_were_never_asked(two_ranks):
     steps = grpo(two_ranks(), num_prompts_per_step=32, max_num_steps=8, **WATCHED)
     # 0.60 of the held-out sums are right at first; the standard error of 128 answers is 0.04.
     assert steps[-1]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.1
 
 
+@pytest.mark.full("the tests above compare every number with the backend on Transformers, which learns in tests/e2e")
 def test_answers_teach_to_lose_less_on_unseen_ones(two_ranks):
     steps = sft(two_ranks(), max_num_steps=12, **WATCHED)
     assert steps[-1]["validation/loss"] < 0.9 * steps[0]["validation/loss"]
 
 
+@pytest.mark.full("the tests above compare every number with the backend on Transformers, which learns in tests/e2e")
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])
 def test_pairs_teach_which_of_two_unseen_answers_is_better(loss, two_ranks):
     steps = dpo(two_ranks(), {"name": loss}, max_num_steps=10, **WATCHED)

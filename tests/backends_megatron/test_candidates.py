@@ -9,7 +9,7 @@ import torch
 from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import DataError, NotSupportedError
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks")]
 over_ranks = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -57,7 +57,7 @@ def in_order(layout, found, key):
     return rows if order is None else rows[torch.tensor(order).argsort()]
 
 
-@pytest.mark.parametrize("name", layouts.CANDIDATES)
+@pytest.mark.parametrize("name", layouts.tiered("candidates", layouts.CANDIDATES))
 class TestOverRanks:
     pytestmark = over_ranks
 

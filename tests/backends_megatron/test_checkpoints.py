@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def read(out, saved, precision, file):
@@ -22,7 +22,7 @@ def is_mixture(name):
     return "moe" in layouts.LAYOUTS[name].kind
 
 
-@pytest.mark.parametrize(("saved", "name"), layouts.RESUMES)
+@pytest.mark.parametrize(("saved", "name"), layouts.tiered("resume", layouts.RESUMES))
 def test_the_next_step_is_that_of_the_run_that_was_not_interrupted(out, saved, name):
     expected, found = read(out, saved, "float32", "0"), read(out, saved, "float32", f"{name}-0")
     assert found["version"] == 2
@@ -33,14 +33,14 @@ def test_the_next_step_is_that_of_the_run_that_was_not_interrupted(out, saved, n
         assert largest_difference(found["weights"], expected["weights"]) == 0.0
 
 
-@pytest.mark.parametrize(("saved", "name"), layouts.RESUMES)
+@pytest.mark.parametrize(("saved", "name"), layouts.tiered("resume", layouts.RESUMES))
 def test_training_can_go_back_to_a_checkpoint_from_before_the_first_step(out, saved, name):
     expected, found = read(out, saved, "float32", "0"), read(out, saved, "float32", f"{name}-0")
     # Three steps of Adam, whose first divides each gradient by its own size, rounding included.
     assert largest_difference(found["from_start"], expected["weights"]) < 2e-5
 
 
-@pytest.mark.parametrize(("saved", "name"), layouts.RESUMES)
+@pytest.mark.parametrize(("saved", "name"), layouts.tiered("resume", layouts.RESUMES))
 def test_float32_copies_of_bfloat16_weights_are_gone_on_from(out, saved, name):
     expected, found = read(out, saved, "bfloat16", "0"), read(out, saved, "bfloat16", f"{name}-0")
     assert all(tensor.dtype == torch.bfloat16 for tensor in found["weights"].values())

@@ -278,6 +278,7 @@ def test_a_checkpoint_of_two_tensor_parallel_ranks_scores_in_transformers_as_the
     assert float((plain_scores(MODEL, rows) - expected).abs().max()) > 0.1
 
 
+@pytest.mark.full("the test before this one converts a checkpoint of two ranks")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_checkpoint_of_a_run_over_two_ranks_becomes_a_model_of_transformers_and_weights_of_megatron(tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.worker import HFPolicyWorker
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STEPPED = [name for name in layouts.MASTERS if not name.startswith("value")]
 LAYERS = 4
@@ -86,7 +86,7 @@ def by_hand(file, layout, rank):
 
 
 @pytest.mark.parametrize("when", ["begin", "again"])
-@pytest.mark.parametrize("name", layouts.MASTERS)
+@pytest.mark.parametrize("name", layouts.tiered("masters", layouts.MASTERS))
 def test_every_rank_steps_on_its_own_part_of_the_files_float32_values(models, out, name, when):
     """At the start, and when weights came from a folder after steps on others."""
     layout, found = read(out, name)
@@ -110,7 +110,7 @@ def test_every_rank_steps_on_its_own_part_of_the_files_float32_values(models, ou
         assert torch.equal(torch.cat(shares[where]), values), where
 
 
-@pytest.mark.parametrize("name", layouts.MASTERS)
+@pytest.mark.parametrize("name", layouts.tiered("masters", layouts.MASTERS))
 def test_what_is_computed_with_is_their_rounded_form(models, out, name):
     layout, found = read(out, name)
     file = load_file(models / layout.kind / "model.safetensors")
@@ -150,7 +150,7 @@ def together(tensors):
     return torch.cat([tensors[name].float().flatten() for name in sorted(tensors)])
 
 
-@pytest.mark.parametrize("name", STEPPED)
+@pytest.mark.parametrize("name", layouts.tiered("masters", STEPPED))
 def test_their_first_steps_are_those_of_the_backend_on_transformers(out, by_transformers, name):
     layout, found = read(out, name)
     results, expected = by_transformers(layout.kind)
@@ -164,7 +164,7 @@ def test_their_first_steps_are_those_of_the_backend_on_transformers(out, by_tran
         assert [step.grad_norm for step in rank["steps"]] == pytest.approx([step.grad_norm for step in results], rel=0.02)
 
 
-@pytest.mark.parametrize("name", STEPPED)
+@pytest.mark.parametrize("name", layouts.tiered("masters", STEPPED))
 def test_what_is_published_moves_as_far_as_they_do_on_average(out, name):
     """Of weights that lie anywhere between the points of the grid, some cross to the next, by far more than they moved."""
     for rank in read(out, name)[1]:

@@ -9,7 +9,7 @@ import torch
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.worker import HFPolicyWorker
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def in_order(layout, found, key):
     return rows if order is None else rows[torch.tensor(order).argsort()]
 
 
-@pytest.mark.parametrize("name", layouts.PARITY)
+@pytest.mark.parametrize("name", layouts.tiered("check", layouts.PARITY))
 def test_log_probabilities_are_those_of_transformers(out, plain, name):
     layout, found = read(out, name)
     expected = plain(layout.kind)[1]
@@ -80,7 +80,7 @@ def test_log_probabilities_are_those_of_transformers(out, plain, name):
         assert float((logprobs - expected).abs().max()) < 5e-6
 
 
-@pytest.mark.parametrize("name", layouts.PARITY)
+@pytest.mark.parametrize("name", layouts.tiered("check", layouts.PARITY))
 def test_the_gradient_is_that_of_one_plain_backward_pass(out, plain, name):
     layout, found = read(out, name)
     _, _, _, loss, expected, norm, _ = plain(layout.kind)
@@ -95,7 +95,7 @@ def test_the_gradient_is_that_of_one_plain_backward_pass(out, plain, name):
         assert sum(found[rank][key].metrics["nll"] for rank in replicas) == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in layouts.PARITY if "cp2" not in name])
+@pytest.mark.parametrize("name", layouts.tiered("check", [name for name in layouts.PARITY if "cp2" not in name]))
 def test_every_rank_samples_what_transformers_samples_greedily(out, plain, name):
     layout, found = read(out, name)
     expected = plain(layout.kind)[6]
@@ -105,7 +105,7 @@ def test_every_rank_samples_what_transformers_samples_greedily(out, plain, name)
         assert [ids[:length] for ids, length in zip(answer["output_ids"].tolist(), lengths, strict=True)] == expected
 
 
-@pytest.mark.parametrize("name", layouts.PARITY)
+@pytest.mark.parametrize("name", layouts.tiered("check", layouts.PARITY))
 def test_ten_steps_lead_where_they_lead_the_backend_on_transformers(out, trained, name):
     layout, found = read(out, name)
     results, weights = trained(layout.kind)
@@ -116,7 +116,7 @@ def test_ten_steps_lead_where_they_lead_the_backend_on_transformers(out, trained
         assert [step.grad_norm for step in rank["steps"]] == pytest.approx([step.grad_norm for step in results], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", layouts.PARITY)
+@pytest.mark.parametrize("name", layouts.tiered("check", layouts.PARITY))
 def test_weights_go_in_and_out_exact_to_the_bit_on_every_rank(out, plain, name):
     layout, found = read(out, name)
     expected = plain(layout.kind)[2]

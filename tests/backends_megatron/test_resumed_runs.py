@@ -87,7 +87,11 @@ def weights(folder):
     return found
 
 
-@pytest.mark.parametrize("name", RUNS)
+FULL = pytest.mark.full("a run in bfloat16 resumes in make test; test_checkpoints.py resumes other layouts")
+ALWAYS = ("dpo in bfloat16",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ALWAYS else FULL) for name in RUNS])
 def test_a_run_that_goes_on_is_one_that_was_never_stopped(name, teacher, tmp_path):
     config = dict(RUNS[name])
     if "teacher" in config:

@@ -10,7 +10,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks")]
 over_ranks = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -36,7 +36,7 @@ def trained_on_transformers(folder, rows, steps):
     return before, results, worker.get_values(rows)["values"]
 
 
-@pytest.mark.parametrize("name", layouts.VALUES)
+@pytest.mark.parametrize("name", layouts.tiered("values", layouts.VALUES))
 class TestOverRanks:
     pytestmark = over_ranks
 

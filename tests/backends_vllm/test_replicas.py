@@ -167,6 +167,7 @@ def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(pat
     assert not re.findall(r"Traceback|Exception ignored|resource_tracker|leaked", log.read_text())
 
 
+@pytest.mark.full("core/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill workers in the same places")
 def test_a_replica_that_is_killed_in_a_step_or_in_a_refit_comes_back_and_nothing_is_lost(path, cluster):
     policy, engine = make_policy(path, cluster), VllmGeneration(cluster, section(path))
     assert engine.group.world_size == 2

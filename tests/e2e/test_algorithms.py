@@ -98,7 +98,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+FULL_VARIANTS = pytest.mark.full("tests/train/algorithms proves the formulas; grpo, dapo and gdpo learn in make test")
+ALWAYS_VARIANTS = ("grpo", "dapo", "gdpo")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS_VARIANTS else FULL_VARIANTS) for name in VARIANTS]
+)
 def test_rewards_teach_sums_that_were_never_asked(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "two_rewards", sys.modules[__name__])
     steps = run(tmp_path, merged(SUMS, VARIANTS[name]))
@@ -144,7 +150,13 @@ PREFERENCE_LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+FULL_LOSSES = pytest.mark.full("tests/train/algorithms proves the formulas; dpo and simpo learn in make test")
+ALWAYS_LOSSES = ("dpo", "simpo")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS_LOSSES else FULL_LOSSES) for name in PREFERENCE_LOSSES]
+)
 def test_pairs_teach_which_of_two_unseen_answers_is_better(name, tmp_path):
     steps = run(tmp_path, preferences(tmp_path, loss_fn=PREFERENCE_LOSSES[name]))
     # Ties of a policy with its own copy count half; without a reference, the pupil prefers what it says itself.
@@ -152,6 +164,7 @@ def test_pairs_teach_which_of_two_unseen_answers_is_better(name, tmp_path):
     assert steps[10]["validation/accuracy"] > 0.9
 
 
+@pytest.mark.full("test_resume_of_algorithms.py resumes dpo over two ranks, bit for bit")
 def test_the_example_of_preferences_goes_on_after_a_stop_as_if_there_had_been_none(tmp_path):
     example = MODEL.parents[1] / "dpo_addition.yaml"
 

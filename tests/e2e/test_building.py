@@ -40,6 +40,7 @@ def test_a_worker_that_cannot_read_its_model_fails_the_building_with_its_name_an
     run.assert_gone()
 
 
+@pytest.mark.full("the test before this one fails in the same place; backends_vllm/test_config.py has the words of the engine")
 @pytest.mark.vllm
 def test_an_engine_that_refuses_its_arguments_fails_the_building_with_its_own_words(train, tmp_path):
     # A known argument with a value that only the engine can refuse.

@@ -91,7 +91,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+FULL = pytest.mark.full("tests/train/algorithms proves the divergences; the forward one learns in make test")
+ALWAYS = ("forward",)
+
+
+@pytest.mark.parametrize("form", [pytest.param(name, marks=() if name in ALWAYS else FULL) for name in FORMS])
 def test_a_pupil_comes_to_say_what_its_teacher_says(form, teacher, tmp_path):
     steps = distil(tmp_path, teacher, FORMS[form])
     first, last, kl = steps[0], steps[25], f"validation/kl_{form}"
@@ -215,6 +219,7 @@ def test_given_answers_are_distilled_in_the_steps_that_are_not_sampled(teacher, 
     assert steps[10]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.05
 
 
+@pytest.mark.full("the test before this one distills given answers in half of its steps")
 def test_distillation_of_given_answers_alone_learns_from_the_teacher_and_not_from_the_answers(teacher, tmp_path):
     # Three of ten answers that need a carry forget it; the teacher seldom does, and is believed.
     steps = distil(

@@ -43,6 +43,7 @@ def run_here(folder, changes, name="run"):
     return metrics_of(folder, name)
 
 
+@pytest.mark.full("GAE and both losses are proved in tests/train/algorithms; other tests here compare the steps of whole runs")
 def test_rewards_and_a_critic_teach_sums_that_were_never_asked(tmp_path):
     steps = run_here(
         tmp_path,
@@ -132,7 +133,10 @@ def test_rollouts_of_several_turns_train_on_the_model_s_words_alone(tmp_path):
     assert steps[2]["tokens/trained"] == pytest.approx(2 * 16 * steps[2]["length/mean"])
 
 
-@pytest.mark.parametrize("with_adapters", [("policy",), ("policy", "value")])
+FULL = pytest.mark.full("adapters of policy and critic train in make test")
+
+
+@pytest.mark.parametrize("with_adapters", [pytest.param(("policy",), marks=FULL), ("policy", "value")])
 def test_policy_and_critic_may_be_adapters(with_adapters, tmp_path):
     lora = {name: {"hf_cfg": {"lora": {"rank": 4}}} for name in with_adapters}
     steps = run_here(tmp_path, {**lora, "ppo": {"max_num_steps": 3}})

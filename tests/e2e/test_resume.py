@@ -82,6 +82,9 @@ def held(train, tmp_path):
     return Held()
 
 
+@pytest.mark.full(
+    "test_ppo.py kills and resumes a run, test_stopped_runs.py stops one over Ray; core/cluster/test_no_orphans.py"
+)
 def test_a_run_that_is_killed_that_loses_a_worker_and_that_is_interrupted_ends_as_one_that_was_never_stopped(
     never_stopped, held, tmp_path
 ):

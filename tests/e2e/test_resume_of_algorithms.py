@@ -80,7 +80,15 @@ def differing(one, other):
     return [name for name, tensor in one.items() if not tensor.equal(other[name])]
 
 
-@pytest.mark.parametrize(("algorithm", "cluster"), CASES, ids=[algorithm for algorithm, _ in CASES])
+FULL = pytest.mark.full("dpo over two ranks and grpo resume in make test, and test_ppo.py resumes ppo after a kill")
+ALWAYS = ("dpo", "grpo")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "cluster"),
+    [pytest.param(*case, marks=() if case[0] in ALWAYS else FULL) for case in CASES],
+    ids=[algorithm for algorithm, _ in CASES],
+)
 def test_a_run_that_is_resumed_equals_one_that_was_never_stopped(algorithm, cluster, tmp_path, local_ray):
     config = {
         **RUNS[algorithm],

@@ -67,6 +67,9 @@ def assert_nothing_is_left_of(run, folder):
     assert not [path for pid in pids for path in Path("/dev/shm").glob(f"rlcore-{pid}-*")]
 
 
+@pytest.mark.full(
+    "core/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill the same workers without a run around them"
+)
 def test_a_run_whose_generation_workers_are_killed_takes_the_steps_of_an_undisturbed_one(train, tmp_path):
     undisturbed = train(TWO_RANKS, folder=tmp_path / "undisturbed")
     # One replica in the second step's sampling, the other in the refit that follows from it.
@@ -92,6 +95,9 @@ def test_a_run_whose_generation_workers_are_killed_takes_the_steps_of_an_undistu
     assert_nothing_is_left_of(run, folder)
 
 
+@pytest.mark.full(
+    "core/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill the same workers without a run around them"
+)
 def test_a_run_that_may_replace_nobody_stops_and_goes_on_from_its_checkpoint_where_it_may(train, tmp_path):
     mortal(tmp_path, "generate-6-0")
     changes = {**TWO_RANKS, "checkpointing": {"save_period": 1}}

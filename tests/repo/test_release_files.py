@@ -57,6 +57,25 @@ def test_pre_commit_hooks_run_the_commands_of_make_lint_without_downloads():
     assert [hook["entry"] for hook in local["hooks"]] == makefile_commands("lint")
 
 
+def test_make_test_is_what_ci_runs_and_leaves_out_only_tests_marked_full():
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec make test"
+    [run] = [command for command in makefile_commands("test") if "pytest" in command]
+    assert run.endswith(' --no-loadscope-reorder -m "not full"')
+    [everything] = [command for command in makefile_commands("test-full") if "pytest" in command]
+    assert everything == ".venv/bin/pytest --closing-line tests"
+
+
+def test_every_mark_full_says_what_covers_the_behavior_in_make_test():
+    marks = {
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1}": found[1]
+        for path in (ROOT / "tests").rglob("*.py")
+        for text in [path.read_text()]
+        for found in re.finditer(r"mark\.full\b(?!\\)(.{0,30})", text, flags=re.DOTALL)
+    }
+    assert len(marks) > 10
+    assert {place: after for place, after in marks.items() if not re.match(r'\(\s*"\w+', after)} == {}
+
+
 def test_the_docker_image_is_built_with_the_makefile_from_files_that_are_not_ignored():
     text = (ROOT / "Dockerfile").read_text()
     assert "Not run on this hardware" in text

@@ -11,6 +11,8 @@ import psutil
 import pytest
 from cluster_workers import lives, wait_until
 
+pytestmark = pytest.mark.ray
+
 _DRIVER = """
 import sys, time
 from pathlib import Path

@@ -18,6 +18,8 @@ from cluster_workers import lives, wait_until
 
 from rl_core.cluster import guard
 
+pytestmark = pytest.mark.ray
+
 _DRIVER = """
 import multiprocessing, os, subprocess, sys, time
 from rl_core.cluster import ActorPool, RayVirtualCluster, RayWorkerGroup
