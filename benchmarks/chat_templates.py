@@ -13,7 +13,7 @@ Usage:
     python benchmarks/chat_templates.py tokenizers [--templates FOLDER_OF_JINJA_FILES] [--out results.md]
 
 `--templates` takes Jinja files (`models/templates` of llama.cpp has many, named after their models). Each is used with a
-tokenizer of the folder, one of its own family if there is one; special tokens that the template writes are added to it.
+tokenizer of the folder, one of the same model family if there is one; special tokens that the template writes are added to it.
 """
 
 from __future__ import annotations

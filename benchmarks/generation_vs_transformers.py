@@ -68,7 +68,7 @@ def prompts_of(arguments: argparse.Namespace, vocabulary: int) -> list[list[int]
     return [prompt for prompt in unique for _ in range(arguments.group)]
 
 
-def ours(model: transformers.PreTrainedModel, prompts: list[list[int]], lengths: torch.Tensor) -> Callable[[], int]:
+def rlcore_generate(model: transformers.PreTrainedModel, prompts: list[list[int]], lengths: torch.Tensor) -> Callable[[], int]:
     width = max(len(prompt) for prompt in prompts)
     batch = BatchedDataDict(
         input_ids=torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts]),
@@ -79,7 +79,7 @@ def ours(model: transformers.PreTrainedModel, prompts: list[list[int]], lengths:
     return lambda: int(sampler.generate(batch)["generation_lengths"].sum())
 
 
-def theirs(model: transformers.PreTrainedModel, prompts: list[list[int]], lengths: torch.Tensor) -> Callable[[], int]:
+def hf_generate(model: transformers.PreTrainedModel, prompts: list[list[int]], lengths: torch.Tensor) -> Callable[[], int]:
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
@@ -142,9 +142,12 @@ def main() -> None:
     if arguments.ragged:
         lengths = torch.randint(max(1, arguments.new_tokens // 4), arguments.new_tokens + 1, (len(prompts),))
         lengths[0] = arguments.new_tokens
-    runs = {"rl-backends-hf": ours(model, prompts, lengths), "transformers": theirs(model, prompts, lengths)}
+    runs = {
+        "rl-backends-hf": rlcore_generate(model, prompts, lengths),
+        "transformers": hf_generate(model, prompts, lengths),
+    }
     warm_up = torch.full_like(lengths, 2)
-    ours(model, prompts, warm_up)(), theirs(model, prompts, warm_up)()
+    rlcore_generate(model, prompts, warm_up)(), hf_generate(model, prompts, warm_up)()
     # Take turns, so that other load on the machine affects both sides.
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.repeats):

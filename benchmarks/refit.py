@@ -140,7 +140,7 @@ def _call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return getattr(_worker, method)(*args, **kwargs) if plain else _worker.timed(method, *args, **kwargs)
 
 
-class Face:
+class WorkerProxy:
     """A worker in a separate process."""
 
     start, call = staticmethod(_start), staticmethod(_call)
@@ -167,7 +167,7 @@ class Face:
         return call
 
 
-def measure(policy: Face, engine: Face, transport: type, rounds: int) -> dict[str, float]:
+def measure(policy: WorkerProxy, engine: WorkerProxy, transport: type, rounds: int) -> dict[str, float]:
     """Median seconds of each item; a memcpy before each refit."""
     name = transport.name  # type: ignore[attr-defined]
     sync = WeightSynchronizer(
@@ -214,7 +214,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ[DEVICE] = options.device
     machine = "no GPU" if options.device == "cpu" else f"on one {torch.cuda.get_device_name()}"
-    policy, engine = Face(Policy), Face(Engine)
+    policy, engine = WorkerProxy(Policy), WorkerProxy(Engine)
     try:
         size = sum(torch.Size(shape).numel() for shape in shapes().values()) * 4
         lines = [

@@ -201,7 +201,7 @@ def _call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return getattr(_side, method)(*args, **kwargs) if plain else _side.timed(method, *args, **kwargs)
 
 
-class Face(refit.Face):
+class WorkerProxy(refit.WorkerProxy):
     """One side, in a separate process."""
 
     start, call = staticmethod(_start), staticmethod(_call)
@@ -271,7 +271,7 @@ def main() -> None:
         }
         environment = {**os.environ, **worker_environment(use_gpus=ON_GPU), **own}
         sys.exit(subprocess.call([sys.executable, *sys.argv, "--inside"], env=environment))
-    policy, engine = Face(Policy), Face(Engine)
+    policy, engine = WorkerProxy(Policy), WorkerProxy(Engine)
     try:
         found = measure(options, policy, engine)
     finally:

@@ -1,4 +1,4 @@
-"""Makes the quickstart's model before any training: about a million random parameters of a Llama, and its tokenizer.
+"""Writes the untrained quickstart model, a Llama with about a million random parameters, and its tokenizer.
 
 python examples/addition/make_init_model.py runs/addition-init
 rlcore train examples/sft_addition.yaml
@@ -22,10 +22,10 @@ def make_model(vocabulary_size: int, *, eos_token_id: int, pad_token_id: int, se
             vocab_size=vocabulary_size,
             hidden_size=192,
             intermediate_size=768,
-            num_hidden_layers=2,  # two wide layers learn sums about twice as fast as four narrow ones of the same size
+            num_hidden_layers=2,  # two wide layers learn sums about twice as fast as four narrow ones of equal size
             num_attention_heads=6,
             num_key_value_heads=6,
-            initializer_range=0.06,  # near 1/sqrt(hidden_size); the usual 0.02 loses a third of the training to a slow start
+            initializer_range=0.06,  # near 1/sqrt(hidden_size); the usual 0.02 wastes a third of the training on a slow start
             max_position_embeddings=128,
             tie_word_embeddings=True,
             bos_token_id=None,
@@ -36,7 +36,7 @@ def make_model(vocabulary_size: int, *, eos_token_id: int, pad_token_id: int, se
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description="Make the quickstart's untrained model.")
+    arguments = argparse.ArgumentParser(description="Write the untrained quickstart model.")
     arguments.add_argument("folder", type=Path)
     arguments.add_argument("--seed", type=int, default=0)
     chosen = arguments.parse_args()

@@ -1,4 +1,4 @@
-"""Makes the preferences of `examples/dpo_addition.yaml`: sums that carry, rightly answered and by a pupil who forgot to.
+"""Writes the preference pairs of `examples/dpo_addition.yaml`: the correct sum and the sum without carries.
 
 python examples/addition/make_preferences.py examples/addition/preferences
 """
@@ -14,7 +14,7 @@ from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying
 
 
 def preferences(split: str, number: int) -> Iterator[dict[str, str]]:
-    """So many pairs of answers to sums of the split; most sums of two digits carry, and the others are passed over."""
+    """`number` preference pairs for sums of the split. Sums without a carry are skipped; most two-digit sums have one."""
     sums = ArithmeticDataset({"num_samples": 3 * number, "min_digits": 2, "split": split})
     for index in range(len(sums)):
         problem = sums.problem(index)

@@ -1,4 +1,4 @@
-"""Makes the quickstart's tokenizer: one token a character, so that `12+34=` is six tokens and its answer two and an end.
+"""Writes the quickstart tokenizer. Each character is a token: `12+34=` has six tokens and its answer two plus eos.
 
 python examples/addition/make_tokenizer.py examples/addition/tokenizer
 """
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""A question is its own characters, an answer its own and the end: no words, no roles."""
+"""Chat template without roles: a question is its content, an answer its content and eos."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -39,6 +39,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description="Make the quickstart's tokenizer.")
+    arguments = argparse.ArgumentParser(description="Write the quickstart tokenizer.")
     arguments.add_argument("folder", type=Path)
     make_tokenizer().save_pretrained(arguments.parse_args().folder)

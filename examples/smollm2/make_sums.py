@@ -1,10 +1,10 @@
-"""Writes sums as prompts with one worked example, for reinforcement learning; the same files every time.
+"""Writes addition prompts with one worked example, for reinforcement learning. The output is deterministic.
 
     python examples/smollm2/make_sums.py examples/smollm2
 
 A prompt is a system message that asks for a box, one worked example as an earlier turn, and the question. All sums of two
-numbers from 1 to 12 are written, except the worked example's. A hash of the two numbers, whatever their order, decides whether
-a sum is held out, so `3 + 9` in training does not give the held-out `9 + 3` away.
+numbers from 1 to 12 are written, except the worked example's. A hash of the two numbers, in either order, decides whether
+a sum is held out, so `3 + 9` in training does not reveal the held-out `9 + 3`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SYSTEM = "You do sums. Put the final answer in \\boxed{}."
 
 
 def question(a: int, b: int) -> str:
-    """What the user asks."""
+    """The user message."""
     return f"What is {a} + {b}?"
 
 

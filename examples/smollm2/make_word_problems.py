@@ -1,9 +1,9 @@
-"""Writes word problems as conversations and as preference pairs; the same files every time.
+"""Writes word problems as conversations and preference pairs. The output is deterministic.
 
     python examples/smollm2/make_word_problems.py examples/smollm2
 
-An answer is a sentence that repeats the sum, and one that says its result. That is the chosen answer of a pair; the rejected
-one has the same words about a wrong result, or the right result without the form. No held-out problem is one that is taught.
+An answer has one sentence with the sum and one with the result. This is the chosen answer of a pair; the rejected answer has
+the same format with a wrong result, or the correct result in another format. Held-out problems are not in the training data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STORIES = (
 
 
 def problems(rng: random.Random) -> Iterator[tuple[str, str, int, str]]:
-    """Question, sum, result and things of one problem after another, without end and without repeating one."""
+    """Yields question, sum, result and things of distinct problems, without end."""
     seen = set()
     while True:
         operation, story = rng.choice(STORIES)
@@ -40,12 +40,12 @@ def problems(rng: random.Random) -> Iterator[tuple[str, str, int, str]]:
 
 
 def answer(expression: str, result: int, things: str) -> str:
-    """The form that is taught."""
+    """The answer in the format to learn."""
     return f"{expression} = {result}, so there are {result} {things}. The answer is {result}."
 
 
 def rejected(rng: random.Random, expression: str, result: int, things: str) -> str:
-    """Another answer: wrong in the taught form, or right in another."""
+    """A rejected answer: a wrong result in this format, or the correct result in another."""
     wrong = result + rng.choice([step for step in (-3, -2, -1, 1, 2, 3, 10) if result + step > 0])
     return rng.choice([answer(expression, wrong, things), f"{result}", f"Let us see. I think it must be {result} {things}."])
 

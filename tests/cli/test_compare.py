@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rlcore_cli.compare.comparison import compare_runs
-from rlcore_cli.compare.terminal import verdict_words
+from rlcore_cli.compare.terminal import better_runs
 from rlcore_cli.report.run_folder import read_run_folder
 
 
@@ -36,35 +36,35 @@ def two(write_run, tmp_path):
     return tmp_path / "a", tmp_path / "b"
 
 
-def verdicts(*folders):
+def metrics(*folders):
     comparison = compare_runs([read_run_folder(folder) for folder in folders])
-    return comparison, {verdict.metric: verdict for verdict in comparison.verdicts}
+    return comparison, {found.metric: found for found in comparison.metrics}
 
 
 def test_the_final_and_the_best_value_of_each_metric_are_found_with_their_steps(two):
-    _, by_name = verdicts(*two)
+    _, by_name = metrics(*two)
     accuracy = by_name["validation/accuracy"]
     assert (accuracy.finals, accuracy.bests) == (((0.6, 3), (0.7, 3)), ((0.9, 2), (0.7, 3)))
-    assert verdict_words(accuracy, ("A", "B")) == "final: B, best: A"
-    assert verdict_words(by_name["validation/loss"], ("A", "B")) == "equal"
+    assert better_runs(accuracy, ("A", "B")) == "final: B, best: A"
+    assert better_runs(by_name["validation/loss"], ("A", "B")) == "equal"
     assert by_name["validation/loss"].bests == ((1 / 3, 3), (1 / 3, 3))
 
 
 def test_a_metric_that_has_no_better_way_gets_no_verdict(two):
-    _, by_name = verdicts(*two)
+    _, by_name = metrics(*two)
     assert by_name["entropy/sampled"].bests is None
-    assert verdict_words(by_name["entropy/sampled"], ("A", "B")) == ""
+    assert better_runs(by_name["entropy/sampled"], ("A", "B")) == ""
 
 
 def test_only_what_differs_in_config_and_versions_is_listed(two):
-    comparison, _ = verdicts(*two)
+    comparison, _ = metrics(*two)
     assert comparison.settings == (("grpo.seed", ("3", "4")), ("policy", ("{}", "—")), ("policy.lr", ("—", "0.1")))
     assert comparison.versions == (("torch", ("2.13", "2.14")),)
 
 
 def test_a_metric_that_one_run_lacks_is_named_not_judged(two, write_run, tmp_path):
     other = write_run(tmp_path / "c", steps=2)
-    comparison, by_name = verdicts(two[0], other)
+    comparison, by_name = metrics(two[0], other)
     assert comparison.not_shared == ("validation/accuracy", "validation/loss")
     assert "validation/accuracy" not in by_name
 
@@ -75,12 +75,12 @@ def test_runs_of_different_length_are_compared_at_the_last_common_step(write_run
 
     short = write_run(tmp_path / "short", steps=3, metrics=lambda step: {"validation/accuracy": 0.1 * step + 0.05})
     long = write_run(tmp_path / "long", steps=8, metrics=accuracy)
-    comparison, by_name = verdicts(short, long)
+    comparison, by_name = metrics(short, long)
     found = by_name["validation/accuracy"]
     assert found.step == 3
     assert [step for _, step in found.finals] == [3, 3]
     assert [step for _, step in found.bests] == [3, 3]
-    assert verdict_words(found, ("A", "B")) == "A", "the longer run is not better because it went on"
+    assert better_runs(found, ("A", "B")) == "A", "the longer run is not better because it went on"
     assert comparison.lengths_differ
     assert "compared up to the last step that all runs have" in rlcore("compare", short, long).stdout
 
@@ -88,8 +88,8 @@ def test_runs_of_different_length_are_compared_at_the_last_common_step(write_run
 def test_runs_without_a_common_step_have_no_better_one(write_run, tmp_path):
     even = write_run(tmp_path / "even", steps=4, metrics=lambda step: {"validation/accuracy": 0.5} if step % 2 == 0 else {})
     odd = write_run(tmp_path / "odd", steps=4, metrics=lambda step: {"validation/accuracy": 0.6} if step % 2 else {})
-    found = verdicts(even, odd)[1]["validation/accuracy"]
-    assert (found.step, found.bests, verdict_words(found, ("A", "B"))) == (None, None, "")
+    found = metrics(even, odd)[1]["validation/accuracy"]
+    assert (found.step, found.bests, better_runs(found, ("A", "B"))) == (None, None, "")
 
 
 @pytest.mark.parametrize(("first", "second", "words"), [(2e-13, 5e-13, "equal"), (0.3, 0.3000009, "equal"), (0.3, 0.31, "A")])
@@ -98,13 +98,13 @@ def test_rounding_noise_makes_no_run_better(write_run, tmp_path, first, second, 
         write_run(tmp_path / name, steps=2, metrics=lambda step, value=value: {"validation/loss": value})
         for name, value in (("a", first), ("b", second))
     ]
-    assert verdict_words(verdicts(*folders)[1]["validation/loss"], ("A", "B")) == words
+    assert better_runs(metrics(*folders)[1]["validation/loss"], ("A", "B")) == words
 
 
 def test_three_runs_are_counted_against_the_first(two, write_run, tmp_path):
     third = write_run(tmp_path / "c", steps=3, metrics=lambda step: {"validation/accuracy": 0.7, "validation/loss": 1.0 / step})
-    _, by_name = verdicts(*two, third)
-    assert verdict_words(by_name["validation/accuracy"], ("A", "B", "C")) == "final: B and C, best: A"
+    _, by_name = metrics(*two, third)
+    assert better_runs(by_name["validation/accuracy"], ("A", "B", "C")) == "final: B and C, best: A"
 
 
 def test_the_terminal_shows_curves_differences_and_the_table(two):

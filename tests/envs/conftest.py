@@ -1,4 +1,4 @@
-"""Conversations and one running mathematics environment for this room's tests."""
+"""Conversations and a running math environment for the tests of this folder."""
 
 from __future__ import annotations
 

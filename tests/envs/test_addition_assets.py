@@ -1,4 +1,4 @@
-"""The quickstart's tokenizer and untrained model: the scripts make what Transformers loads, and text comes back exactly."""
+"""Tokenizer and untrained model of the quickstart: Transformers loads them, and text survives encoding and decoding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def made(tmp_path_factory):
     return folder
 
 
-def test_a_question_is_its_characters_and_an_answer_ends_with_the_end(made):
+def test_questions_are_tokenized_by_character_and_answers_end_with_eos(made):
     tokenizer = AutoTokenizer.from_pretrained(made)
     messages = [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": "46"}]
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
@@ -41,7 +41,7 @@ def test_every_generated_text_survives_the_tokenizer(made):
     assert not any(tokenizer.unk_token_id in row for row in ids)
 
 
-def test_the_untrained_model_is_what_transformers_loads_and_ends_with_the_tokenizers_end(made):
+def test_transformers_loads_the_untrained_model_with_the_eos_token_of_the_tokenizer(made):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
     assert model.config.vocab_size == len(tokenizer)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""Generated arithmetic: exact answers, records that are functions of their index, and splits that share nothing."""
+"""Generated arithmetic: exact answers, records that depend only on their index, and disjoint splits."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_no_validation_question_is_ever_in_training(seed):
     assert all(asked.values())
 
 
-def test_the_splits_part_all_pairs_whatever_their_order_and_one_in_eight_is_held_out():
+def test_splits_are_disjoint_in_either_operand_order_and_one_pair_in_eight_is_held_out():
     pairs = list(itertools.combinations_with_replacement(range(10, 100), 2))
     held_out = [pair for pair in pairs if is_held_out(*pair)]
     assert all(is_held_out(left, right) == is_held_out(right, left) for left, right in pairs)
     assert len(held_out) / len(pairs) == pytest.approx(1 / 8, abs=0.02)  # 4095 pairs: 4 standard deviations
 
 
-def test_operands_have_the_digits_asked_for_and_operations_come_evenly():
+def test_operands_have_the_configured_digits_and_operations_are_equally_frequent():
     dataset = ArithmeticDataset({**ALL, "min_digits": 2, "max_digits": 3, "num_samples": 3000})
     problems = [dataset.problem(i) for i in range(3000)]
     assert {len(str(n)) for p in problems for n in (p.left, p.right)} == {2, 3}
@@ -71,7 +71,7 @@ def test_operands_have_the_digits_asked_for_and_operations_come_evenly():
     assert min(counts.values()) > 880  # 1000 each; 26 is a standard deviation
 
 
-def test_the_response_is_scored_as_right_in_both_styles():
+def test_the_response_is_scored_as_correct_in_both_styles():
     for style in ("plain", "chat"):
         dataset = ArithmeticDataset({**ALL, "style": style, "with_response": True, "num_samples": 200})
         records = [dataset[i] for i in range(200)]
@@ -79,21 +79,21 @@ def test_the_response_is_scored_as_right_in_both_styles():
         assert scored.rewards.tolist() == [1.0] * 200
 
 
-def test_a_forgotten_carry_is_the_column_sum_brute_force():
+def test_a_dropped_carry_gives_the_column_sum_brute_force():
     assert [add_without_carrying(*pair) for pair in ((38, 24), (58, 67), (12, 34), (9, 5), (95, 7))] == [52, 115, 46, 14, 92]
     for left, right in itertools.product(range(10, 100), repeat=2):
         tens, units = left // 10 + right // 10, (left % 10 + right % 10) % 10
         assert add_without_carrying(left, right) == int(f"{tens}{units}")
 
 
-def test_the_stated_share_of_responses_forgets_and_what_is_expected_stays_exact():
+def test_the_configured_fraction_of_responses_drops_carries_and_expected_answers_stay_exact():
     dataset = ArithmeticDataset({"min_digits": 2, "with_response": True, "forgotten_carries": 0.6, "num_samples": 4000})
     right = [dataset[i]["messages"][1]["content"] == dataset[i]["extra_env_info"]["expected_answer"] for i in range(4000)]
     assert all(dataset[i]["extra_env_info"]["expected_answer"] == str(dataset.problem(i).answer) for i in range(4000))
     assert sum(right) / 4000 == pytest.approx(1 - 0.6 * 0.45, abs=0.03)  # 45 of 100 pairs of units carry; 4 standard deviations
 
 
-def test_forgotten_carries_of_anything_but_answered_sums_are_refused():
+def test_forgotten_carries_without_responses_to_sums_is_an_error():
     for config in ({"forgotten_carries": 0.5}, {"forgotten_carries": 0.5, "with_response": True, "operations": ["*"]}):
         with pytest.raises(ConfigError, match="forgotten_carries"):
             ArithmeticDataset(config)
@@ -104,7 +104,7 @@ def test_a_plain_prompt_is_the_bare_question_and_a_chat_prompt_asks_for_a_box():
     assert "\\boxed{}" in ArithmeticDataset({"style": "chat"})[0]["messages"][0]["content"]
 
 
-def test_the_exact_number_and_nothing_else_is_right_brute_force():
+def test_only_the_exact_number_is_correct_brute_force():
     environment = ArithmeticEnvironment()
     numbers = [str(n) for n in range(-60, 200)]
     for expected in ("46", "0", "-22", "123"):
@@ -123,13 +123,13 @@ def test_white_space_around_the_number_is_allowed():
     assert score(ArithmeticEnvironment(), " 46", "46\n").rewards.tolist() == [1.0, 1.0]
 
 
-def test_the_format_reward_is_paid_for_any_whole_number():
+def test_the_format_reward_is_added_for_any_whole_number():
     scored = score(ArithmeticEnvironment({"format_reward": 0.25}), "46", "47", "hm")
     assert scored.rewards.tolist() == [1.25, 0.25, 0.0]
     assert scored.answers == ["46", "47", None]
 
 
-def test_metrics_tell_right_from_merely_well_formed():
+def test_metrics_distinguish_correct_from_well_formed_answers():
     environment = ArithmeticEnvironment({"format_reward": 2.0})
     scored = score(environment, "46", "47", "hm", "")
     batch = BatchedDataDict({"rewards": scored.rewards, "answers": scored.answers})
@@ -157,7 +157,7 @@ def test_a_huge_number_is_compared_as_text():
     assert score(ArithmeticEnvironment(), digits).rewards.tolist() == [0.0]
 
 
-def test_rows_of_one_call_do_not_influence_each_other():
+def test_rows_of_one_call_do_not_affect_each_other():
     environment = ArithmeticEnvironment()
     texts = ["46", "hm", "47", "46"]
     together = score(environment, *texts).rewards
@@ -165,7 +165,7 @@ def test_rows_of_one_call_do_not_influence_each_other():
     assert torch.equal(together, alone)
 
 
-def test_digits_that_hold_no_pair_of_the_split_are_refused():
+def test_digits_without_a_pair_in_the_split_are_an_error():
     with pytest.raises(ConfigError, match="min_digits"):
         ArithmeticDataset({"min_digits": 3, "max_digits": 2})
     with pytest.raises(IndexError):
@@ -178,6 +178,6 @@ def test_one_digit_has_pairs_in_both_splits():
         assert ArithmeticDataset({"max_digits": 1, "split": split})[0]["messages"]
 
 
-def test_metadata_without_an_expected_answer_is_refused():
+def test_metadata_without_an_expected_answer_is_an_error():
     with pytest.raises(DataError, match="expected_answer"):
         ArithmeticEnvironment().step([[{"role": "assistant", "content": "1"}]], [{}])

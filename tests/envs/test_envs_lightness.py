@@ -1,4 +1,4 @@
-"""Importing the distribution, its config or its plugin loads nothing heavy, and what it names is there."""
+"""Importing the distribution, its config or its plugin loads nothing heavy, and all exported names exist."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def test_name_config_and_plugin_import_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_the_comparing_process_imports_no_torch():
+def test_the_grading_process_does_not_import_torch():
     code = "import sys, rl_envs.math.worker; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_everything_named_is_there():
+def test_all_exported_names_exist():
     assert [getattr(rl_envs, name).__name__ for name in rl_envs.__all__] == rl_envs.__all__
 
 

@@ -1,4 +1,4 @@
-"""The README's Python runs as printed, and prints what its comments say."""
+"""The Python examples of the README run and print what their comments say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number game: a player that halves the range wins, and what a row remembers travels in its metadata."""
+"""The number game: binary search wins, and the state of a game is in the metadata of its row."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def play(environment, records):
     return rewards, metadata
 
 
-def test_halving_wins_every_game_of_a_hundred_in_seven_guesses():
+def test_binary_search_finds_every_number_up_to_a_hundred_in_seven_guesses():
     dataset = GuessNumberDataset({"num_samples": 300})
     rewards, metadata = play(GuessNumberEnvironment(), [dataset[i] for i in range(300)])
     assert rewards == [1.0] * 300
@@ -64,7 +64,7 @@ def test_the_game_ends_after_the_last_guess():
     assert 0.0 < sum(rewards) / 300 < 0.2  # three guesses reach 7 of 100 numbers
 
 
-def test_the_hints_are_true():
+def test_the_hints_are_correct():
     environment = GuessNumberEnvironment({"higher": "+", "lower": "-"})
     guesses = ["36", "37", "38", "no", "", "37.", "9" * 5000]
     answer = environment.step(
@@ -76,7 +76,7 @@ def test_the_hints_are_true():
     assert answer.answers == ["36", "37", "38", None, None, None, None]
 
 
-def test_the_metadata_handed_in_is_not_changed():
+def test_the_input_metadata_is_not_changed():
     info = {"secret": 5, "guesses": 2}
     answer = GuessNumberEnvironment().step([[{"role": "assistant", "content": "1"}]], [info])
     assert (info["guesses"], answer.metadata[0]["guesses"]) == (2, 3)
@@ -91,7 +91,7 @@ def test_metrics_are_games_won_and_guesses_made():
     assert environment.global_post_process_and_metrics(batch)[1] == {"accuracy": 0.5, "mean_guesses": 2.0}
 
 
-def test_secrets_lie_in_the_range_and_depend_on_seed_and_index_alone():
+def test_secrets_are_in_the_range_and_depend_only_on_seed_and_index():
     config = {"lowest": 3, "highest": 9, "num_samples": 500, "question": "{lowest}-{highest}="}
     dataset = GuessNumberDataset(config)
     secrets = [dataset[i]["extra_env_info"]["secret"] for i in range(500)]
@@ -100,8 +100,8 @@ def test_secrets_lie_in_the_range_and_depend_on_seed_and_index_alone():
     assert dataset[0]["messages"] == [{"role": "user", "content": "3-9="}]
 
 
-def test_mistakes_are_named():
-    with pytest.raises(ConfigError, match="no number to think of"):
+def test_invalid_configs_and_metadata_are_errors():
+    with pytest.raises(ConfigError, match="the range is empty"):
         GuessNumberDataset({"lowest": 2, "highest": 1})
     with pytest.raises(DataError, match="secret"):
         GuessNumberEnvironment().step([[{"role": "assistant", "content": "1"}]], [{}])

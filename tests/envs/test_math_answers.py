@@ -1,4 +1,4 @@
-"""What counts as the final answer, and which answers are equal: the environment on a labeled corpus and on single cases."""
+"""Extraction and comparison of final answers: the environment on a labeled corpus and on single cases."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WRITTEN_FALSE_NEGATIVES = [
 ]
 
 
-def test_the_default_rule_pays_no_wrong_answer_of_the_written_corpus(grader):
+def test_the_default_rule_rewards_no_wrong_answer_of_the_written_corpus(grader):
     rows = rows_of("written.jsonl")
     matrix, others = confusion(rows, grader.grade(*[(row["expected"], row["completion"]) for row in rows]))
     assert others == WRITTEN_FALSE_NEGATIVES
@@ -105,7 +105,7 @@ def test_finding_the_box_takes_linear_time():
     assert time.process_time() - started < 5.0  # 0.3 s; a quadratic search takes minutes
 
 
-def test_what_was_read_and_how_it_ended_come_back(grader):
+def test_answers_and_outcomes_are_returned(grader):
     graded = grader.grade(("4", r"\boxed{4}"), ("4", r"\boxed{5}"), ("4", "hm"), ("4", r"\boxed{}"))
     assert graded.answers == ["4", "5", None, None]
     assert [row["grading"] for row in graded.metadata] == ["right", "wrong", "no_answer", "no_answer"]
@@ -114,7 +114,7 @@ def test_what_was_read_and_how_it_ended_come_back(grader):
     assert str(graded.rewards.dtype) == "torch.float32"
 
 
-def test_the_models_last_message_alone_is_read(grader):
+def test_only_the_last_message_is_graded(grader):
     examples = [
         {"role": "user", "content": "1+1?"},
         {"role": "assistant", "content": r"\boxed{2}"},
@@ -133,12 +133,12 @@ def test_ground_truth_and_numbers_are_accepted_as_expected_answers(grader):
     assert graded.rewards.tolist() == [1.0, 1.0, 0.0]
 
 
-def test_a_row_without_an_expected_answer_is_named(grader):
-    with pytest.raises(DataError, match=r"Row 1 has no expected answer: its metadata holds \['solution'\]"):
+def test_a_row_without_an_expected_answer_is_an_error(grader):
+    with pytest.raises(DataError, match=r"Row 1 has no expected answer: its metadata has \['solution'\]"):
         grader.environment.step([[{"role": "assistant", "content": "1"}]] * 2, [{"expected_answer": "1"}, {"solution": "1"}])
 
 
-def test_an_unknown_key_of_the_config_is_named():
+def test_an_unknown_config_key_is_an_error():
     with pytest.raises(ConfigError, match="timeout"):
         MathEnvironment({"timeout": 3})
 
@@ -202,7 +202,7 @@ def test_without_a_box_the_last_statement_is_the_answer(completion, answer):
     assert unboxed_answer(completion, words=False) == answer
 
 
-def test_without_require_box_unboxed_answers_are_held_to_the_same_rule():
+def test_without_require_box_unboxed_answers_follow_the_same_rule():
     environment = MathEnvironment({"require_box": False})
     cases = [
         ("5", "Ana has 3 + 2 appliances."),
@@ -234,13 +234,13 @@ def test_prompts_that_never_ask_for_a_box_are_reported_once(caplog, prompt, num_
     assert all("require_box: false" in warning for warning in warnings)
 
 
-def test_an_empty_batch_is_answered_without_a_process():
+def test_an_empty_batch_starts_no_process():
     environment = MathEnvironment()
     assert environment.step([], []).rewards.tolist() == []
     assert environment.process_ids() == []
 
 
-def test_metrics_are_the_shares_of_each_grading():
+def test_metrics_are_the_fractions_of_each_outcome():
     from rl_core.data.batched_data_dict import BatchedDataDict
 
     environment = MathEnvironment({"timeout_s": 1.5, "allow_unevaluated": True})

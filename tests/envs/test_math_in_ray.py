@@ -1,4 +1,4 @@
-"""The mathematics environment inside a Ray actor: it works there, and killing the actor leaves no process behind."""
+"""The math environment in a Ray actor: it grades answers, and killing the actor ends its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile inputs, killed processes and killed parents: the comparing processes end when they must and harm nobody."""
+"""Hostile inputs, killed processes and killed parents: grading processes always end and do not affect other rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def wait_until(condition, *, timeout_s: float) -> bool:
     return bool(condition())
 
 
-def test_hostile_completions_are_wrong_and_their_neighbours_are_not_disturbed(grader):
+def test_hostile_completions_are_wrong_and_do_not_affect_other_rows(grader):
     pairs = [pair for text in HOSTILE for pair in (("1", text), ("1/2", rf"\boxed{{0.5}} after {len(text)}"))]
     graded = grader.grade(*pairs)
     assert graded.rewards.tolist() == [0.0, 1.0] * len(HOSTILE), [one["grading"] for one in graded.metadata]
@@ -60,7 +60,7 @@ def test_hostile_completions_are_wrong_and_their_neighbours_are_not_disturbed(gr
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_completion_is_searched_for_an_unboxed_answer_in_little_time(text):
+def test_searching_a_hostile_completion_for_an_unboxed_answer_is_fast(text):
     started = time.process_time()
     unboxed_answer(text, words=False)
     assert time.process_time() - started < 2.0  # 0.1 s; a search that backtracks takes hours
@@ -71,7 +71,7 @@ def test_a_comparison_that_never_ends_is_counted_as_a_timeout(lenient_grader):
     assert graded.metadata[0]["grading"] == "timeout"
 
 
-def test_a_killed_process_is_replaced_and_nothing_is_lost(grader):
+def test_a_killed_process_is_replaced_without_losing_results(grader):
     grader.grade(("1", "1"), ("2", "2"))
     before = grader.environment.process_ids()
     for pid in before:
@@ -81,7 +81,7 @@ def test_a_killed_process_is_replaced_and_nothing_is_lost(grader):
     assert set(grader.environment.process_ids()).isdisjoint(before)
 
 
-def test_a_process_killed_in_the_midst_of_a_comparison_is_asked_again():
+def test_a_comparison_whose_process_is_killed_is_retried():
     environment = MathEnvironment({"timeout_s": 3.0, "allow_unevaluated": True})
     environment.step([[{"role": "assistant", "content": r"\boxed{1}"}]], [{"expected_answer": "1"}])
     (pid,) = environment.process_ids()
@@ -93,7 +93,7 @@ def test_a_process_killed_in_the_midst_of_a_comparison_is_asked_again():
     assert graded.metadata[0]["grading"] == "timeout"  # of the second process, which nobody killed
 
 
-def test_the_alarms_of_the_caller_are_left_alone(lenient_grader):
+def test_alarms_of_the_caller_are_not_changed(lenient_grader):
     rang = []
     previous = signal.signal(signal.SIGALRM, lambda *_: rang.append(True))
     pending = signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -104,7 +104,7 @@ def test_the_alarms_of_the_caller_are_left_alone(lenient_grader):
     assert rang == [True]
 
 
-def test_it_works_in_a_thread_that_is_not_the_main_one(grader):
+def test_grading_works_outside_the_main_thread(grader):
     graded = []
     thread = threading.Thread(target=lambda: graded.append(grader.grade(("3", r"\boxed{3}"))))
     thread.start()

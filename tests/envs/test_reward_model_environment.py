@@ -1,4 +1,4 @@
-"""The environment `reward_model` on tiny classifiers that Transformers made, against Transformers' own forward pass."""
+"""The environment `reward_model` on tiny classifiers, compared with Transformers' own forward pass."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def test_scores_are_those_of_transformers_after_the_last_token(environment, fold
     assert max(expected) - min(expected) > 0.5
 
 
-def test_rewards_are_the_same_again_and_in_any_batch(environment, folders):
+def test_rewards_are_deterministic_and_independent_of_the_batch(environment, folders):
     first = environment.step(TALKS, [{}] * 4).rewards
     assert torch.equal(environment.step(TALKS, [{}] * 4).rewards, first)
     alone = RewardModelEnvironment({"model_name": str(folders / "reward"), "batch_size": 1})
     torch.testing.assert_close(alone.step(TALKS, [{}] * 4).rewards, first, rtol=0, atol=1e-5)
 
 
-def test_shift_and_scale_make_rewards_of_scores_and_metrics_tell_the_scores(folders):
+def test_shift_and_scale_convert_scores_to_rewards_and_metrics_report_scores(folders):
     config = {"model_name": str(folders / "reward"), "shift": 0.5, "scale": -2.0, "max_length": 7}
     environment = RewardModelEnvironment(config)
     answer = environment.step(TALKS, [{}] * 4)
@@ -142,7 +142,7 @@ def test_shift_and_scale_make_rewards_of_scores_and_metrics_tell_the_scores(fold
     )
 
 
-def test_bfloat16_scores_are_near_those_of_float32(environment, folders):
+def test_bfloat16_scores_are_close_to_float32_scores(environment, folders):
     rough = RewardModelEnvironment({"model_name": str(folders / "reward"), "precision": "bfloat16"})
     expected = environment.step(TALKS, [{}] * 4).rewards
     # Two layers of 8 bits on states of about 1, whose products with a head of norm 6 add up.
@@ -152,20 +152,20 @@ def test_bfloat16_scores_are_near_those_of_float32(environment, folders):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("causal", "is a LlamaForCausalLM, which has no head that scores"),
-        ("three", "of 3 labels"),
-        ("encoder", "reads a head `score`"),
+        ("causal", "is a LlamaForCausalLM, which has no classification head"),
+        ("three", "with 3 labels"),
+        ("encoder", "needs a head `score`"),
         ("adapter", "rlcore convert CHECKPOINT --to hf --merge"),
         ("empty", "step_<n>/policy/weights"),
         ("gone", "does not exist"),
     ],
 )
-def test_a_folder_that_is_no_reward_model_is_refused_with_its_reason(folders, name, says):
+def test_a_folder_that_is_not_a_reward_model_is_an_error_with_its_reason(folders, name, says):
     with pytest.raises(UserError, match=says):
         RewardModelEnvironment({"model_name": str(folders / name)})
 
 
-def test_a_section_without_a_model_or_with_nothing_to_earn_is_refused():
+def test_a_section_without_a_model_or_with_scale_zero_is_an_error():
     with pytest.raises(ConfigError, match="model_name"):
         RewardModelEnvironment({})
     with pytest.raises(ConfigError, match="every reward would be 0"):
@@ -173,20 +173,20 @@ def test_a_section_without_a_model_or_with_nothing_to_earn_is_refused():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused(folders):
+def test_a_missing_gpu_is_an_error(folders):
     with pytest.raises(ConfigError, match="sees no GPU"):
         RewardModelEnvironment({"model_name": str(folders / "reward"), "device": "cuda"})
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_scores_as_the_cpu_does(environment, folders):
+def test_scores_on_a_gpu_equal_scores_on_a_cpu(environment, folders):
     on_gpu = RewardModelEnvironment({"model_name": str(folders / "reward"), "device": "cuda"})
     expected = environment.step(TALKS, [{}] * 4).rewards
     torch.testing.assert_close(on_gpu.step(TALKS, [{}] * 4).rewards, expected, rtol=0, atol=1e-4)
 
 
-def test_a_template_that_knows_no_such_role_is_told(folders):
+def test_a_chat_template_that_rejects_a_role_is_an_error(folders):
     template = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     environment = RewardModelEnvironment({"model_name": str(folders / "reward"), "chat_template": template})
     with pytest.raises(ConfigError, match=r"cannot render messages of the roles \['user', 'tool'\]: no tools"):

@@ -1,4 +1,4 @@
-"""Environments of rlcore and the data they are asked about. Importing it loads neither torch nor a verifier."""
+"""Environments of rlcore and their datasets. Importing this package loads neither torch nor math-verify."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "RewardModelEnvironment",
 ]
 
-_ROOMS = {
+_MODULES = {
     "ArithmeticDataset": "rl_envs.arithmetic.dataset",
     "ArithmeticEnvironment": "rl_envs.arithmetic.environment",
     "GuessNumberDataset": "rl_envs.guess.dataset",
@@ -33,6 +33,6 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return getattr(importlib.import_module(_ROOMS[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Sections of the environments and datasets of this package. Lightweight imports only."""
+"""Config sections of the environments and datasets. Lightweight imports only."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class ArithmeticDatasetConfig(DatasetConfig):
     """Fraction of those answers that are sums with dropped carries: 38+24 gives 52. The expected answer stays correct."""
 
     @model_validator(mode="after")
-    def _carries_are_of_sums(self) -> ArithmeticDatasetConfig:
+    def _carries_need_sums(self) -> ArithmeticDatasetConfig:
         if self.forgotten_carries > 0 and (not self.with_response or self.operations != ["+"]):
-            raise ValueError("forgotten_carries is about the answers to sums: set with_response: true and operations: ['+']")
+            raise ValueError("forgotten_carries applies to the answers of sums: set with_response: true and operations: ['+']")
         return self
 
     @model_validator(mode="after")
@@ -131,7 +131,7 @@ class RewardModelEnvironmentConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _rewards_differ(self) -> RewardModelEnvironmentConfig:
         if self.scale == 0:
-            raise ValueError("scale is 0, so that every reward would be 0: leave it out, or give the factor that is meant")
+            raise ValueError("scale is 0, so every reward would be 0: remove it or set another factor")
         return self
 
 
@@ -155,5 +155,5 @@ class GuessNumberDatasetConfig(DatasetConfig):
     @model_validator(mode="after")
     def _range_in_order(self) -> GuessNumberDatasetConfig:
         if self.lowest > self.highest:
-            raise ValueError(f"lowest ({self.lowest}) is above highest ({self.highest}): there is no number to think of")
+            raise ValueError(f"lowest ({self.lowest}) is above highest ({self.highest}): the range is empty")
         return self

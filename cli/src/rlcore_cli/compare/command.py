@@ -64,6 +64,6 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
                 "final": [{"value": value, "step": step} for value, step in row.finals],
                 "best": None if row.bests is None else [{"value": value, "step": step} for value, step in row.bests],
             }
-            for row in comparison.verdicts
+            for row in comparison.metrics
         },
     }

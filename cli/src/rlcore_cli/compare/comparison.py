@@ -13,7 +13,7 @@ from rlcore_cli.report.run_folder import Curve, RunFolder, leaves
 ABSENT = "—"
 """Shown for a key that a run does not have."""
 
-_OF_THE_RUN_ITSELF = ("logger.run_name", "logger.log_dir")
+_IGNORED_KEYS = ("logger.run_name", "logger.log_dir")
 """Keys that differ between any two runs without affecting them."""
 
 _SHOWN_DIGITS = 5e-5
@@ -25,7 +25,7 @@ vary this much between machines and thread counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class MetricComparison:
     """The comparison of one metric that all runs have; tuples are in the order of the runs.
 
     Attributes:
@@ -43,12 +43,12 @@ class Verdict:
     step: int | None
 
     @property
-    def better_at_the_end(self) -> tuple[int, ...]:
+    def best_final(self) -> tuple[int, ...]:
         """Indices of the runs with the best final value: several if equal, none if there is no direction."""
         return () if self.step is None else _winners([value for value, _ in self.finals], self.direction)
 
     @property
-    def better_at_its_best(self) -> tuple[int, ...]:
+    def best_overall(self) -> tuple[int, ...]:
         """Indices of the runs with the best of the best values, likewise."""
         return () if self.bests is None else _winners([value for value, _ in self.bests], self.direction)
 
@@ -60,19 +60,19 @@ class Comparison:
     Attributes:
         runs: In the order given; differences are relative to the first.
         letters: A, B, ...: the labels of the runs in tables and curves.
-        verdicts: One entry for each metric that all runs have.
+        metrics: One entry for each metric that all runs have.
         settings: Config keys that differ, with the value of each run as text.
         versions: Libraries that differ, with the version of each run; empty if a run has no environment.json.
-        untold: The labels of runs without environment.json.
+        without_environment: The labels of runs without environment.json.
         not_shared: Metrics that not all runs have.
     """
 
     runs: tuple[RunFolder, ...]
     letters: tuple[str, ...]
-    verdicts: tuple[Verdict, ...]
+    metrics: tuple[MetricComparison, ...]
     settings: tuple[tuple[str, tuple[str, ...]], ...]
     versions: tuple[tuple[str, tuple[str, ...]], ...]
-    untold: tuple[str, ...]
+    without_environment: tuple[str, ...]
     not_shared: tuple[str, ...]
 
     @property
@@ -90,14 +90,14 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     curves = {name: [run.curve(name) for run in runs] for name in every_name}
     shared = in_order([name for name in every_name if all(curve.steps for curve in curves[name])])
     letters = tuple(letter(index) for index in range(len(runs)))
-    untold = tuple(name for name, run in zip(letters, runs, strict=True) if not run.environment)
+    without_environment = tuple(name for name, run in zip(letters, runs, strict=True) if not run.environment)
     return Comparison(
         runs=tuple(runs),
         letters=letters,
-        verdicts=tuple(_verdict(name, curves[name]) for name in shared),
+        metrics=tuple(_compare_metric(name, curves[name]) for name in shared),
         settings=_differences([_settings(run) for run in runs]),
-        versions=_differences([_versions(run) for run in runs]) if not untold else (),
-        untold=untold,
+        versions=_differences([_versions(run) for run in runs]) if not without_environment else (),
+        without_environment=without_environment,
         not_shared=tuple(sorted(set(every_name) - set(shared))),
     )
 
@@ -107,26 +107,26 @@ def letter(index: int) -> str:
     return chr(ord("A") + index % 26) + (str(index // 26) if index >= 26 else "")
 
 
-def _verdict(name: str, curves: Sequence[Curve]) -> Verdict:
+def _compare_metric(name: str, curves: Sequence[Curve]) -> MetricComparison:
     direction = better(name)
     step = max(set.intersection(*(set(curve.steps) for curve in curves)), default=None)
     points = [[(value, at) for value, at in zip(c.values, c.steps, strict=True) if step is None or at <= step] for c in curves]
     finals = tuple(own[-1] for own in points)
     if direction is None or step is None:
-        return Verdict(metric=name, direction=direction, finals=finals, bests=None, step=step)
+        return MetricComparison(metric=name, direction=direction, finals=finals, bests=None, step=step)
     best = max if direction == "higher" else min
     bests = tuple(best(own, key=lambda point: point[0]) for own in points)
-    return Verdict(metric=name, direction=direction, finals=finals, bests=bests, step=step)
+    return MetricComparison(metric=name, direction=direction, finals=finals, bests=bests, step=step)
 
 
 def _winners(values: Sequence[float], direction: Direction | None) -> tuple[int, ...]:
     if direction is None:
         return ()
     best = max(values) if direction == "higher" else min(values)
-    return tuple(i for i, value in enumerate(values) if _are_level(value, best))
+    return tuple(i for i, value in enumerate(values) if _are_equal(value, best))
 
 
-def _are_level(value: float, best: float) -> bool:
+def _are_equal(value: float, best: float) -> bool:
     return value == best or abs(value - best) <= max(_ROUNDING, _SHOWN_DIGITS * max(abs(value), abs(best)))
 
 
@@ -134,7 +134,7 @@ def _settings(run: RunFolder) -> dict[str, str]:
     return {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         for key, value in leaves(run.config or {})
-        if key not in _OF_THE_RUN_ITSELF
+        if key not in _IGNORED_KEYS
     }
 
 

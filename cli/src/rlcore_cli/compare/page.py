@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlcore_cli.compare.comparison import LENGTHS_DIFFER, Comparison, Verdict
-from rlcore_cli.compare.terminal import cell, verdict_words
+from rlcore_cli.compare.comparison import LENGTHS_DIFFER, Comparison, MetricComparison
+from rlcore_cli.compare.terminal import better_runs, cell
 from rlcore_cli.report.page import Figure, figure, render_template
-from rlcore_cli.report.panels import Chosen, choose_panels
+from rlcore_cli.report.panels import SelectedPanel, choose_panels
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -22,11 +22,11 @@ def render_comparison(comparison: Comparison) -> str:
         further=[drawn for chosen in further for drawn in _figures(comparison, chosen)],
         unseen=unseen,
         lengths_note=LENGTHS_DIFFER if comparison.lengths_differ else "",
-        verdicts=[_row(verdict, comparison) for verdict in comparison.verdicts],
+        metrics=[_row(found, comparison) for found in comparison.metrics],
     )
 
 
-def _figures(comparison: Comparison, chosen: Chosen) -> list[Figure]:
+def _figures(comparison: Comparison, chosen: SelectedPanel) -> list[Figure]:
     """One chart per metric, one line per run."""
     panel = chosen.panel
     return [
@@ -40,14 +40,14 @@ def _figures(comparison: Comparison, chosen: Chosen) -> list[Figure]:
     ]
 
 
-def _row(verdict: Verdict, comparison: Comparison) -> dict[str, Any]:
+def _row(found: MetricComparison, comparison: Comparison) -> dict[str, Any]:
     def cells(points: tuple[tuple[float, int], ...]) -> list[tuple[str, int]]:
         return [(cell(value, points[0][0] if index else None), step) for index, (value, step) in enumerate(points)]
 
     return {
-        "metric": verdict.metric,
-        "direction": verdict.direction,
-        "finals": cells(verdict.finals),
-        "bests": cells(verdict.bests) if verdict.bests is not None else [("", None)] * len(comparison.runs),
-        "words": verdict_words(verdict, comparison.letters),
+        "metric": found.metric,
+        "direction": found.direction,
+        "finals": cells(found.finals),
+        "bests": cells(found.bests) if found.bests is not None else [("", None)] * len(comparison.runs),
+        "words": better_runs(found, comparison.letters),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlcore_cli.compare.comparison import LENGTHS_DIFFER, Comparison, Verdict
+from rlcore_cli.compare.comparison import LENGTHS_DIFFER, Comparison, MetricComparison
 from rlcore_cli.curve import Series, draw
 from rlcore_cli.report.panels import choose_panels
 from rlcore_cli.report.scales import format_number
@@ -25,7 +25,7 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
     """
     for name, run in zip(comparison.letters, comparison.runs, strict=True):
         yield f"{name} = {run.path} ({run.last_step or 0} steps)"
-    shared = [verdict.metric for verdict in comparison.verdicts]
+    shared = [found.metric for found in comparison.metrics]
     for metric in [name for name in DRAWN if name in shared][:MOST_DRAWN]:
         yield ""
         runs = zip(comparison.letters, comparison.runs, strict=True)
@@ -33,15 +33,15 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
         yield draw([(name, Series(steps=curve.steps, values=curve.values)) for name, curve in curves], metric)
     yield ""
     yield from _differing("config", comparison, comparison.settings)
-    if comparison.untold:
-        yield f"Versions not compared: no environment.json in {', '.join(comparison.untold)}."
+    if comparison.without_environment:
+        yield f"Versions not compared: no environment.json in {', '.join(comparison.without_environment)}."
         yield ""
     else:
         yield from _differing("version", comparison, comparison.versions)
     if comparison.lengths_differ:
         yield LENGTHS_DIFFER
         yield ""
-    yield from _verdict_table(comparison, everything=everything)
+    yield from _metric_table(comparison, everything=everything)
     if comparison.not_shared:
         named, more = comparison.not_shared[:MOST_NAMED], len(comparison.not_shared) - MOST_NAMED
         yield f"Not in all runs: {', '.join(named)}" + (f", and {more} more." if more > 0 else ".")
@@ -57,13 +57,13 @@ def cell(value: float, first: float | None) -> str:
     return f"{format_number(value)} ({sign}{format_number(value - first)})"
 
 
-def verdict_words(verdict: Verdict, letters: tuple[str, ...]) -> str:
+def better_runs(found: MetricComparison, letters: tuple[str, ...]) -> str:
     """The labels of the better runs, or '' if the metric has no direction."""
 
     def name(winners: tuple[int, ...]) -> str:
         return "equal" if len(winners) == len(letters) else " and ".join(letters[index] for index in winners)
 
-    end, best = name(verdict.better_at_the_end), name(verdict.better_at_its_best)
+    end, best = name(found.best_final), name(found.best_overall)
     return end if end == best else f"final: {end}, best: {best}"
 
 
@@ -78,23 +78,23 @@ def _differing(what: str, comparison: Comparison, rows: tuple[tuple[str, tuple[s
     yield ""
 
 
-def _verdict_table(comparison: Comparison, *, everything: bool) -> Iterator[str]:
-    chosen, _, _ = choose_panels([verdict.metric for verdict in comparison.verdicts])
+def _metric_table(comparison: Comparison, *, everything: bool) -> Iterator[str]:
+    chosen, _, _ = choose_panels([found.metric for found in comparison.metrics])
     first_shown = {name for panel in chosen for name in panel.names}
-    verdicts = [verdict for verdict in comparison.verdicts if everything or verdict.metric in first_shown]
-    if not verdicts:
+    metrics = [found for found in comparison.metrics if everything or found.metric in first_shown]
+    if not metrics:
         yield "The runs have no metric in common."
         return
     letters = comparison.letters
     table = [["metric", *(f"{name} final" for name in letters), *(f"{name} best" for name in letters), "better run"]]
-    for verdict in verdicts:
-        bests = verdict.bests or ()
+    for found in metrics:
+        bests = found.bests or ()
         table.append(
             [
-                verdict.metric,
-                *_cells(verdict.finals),
+                found.metric,
+                *_cells(found.finals),
                 *(_cells(bests) or [""] * len(letters)),
-                verdict_words(verdict, letters),
+                better_runs(found, letters),
             ]
         )
     yield from _aligned(table)

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from rl_core.errors import UserError
 from rlcore_cli.report.chart import Line, line_chart, stacked_chart
 from rlcore_cli.report.ending import Ending
-from rlcore_cli.report.panels import STEP_TIME, Chosen, choose_panels, phase_label, phases
+from rlcore_cli.report.panels import STEP_TIME, SelectedPanel, choose_panels, phase_label, phases
 from rlcore_cli.report.rollouts import Sample, sample_rollouts
 from rlcore_cli.report.run_folder import Curve, RunFolder, leaves
 from rlcore_cli.report.scales import format_duration, format_number
@@ -126,7 +126,7 @@ def figure(curves: Sequence[tuple[str, Curve]], *, title: str, unit: str = "", n
     return Figure(title=title, unit=unit, note=" ".join(notes), svg=svg, legend=legend)
 
 
-def _figure(run: RunFolder, chosen: Chosen) -> Figure:
+def _figure(run: RunFolder, chosen: SelectedPanel) -> Figure:
     panel = chosen.panel
     curves = [(name, run.curve(name)) for name in chosen.names]
     return figure(curves, title=panel.title, unit=panel.unit, note=panel.note)

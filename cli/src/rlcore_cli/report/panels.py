@@ -103,7 +103,7 @@ PANELS = (
 STEP_TIME = "time/step_s"
 VALIDATE_TIME = "time/validate_s"
 NOT_IN_A_LINE_CHART = ("time/*_s",)
-"""Phase times have a stacked chart of their own."""
+"""Phase times have a separate stacked chart."""
 
 MOST_LINES = 8
 MOST_FURTHER = 60
@@ -135,14 +135,14 @@ _LOWER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class SelectedPanel:
     """A panel and the recorded metrics that it shows."""
 
     panel: Panel
     names: tuple[str, ...]
 
 
-def choose_panels(names: Iterable[str]) -> tuple[list[Chosen], list[Chosen], list[str]]:
+def choose_panels(names: Iterable[str]) -> tuple[list[SelectedPanel], list[SelectedPanel], list[str]]:
     """The main charts, the additional charts by name, and the metrics that are not shown.
 
     Args:
@@ -154,9 +154,9 @@ def choose_panels(names: Iterable[str]) -> tuple[list[Chosen], list[Chosen], lis
         own = [name for pattern in panel.metrics for name in remaining if fnmatchcase(name, pattern)]
         own = list(dict.fromkeys(own))[:MOST_LINES]
         if own:
-            main.append(Chosen(panel=panel, names=tuple(own)))
+            main.append(SelectedPanel(panel=panel, names=tuple(own)))
             remaining = [name for name in remaining if name not in own]
-    further = [Chosen(panel=Panel(title=name, metrics=(name,)), names=(name,)) for name in sorted(remaining)]
+    further = [SelectedPanel(panel=Panel(title=name, metrics=(name,)), names=(name,)) for name in sorted(remaining)]
     return main, further[:MOST_FURTHER], [chosen.names[0] for chosen in further[MOST_FURTHER:]]
 
 

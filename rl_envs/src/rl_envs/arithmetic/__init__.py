@@ -1,1 +1,1 @@
-"""Generated arithmetic: questions from a seed, and the environment that checks the number."""
+"""Generated arithmetic problems and the environment that checks the answers."""

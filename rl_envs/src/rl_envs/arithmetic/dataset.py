@@ -1,4 +1,4 @@
-"""Generated sums: record i is a pure function of the seed, the split and i; knows how to ask, not how to score."""
+"""Generated arithmetic problems. Record i is a pure function of the seed, the split and i."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rl_envs.config import ArithmeticDatasetConfig, read_section
 
 TASK = "arithmetic"
 HELD_OUT = 8
-"""One operand pair in so many is kept for validation."""
+"""One in this many operand pairs is reserved for validation."""
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _MOST_DRAWS = 10_000
-"""Draws until a pair of the split is found: with one pair in eight, a miss means that there is none."""
+"""Maximum draws to find a pair of the split. One pair in eight is in validation, so a miss means that there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Two operands and what is done with them."""
+    """Two operands and an operation."""
 
     left: int
     right: int
@@ -36,20 +36,20 @@ class Problem:
 
 
 def add_without_carrying(left: int, right: int) -> int:
-    """The sum of a pupil who adds each column and forgets to carry; the first column is written in full: 58+67 gives 115."""
+    """The column-wise sum without carries, except in the leading column: 58+67 gives 115."""
     columns = max(len(str(left)), len(str(right))) - 1
     top: int = 10**columns
     units = 0
-    for place in range(columns):
-        units += (left // 10**place + right // 10**place) % 10 * 10**place
+    for column in range(columns):
+        units += (left // 10**column + right // 10**column) % 10 * 10**column
     return (left // top + right // top) * top + units
 
 
 def is_held_out(left: int, right: int) -> bool:
-    """Whether a pair belongs to validation, whatever its order, its operation and the seed.
+    """Whether a pair belongs to validation, independent of its order, the operation and the seed.
 
-    A hash of the pair alone decides, so that two datasets of different settings never share a question across the splits,
-    and `12+34` in training does not give `34+12` in validation away.
+    It depends only on a hash of the pair, so that datasets with different settings never share a question across splits, and
+    `12+34` in training does not reveal `34+12` in validation.
     """
     pair = f"{min(left, right)},{max(left, right)}".encode()
     return hashlib.blake2b(pair, digest_size=8).digest()[0] % HELD_OUT == 0
@@ -62,7 +62,7 @@ class ArithmeticDataset(Dataset):
         config: `ArithmeticDatasetConfig`, a dict of its keys, or None for its defaults.
 
     Raises:
-        ConfigError: The split has no pair of so few digits.
+        ConfigError: The split has no operand pair with this number of digits.
     """
 
     def __init__(self, config: ArithmeticDatasetConfig | Mapping[str, Any] | None = None) -> None:
@@ -72,10 +72,10 @@ class ArithmeticDataset(Dataset):
         return self.config.num_samples
 
     def __getitem__(self, index: int) -> Record:
-        """The record of that index.
+        """The record at that index.
 
         Raises:
-            IndexError: There is none.
+            IndexError: The index is out of range.
         """
         problem = self.problem(index)
         messages = [{"role": "user", "content": self._question(problem)}]
@@ -88,7 +88,7 @@ class ArithmeticDataset(Dataset):
         }
 
     def problem(self, index: int) -> Problem:
-        """What record `index` asks."""
+        """The problem of record `index`."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         config = self.config
@@ -98,8 +98,8 @@ class ArithmeticDataset(Dataset):
             if is_held_out(left, right) == (config.split == "validation"):
                 return Problem(left=left, right=right, operation=draw.choice(config.operations))
         raise ConfigError(
-            f"No pair of operands of {config.min_digits} to {config.max_digits} digits belongs to the {config.split} split. "
-            "Allow more digits (max_digits)."
+            f"The {config.split} split has no pair of operands with {config.min_digits} to {config.max_digits} digits. "
+            "Increase max_digits."
         )
 
     def _operand(self, draw: random.Random) -> int:

@@ -1,4 +1,4 @@
-"""The environment `arithmetic`: 1.0 where the completion is the right whole number; it compares texts, it computes nothing."""
+"""The environment `arithmetic`: reward 1.0 if the completion is the expected whole number, compared as text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NUMBER = re.compile(r"-?[0-9]+")
 
 
 class ArithmeticEnvironment(EnvironmentInterface):
-    r"""Checks the numbers of `ArithmeticDataset`.
+    r"""Checks the answers to `ArithmeticDataset`.
 
-    A bare question is right where the completion, without white space around it, is the number and nothing else: `046`,
-    `+46` and `46 or 47` are wrong where `46` is expected. A question in words (`in_box` in the row's metadata) is right
-    where its last `\boxed{}` holds the number and nothing else.
+    In the plain style, a completion is correct if it is exactly the number, ignoring surrounding white space: `046`, `+46` and
+    `46 or 47` are wrong if `46` is expected. In the chat style (`in_box` in the row's metadata), the last `\boxed{}` must
+    contain exactly the number.
 
     Args:
         config: `ArithmeticEnvironmentConfig`, a dict of its keys, or None for its defaults.
@@ -35,10 +35,10 @@ class ArithmeticEnvironment(EnvironmentInterface):
         """Score B conversations by their last message; every row ends.
 
         Returns:
-            Rewards [B] float32: 1.0 where right, and `format_reward` more where the answer is a whole number, right or wrong.
+            Rewards [B] float32: 1.0 if correct, plus `format_reward` if the answer is a whole number, correct or not.
 
         Raises:
-            DataError: A row's metadata holds no `expected_answer`.
+            DataError: A row's metadata has no `expected_answer`.
         """
         answers = [
             read_number(log[-1]["content"], in_box=bool(_field(info, "in_box", default=False)))
@@ -61,8 +61,8 @@ class ArithmeticEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """`accuracy`, and `number_frac` where the batch has the `answers` of `step`."""
-        # A right row has at least 1 more than any wrong one, whatever the format is worth.
+        """`accuracy`, and `number_frac` if the batch has the `answers` of `step`."""
+        # A correct row has at least 1 more than any wrong one, whatever `format_reward` is.
         right = batch["rewards"] > self.config.format_reward + 0.5
         metrics: dict[str, float | int] = {"accuracy": float(right.float().mean())}
         if "answers" in batch:
@@ -71,7 +71,7 @@ class ArithmeticEnvironment(EnvironmentInterface):
 
 
 def read_number(completion: str, *, in_box: bool) -> str | None:
-    """The whole number that the completion (or its last box) is, as written; None where it is anything else."""
+    """The whole number that the completion (or its last box) consists of, as written; None for anything else."""
     text = completion
     if in_box:
         box = last_box(completion)
@@ -84,5 +84,5 @@ def read_number(completion: str, *, in_box: bool) -> str | None:
 
 def _field(info: Any, name: str, *, default: Any = None) -> Any:
     if not isinstance(info, Mapping) or (name not in info and default is None):
-        raise DataError(f"A row's metadata holds no {name!r}: found {info!r}. Records of the dataset `arithmetic` have it.")
+        raise DataError(f"A row's metadata has no {name!r}: found {info!r}. Records of the dataset `arithmetic` have it.")
     return info.get(name, default)

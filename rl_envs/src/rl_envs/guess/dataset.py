@@ -1,4 +1,4 @@
-"""Secret numbers to guess: record i is a pure function of the seed and i."""
+"""Secret numbers to guess. Record i is a pure function of the seed and i."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class GuessNumberDataset(Dataset):
         return self.config.num_samples
 
     def __getitem__(self, index: int) -> Record:
-        """The record of that index.
+        """The record at that index.
 
         Raises:
-            IndexError: There is none.
+            IndexError: The index is out of range.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")

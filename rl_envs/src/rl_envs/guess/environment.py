@@ -1,4 +1,4 @@
-"""The environment `guess`: a game of several turns; all that a row must remember travels in its metadata."""
+"""The environment `guess`: a multi-turn game whose state is in the metadata of each row."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
 class GuessNumberEnvironment(EnvironmentInterface):
-    """The model says a number, the environment says `higher` or `lower`; the game ends with a hit or after the last guess.
+    """The model guesses a number and the environment replies `higher` or `lower`, until a hit or the last guess.
 
-    The reward is 1.0 at the turn that hits and 0.0 at every other. A row's metadata holds `secret` and the `guesses` made.
+    The reward is 1.0 for a hit and 0.0 for every other turn. A row's metadata contains `secret` and the number of `guesses`.
 
     Args:
         config: `GuessNumberEnvironmentConfig`, a dict of its keys, or None for its defaults.
@@ -29,13 +29,13 @@ class GuessNumberEnvironment(EnvironmentInterface):
         self.config = read_section(GuessNumberEnvironmentConfig, config)
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
-        """Answer B guesses, the last messages of their conversations.
+        """Reply to B guesses, the last messages of their conversations.
 
         Returns:
-            Rewards and ends [B] float32; `answers` holds each guess, None where the message is no whole number.
+            Rewards and ends [B] float32; `answers` has each guess, or None if the message is not a whole number.
 
         Raises:
-            DataError: A row's metadata holds no `secret`.
+            DataError: A row's metadata has no `secret`.
         """
         guesses = [_read_guess(log[-1]["content"]) for log in message_log_batch]
         secrets = [_secret(info) for info in metadata]
@@ -57,7 +57,7 @@ class GuessNumberEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """`accuracy`: games won; `mean_guesses` where the batch has the `extra_env_info` of `step`."""
+        """`accuracy`: fraction of games won; `mean_guesses` if the batch has the `extra_env_info` of `step`."""
         metrics: dict[str, float | int] = {"accuracy": float(batch["rewards"].mean())}
         if "extra_env_info" in batch:
             made = [info["guesses"] for info in batch["extra_env_info"]]
@@ -80,6 +80,6 @@ def _read_guess(message: str) -> int | None:
 def _secret(info: Any) -> int:
     if not isinstance(info, Mapping) or not isinstance(info.get("secret"), int):
         raise DataError(
-            f"A row's metadata holds no whole number `secret`: found {info!r}. Records of the dataset `guess` have it."
+            f"A row's metadata has no whole number `secret`: found {info!r}. Records of the dataset `guess` have it."
         )
     return int(info["secret"])

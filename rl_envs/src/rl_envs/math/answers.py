@@ -1,7 +1,7 @@
-r"""Reads the final answer in a completion and grades it; processes, time limits and tensors are handled by its callers.
+r"""Reads the final answer in a completion and grades it.
 
-Math-verify has limits of its own, which use SIGALRM: they fail outside the main thread and cancel other people's alarms, so
-they are off here. A comparison may therefore run for ever: make it in a process that `rl_envs.math.grading` can end.
+The time limits of math-verify use SIGALRM, which fails outside the main thread and cancels other alarms, so they are
+disabled. A comparison may therefore run forever: run it in a process that `rl_envs.math.grading` can kill.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _CHAIN = rf"{_TERM}(?:\s*(?:\*\*|[-+*/^=×÷−:]|\\times|\\cdot|\\div|x(?=\s*\d
 _CANDIDATE = re.compile(rf"(?s:{_SPAN})|(?<![\w.\\{{]){_CHAIN}(?![\w}}])")
 _TRAILING = re.compile(r"[.,;:!?*)\s]+$")
 LONGEST_UNBOXED = 4000
-"""Characters from the end that are searched for an answer without a box."""
+"""Number of characters at the end that are searched for an answer without a box."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement:
+class AnswerGrade:
     """How one answer was graded.
 
     Attributes:
         comparison: How the answer compares with the expected one; None if there is no answer.
         answer: What was read as the answer; None if there is none.
-        boxed: Whether it stood in a box.
+        boxed: Whether it was in a box.
     """
 
     comparison: Comparison | None
@@ -48,15 +48,15 @@ class Judgement:
 
 
 def unboxed_answer(completion: str, *, words: bool) -> str | None:
-    r"""The final answer of a completion without a box, as it is written; None if there is none.
+    r"""The final answer of a completion without a box, as written; None if there is none.
 
-    It follows the last "answer is", "answer:" or `####`; without these, it is the last formula in dollars or the last number,
-    together with the arithmetic that it is part of: of "3 + 2 appliances" the answer is `3 + 2`. Numbers of lists and steps
-    ("2. Rewrite the equation") are no answers.
+    It follows the last "answer is", "answer:" or `####`. Without these, it is the last formula in dollars or the last number,
+    including the arithmetic that it is part of: in "3 + 2 appliances" the answer is `3 + 2`. Numbers of lists and steps
+    ("2. Rewrite the equation") are ignored.
 
     Args:
-        completion: What the model wrote.
-        words: Whether an answer in words is expected; it is read only after "answer is" and the like.
+        completion: The model's text.
+        words: Whether an answer in words is expected; it is read only after a phrase such as "answer is".
     """
     text = _LIST_MARKER.sub(" ", completion[-LONGEST_UNBOXED:])
     stated = list(_STATED.finditer(text))
@@ -73,14 +73,14 @@ def unboxed_answer(completion: str, *, words: bool) -> str | None:
     return without_delimiters(found[-1]) if found else None
 
 
-def judge(expected: str, completion: str, *, require_box: bool, allow_unevaluated: bool = False) -> Judgement:
+def grade_answer(expected: str, completion: str, *, require_box: bool, allow_unevaluated: bool = False) -> AnswerGrade:
     """Grade the completion's final answer.
 
     Args:
-        expected: The right answer: a number, LaTeX with or without dollars or a box, or words.
-        completion: What the model wrote; its last box counts, and nothing else if there is one.
-        require_box: Without a box there is no answer; else see `unboxed_answer`.
-        allow_unevaluated: Accept arithmetic that is left to do, `3 + 2` for 5.
+        expected: The expected answer: a number, LaTeX with or without dollars or a box, or words.
+        completion: The model's text. If it has a box, the last box is the answer.
+        require_box: Whether a completion without a box has no answer; otherwise see `unboxed_answer`.
+        allow_unevaluated: Whether to accept unevaluated arithmetic, such as `3 + 2` for 5.
     """
     gold = last_box(expected)
     gold = without_delimiters(expected if gold is None else gold)
@@ -88,6 +88,6 @@ def judge(expected: str, completion: str, *, require_box: bool, allow_unevaluate
     if boxed is None and not require_box:
         answer = unboxed_answer(completion, words=is_words(gold))
     if not answer:
-        return Judgement(comparison=None, answer=None, boxed=boxed is not None)
+        return AnswerGrade(comparison=None, answer=None, boxed=boxed is not None)
     found = compare(gold, answer, allow_unevaluated=allow_unevaluated)
-    return Judgement(comparison=found, answer=answer, boxed=boxed is not None)
+    return AnswerGrade(comparison=found, answer=answer, boxed=boxed is not None)

@@ -1,4 +1,4 @@
-r"""Finds the last `\boxed{...}` in a completion; imports nothing heavy, so environments without a grammar use it too."""
+r"""Finds the last `\boxed{...}` in a completion. Lightweight imports only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 def last_box(completion: str) -> str | None:
     r"""The content of the last closed `\boxed{...}`; the innermost if boxes are nested, None if there is none.
 
-    Takes time linear in the completion's length, whatever it holds.
+    Runs in linear time for any input.
     """
     found: tuple[int, int] | None = None
     open_braces: list[tuple[bool, int]] = []

@@ -1,4 +1,4 @@
-r"""Compares two answers as wholes: numbers exactly, lists element by element, formulas by their values at several points.
+r"""Compares two answers: numbers exactly, lists element by element, formulas by their values at several points.
 
 The rule is documented for users in `docs/math.md`.
 """
@@ -19,7 +19,7 @@ from rl_envs.math.unevaluated import more_undone, undone_arithmetic
 from rl_envs.math.units import are_different, quantity
 
 LONGEST_ANSWER = 4000
-"""Characters of an answer that is read; a longer one is right only if it is the expected text."""
+"""Maximum length of an answer, in characters; a longer one is correct only if it equals the expected text."""
 _SEPARATORS = r"[,;]"
 _UNION = r"\\cup(?![A-Za-z])"
 _EQUALS = r"(?<![<>!:])=(?!=)|\\approx(?![A-Za-z])"
@@ -29,13 +29,13 @@ _LEFT_SIDE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([A-Za-z](?:\s*,\s
 
 
 class Comparison(IntEnum):
-    """How an answer compares with the expected one; a list compares as its worst element, which is the greatest number."""
+    """How an answer compares with the expected one. A list has the result of its worst element, the largest value."""
 
     EQUAL = 0
     UNEVALUATED = 1
-    """It leaves arithmetic to do that the expected answer does not: `3 + 2` for 5."""
+    """It has unevaluated arithmetic that the expected answer does not have: `3 + 2` for 5."""
     UNREADABLE = 2
-    """It is neither a formula that the grammar reads nor the expected text."""
+    """It is neither a formula that can be parsed nor the expected text."""
     DIFFERENT = 3
 
 
@@ -44,7 +44,7 @@ def compare(expected: str, answer: str, *, allow_unevaluated: bool = False) -> C
 
     Args:
         expected: a number, LaTeX with or without dollars, or words.
-        answer: what the model gave as its answer, without the box.
+        answer: the model's answer, without the box.
         allow_unevaluated: accept `3 + 2` for 5.
     """
     has_same_letters = plain(expected).casefold() == plain(answer).casefold()
@@ -68,7 +68,7 @@ class _Comparer:
         self._allow_unevaluated = allow_unevaluated
 
     def of(self, expected: str, answer: str) -> Comparison:
-        """Any two answers: lists and equations are taken apart, what is left is compared as a scalar."""
+        """Compares any two answers. Lists and equations are split into scalars."""
         if not answer:
             return Comparison.UNREADABLE
         if compact(expected) == compact(answer):
@@ -133,7 +133,7 @@ class _Comparer:
         return self._same_equation(gold, given)
 
     def _stated_value(self, expected: str, given: Sequence[str], *, is_rounded: bool) -> Comparison:
-        r"""`3 + 2 = 5` states 5, if its sides are equal; `\pi \approx 3.14` states either."""
+        r"""`3 + 2 = 5` means 5, if its sides are equal; `\pi \approx 3.14` means either side."""
         if is_rounded:
             return min(self.of(expected, given[0]), self.of(expected, given[-1]))
         last = self.of(expected, given[-1])
@@ -168,7 +168,7 @@ class _Comparer:
         return self._percent(gold.value, given.value, found, expected_is_percent=gold.is_percent)
 
     def _percent(self, expected: str, answer: str, as_unit: Comparison, *, expected_is_percent: bool) -> Comparison:
-        """One of the two has a percent sign: it is a unit that may be left out (50 for 50%), or one hundredth (0.5)."""
+        """If only one of them has a percent sign, it is an optional unit (50 for 50%) or a factor of 1/100 (0.5)."""
         gold, given = read_number(expected), read_number(answer)
         if gold is None or given is None:
             return Comparison.DIFFERENT if as_unit is Comparison.EQUAL else as_unit
@@ -202,7 +202,7 @@ class _Comparer:
         return _equal_if(has_same_value(expected_tree, answer_tree, gold, given))
 
     def _whole(self, expected: str, answer: str) -> Comparison:
-        """Inequalities, matrices and what they describe: as math-verify compares them, both read whole."""
+        """Inequalities, sets and matrices, compared by math-verify."""
         trees = formula_of(expected), formula_of(answer)
         if trees[1] is None:
             return Comparison.UNREADABLE
@@ -233,7 +233,7 @@ def _both_signs(text: str) -> list[str]:
 
 
 def _elements(text: str) -> tuple[str, list[str]]:
-    r"""The pair of brackets (`()`, `[)`, `\{\}`, empty for none) and the elements; one element if it is no list."""
+    r"""The pair of brackets (`()`, `[)`, `\{\}`, empty for none) and the elements; one element if it is not a list."""
     if read_number(quantity(text, read_letters=False).value) is not None:
         return "", [text]
     enclosed = brackets(text)
@@ -249,7 +249,7 @@ def _elements(text: str) -> tuple[str, list[str]]:
 
 
 def _with_shared_name(parts: list[str]) -> list[str]:
-    """`x = 1, 2` and `x = 1, x = 2` as `1, 2`: one name for all elements says no more than their list."""
+    """`x = 1, 2` and `x = 1, x = 2` become `1, 2`: a name that all elements share is dropped."""
     if len(parts) < 2:
         return parts
     sides = [split_top(part, _EQUALS) for part in parts]
@@ -262,7 +262,7 @@ def _with_shared_name(parts: list[str]) -> list[str]:
 
 
 def _kinds_agree(expected: str, answer: str) -> bool:
-    """Whether brackets may stand for each other: a bare list for a tuple or a set and the other way round, and no others."""
+    """Whether the brackets are interchangeable: only a bare list and a tuple or set are, in both directions."""
     if expected == answer:
         return True
     return "" in (expected, answer) and {expected, answer} <= {"", "()", "\\{\\}"}

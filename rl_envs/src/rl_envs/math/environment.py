@@ -12,28 +12,28 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import MathEnvironmentConfig, read_section
-from rl_envs.math.grading import GradingPool, Outcome, Question, Verdict
+from rl_envs.math.grading import GradingPool, GradingResult, Outcome, Question
 
 ANSWER_KEYS = ("expected_answer", "ground_truth")
-"""Where the right answer stands in a row's metadata, in this order."""
+"""Metadata keys of the expected answer; the first one found is used."""
 LONGEST_COMPLETION = 100_000
-"""Characters from the end that are read: the final answer stands there."""
+"""Number of characters at the end that are read for the final answer."""
 _ENOUGH_ROWS = 16
-"""Completions without a box, in the first steps, after which the missing box is reported."""
+"""Number of completions without a box, in the first steps, after which missing boxes are reported."""
 
 _log = logging.getLogger("rlcore.math")
 
 
 class MathEnvironment(EnvironmentInterface):
-    r"""Compares final answers symbolically: `\boxed{\frac12}` is right if `0.5` is expected. `docs/math.md` has the rule.
+    r"""Compares final answers symbolically: `\boxed{\frac12}` is right if `0.5` is expected. See `docs/math.md`.
 
-    Each row's metadata holds `expected_answer` (or `ground_truth`). It comes back with `grading`, how the comparison ended: one
-    of `right`, `wrong`, `unevaluated`, `unreadable`, `no_answer`, `timeout`, `failed`; and with `boxed`, whether the
-    answer stood in a box. Comparing processes start at the first `step`.
+    Each row's metadata contains `expected_answer` (or `ground_truth`). `step` adds `grading`, the outcome of the comparison:
+    `right`, `wrong`, `unevaluated`, `unreadable`, `no_answer`, `timeout` or `failed`; and `boxed`, whether the answer was in
+    a box. Grading processes start at the first `step`.
 
     Args:
-        config: `MathEnvironmentConfig`, a dict of its keys, or None for its defaults. `num_workers` is the core's: how many of
-            these environments it runs; each has `num_processes` comparing processes.
+        config: `MathEnvironmentConfig`, a dict of its keys, or None for its defaults. `num_workers` is the
+            number of environment workers; each has `num_processes` grading processes.
     """
 
     def __init__(self, config: MathEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
@@ -50,37 +50,37 @@ class MathEnvironment(EnvironmentInterface):
         """Score B conversations by their last message; every row ends.
 
         Returns:
-            Rewards [B] float32, 1.0 or 0.0; `answers` holds what was read, None where there is no answer.
+            Rewards [B] float32, 1.0 or 0.0; `answers` has the extracted answers, None for no answer.
 
         Raises:
-            DataError: A row's metadata holds no expected answer.
+            DataError: A row's metadata has no expected answer.
         """
         questions = [
             Question(expected=_expected_answer(row, info), completion=log[-1]["content"][-LONGEST_COMPLETION:])
             for row, (log, info) in enumerate(zip(message_log_batch, metadata, strict=True))
         ]
-        verdicts = self._pool.grade(questions)
-        self._report_missing_boxes(message_log_batch, verdicts)
-        right = [verdict.outcome is Outcome.RIGHT for verdict in verdicts]
+        results = self._pool.grade(questions)
+        self._report_missing_boxes(message_log_batch, results)
+        right = [result.outcome is Outcome.RIGHT for result in results]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": "correct" if is_right else "incorrect"} for is_right in right],
             metadata=[
-                {**info, "grading": verdict.outcome.value, "boxed": verdict.boxed}
-                for info, verdict in zip(metadata, verdicts, strict=True)
+                {**info, "grading": result.outcome.value, "boxed": result.boxed}
+                for info, result in zip(metadata, results, strict=True)
             ],
-            next_stop_strings=[None] * len(verdicts),
+            next_stop_strings=[None] * len(results),
             rewards=torch.tensor(right, dtype=torch.float32),
-            terminateds=torch.ones(len(verdicts)),
-            answers=[verdict.answer for verdict in verdicts],
+            terminateds=torch.ones(len(results)),
+            answers=[result.answer for result in results],
         )
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """`accuracy`, the share of right answers; if the batch has `extra_env_info` from `step`, also the shares of the others.
+        """`accuracy`, and the fractions of the other outcomes if the batch has the `extra_env_info` of `step`.
 
-        `boxed_frac` of rows have a box. `accuracy`, `wrong_frac`, `unevaluated_frac`, `unreadable_frac` and the rows without an
-        answer (1 - `answered_frac`) sum to 1 with `timeouts` and `failures`, which are counts.
+        `boxed_frac` is the fraction of rows with a box. `accuracy`, `wrong_frac`, `unevaluated_frac`, `unreadable_frac`, the
+        rows without an answer (1 - `answered_frac`), `timeouts` and `failures` sum to 1; the last two are reported as counts.
         """
         metrics: dict[str, float | int] = {"accuracy": float(batch["rewards"].mean())}
         if "extra_env_info" in batch:
@@ -93,15 +93,15 @@ class MathEnvironment(EnvironmentInterface):
             metrics["failures"] = outcomes.count(Outcome.FAILED)
         return batch, metrics
 
-    def _report_missing_boxes(self, conversations: list[list[Message]], verdicts: Sequence[Verdict]) -> None:
+    def _report_missing_boxes(self, conversations: list[list[Message]], results: Sequence[GradingResult]) -> None:
         """Warn once if no completion has a box and the prompts do not ask for one: every reward would be 0."""
         if not self.config.require_box or self._rows_without_box >= _ENOUGH_ROWS:
             return
         asked = any("\\boxed" in message["content"] for log in conversations for message in log[:-1])
-        if asked or any(verdict.boxed for verdict in verdicts):
+        if asked or any(result.boxed for result in results):
             self._rows_without_box = _ENOUGH_ROWS
             return
-        self._rows_without_box += len(verdicts)
+        self._rows_without_box += len(results)
         if self._rows_without_box >= _ENOUGH_ROWS:
             _log.warning(
                 "math: none of %d answers has a \\boxed{}, and their prompts do not ask for one, so all rewards are 0. "
@@ -110,7 +110,7 @@ class MathEnvironment(EnvironmentInterface):
             )
 
     def process_ids(self) -> list[int]:
-        """Of the comparing processes that are running now."""
+        """Process ids of the running grading processes."""
         return self._pool.process_ids()
 
     def shutdown(self) -> None:
@@ -126,5 +126,5 @@ def _expected_answer(row: int, info: Any) -> str:
             raise DataError(f"{key} of row {row} is a {type(expected).__name__}: write the answer as text, such as '1/2'.")
     found = sorted(info) if isinstance(info, Mapping) else type(info).__name__
     raise DataError(
-        f"Row {row} has no expected answer: its metadata holds {found}, and the environment reads {' or '.join(ANSWER_KEYS)}."
+        f"Row {row} has no expected answer: its metadata has {found}, but the environment needs {' or '.join(ANSWER_KEYS)}."
     )

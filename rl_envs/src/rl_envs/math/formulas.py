@@ -1,8 +1,8 @@
-"""Reads formulas with the grammar of latex2sympy, whole and unevaluated, and compares their values.
+"""Parses formulas with latex2sympy, completely and without evaluation, and compares their values.
 
-Two formulas are equal if they agree at several points to 20 of 30 digits. That decides identities such as `(x+1)^2 = x^2+2x+1`
-without simplification, which may take for ever. Nothing a model wrote is given to `sympy.parse_expr` or `sympify`: they execute
-Python.
+Two formulas are equal if they agree at several points to 20 of 30 digits. This proves identities such as `(x+1)^2 = x^2+2x+1`
+without simplification, which may take forever. Model output is never passed to `sympy.parse_expr` or `sympify`, because they
+execute Python.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _DIGITS = 30
 
 
 def formula_of(text: str) -> Any:
-    """The formula as the grammar reads the whole of it, unevaluated; None if it cannot be read."""
+    """The unevaluated formula of the whole text; None if it cannot be parsed."""
     if _ADJACENT_NUMBERS.search(text) or _LETTER_RUN.search(text):
         return None
     try:
         return latex2sympy(text)
-    except Exception:  # the grammar raises bare exceptions
+    except Exception:  # latex2sympy raises bare exceptions
         return None
 
 
@@ -43,10 +43,10 @@ def has_same_value(expected: Any, answer: Any, gold: Number | None, given: Numbe
     """Whether two formulas are equal, or one is a decimal of at least six digits and the other rounds to it.
 
     Args:
-        expected: the right answer's formula.
-        answer: the model's.
-        gold: the right answer, if it is a written number.
-        given: the model's answer, if it is one.
+        expected: formula of the expected answer.
+        answer: formula of the model's answer.
+        gold: the expected answer, if it is a number literal.
+        given: the model's answer, if it is a number literal.
     """
     difference = _exact(expected) - _exact(answer)
     if difference.is_Rational:
@@ -61,7 +61,7 @@ def has_same_value(expected: Any, answer: Any, gold: Number | None, given: Numbe
 
 
 def are_proportional(expected: Any, answer: Any) -> bool:
-    """Whether two differences of sides vanish together, being multiples of each other: `2x = 4` and `x = 2`."""
+    """Whether two equations, given as differences of their sides, are multiples of each other: `2x = 4` and `x = 2`."""
     values = [
         (one, other)
         for one, other in zip(_values(_exact(expected), answer), _values(_exact(answer), expected), strict=True)
@@ -74,14 +74,14 @@ def are_proportional(expected: Any, answer: Any) -> bool:
 
 
 def _is_zero(difference: Any) -> bool:
-    """Whether a formula is zero at all of several points, to 20 of 30 digits; at none if it is defined at fewer than three."""
+    """Whether a formula is zero at several points, to 20 of 30 digits; False if it is defined at fewer than three of them."""
     values = [value for value in _values(difference, difference) if value is not None]
     needed = 3 if difference.free_symbols else 1
     return len(values) >= needed and all(abs(value) < 1e-20 for value in values)
 
 
 def _values(formula: Any, other: Any) -> list[Any]:
-    """The formula's values at the same points for any two formulas of the same variables; None where it has none."""
+    """The formula's values at points that depend only on the variables; None where it is undefined."""
     symbols = sorted(formula.free_symbols | other.free_symbols, key=str)
     if not symbols:
         return [_number_at(formula, {})]

@@ -1,8 +1,8 @@
-"""Compares many answers in a few processes that can be killed; knows neither message logs nor rewards.
+"""Grades answers in a few processes that can be killed.
 
-Why child programs of our own: a comparison can hang in one C call, which only ending its process stops; `fork` copies the
-locks of torch's and Ray's threads; multiprocessing's `spawn` runs the user's script again in each child, so that it must be
-guarded by `if __name__ == "__main__"`. A child program with a pipe has none of these troubles, and a daemon may own one.
+Why not multiprocessing: a comparison can hang in one C call, which only killing its process stops; `fork` copies the locks
+of torch's and Ray's threads; `spawn` runs the user's script again in each child unless it is guarded by
+`if __name__ == "__main__"`. A child program with a pipe has none of these problems, and daemon processes may start one.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from typing import Any
 from rl_core.errors import WorkerDiedError
 
 _START_S = 120.0
-"""Longest start of a process, in seconds: it imports sympy, on a machine that may be busy."""
+"""Start-up timeout of a process in seconds; it imports sympy, possibly on a busy machine."""
 _WALL_PER_CPU = 20.0
-"""A comparison may take so many times its CPU time on a busy machine; then its process is taken for stuck."""
+"""A comparison may take this many times its CPU time limit in wall-clock time; then its process counts as stuck."""
 
 
 class Outcome(StrEnum):
-    """How one comparison ended."""
+    """The outcome of one comparison."""
 
     RIGHT = "right"
     WRONG = "wrong"
     UNEVALUATED = "unevaluated"
-    """The answer leaves arithmetic to do: `3 + 2` for 5."""
+    """The answer has unevaluated arithmetic: `3 + 2` for 5."""
     UNREADABLE = "unreadable"
-    """The answer is neither a formula that can be read whole nor the expected text."""
+    """The answer is neither a formula that can be parsed nor the expected text."""
     NO_ANSWER = "no_answer"
     """There is no box or an empty one; without `require_box`, no number or formula either."""
     TIMEOUT = "timeout"
     FAILED = "failed"
-    """The comparison raised, or ended its process twice (too deep or too large an expression)."""
+    """The comparison raised an exception or crashed its process twice (the expression is too deep or too large)."""
 
 
 _OUTCOMES = {
@@ -56,30 +56,30 @@ _OUTCOMES = {
 
 @dataclass(frozen=True)
 class Question:
-    """One comparison: the right answer and what the model wrote."""
+    """The expected answer and the model's completion."""
 
     expected: str
     completion: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """How a comparison ended, and what was read as the answer."""
+class GradingResult:
+    """The outcome of a comparison and the extracted answer."""
 
     outcome: Outcome
     answer: str | None = None
     boxed: bool = False
-    """Whether the answer stood in a box."""
+    """Whether the answer was in a box."""
 
 
 class GradingPool:
-    """A few comparing processes, started when first needed and replaced when they end.
+    """A pool of grading processes, started when first needed and replaced when they end.
 
     Args:
-        num_processes: Processes, each one comparison at a time.
-        timeout_s: CPU seconds of one comparison; its process is then ended and the others go on.
-        require_box: Read boxed answers only.
-        allow_unevaluated: Accept arithmetic that is left to do.
+        num_processes: Number of processes; each runs one comparison at a time.
+        timeout_s: CPU time limit of one comparison, in seconds; when it expires, only its process is killed.
+        require_box: Grade only boxed answers.
+        allow_unevaluated: Accept unevaluated arithmetic.
     """
 
     def __init__(self, *, num_processes: int, timeout_s: float, require_box: bool, allow_unevaluated: bool = False) -> None:
@@ -89,11 +89,11 @@ class GradingPool:
         self._idle: SimpleQueue[_Process] | None = None
         self._processes: list[_Process] = []
 
-    def grade(self, questions: Sequence[Question]) -> list[Verdict]:
-        """Verdicts in the order of `questions`; equal questions are compared once.
+    def grade(self, questions: Sequence[Question]) -> list[GradingResult]:
+        """Results in the order of `questions`; equal questions are graded once.
 
         Raises:
-            WorkerDiedError: A comparing process cannot be started.
+            WorkerDiedError: A grading process cannot be started.
         """
         distinct = list(dict.fromkeys(questions))
         if not distinct:
@@ -105,7 +105,7 @@ class GradingPool:
         return [found[question] for question in questions]
 
     def process_ids(self) -> list[int]:
-        """Of the processes that are running now."""
+        """Process ids of the running processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     def shutdown(self) -> None:
@@ -123,49 +123,49 @@ class GradingPool:
                 self._idle.put(process)
         return self._idle
 
-    def _grade_one(self, question: Question, idle: SimpleQueue[_Process]) -> Verdict:
+    def _grade_one(self, question: Question, idle: SimpleQueue[_Process]) -> GradingResult:
         process = idle.get()
         request = {"expected": question.expected, "completion": question.completion, **self._request}
         try:
-            for _ in range(2):  # a process that was killed from outside says nothing of the question: ask once more
+            for _ in range(2):  # the process may have been killed from outside: try once more
                 answer = process.ask(request, wall_s=self._wall_s)
                 if answer is not None:
                     return answer
-            return Verdict(outcome=Outcome.FAILED)
+            return GradingResult(outcome=Outcome.FAILED)
         finally:
             idle.put(process)
 
 
 class _Process:
-    """One child; starts at the first question and again after each end."""
+    """A child process; starts at the first question and again after each end."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
-        """Of the child, where one is running."""
+        """Process id of the child, if it is running."""
         return self._child.pid if self._child is not None and self._child.poll() is None else None
 
-    def ask(self, request: dict[str, Any], *, wall_s: float) -> Verdict | None:
-        """The verdict, or None where the child ended for another reason than time."""
+    def ask(self, request: dict[str, Any], *, wall_s: float) -> GradingResult | None:
+        """The result, or None if the child ended for another reason than the time limit."""
         child = self._running()
         try:
             _write(child, request)
             reply = _read(child, wall_s=wall_s)
         except TimeoutError:
             self.end()
-            return Verdict(outcome=Outcome.TIMEOUT)
+            return GradingResult(outcome=Outcome.TIMEOUT)
         except (BrokenPipeError, EOFError):
             ended_with = child.wait()
             self.end()
-            return Verdict(outcome=Outcome.TIMEOUT) if ended_with == -signal.SIGPROF else None
+            return GradingResult(outcome=Outcome.TIMEOUT) if ended_with == -signal.SIGPROF else None
         if reply["retire"]:
             self.end()
-        return _verdict(reply)
+        return _result(reply)
 
     def end(self) -> None:
-        """Kill the child and collect what is left of it."""
+        """Kill the child and reap it."""
         if self._child is None:
             return
         self._child.kill()
@@ -191,8 +191,8 @@ def _start() -> subprocess.Popen[bytes]:
     except (EOFError, TimeoutError) as error:
         child.kill()
         raise WorkerDiedError(
-            f"The process that compares answers did not start ({type(error).__name__}, exit code {child.wait()}); "
-            f"what it said is on standard error. Try it by hand: {' '.join(command)}"
+            f"The grading process did not start ({type(error).__name__}, exit code {child.wait()}); see its output on "
+            f"standard error. To run it by hand: {' '.join(command)}"
         ) from error
     return child
 
@@ -209,7 +209,7 @@ def _read(child: subprocess.Popen[bytes], *, wall_s: float) -> dict[str, Any]:
 
     Raises:
         EOFError: The child has ended.
-        TimeoutError: It has not, and has not answered in `wall_s` seconds.
+        TimeoutError: The child did not answer within `wall_s` seconds.
     """
     assert child.stdout is not None
     poller = select.poll()  # select() refuses descriptors above 1023
@@ -227,7 +227,7 @@ def _read(child: subprocess.Popen[bytes], *, wall_s: float) -> dict[str, Any]:
     return reply
 
 
-def _verdict(reply: dict[str, Any]) -> Verdict:
+def _result(reply: dict[str, Any]) -> GradingResult:
     if "error" in reply:
-        return Verdict(outcome=Outcome.FAILED, answer=reply["answer"])
-    return Verdict(outcome=_OUTCOMES[reply["comparison"]], answer=reply["answer"], boxed=reply["boxed"])
+        return GradingResult(outcome=Outcome.FAILED, answer=reply["answer"])
+    return GradingResult(outcome=_OUTCOMES[reply["comparison"]], answer=reply["answer"], boxed=reply["boxed"])

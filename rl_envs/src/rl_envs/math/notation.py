@@ -1,4 +1,4 @@
-r"""Normalizes how an answer is written: delimiters, spacing, `\dfrac`, `**`, Unicode signs, units; computes nothing.
+r"""Normalizes the notation of answers: delimiters, spacing, `\dfrac`, `**`, Unicode signs, units.
 
 Every function is applied to the expected answer and to the model's, so both are compared in the same notation.
 """
@@ -59,14 +59,14 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
 _TEXT_MACRO = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
 _SHORTEST_NAME = 4
-"""Fewer letters than this, without `\\text`, are a product of variables: `ab` equals `ba`, `Rome` does not equal `More`."""
+"""Fewer letters than this, without `\\text`, are a product of variables: `ab` equals `ba`, but `Rome` is not `More`."""
 _SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "max", "min"})
 _CHOICE = re.compile(r"\(?([A-Z])[).]?")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
 def without_delimiters(text: str) -> str:
-    """The text without the math delimiters around the whole of it."""
+    """The text without enclosing math delimiters."""
     text = text.strip()
     for opening, closing in _DELIMITERS:
         inner = text[len(opening) : -len(closing)]
@@ -88,7 +88,7 @@ def normalize(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """The normalized text without spaces, except those between two digits: two answers that agree in it are the same."""
+    """The normalized text without spaces, except between two digits. Answers with the same compact text are equal."""
     return re.sub(r"(?<!\d) +| +(?!\d)", "", text)
 
 
@@ -98,7 +98,7 @@ def plain(answer: str) -> str:
 
 
 def is_words(expected: str) -> bool:
-    """Whether the expected answer is a name or another text, and no formula."""
+    """Whether the expected answer is a name or other text and not a formula."""
     text = plain(expected)
     if not _WORDS.fullmatch(text):
         return False
@@ -113,7 +113,7 @@ def choice(text: str) -> str | None:
 
 
 def split_top(text: str, separators: str) -> list[str]:
-    """The text split at those separators (a regular expression) that stand outside of all brackets."""
+    """The text split at separators (a regular expression) outside all brackets."""
     parts, start, depth = [], 0, 0
     position = 0
     separator = re.compile(separators)

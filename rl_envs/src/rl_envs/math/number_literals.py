@@ -25,7 +25,7 @@ _BASED = re.compile(r"(?:\\text\{\s*)?\(?([0-9][0-9A-Za-z ]*)\)?\}?\s*_\s*\{?\s*
 _BASE_NAMES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _MOST_DIGITS = 1000
 _ROUNDED_DIGITS = 6
-"""A decimal of fewer significant digits is not taken for a rounded fraction or root."""
+"""A decimal with fewer significant digits is not accepted as a rounded fraction or root."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class Number:
 
     value: Fraction
     places: int | None = None
-    """Digits after the point, of a decimal."""
+    """Number of decimal places; None if it is not a decimal."""
     undone: frozenset[str] = frozenset()
-    """Arithmetic that is left to do, see `rl_envs.math.unevaluated`: of `10/2` a division."""
+    """Unevaluated arithmetic, see `rl_envs.math.unevaluated`: a division for `10/2`."""
 
 
 def read_number(text: str) -> Number | None:
-    """The number that the whole text is; None if it is anything else."""
+    """The number that the whole text consists of; None for anything else."""
     text = text.strip()
     if len(text) > _MOST_DIGITS:
         return None
@@ -52,7 +52,7 @@ def read_number(text: str) -> Number | None:
 
 
 def read_numeral(text: str) -> tuple[str, int] | None:
-    """Digits and base of a numeral such as `2516_7` or `1A_{16}`; None if it is anything else."""
+    """Digits and base of a numeral such as `2516_7` or `1A_{16}`; None if it is not one."""
     found = _BASED.fullmatch(text)
     if found is None:
         return None
@@ -124,7 +124,7 @@ def _scientific(text: str) -> Number | None:
     if len(written) > 4 or not 1 <= abs(mantissa) < 10:
         return None
     exponent = int(written)
-    # `3 \times 10^2` may be the question itself; nobody writes out 6 \times 10^{23}.
+    # `3 \times 10^2` may be the question itself; 6 \times 10^{23} is never written out.
     undone = frozenset({"power of ten"}) if found.group(2) and -4 < exponent < 5 else frozenset()
     return Number(value=mantissa * Fraction(10) ** exponent, undone=undone)
 

@@ -1,6 +1,6 @@
-r"""Finds arithmetic that an answer leaves to the reader: the sum in `3 + 2`, the division in `10/2`, the root in `\sqrt{16}`.
+r"""Finds unevaluated arithmetic in an answer: the sum in `3 + 2`, the division in `10/2`, the root in `\sqrt{16}`.
 
-A fraction in lowest terms, a root that is irrational and a sum such as `3 + 2\sqrt{2}` are values: nothing is left to do.
+A fraction in lowest terms, a root that is irrational and a sum such as `3 + 2\sqrt{2}` are fully evaluated.
 The rule is that of PRM800K's grader (Lightman et al. 2023, arXiv:2305.20050), where an unreduced fraction and an expression
 for an expected integer are wrong, extended to expressions.
 """
@@ -29,16 +29,16 @@ _OF_RATIONALS = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)
 
 
 def more_undone(answer: frozenset[str], expected: frozenset[str]) -> frozenset[str]:
-    """What the answer leaves to do and the expected answer does not; a sum must be factored only if a product is expected."""
+    """Unevaluated arithmetic of the answer only; sums must be factored only if a product is expected."""
     return answer - expected - (frozenset() if "expansion" in expected else frozenset({"factoring"}))
 
 
 def undone_arithmetic(text: str, tree: Any) -> frozenset[str]:
-    r"""The kinds of operations that the answer leaves to do, such as `sum` and `power`; empty if it is a value.
+    r"""The kinds of unevaluated operations in the answer, such as `sum` and `power`; empty if it is a value.
 
     Args:
-        text: the normalized answer; shows what the grammar computes while it reads (fractions of whole numbers, `\binom`).
-        tree: the same answer as the grammar returns it, unevaluated.
+        text: the normalized answer; needed for what the parser evaluates itself (fractions of whole numbers, `\binom`).
+        tree: the parsed answer, unevaluated.
     """
     kinds = {kind for kind, pattern in _IN_TEXT.items() if pattern.search(text)}
     for above, below, plain_above, plain_below in _FRACTION.findall(text):
@@ -51,9 +51,9 @@ def undone_arithmetic(text: str, tree: Any) -> frozenset[str]:
 
 
 def _polynomial_form(tree: Any) -> frozenset[str]:
-    """Whether a polynomial is a product of sums, left to expand, or a sum, left to factor; empty for other formulas.
+    """Whether a polynomial is a product of sums (not expanded) or a sum (not factored); empty for other formulas.
 
-    The answer must have the expected form: "Expand (x + 2)^2" is not answered by `(x + 2)^2`.
+    The answer must have the expected form: `(x + 2)^2` does not answer "Expand (x + 2)^2".
     """
     if not isinstance(tree, sympy.Expr) or not tree.free_symbols or not tree.is_polynomial():
         return frozenset()
@@ -125,12 +125,12 @@ def _of_power(node: Any) -> set[str]:
 
 
 def _flat(node: Any, kind: type) -> list[Any]:
-    """The arguments of nested sums (or products) in one list; a difference is a sum with -1 as a factor."""
+    """The arguments of nested sums (or products) as a flat list; a difference is a sum with a factor of -1."""
     return [leaf for part in node.args for leaf in (_flat(part, kind) if isinstance(part, kind) else [part])]
 
 
 def _coefficient_free(term: Any) -> Any:
-    """What is left of a term without its rational factors, as a value that can be compared."""
+    """The term without its rational factors, as a comparable value."""
     factors = _flat(term, sympy.Mul) if isinstance(term, sympy.Mul) else [term]
     return tuple(sorted(sympy.srepr(factor) for factor in factors if not _is_rational(factor)))
 

@@ -1,4 +1,4 @@
-r"""Separates a number from its unit: `10\text{ cm}`, `\$5`, `90^\circ`, `3 apples`; knows which units are different ones."""
+r"""Separates a number from its unit: `10\text{ cm}`, `\$5`, `90^\circ`, `3 apples`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Quantity:
 
     value: str
     unit: str | None = None
-    """As in `canonical`; None without one."""
+    """As returned by `canonical`; None without a unit."""
     is_percent: bool = False
 
 
@@ -38,8 +38,8 @@ def quantity(text: str, *, read_letters: bool) -> Quantity:
     """A normalized answer as value and unit.
 
     Args:
-        text: as `rl_envs.math.notation.normalize` returns it.
-        read_letters: `5 m` is five meters; else `m` is a variable.
+        text: an answer normalized by `rl_envs.math.notation.normalize`.
+        read_letters: Whether `5 m` is five meters; otherwise `m` is a variable.
     """
     for symbol, unit in _CURRENCIES.items():
         if text.startswith(symbol):
@@ -59,7 +59,7 @@ def quantity(text: str, *, read_letters: bool) -> Quantity:
 
 
 def canonical(unit: str) -> str:
-    r"""A unit in one spelling: `square centimeters` and `\text{ cm}^2` are `cm^2`."""
+    r"""The canonical spelling of a unit: `cm^2` for `square centimeters` and `\text{ cm}^2`."""
     unit = re.sub(r"\\frac\{(\\text\{[^{}]*\})\}\{(\\text\{[^{}]*\})\}", r"\1/\2", unit)
     text = _POWER.sub(r"^\1", re.sub(r"\\text\{([^{}]*)\}", r"\1", unit)).lower().replace("\\cdot", " ")
     text = re.sub(r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2", text)
@@ -69,7 +69,7 @@ def canonical(unit: str) -> str:
 
 
 def are_different(one: str | None, other: str | None) -> bool:
-    """Whether both are measures that are known here and not the same; `3 apples` and `3 pieces` are not different."""
+    """Whether both are known units of measurement and differ; `3 apples` and `3 pieces` are not different."""
     if one is None or other is None or one == other:
         return False
     return all(set(re.findall(r"[a-z]+", unit)) <= set(_ALIASES) and unit != "unit" for unit in (one, other))

@@ -1,1 +1,1 @@
-"""The environment `reward_model`: answers scored by a model that was trained on preferences."""
+"""The environment `reward_model`: scores conversations with a trained reward model."""

@@ -1,4 +1,4 @@
-"""The environment `reward_model`: a conversation's reward is its score by a trained model; knows no right answer."""
+"""The environment `reward_model`: the reward of a conversation is its score by a trained reward model."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentRetu
 from rl_envs.config import RewardModelEnvironmentConfig, read_section
 from rl_envs.reward_model.scorer import RewardModelScorer, conversation_tokens
 
-JUDGED = "reward_model"
-"""Where a row's metadata says what was found."""
+SCORE_KEY = "reward_model"
+"""Metadata key of the score."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class RewardModelEnvironment(EnvironmentInterface):
-    """Scores whole conversations, under the reward model's own tokenizer and chat template; every row ends.
+    """Scores whole conversations with the reward model's tokenizer and chat template; every row ends.
 
-    The reward is `scale * (score - shift)`. A row's metadata comes back with `reward_model`: its `score`, and whether it
-    `is_cut`, being longer than `max_length`. Equal rows in equal batches have equal rewards.
+    The reward is `scale * (score - shift)`. `step` adds `reward_model` to a row's metadata: the `score`, and `is_cut` if the
+    row was longer than `max_length`. Equal rows in equal batches have equal rewards.
 
     Args:
-        config: `RewardModelEnvironmentConfig`, or a dict of its keys. `num_workers` is the core's: how many of these
-            environments it runs; each has a copy of the model.
+        config: `RewardModelEnvironmentConfig`, or a dict of its keys. `num_workers` is the number of
+            environment workers; each has a copy of the model.
 
     Raises:
-        UserError: `model_name` is no reward model, or the device is not there.
+        UserError: `model_name` is not a reward model, or the device is not available.
     """
 
     def __init__(self, config: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
@@ -48,22 +48,22 @@ class RewardModelEnvironment(EnvironmentInterface):
         )
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
-        """Score B conversations as they are, prompt and answers together.
+        """Score B conversations, prompt and answers together.
 
         Returns:
             Rewards [B] float32.
 
         Raises:
-            DataError: a conversation has no token.
+            DataError: A conversation has no tokens.
         """
         rows = [conversation_tokens(log, self._tokenizer) for log in message_log_batch]
         for log, row in zip(message_log_batch, rows, strict=True):
             if not row:
-                raise DataError(f"A conversation has no token, so that there is nothing to score: {log}")
+                raise DataError(f"A conversation has no tokens, so it cannot be scored: {log}")
         longest = self.config.max_length
         scores = self._scorer.scores([row[-longest:] for row in rows])
         found = [
-            {**(info or {}), JUDGED: {"score": score, "is_cut": len(row) > longest}}
+            {**(info or {}), SCORE_KEY: {"score": score, "is_cut": len(row) > longest}}
             for info, score, row in zip(metadata, scores.tolist(), rows, strict=True)
         ]
         return EnvironmentReturn(
@@ -78,7 +78,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
         """`score_mean`, `score_std`, `score_min`, `score_max`, before shift and scale, and `cut_frac`."""
-        found = [info[JUDGED] for info in batch["extra_env_info"]]
+        found = [info[SCORE_KEY] for info in batch["extra_env_info"]]
         scores = torch.tensor([each["score"] for each in found])
         return batch, {
             "score_mean": float(scores.mean()),
@@ -94,7 +94,7 @@ def _device(wanted: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"device: cuda, and torch {torch.__version__} sees no GPU in the environment's process. Leave it at auto, or give "
-            "the process one."
+            f"device: cuda, but torch {torch.__version__} sees no GPU in the environment's process. Use auto, or give the "
+            "process a GPU."
         )
     return torch.device(wanted)

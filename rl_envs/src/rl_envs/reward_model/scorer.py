@@ -1,8 +1,8 @@
-"""A reward model of Transformers: conversations as tokens in, one score each out; knows no environment and no reward.
+"""Scores tokenized conversations with a reward model of Transformers.
 
-The model is a classifier of one label on a decoder (`LlamaForSequenceClassification` and its like). A conversation's score is
-what its head says after the last token, whichever token that is: Transformers' own forward pass looks for the last one that
-is not the padding token, and so passes over an end of turn that the tokenizer also pads with.
+The model is a decoder with a classification head for one label, such as `LlamaForSequenceClassification`. The score is the
+output of the head at the last token. Transformers' own forward pass uses the last token that is not the padding token, which
+skips an end-of-turn token that is also used for padding.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class RewardModelScorer:
     """The model, frozen and without dropout.
 
     Args:
-        name: folder of the model, or its name on the hub.
-        dtype: of weights and activations; scores are float32.
-        device: where it computes.
-        batch_size: conversations of one forward pass.
+        name: Folder of the model, or its name on the Hugging Face Hub.
+        dtype: Data type of weights and activations; scores are float32.
+        device: Device of the model.
+        batch_size: Number of conversations per forward pass.
 
     Raises:
-        UserError: it cannot be loaded, or is no reward model.
+        UserError: It cannot be loaded or is not a reward model.
     """
 
     def __init__(self, name: str, *, dtype: torch.dtype, device: torch.device, batch_size: int) -> None:
@@ -38,24 +38,24 @@ class RewardModelScorer:
 
     @torch.inference_mode()
     def scores(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """[B] float32, the score of each row of token ids, none of them empty.
+        """[B] float32, the score of each row of token ids; rows must not be empty.
 
-        Rows of like length share a forward pass. They are padded on the right, where causal attention needs no mask.
+        Rows of similar length share a forward pass. They are right-padded, so causal attention needs no mask.
         """
         found = torch.zeros(len(rows), dtype=torch.float32)
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         for start in range(0, len(order), self._batch_size):
-            places = order[start : start + self._batch_size]
-            found[places] = self._of_batch([rows[place] for place in places]).cpu()
+            indices = order[start : start + self._batch_size]
+            found[indices] = self._score_batch([rows[index] for index in indices]).cpu()
         return found
 
-    def _of_batch(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _score_batch(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self._device)
         hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         last = torch.tensor([len(row) - 1 for row in rows], device=self._device)
         read = hidden[torch.arange(len(rows), device=self._device), last]
         weight = getattr(self._model, _HEAD).weight
-        # In float32 whatever the model's type: bfloat16 would round scores of about 2 to hundredths.
+        # In float32 for any model precision: bfloat16 would round scores near 2 to about 0.01.
         return torch.nn.functional.linear(read.float(), weight.float()).squeeze(-1)
 
 
@@ -63,13 +63,13 @@ def load_reward_model(name: str, *, dtype: torch.dtype) -> Any:
     """The model in evaluation mode, on the CPU.
 
     Raises:
-        UserError: there is none, it cannot be read, or it has no head of one score.
+        UserError: It does not exist, cannot be read, or has no head with one output.
     """
     transformers = _transformers()
-    _refuse_folder(name)
-    config = _explained(name, lambda: transformers.AutoConfig.from_pretrained(name))
-    _refuse_another_kind(name, config)
-    model, report = _explained(
+    _check_folder(name)
+    config = _load_or_explain(name, lambda: transformers.AutoConfig.from_pretrained(name))
+    _check_architecture(name, config)
+    model, report = _load_or_explain(
         name,
         lambda: transformers.AutoModelForSequenceClassification.from_pretrained(
             name, config=config, dtype=dtype, output_loading_info=True
@@ -79,15 +79,17 @@ def load_reward_model(name: str, *, dtype: torch.dtype) -> Any:
     shapes = {key: tuple(tensor.shape) for key, tensor in head.named_parameters()} if head is not None else {}
     if shapes != {"weight": (1, getattr(head, "in_features", 0))}:
         raise UserError(
-            f"{name} is a {type(model).__name__}, and this environment reads a head `{_HEAD}` of one row without bias, as "
-            "classifiers on decoders have (LlamaForSequenceClassification, Qwen2ForSequenceClassification...)."
+            f"{name} is a {type(model).__name__}. This environment needs a head `{_HEAD}` with one output and no bias, as in "
+            "LlamaForSequenceClassification or Qwen2ForSequenceClassification."
         )
-    if torn := sorted(map(str, report["missing_keys"])):
-        raise UserError(f"{name} is torn: it lacks {len(torn)} weights, the first {torn[0]}. Save or download it again.")
+    if missing := sorted(map(str, report["missing_keys"])):
+        raise UserError(
+            f"{name} is incomplete: {len(missing)} weights are missing, such as {missing[0]}. Save or download it again."
+        )
     return model.eval().requires_grad_(False)
 
 
-def _refuse_folder(name: str) -> None:
+def _check_folder(name: str) -> None:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -97,31 +99,31 @@ def _refuse_folder(name: str) -> None:
         return
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"model_name: {name} holds a LoRA adapter alone, and a reward model is whole weights. Merge it into its base: "
-            "`rlcore convert CHECKPOINT --to hf --merge OUTPUT`, and name OUTPUT here."
+            f"model_name: {name} contains only a LoRA adapter, but a reward model needs full weights. Merge it into its base "
+            "model with `rlcore convert CHECKPOINT --to hf --merge OUTPUT` and set model_name to OUTPUT."
         )
     raise ConfigError(
-        f"model_name: {name} holds no config.json, so it is no model of Transformers. Of a checkpoint of a reward model, name "
-        "the folder step_<n>/policy/weights."
+        f"model_name: {name} has no config.json, so it is not a Transformers model. For a checkpoint of a reward model, use "
+        "its folder step_<n>/policy/weights."
     )
 
 
-def _refuse_another_kind(name: str, config: Any) -> None:
+def _check_architecture(name: str, config: Any) -> None:
     architectures: Sequence[str] = getattr(config, "architectures", None) or ()
     if not any(each.endswith(_CLASSIFIER) for each in architectures):
         kind = architectures[0] if architectures else type(config).__name__
         raise ConfigError(
-            f"model_name: {name} is a {kind}, which has no head that scores: its rewards would be noise. Train a reward model "
-            "from it (algorithm `rm`, `rlcore train examples/rm_addition.yaml`), or name one that was."
+            f"model_name: {name} is a {kind}, which has no classification head, so its rewards would be random. Train a reward "
+            "model from it (algorithm `rm`, `rlcore train examples/rm_addition.yaml`), or use one."
         )
     if config.num_labels != 1:
         raise ConfigError(
-            f"model_name: {name} is a {architectures[0]} of {config.num_labels} labels, and a reward is one number: name a "
-            "model of one label."
+            f"model_name: {name} is a {architectures[0]} with {config.num_labels} labels, but a reward is one number: use a "
+            "model with one label."
         )
 
 
-def _explained(name: str, load: Any) -> Any:
+def _load_or_explain(name: str, load: Any) -> Any:
     try:
         return load()
     except (OSError, ValueError, ImportError, KeyError) as error:
@@ -140,26 +142,26 @@ def _transformers() -> Any:
 
 
 def conversation_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """The whole conversation's tokens, as rows of preferences have them: under the chat template, or without one end to end.
+    """The tokens of the whole conversation, as in preference training: with the chat template, or concatenated without one.
 
-    It is rendered at once, so that whatever a model wrote can be scored: pieces that merge, or that a template rewrites, are
-    of no matter where nothing is trained on them.
+    The conversation is rendered in one call, so that any model output can be scored: tokens that merge across messages, or
+    that a template rewrites, do not matter because nothing is trained on them.
 
     Raises:
-        ConfigError: the chat template cannot render it.
+        ConfigError: The chat template cannot render the conversation.
     """
     from jinja2.exceptions import TemplateError
 
     from rl_core.data.messages import get_formatted_message_log
 
-    spoken = [{"role": message["role"], "content": message["content"]} for message in messages]
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     if not getattr(tokenizer, "chat_template", None):
-        pieces = get_formatted_message_log(spoken, tokenizer)
+        pieces = get_formatted_message_log(plain, tokenizer)
         return [token for piece in pieces for token in piece["token_ids"].tolist()]
     try:
-        text = tokenizer.apply_chat_template(spoken, tokenize=False)
+        text = tokenizer.apply_chat_template(plain, tokenize=False)
     except TemplateError as error:
-        roles = [message["role"] for message in spoken]
-        raise ConfigError(f"the reward model's chat template cannot render messages of the roles {roles}: {error}") from error
+        roles = [message["role"] for message in plain]
+        raise ConfigError(f"the reward model's chat template cannot render messages with the roles {roles}: {error}") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens
