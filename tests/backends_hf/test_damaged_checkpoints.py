@@ -172,7 +172,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(saved, copy):
     assert saved.restore(copy.with_name("before-the-change")) == 2
 
 
-def test_a_file_added_to_a_model_is_refused_and_one_beside_it_is_not(saved, copy):
+def test_a_file_added_to_a_model_is_an_error_but_one_outside_it_is_not(saved, copy):
     (copy / "notes.txt").write_text("the good one")
     assert saved.restore(copy) == 2
     (copy / "policy" / "weights" / "model.safetensors.index.json").write_text("{}")
@@ -180,7 +180,7 @@ def test_a_file_added_to_a_model_is_refused_and_one_beside_it_is_not(saved, copy
         saved.restore(copy)
 
 
-def test_the_older_checkpoint_that_is_named_has_no_damage_itself(saved, copy):
+def test_the_suggested_older_checkpoint_is_itself_undamaged(saved, copy):
     flip_a_bit(copy / "policy" / "weights" / "model.safetensors")
     flip_a_bit(copy.parent / "step_000001" / "policy" / "optimizer" / "trainer.pt")
     with pytest.raises(CheckpointError, match="No older checkpoint next to it is without damage"):

@@ -212,7 +212,7 @@ def test_an_end_token_ends_a_row_and_stays_in_it(model):
     assert output["truncated"].tolist() == [row[-1] not in (stop, 2) for row in expected]
 
 
-def test_an_end_token_at_the_limit_is_no_truncation(model):
+def test_an_end_token_at_the_limit_is_not_a_truncation(model):
     batch = batch_of(prompts_of([5]))
     [free] = completions_of(sampler_of(model).generate(batch))
     output = sampler_of(model, stop_token_ids=(free[3],), max_new_tokens=free.index(free[3]) + 1).generate(batch)
@@ -252,7 +252,7 @@ def test_a_row_s_limit_is_never_above_the_settings(model):
     assert output["generation_lengths"].tolist() == [4]
 
 
-def test_an_attention_mask_stands_for_lengths(model):
+def test_an_attention_mask_replaces_lengths(model):
     prompts = prompts_of([5, 8])
     expected = completions_of(sampler_of(model).generate(batch_of(prompts)))
     batch = batch_of(prompts)
@@ -309,7 +309,7 @@ def test_a_model_with_recurrent_layers_is_refused():
         Sampler(model)
 
 
-def test_the_model_is_as_before_afterwards(model_folder):
+def test_generation_does_not_change_the_model(model_folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
     model.train()
     state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -114,7 +114,7 @@ def test_the_nucleus_of_a_flat_row_is_found_beyond_the_candidates_that_are_sorte
     np.testing.assert_allclose(logprobs.numpy(), np.log(1 / len(support)), atol=2e-2)
 
 
-def test_tokens_that_tie_with_the_last_one_kept_are_kept():
+def test_tokens_tied_with_the_last_kept_token_are_kept():
     row = torch.tensor([1.0, 3.0, 3.0, 3.0, 0.0])
     for parameters in (SamplingParameters(top_k=2), SamplingParameters(top_p=0.4)):
         tokens, logprobs = draw(row, parameters, rows=500)
@@ -122,14 +122,14 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept():
         torch.testing.assert_close(logprobs, torch.full((500,), -math.log(3)))
 
 
-def test_greedy_takes_the_likeliest_token_and_reports_the_whole_temperature_scaled_distribution(logits):
+def test_greedy_takes_the_most_likely_token_and_reports_its_temperature_scaled_logprob(logits):
     parameters = SamplingParameters(temperature=0.5, top_k=3, top_p=0.2)
     tokens, logprobs = draw(logits, parameters, rows=2, greedy=True)
     assert tokens.tolist() == [int(logits.argmax())] * 2
     torch.testing.assert_close(logprobs, (logits.double() / 0.5).log_softmax(-1).max().float().expand(2))
 
 
-def test_a_certain_token_is_always_drawn_wherever_it_stands():
+def test_a_token_with_probability_one_is_always_sampled():
     for token in (0, 255, 256, 511, 512, 698, 699):
         row = torch.full((VOCABULARY,), float("-inf"))
         row[token] = 4.0

@@ -43,7 +43,7 @@ def test_a_string_is_found_at_the_first_token_that_completes_it_wherever_boundar
             assert tokens_until_stop(tokenizer, [string], tokens) == first
 
 
-def test_bytes_one_a_token_form_the_characters_of_a_stop_string(tokenizer):
+def test_single_byte_tokens_form_the_characters_of_a_stop_string(tokenizer):
     tokens = [token_of_byte(tokenizer, byte) for byte in "a🙂b".encode()]
     assert tokens_until_stop(tokenizer, ["🙂"], tokens) == 5
     assert tokens_until_stop(tokenizer, ["a🙂b"], tokens) == 6
@@ -57,7 +57,7 @@ def token_of_byte(tokenizer, byte):
     return tokenizer.convert_tokens_to_ids(chr(byte if byte in printable else 256 + others.index(byte)))
 
 
-def test_bytes_that_form_no_character_do_not_hide_what_follows(tokenizer):
+def test_invalid_bytes_do_not_hide_a_later_stop_string(tokenizer):
     broken = [token_of_byte(tokenizer, 0x9F)] * 30
     tokens = [*broken, *tokenizer.encode("the end")]
     assert tokens_until_stop(tokenizer, ["end"], tokens) == len(tokens)

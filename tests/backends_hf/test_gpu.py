@@ -107,7 +107,7 @@ def large(tmp_path_factory):
     return str(folder)
 
 
-def test_what_is_given_to_the_engine_is_free_for_other_processes_and_comes_back_unchanged(parts, train, large):
+def test_memory_released_for_the_engine_is_free_for_other_processes_and_restored_unchanged(parts, train, large):
     context = dataclasses.replace(parts.make_context(), device="cuda")
     worker = HFPolicyWorker(context, parts.make_config(large, precision="bfloat16", optimizer=ADAMW))
     size = worker.setup()["num_parameters"]
@@ -127,7 +127,7 @@ def test_what_is_given_to_the_engine_is_free_for_other_processes_and_comes_back_
     train(worker, first=STEPS)
 
 
-def test_steps_go_on_after_every_refit_as_if_nothing_had_moved(start, train):
+def test_training_is_unchanged_by_offloading_for_each_refit(start, train):
     plain, moved = start("cuda"), start("cuda")
     for first in (0, STEPS):
         train(plain, first)
@@ -139,7 +139,7 @@ def test_steps_go_on_after_every_refit_as_if_nothing_had_moved(start, train):
     assert_close(weights(moved), weights(plain), atol=1e-6)
 
 
-def test_a_resume_on_a_gpu_goes_on_as_the_run_that_was_never_stopped(start, train, tmp_path):
+def test_a_resume_on_a_gpu_equals_an_uninterrupted_run(start, train, tmp_path):
     plain = start("cuda")
     train(plain)
     plain.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")

@@ -141,7 +141,7 @@ def test_logprobs_and_gradients_are_those_of_plain_peft(peft, parts, model_folde
 
 
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen2", "qwen3"])
-def test_before_the_first_step_it_is_the_base_bit_for_bit(parts, model_folder, start, kind):
+def test_before_the_first_step_the_adapted_model_equals_the_base_bit_for_bit(parts, model_folder, start, kind):
     rows = parts.make_rows()
     without = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder(kind)))
     without.setup()
@@ -155,7 +155,9 @@ def test_before_the_first_step_it_is_the_base_bit_for_bit(parts, model_folder, s
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen2"])
-def test_training_moves_adapters_alone_and_hands_on_what_peft_merges(peft, parts, model_folder, start, tmp_path, kind, variant):
+def test_training_changes_only_adapters_and_exports_weights_merged_as_by_peft(
+    peft, parts, model_folder, start, tmp_path, kind, variant
+):
     rows = parts.make_rows()
     worker = start(kind, lora=VARIANTS[variant])
     base, adapters = base_of(worker), adapters_of(worker)
@@ -262,7 +264,7 @@ def test_a_family_where_peft_would_adapt_fused_experts_unasked_is_refused(peft, 
     start({"rank": 4, "target_modules": ["q_proj", "v_proj"]})
 
 
-def test_the_optimizer_holds_the_adapters_and_nothing_else(start, parts):
+def test_the_optimizer_has_only_the_adapters(start, parts):
     worker = start()
     train(worker, parts, 1)
     trained = sum(tensor.numel() for tensor in adapters_of(worker).values())
@@ -273,7 +275,7 @@ def test_the_optimizer_holds_the_adapters_and_nothing_else(start, parts):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_training_goes_on_after_a_checkpoint_as_if_it_had_never_stopped(parts, start, tmp_path, precision):
+def test_resumed_training_equals_uninterrupted_training(parts, start, tmp_path, precision):
     fields = {
         "lora": {"dropout": 0.2, "use_dora": True},
         "scheduler": {"name": "cosine", "kwargs": {"num_training_steps": 9}},
@@ -403,7 +405,7 @@ def test_vllm_samples_with_merged_weights(peft, parts, tmp_path):
     assert (scored - base)[sampled].abs().max() > 0.01
 
 
-def test_the_policy_samples_by_itself_with_its_adapters(parts, start):
+def test_the_policy_samples_with_its_adapters(parts, start):
     worker = start(max_total_sequence_length=64)
     train(worker, parts, 1, 2)
     rows = parts.make_rows(4)
@@ -520,7 +522,7 @@ def test_modules_that_cannot_be_adapted_are_explained(start, lora, says):
         ({"lora": {}, "load_in_8bit": True}, "lora and load_in_8bit exclude each other"),
     ],
 )
-def test_a_section_that_cannot_be_is_explained(hf, says):
+def test_an_invalid_section_is_an_error_with_a_reason(hf, says):
     with pytest.raises(ValueError, match=says):
         HFConfig(**hf)
 
@@ -538,7 +540,7 @@ def test_dropout_is_refused_where_samples_are_trained_on(peft, tmp_path):
     assert load_config(quickstart(tmp_path)).run.policy.hf_cfg.lora == LoRAConfig()
 
 
-def test_the_library_that_is_missing_is_named_before_anything_starts(tmp_path, monkeypatch):
+def test_a_missing_library_is_named_before_anything_starts(tmp_path, monkeypatch):
     def absent(needs):
         return "peft is not installed"
 
@@ -570,7 +572,7 @@ def test_the_command_ends_with_code_2_and_says_why(peft, tmp_path, lora, says):
     assert "Traceback" not in result.stderr
 
 
-def test_a_folder_of_an_adapter_is_no_model_and_the_error_says_how_to_make_one(parts, start, tmp_path):
+def test_an_adapter_folder_as_model_is_an_error_that_says_how_to_merge_it(parts, start, tmp_path):
     start().save_checkpoint(tmp_path, None)
     with pytest.raises(UserError, match="rlcore convert CHECKPOINT --to hf --merge"):
         HFPolicyWorker(parts.make_context(), HFPolicyConfig(model_name=str(tmp_path))).setup()
@@ -629,7 +631,7 @@ def test_sft_lowers_the_loss_and_leaves_the_base_alone(peft):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["dpo_addition", "rm_addition"])
-def test_preferences_are_learnt_by_adapters_from_a_config_and_the_checkpoint_holds_them_alone(peft, tmp_path, example):
+def test_adapters_learn_preferences_and_the_checkpoint_contains_only_adapters(peft, tmp_path, example):
     finished = launch.train(
         ROOT / "examples" / f"{example}.yaml",
         [

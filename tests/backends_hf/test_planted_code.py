@@ -100,12 +100,12 @@ def test_a_resume_runs_no_code_of_the_checkpoint(policy, copy, planted, plant, f
     assert not planted.marker.exists()
 
 
-def test_the_planted_object_does_run_where_pickles_are_loaded_as_they_are(planted):
+def test_the_planted_object_runs_with_unrestricted_pickle_loading(planted):
     pickle.loads(pickle.dumps(planted))
     assert planted.marker.is_dir()
 
 
-def test_metadata_may_name_no_file_outside_of_its_folder(copy):
+def test_metadata_cannot_name_files_outside_its_folder(copy):
     found = read_metadata(copy / "optimizer")
     next(iter(found.storage_data.values())).relative_path = "../weights/model.safetensors"
     found.storage_meta = None

@@ -79,7 +79,7 @@ def with_candidates(rows, vocab_size, *, seed=3):
 
 @pytest.mark.parametrize("microbatching", MICROBATCHING)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "granite", "cohere"])
-def test_the_likeliest_tokens_are_those_of_plain_logits(parts, model_folder, kind, microbatching):
+def test_topk_tokens_equal_those_of_plain_logits(parts, model_folder, kind, microbatching):
     rows = parts.make_rows()
     section = {"backend": "hf", "temperature": 0.7}
     config = parts.make_config(model_folder(kind), **MICROBATCHING[microbatching], generation=section)
@@ -204,7 +204,7 @@ def test_a_microbatch_without_a_trained_token_goes_through_the_head(shape):
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-def test_no_tensor_holds_the_vocabulary_at_every_position(parts, model_folder):
+def test_full_vocabulary_logits_are_never_stored_for_all_positions(parts, model_folder):
     rows = parts.make_rows()
     policy = HuggingFacePolicy(config=parts.make_config(model_folder("llama"), logprob_batch_size=8))
     policy.get_topk_logprobs(rows, K)
@@ -214,7 +214,7 @@ def test_no_tensor_holds_the_vocabulary_at_every_position(parts, model_folder):
     assert largest.elements < positions * parts.VOCAB_SIZE
 
 
-def test_more_likeliest_tokens_than_there_are_and_candidates_from_elsewhere_are_refused(parts, model_folder):
+def test_topk_above_the_vocabulary_size_and_invalid_candidates_are_errors(parts, model_folder):
     rows = with_candidates(parts.make_rows(), parts.VOCAB_SIZE)
     policy = HuggingFacePolicy(config=parts.make_config(model_folder("llama")))
     for k in (0, parts.VOCAB_SIZE + 1):
@@ -226,13 +226,13 @@ def test_more_likeliest_tokens_than_there_are_and_candidates_from_elsewhere_are_
             policy.train(rows, WeightedCandidates())
 
 
-def test_a_scalar_head_tells_no_likeliest_tokens(parts, model_folder):
+def test_a_scalar_head_has_no_topk_logprobs(parts, model_folder):
     policy = HuggingFacePolicy(config=parts.make_config(model_folder("llama"), head="scalar"))
     with pytest.raises(NotSupportedError, match="scalar head"):
         policy.get_topk_logprobs(parts.make_rows(), K)
 
 
-def test_log_probabilities_of_the_likeliest_are_those_of_the_whole_distribution(parts, model_folder):
+def test_topk_logprobs_are_those_of_the_full_distribution(parts, model_folder):
     policy = HuggingFacePolicy(config=parts.make_config(model_folder("llama")))
     rows = parts.make_rows()
     whole = policy.get_topk_logprobs(rows, parts.VOCAB_SIZE)["topk_logprobs"][is_predicted(rows)]

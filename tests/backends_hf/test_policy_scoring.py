@@ -61,7 +61,7 @@ def test_logprobs_equal_a_plain_forward_pass(parts, model_folder, kind, microbat
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
-def test_families_that_cap_or_scale_their_logits_are_scored_as_they_sample(parts, model_folder, kind):
+def test_models_with_capped_or_scaled_logits_are_scored_as_they_sample(parts, model_folder, kind):
     rows = parts.make_rows()
     policy = HuggingFacePolicy(config=parts.make_config(model_folder(kind)))
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_the_chunked_head_has_the_derivatives_of_its_formula(chunk, softcap):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_no_tensor_of_all_logits_is_ever_made(parts, model_folder):
+def test_the_full_logits_tensor_is_never_allocated(parts, model_folder):
     rows = parts.make_rows(num_rows=16, width=64)
     config = parts.make_config(model_folder("llama"), train_micro_batch_size=16, logprob_batch_size=16, hf={"reference": False})
     worker = HuggingFacePolicy(config=config).group.worker

@@ -120,7 +120,7 @@ def test_bfloat16_steps_too_small_for_bfloat16_add_up_in_the_masters(parts, star
 
 
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen3"])
-def test_masters_begin_at_the_checkpoints_own_float32_and_not_at_its_rounded_form(start, model_folder, kind, tmp_path):
+def test_master_weights_start_from_the_float32_checkpoint_and_not_from_rounded_weights(start, model_folder, kind, tmp_path):
     worker = start(kind, precision="bfloat16")
     exact = transformers.AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32)
     assert_same(
@@ -132,7 +132,7 @@ def test_masters_begin_at_the_checkpoints_own_float32_and_not_at_its_rounded_for
     assert exact_weights(str(tmp_path / "rounded"), options=HFModelConfig(), dtype=torch.bfloat16) == {}
 
 
-def test_what_is_published_moves_by_as_much_as_the_masters_on_average(parts, start):
+def test_exported_weights_move_as_much_as_the_master_weights_on_average(parts, start):
     """A step far below the grid of bfloat16: of weights that lie anywhere between its points, some cross to the next."""
     worker = start(precision="bfloat16", optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}})
     masters = worker._state.masters
@@ -150,7 +150,7 @@ def test_what_is_published_moves_by_as_much_as_the_masters_on_average(parts, sta
     assert float(moved.mean()) == pytest.approx(step, rel=0.1)
 
 
-def test_training_goes_on_after_a_checkpoint_as_if_it_had_never_stopped(parts, start, tmp_path):
+def test_resumed_training_equals_uninterrupted_training(parts, start, tmp_path):
     fields = {
         "optimizer": {"kwargs": {"lr": 1e-2, "weight_decay": 0.1}},
         "scheduler": {"name": "cosine", "kwargs": {"num_training_steps": 9}},
@@ -255,7 +255,7 @@ def test_checkpoints_that_do_not_fit_are_refused_with_their_reason(parts, start,
         ({"name": "torch.nn.ParameterList"}, "no torch optimizer"),
     ],
 )
-def test_an_optimizer_that_cannot_be_is_explained(section, says):
+def test_an_invalid_optimizer_is_an_error_with_a_reason(section, says):
     weights = {"w": torch.nn.Parameter(torch.zeros(2, 2))}
     with pytest.raises(UserError, match=says):
         build_optimizer(weights, OptimizerConfig(**{"kwargs": {}, **section}))
@@ -270,7 +270,7 @@ def test_an_optimizer_that_cannot_be_is_explained(section, says):
         ({"name": "torch.optim.lr_scheduler.CosineAnealingLR"}, "Did you mean 'CosineAnnealingLR'"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_explained(section, says):
+def test_an_invalid_schedule_is_an_error_with_a_reason(section, says):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     with pytest.raises(UserError, match=says):
         build_scheduler(optimizer, SchedulerConfig(**section))
@@ -296,7 +296,7 @@ def test_schedules_have_the_shape_that_their_name_says(section, expected):
     assert rates == pytest.approx(expected, abs=1e-6)
 
 
-def test_decay_spares_biases_and_norms_where_the_config_says_so():
+def test_weight_decay_can_exclude_biases_and_norms():
     weights = {"matrix": torch.nn.Parameter(torch.ones(2, 2)), "norm": torch.nn.Parameter(torch.ones(2))}
     kwargs = {"lr": 0.1, "weight_decay": 0.5, "decay_matrices_only": True}
     optimizer = build_optimizer(weights, OptimizerConfig(kwargs=kwargs))
@@ -329,12 +329,12 @@ def test_the_promised_constructor_takes_fields_of_policy_and_of_hf_cfg(model_fol
         ({}, "needs a model"),
     ],
 )
-def test_a_constructor_call_that_cannot_be_is_explained(arguments, says):
+def test_an_invalid_constructor_call_is_an_error_with_a_reason(arguments, says):
     with pytest.raises(ConfigError, match=says):
         HuggingFacePolicy(**arguments)
 
 
-def test_a_frozen_model_scores_spends_nothing_on_training_and_says_so(parts, start):
+def test_a_frozen_model_only_scores_and_allocates_no_training_state(parts, start):
     rows = parts.make_rows()
     frozen, trained = start(precision="bfloat16", frozen=True), start(precision="bfloat16")
     assert torch.equal(frozen.get_logprobs(rows)["logprobs"], trained.get_logprobs(rows)["logprobs"])
@@ -344,7 +344,7 @@ def test_a_frozen_model_scores_spends_nothing_on_training_and_says_so(parts, sta
     assert frozen.train(rows, parts.NLL(), counts=parts.counts_of(rows), eval_mode=True)[0].loss > 0
 
 
-def test_a_master_stays_at_the_rounded_weight_where_float32_was_read_otherwise_and_that_is_said(caplog):
+def test_master_weights_fall_back_to_rounded_weights_with_a_warning(caplog):
     model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
     masters = MasterWeights(model, model_dtype=torch.bfloat16)
     near = model.bias.detach().float() * (1 + 2**-12)

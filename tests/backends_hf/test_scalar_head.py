@@ -141,7 +141,7 @@ def test_a_causal_lm_begins_with_a_head_of_zeros_whatever_the_seed(parts, model_
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_training_goes_on_after_a_checkpoint_as_if_it_had_never_stopped(parts, classifier_folder, start, tmp_path, precision):
+def test_resumed_training_equals_uninterrupted_training(parts, classifier_folder, start, tmp_path, precision):
     fields = {"precision": precision, "optimizer": {"kwargs": {"lr": 1e-3}}, "max_grad_norm": 0.5}
     batches = [parts.make_rows(seed=seed) for seed in range(4)]
 
@@ -161,7 +161,7 @@ def test_training_goes_on_after_a_checkpoint_as_if_it_had_never_stopped(parts, c
     assert_same(snapshot(resumed), snapshot(straight))
 
 
-def test_the_saved_folder_is_a_plain_classifier_and_scores_alike(parts, model_folder, start, tmp_path):
+def test_the_saved_folder_is_a_plain_classifier_with_equal_scores(parts, model_folder, start, tmp_path):
     rows = parts.make_rows()
     worker = start(model_folder("llama-tied"))
     for _ in range(3):
@@ -179,7 +179,7 @@ def test_the_saved_folder_is_a_plain_classifier_and_scores_alike(parts, model_fo
     assert torch.equal(start(str(tmp_path)).get_values(rows)["values"], worker.get_values(rows)["values"])
 
 
-def test_adapters_train_beside_a_whole_head_and_peft_reads_both(parts, classifier_folder, start, tmp_path):
+def test_adapters_and_a_full_head_train_together_and_peft_loads_both(parts, classifier_folder, start, tmp_path):
     rows = parts.make_rows()
     fields = {"hf": {"lora": {"rank": 4}}, "precision": "float32"}
     worker = start(classifier_folder("qwen2"), **fields)
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_adapters_and_head_becomes_a_whole_classifier(parts, cla
     torch.testing.assert_close(worker.get_values(rows)["values"], merged, rtol=1e-4, atol=1e-4)
 
 
-def test_the_whole_head_beside_adapters_has_the_gradient_of_plain_autograd(parts, classifier_folder, start):
+def test_a_full_head_with_adapters_has_the_gradient_of_plain_autograd(parts, classifier_folder, start):
     rows = parts.make_rows()
     model = plain(classifier_folder("llama"))
     plain_loss(model, rows).backward()
@@ -230,7 +230,7 @@ def test_the_whole_head_beside_adapters_has_the_gradient_of_plain_autograd(parts
     assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
 
 
-def test_a_bfloat16_base_has_a_float32_head_beside_its_adapters(parts, model_folder, start, tmp_path):
+def test_a_bfloat16_base_has_a_float32_head_and_adapters(parts, model_folder, start, tmp_path):
     rows = parts.make_rows()
     worker = start(model_folder("llama"), precision="bfloat16", hf={"lora": {"rank": 2}})
     worker.train(rows, parts.SquaredValues(), counts=parts.counts_of(rows))
@@ -293,7 +293,7 @@ class BatchesOf:
         ({"hf": {"config_overrides": {"hiden_size": 3}}}, "Did you mean 'hidden_size'"),
     ],
 )
-def test_sections_that_cannot_be_are_explained(model_folder, start, fields, says):
+def test_invalid_sections_are_errors_with_a_reason(model_folder, start, fields, says):
     with pytest.raises(UserError, match=says):
         start(model_folder("llama"), **fields)
 
@@ -322,7 +322,7 @@ def test_models_of_another_head_or_family_are_refused_with_their_reason(
         start(model_folder("llama")).load_checkpoint(tmp_path / "tokens", None)
 
 
-def test_what_only_a_language_model_does_is_refused(parts, model_folder):
+def test_language_model_methods_are_errors_with_a_scalar_head(parts, model_folder):
     policy = HuggingFacePolicy(config=parts.make_config(model_folder("llama"), head="scalar"))
     rows = parts.make_rows(2)
     for call in (policy.get_logprobs, policy.get_reference_policy_logprobs):

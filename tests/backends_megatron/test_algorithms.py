@@ -226,21 +226,21 @@ def assert_same_numbers(found, expected):
 
 
 @pytest.mark.full("the tests above compare every number with the backend on Transformers, which learns in tests/e2e")
-def test_rewards_teach_sums_that_were_never_asked(two_ranks):
+def test_training_with_rewards_generalizes_to_unseen_sums(two_ranks):
     steps = grpo(two_ranks(), num_prompts_per_step=32, max_num_steps=8, **WATCHED)
     # 0.60 of the held-out sums are right at first; the standard error of 128 answers is 0.04.
     assert steps[-1]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.1
 
 
 @pytest.mark.full("the tests above compare every number with the backend on Transformers, which learns in tests/e2e")
-def test_answers_teach_to_lose_less_on_unseen_ones(two_ranks):
+def test_supervised_training_lowers_the_loss_on_unseen_answers(two_ranks):
     steps = sft(two_ranks(), max_num_steps=12, **WATCHED)
     assert steps[-1]["validation/loss"] < 0.9 * steps[0]["validation/loss"]
 
 
 @pytest.mark.full("the tests above compare every number with the backend on Transformers, which learns in tests/e2e")
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])
-def test_pairs_teach_which_of_two_unseen_answers_is_better(loss, two_ranks):
+def test_preference_training_generalizes_to_unseen_pairs(loss, two_ranks):
     steps = dpo(two_ranks(), {"name": loss}, max_num_steps=10, **WATCHED)
     # Ties of a policy with its own copy count half; without a reference, the pupil prefers what it says itself.
     assert steps[0]["validation/accuracy"] <= 0.5

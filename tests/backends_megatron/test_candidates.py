@@ -66,7 +66,7 @@ class TestOverRanks:
         files = [out / f"candidates-{name}-{rank}.pt" for rank in range(layout.world)]
         return layout, [torch.load(file, weights_only=False) for file in files]
 
-    def test_the_likeliest_tokens_are_those_of_transformers(self, out, plain, name):
+    def test_topk_tokens_equal_those_of_transformers(self, out, plain, name):
         layout, found = self.read(out, name)
         rows, whole, _, _ = plain(layout.kind)
         ids, logprobs = (in_order(layout, found, key) for key in ("topk_token_ids", "topk_logprobs"))
@@ -89,7 +89,7 @@ class TestOverRanks:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("vocab_size", [125, 60])
-def test_halves_of_the_logits_tell_several_targets_and_the_likeliest_without_being_gathered(out, vocab_size):
+def test_tensor_parallel_logits_give_targets_and_topk_without_gathering(out, vocab_size):
     found = [torch.load(out / f"vocabulary-{rank}.pt", weights_only=False)[vocab_size, "several"] for rank in range(2)]
     logits, (targets, weights) = ranks.vocabulary_case(vocab_size)[0].requires_grad_(), ranks.several_case(vocab_size)
     log_p = torch.log_softmax(logits[:, :vocab_size].double() / 0.7, dim=-1)
@@ -146,7 +146,7 @@ def test_one_rank_has_the_numbers_of_the_backend_on_transformers(policy, models,
     assert steps[0]["grad_norm"] == pytest.approx(steps[1]["grad_norm"], rel=2e-6)
 
 
-def test_more_likeliest_tokens_than_there_are_and_candidates_from_elsewhere_are_refused(policy):
+def test_topk_above_the_vocabulary_size_and_invalid_candidates_are_errors(policy):
     made = policy("llama")
     for k in (0, cases.VOCAB_SIZE + 1):
         with pytest.raises(DataError, match=rf"The {k} likeliest tokens.*vocabulary has {cases.VOCAB_SIZE}"):
@@ -158,7 +158,7 @@ def test_more_likeliest_tokens_than_there_are_and_candidates_from_elsewhere_are_
             made.train(rows, cases.WeightedCandidates())
 
 
-def test_a_scalar_head_tells_no_likeliest_tokens_and_scores_no_candidates(policy):
+def test_a_scalar_head_has_no_topk_or_candidate_logprobs(policy):
     made = policy("qwen3", head="scalar")
     with pytest.raises(NotSupportedError, match="scalar head"):
         made.get_topk_logprobs(cases.make_rows(), cases.K)
@@ -166,7 +166,7 @@ def test_a_scalar_head_tells_no_likeliest_tokens_and_scores_no_candidates(policy
         made.train(cases.make_candidates(), cases.WeightedCandidates())
 
 
-def test_a_frozen_policy_teaches(policy, models):
+def test_a_frozen_policy_can_be_a_teacher(policy, models):
     rows = cases.make_rows()
     found = policy("llama-tied", frozen=True).get_topk_logprobs(rows, cases.K)
     with torch.no_grad():

@@ -23,7 +23,7 @@ def is_mixture(name):
 
 
 @pytest.mark.parametrize(("saved", "name"), layouts.tiered("resume", layouts.RESUMES))
-def test_the_next_step_is_that_of_the_run_that_was_not_interrupted(out, saved, name):
+def test_the_step_after_a_resume_equals_that_of_an_uninterrupted_run(out, saved, name):
     expected, found = read(out, saved, "float32", "0"), read(out, saved, "float32", f"{name}-0")
     assert found["version"] == 2
     assert found["result"].grad_norm == pytest.approx(expected["result"].grad_norm, rel=2e-6)
@@ -41,7 +41,7 @@ def test_training_can_go_back_to_a_checkpoint_from_before_the_first_step(out, sa
 
 
 @pytest.mark.parametrize(("saved", "name"), layouts.tiered("resume", layouts.RESUMES))
-def test_float32_copies_of_bfloat16_weights_are_gone_on_from(out, saved, name):
+def test_resumed_training_continues_from_float32_master_weights(out, saved, name):
     expected, found = read(out, saved, "bfloat16", "0"), read(out, saved, "bfloat16", f"{name}-0")
     assert all(tensor.dtype == torch.bfloat16 for tensor in found["weights"].values())
     # They are the optimizer's own, and not what the saved weights would give: those are rounded.

@@ -64,7 +64,7 @@ def test_losses_of_the_core_give_the_same_numbers_by_megatron_and_by_transformer
         assert float((scored - other).abs().max()) < 1e-4, key
 
 
-def test_it_samples_what_the_policy_on_transformers_samples_greedily(pair):
+def test_greedy_samples_equal_those_of_the_transformers_policy(pair):
     prompts = BatchedDataDict(
         input_ids=torch.tensor([[5, 9, 11], [7, 8, 0]]), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]])
     )
@@ -75,7 +75,7 @@ def test_it_samples_what_the_policy_on_transformers_samples_greedily(pair):
     assert float((found["logprobs"] - expected["logprobs"]).abs().max()) < 1e-4
 
 
-def test_the_weights_that_it_hands_on_are_those_of_the_same_model_on_transformers(pair, models):
+def test_exported_weights_equal_those_of_the_transformers_policy(pair, models):
     from rl_backends_hf import HuggingFacePolicy
 
     ours = pair[0]
@@ -102,7 +102,7 @@ class DeadlyOnRankOne(LossFunction):
 
 
 @pytest.mark.timeout(120)
-def test_the_death_of_a_rank_in_mid_step_ends_with_an_error_that_names_it(pair, rows):
+def test_a_rank_that_dies_during_a_step_is_named_in_the_error(pair, rows):
     # Workers cannot import a test's module, so the loss travels by value.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with pytest.raises(WorkerDiedError, match=r"rank 1 .*tensor=1.* of 'policy'"):

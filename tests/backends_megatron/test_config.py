@@ -50,7 +50,7 @@ def test_rows_are_split_over_copies_of_the_model_so_that_schedules_count_as_many
     ("cluster", "found"),
     [({"workers_per_node": 2}, None), ({"workers_per_node": 3}, 3), ({"backend": "in_process"}, 1), ({"num_nodes": 2}, None)],
 )
-def test_a_cluster_that_holds_no_whole_copies_is_refused_when_the_config_is_read(tmp_path, cluster, found):
+def test_a_cluster_too_small_for_one_model_replica_is_rejected_with_the_config(tmp_path, cluster, found):
     config = {
         "sft": {},
         "policy": {"backend": "megatron", "model_name": "m", "megatron_cfg": {"tensor_model_parallel_size": 2}},

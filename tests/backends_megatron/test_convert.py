@@ -66,7 +66,7 @@ def as_type(dtype):
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
-def test_there_and_back_again_every_bit_is_as_it_was(models, tmp_path, kind):
+def test_a_round_trip_conversion_is_exact(models, tmp_path, kind):
     convert(models / kind, tmp_path / "megatron", to="megatron")
     convert(tmp_path / "megatron", tmp_path / "back", to="hf")
     assert_same_bits(tensors(tmp_path / "back"), tensors(models / kind))
@@ -92,7 +92,7 @@ def test_bfloat16_stays_bfloat16(models, tmp_path):
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_types_that_are_mixed_become_float32_with_the_same_values(models, tmp_path):
+def test_mixed_dtypes_become_float32_with_the_same_values(models, tmp_path):
     def mixed(kept):
         for number, (name, tensor) in enumerate(list(kept.items())):
             kept[name] = tensor.to((torch.bfloat16, torch.float32, torch.float16)[number % 3])
@@ -130,7 +130,7 @@ def test_the_command_keeps_the_tokenizer_and_says_what_it_wrote(tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (MODEL / name).read_bytes(), name
 
 
-def test_a_tied_matrix_that_is_stored_twice_is_taken_once(models, tmp_path):
+def test_a_tied_matrix_stored_twice_is_read_once(models, tmp_path):
     def twice(kept):
         kept["lm_head.weight"] = kept["model.embed_tokens.weight"].clone()
 
@@ -169,7 +169,7 @@ def another_shape(kept):
         (another_shape, CheckpointError, r"model\.norm\.weight give \(31,\)"),
     ],
 )
-def test_a_folder_that_would_not_arrive_whole_is_refused(models, tmp_path, change, error, says):
+def test_a_folder_that_cannot_be_converted_completely_is_rejected(models, tmp_path, change, error, says):
     source = rewritten(models / "llama-tied", tmp_path / "source", change)
     with pytest.raises(error, match=says):
         convert(source, tmp_path / "out", to="megatron")
@@ -195,7 +195,7 @@ def test_the_command_ends_with_code_2_for_a_model_without_a_table(tmp_path):
         (("--model", "elsewhere"), "`--model` is about adapters, and .*holds whole weights"),
     ],
 )
-def test_the_command_refuses_what_means_nothing_for_whole_weights(models, tmp_path, options, says):
+def test_the_command_rejects_options_that_do_not_apply_to_full_weights(models, tmp_path, options, says):
     result = rlcore("convert", models / "llama", tmp_path / "out", "--to", "megatron", *options)
     assert result.returncode == 2
     assert re.search(says, " ".join(result.stderr.split()))
@@ -203,7 +203,7 @@ def test_the_command_refuses_what_means_nothing_for_whole_weights(models, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_format_that_does_not_exist_is_told_from_those_that_do(models, tmp_path):
+def test_an_unknown_format_is_an_error_that_lists_the_formats(models, tmp_path):
     says = r"no format 'megatrn'\. Did you mean 'megatron'\? A folder of Transformers converts to: hf, megatron\."
     with pytest.raises(NotSupportedError, match=says):
         convert(models / "llama", tmp_path / "out", to="megatrn")
@@ -212,7 +212,7 @@ def test_a_format_that_does_not_exist_is_told_from_those_that_do(models, tmp_pat
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron"])
-def test_a_place_in_the_source_or_where_none_can_be_is_refused(models, tmp_path, to):
+def test_an_output_inside_the_source_or_in_an_unwritable_folder_is_rejected(models, tmp_path, to):
     with pytest.raises(UserError, match="would then hold a copy of itself"):
         convert(models / "llama", models / "llama" / "out", to=to)
     (tmp_path / "file").touch()
@@ -230,7 +230,7 @@ def test_a_place_in_the_source_or_where_none_can_be_is_refused(models, tmp_path,
         ('{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}', "lacks 1 of the 2 files"),
     ],
 )
-def test_an_index_that_is_none_is_a_torn_folder(models, tmp_path, index, says):
+def test_an_invalid_index_is_reported_as_an_incomplete_folder(models, tmp_path, index, says):
     source = rewritten(models / "llama", tmp_path / "source", lambda kept: None)
     (source / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=says):

@@ -88,7 +88,7 @@ def test_optimizer_state_and_gradients_leave_the_gpu_for_a_refit_and_come_back(p
     assert made.weight_version == 2
 
 
-def test_steps_go_on_after_every_refit_as_if_nothing_had_moved(policy):
+def test_training_is_unchanged_by_offloading_for_each_refit(policy):
     found = []
     for moves in (False, True):
         made = policy(precision="float32")
@@ -103,7 +103,7 @@ def test_steps_go_on_after_every_refit_as_if_nothing_had_moved(policy):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_a_resume_on_a_gpu_goes_on_as_the_run_that_was_never_stopped(policy, tmp_path):
+def test_a_resume_on_a_gpu_equals_an_uninterrupted_run(policy, tmp_path):
     made = policy(precision="bfloat16")
     made.train(cases.make_rows(seed=0), cases.NLL())
     made.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")

@@ -111,7 +111,7 @@ def test_every_rank_steps_on_its_own_part_of_the_files_float32_values(models, ou
 
 
 @pytest.mark.parametrize("name", layouts.tiered("masters", layouts.MASTERS))
-def test_what_is_computed_with_is_their_rounded_form(models, out, name):
+def test_the_model_computes_with_rounded_master_weights(models, out, name):
     layout, found = read(out, name)
     file = load_file(models / layout.kind / "model.safetensors")
     for rank in found:
@@ -165,7 +165,7 @@ def test_their_first_steps_are_those_of_the_backend_on_transformers(out, by_tran
 
 
 @pytest.mark.parametrize("name", layouts.tiered("masters", STEPPED))
-def test_what_is_published_moves_as_far_as_they_do_on_average(out, name):
+def test_exported_weights_move_as_much_as_the_master_weights_on_average(out, name):
     """Of weights that lie anywhere between the points of the grid, some cross to the next, by far more than they moved."""
     for rank in read(out, name)[1]:
         start, master = together(rank["whole"]), together(rank["moved"]) - together(rank["whole"])

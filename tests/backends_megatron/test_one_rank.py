@@ -119,7 +119,7 @@ def test_weights_under_the_wrong_name_or_shape_are_refused(policy, models, tmp_p
         made.load_checkpoint(tmp_path / "w")
 
 
-def test_optimizer_state_that_is_torn_or_in_another_form_is_refused(policy, tmp_path):
+def test_incomplete_or_incompatible_optimizer_state_is_rejected(policy, tmp_path):
     policy().save_checkpoint(tmp_path / "w", tmp_path / "o")
     made = policy_after(policy, use_distributed_optimizer=True)
     with pytest.raises(Exception, match="use_distributed_optimizer = False, and this policy has True"):
@@ -177,7 +177,7 @@ HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_fa
         ({"rope_parameters": HALF_TURNED}, NotSupportedError, "turns only a part of each head"),
     ],
 )
-def test_a_model_that_it_cannot_compute_is_refused_before_anything_starts(models, tmp_path, change, error, says):
+def test_an_unsupported_model_is_rejected_before_anything_starts(models, tmp_path, change, error, says):
     from rl_backends_megatron.policy import MegatronPolicy
 
     folder = tmp_path / "model"
@@ -188,7 +188,7 @@ def test_a_model_that_it_cannot_compute_is_refused_before_anything_starts(models
         MegatronPolicy(str(folder), tensor_model_parallel_size=2)
 
 
-def test_a_folder_without_weights_and_an_optimizer_that_cannot_be_are_refused_before_anything_starts(models, tmp_path):
+def test_missing_weights_and_invalid_optimizers_are_rejected_before_anything_starts(models, tmp_path):
     from rl_backends_megatron.policy import MegatronPolicy
 
     folder = tmp_path / "model"
@@ -230,7 +230,7 @@ def test_attention_kernels_and_types_give_the_same_scores(policy, models, name):
     assert float((found - expected).abs().max()) < (0.25 if name == "bfloat16" else 5e-6)
 
 
-def test_the_seam_leaves_torch_as_it_was():
+def test_the_cpu_shim_leaves_torch_unchanged():
     from rl_backends_megatron.cpu_shim import cpu_shim
 
     before = torch.cuda.current_device, torch.cuda.synchronize
@@ -251,7 +251,7 @@ def test_another_version_of_megatron_is_refused(monkeypatch):
         cpu_shim.check_megatron()
 
 
-def test_a_wheel_that_lacks_what_is_touched_is_refused(monkeypatch):
+def test_a_megatron_wheel_without_the_patched_names_is_rejected(monkeypatch):
     from rl_backends_megatron import cpu_shim
 
     monkeypatch.setattr(cpu_shim, "_REQUIRED_NAMES", {"megatron.core.utils": ("divide", "Absent.attribute")})
@@ -273,7 +273,7 @@ def test_weights_in_several_files_are_read_and_written(models, tmp_path, monkeyp
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
 
 
-def test_a_frozen_policy_scores_and_has_nothing_that_could_step(policy, models, tmp_path):
+def test_a_frozen_policy_scores_and_has_no_optimizer(policy, models, tmp_path):
     rows = cases.make_rows()
     made = policy("qwen3", frozen=True)
     found = made.get_logprobs(rows)["logprobs"]

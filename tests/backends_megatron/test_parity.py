@@ -106,7 +106,7 @@ def test_every_rank_samples_what_transformers_samples_greedily(out, plain, name)
 
 
 @pytest.mark.parametrize("name", layouts.tiered("check", layouts.PARITY))
-def test_ten_steps_lead_where_they_lead_the_backend_on_transformers(out, trained, name):
+def test_ten_steps_equal_those_of_the_transformers_backend(out, trained, name):
     layout, found = read(out, name)
     results, weights = trained(layout.kind)
     for rank in found:
@@ -117,7 +117,7 @@ def test_ten_steps_lead_where_they_lead_the_backend_on_transformers(out, trained
 
 
 @pytest.mark.parametrize("name", layouts.tiered("check", layouts.PARITY))
-def test_weights_go_in_and_out_exact_to_the_bit_on_every_rank(out, plain, name):
+def test_weights_are_imported_and_exported_bit_for_bit_on_every_rank(out, plain, name):
     layout, found = read(out, name)
     expected = plain(layout.kind)[2]
     for rank in found:
@@ -134,7 +134,7 @@ def test_weights_go_in_and_out_exact_to_the_bit_on_every_rank(out, plain, name):
 
 
 @pytest.mark.parametrize("vocab_size", [125, 60])
-def test_halves_of_the_logits_give_log_probabilities_entropies_and_gradients_without_being_gathered(out, vocab_size):
+def test_tensor_parallel_logits_give_logprobs_entropies_and_gradients_without_gathering(out, vocab_size):
     found = [torch.load(out / f"vocabulary-{rank}.pt")[vocab_size] for rank in range(2)]
     logits, targets, weights = ranks.vocabulary_case(vocab_size)
     logits.requires_grad_()

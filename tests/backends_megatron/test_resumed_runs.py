@@ -92,7 +92,7 @@ ALWAYS = ("dpo in bfloat16",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ALWAYS else FULL) for name in RUNS])
-def test_a_run_that_goes_on_is_one_that_was_never_stopped(name, teacher, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(name, teacher, tmp_path):
     config = dict(RUNS[name])
     if "teacher" in config:
         config["teacher"] = {**config["teacher"], "model_name": str(teacher)}

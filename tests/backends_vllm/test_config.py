@@ -66,7 +66,7 @@ def test_validating_a_run_on_vllm_imports_neither_torch_nor_vllm(tmp_path):
     assert json.loads(result.stdout)["config"]["policy"]["generation"]["vllm_kwargs"] == {"block_size": 32}
 
 
-def test_every_mistake_has_its_line_and_a_suggestion(mistakes):
+def test_every_error_has_its_line_and_a_suggestion(mistakes):
     assert mistakes(
         "vllm_cfg:",
         "  gpu_memory_utilisation: 0.5",
@@ -85,7 +85,7 @@ def test_every_mistake_has_its_line_and_a_suggestion(mistakes):
     ]
 
 
-def test_values_that_vllm_would_change_in_silence_or_refuse_at_the_start_are_mistakes(mistakes):
+def test_values_that_vllm_would_silently_change_or_reject_are_errors(mistakes):
     assert mistakes("temperature: 0.001", "val_temperature: 0.001") == [
         "3:3: policy.generation: temperature 0.001 is below 0.01, and vLLM would sample at that instead, while training scored "
         "tokens at the smaller one."
@@ -188,7 +188,7 @@ def test_the_running_engine_has_them(engines, readable, tmp_path):
     assert config.model_config.tokenizer == readable
 
 
-def test_what_vllm_itself_refuses_is_the_users_to_mend(engines):
+def test_errors_of_vllm_are_user_errors(engines):
     with pytest.raises(WorkerError, match=r"vllm_cfg and vllm_kwargs(.|\n)*max_model_len") as refused:
         engines(max_model_len=100 * LENGTH).wait_ready()
     assert isinstance(refused.value.__cause__, ConfigError)
@@ -219,7 +219,7 @@ def test_an_engine_that_waits_for_weights_says_so_instead_of_sampling(engines):
         engine.generate(batch_of([5]))
 
 
-def test_a_plain_mapping_is_refused_where_it_is_wrong():
+def test_an_invalid_plain_mapping_is_an_error():
     with pytest.raises(ConfigError, match=r"'max_modl_len'. Did you mean 'max_model_len'"):
         VllmGeneration(config={"model_name": "m", "max_modl_len": 5})
     with pytest.raises(ConfigError, match=r"temperature: must be a number, more than 0"):

@@ -22,7 +22,7 @@ def test_vllm_reports_errors_alone_unless_the_user_asks_for_more(monkeypatch, ow
     assert os.environ["VLLM_LOGGING_LEVEL"] == level
 
 
-def test_what_the_engine_depends_on_is_not_the_users_to_change_in_a_worker(monkeypatch):
+def test_required_engine_settings_cannot_be_overridden_in_a_worker(monkeypatch):
     monkeypatch.setattr(os, "environ", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert worker_environment(use_gpus=False)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
@@ -33,7 +33,7 @@ def test_float32_on_a_gpu_is_not_compared_as_exact():
     assert matmul_precision("bfloat16", device="cuda") == "bfloat16"
 
 
-def test_what_a_cpu_needs_is_kept_from_an_engine_on_a_gpu(monkeypatch):
+def test_cpu_settings_are_not_applied_to_an_engine_on_a_gpu(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     set_process_environment("cuda")
     assert "TORCHDYNAMO_DISABLE" not in os.environ, "graphs of a GPU are compiled"
@@ -52,7 +52,7 @@ def test_the_import_of_vllm_logs_at_that_level_too(monkeypatch, own, level):
     assert logger.level == logging.CRITICAL, "whoever has set it before keeps it"
 
 
-def test_pages_and_folders_go_with_processes_that_are_gone_and_stay_with_those_that_live(tmp_path):
+def test_shared_memory_and_folders_of_dead_processes_are_removed_and_others_kept(tmp_path):
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
     gone, pages, folders = int(dead.stdout), tmp_path / "pages", tmp_path / "folders"
     names = "__KMP_REGISTERED_LIB_{}_0", "rlcore-vllm-{}-0123abcd"
@@ -64,7 +64,7 @@ def test_pages_and_folders_go_with_processes_that_are_gone_and_stay_with_those_t
     assert len(list(pages.iterdir())) == len(list(folders.iterdir())) == 2
 
 
-def test_a_queue_loses_its_name_once_all_have_met_and_ends_in_silence(monkeypatch):
+def test_a_queue_is_unlinked_after_all_have_attached_and_closes_without_output(monkeypatch):
     from multiprocessing import shared_memory
 
     from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
@@ -88,7 +88,7 @@ def test_a_queue_loses_its_name_once_all_have_met_and_ends_in_silence(monkeypatc
     assert not heard
 
 
-def test_one_openmp_runtime_is_preloaded_whatever_vllm_left_in_this_process(tmp_path, monkeypatch):
+def test_one_openmp_runtime_is_preloaded_in_any_process_state(tmp_path, monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libgomp.so.1:/usr/lib/libjemalloc.so")
     python = tmp_path / "bin" / "python"
     assert worker_environment(use_gpus=False, python=str(python))["LD_PRELOAD"].split(":") == [

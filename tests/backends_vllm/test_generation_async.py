@@ -154,7 +154,7 @@ def test_rows_come_as_they_end_and_are_those_of_generate(engine):
     same_rows(items, engine.generate(batch))
 
 
-def test_sampled_and_greedy_rows_share_the_engine_and_keep_apart(engine, plain):
+def test_sampled_and_greedy_rows_share_the_engine_independently(engine, plain):
     sampled, greedy = random_batch(rows=6, seed=1), random_batch(rows=6, seed=2)
     limits = torch.tensor([40, 3, 25, 9, 60, 14])
     sampled["max_new_tokens"], greedy["max_new_tokens"] = limits, limits.flip(0)
@@ -192,7 +192,7 @@ def test_leaving_the_iterator_leaves_the_engine_without_rows(engine, leave):
     assert sorted(row for row, _ in asyncio.run(collected(engine, short))) == [0, 1]
 
 
-def test_a_bad_row_reaches_who_asked_for_it_and_disturbs_nobody(engine):
+def test_the_error_of_a_bad_row_is_raised_only_to_its_caller(engine):
     good = random_batch(rows=3, max_new_tokens=torch.tensor([50, 60, 70]))
 
     async def both():
@@ -215,7 +215,7 @@ async def refit_after_the_first(engine, batch, sync):
     return items
 
 
-def test_rows_under_way_at_a_refit_keep_their_tokens_and_go_on_under_the_new_weights(engine, long, trained):
+def test_rows_in_flight_at_a_refit_keep_their_tokens_and_continue_with_new_weights(engine, long, trained):
     sync = synchronizer(trained.policy, engine)
     old_model = trained.change()
     sync.sync()
@@ -243,7 +243,7 @@ def test_rows_under_way_at_a_refit_keep_their_tokens_and_go_on_under_the_new_wei
     assert any(3 < kept < completion_lengths(items)[row] for row, kept in kept_by.items() if row != 0)
 
 
-def test_rows_that_arrive_in_a_refit_wait_for_its_weights(engine, trained):
+def test_rows_that_arrive_during_a_refit_wait_for_its_weights(engine, trained):
     new_model = trained.change()
     sync = synchronizer(trained.policy, engine)
     batch = random_batch(rows=3, max_new_tokens=torch.tensor([5, 6, 7]))
@@ -262,7 +262,7 @@ def test_rows_that_arrive_in_a_refit_wait_for_its_weights(engine, trained):
         torch.testing.assert_close(found_logprobs(output), expected, atol=1e-5, rtol=0)
 
 
-def test_rows_under_way_at_a_refit_begin_again_where_that_is_asked_for(engine, long, trained, monkeypatch):
+def test_rows_in_flight_at_a_refit_restart_if_requested(engine, long, trained, monkeypatch):
     worker = engine.group.worker
     cfg = worker._config.vllm_cfg.model_copy(update={"in_flight": "restart"})
     monkeypatch.setattr(worker, "_config", worker._config.model_copy(update={"vllm_cfg": cfg}))
@@ -337,7 +337,7 @@ def cluster():
 
 
 @pytest.mark.slow
-def test_two_replicas_answer_as_one_stream_as_one_and_take_a_refit_as_one(cluster, readable, plain, trained):
+def test_two_replicas_generate_stream_and_refit_like_one(cluster, readable, plain, trained):
     new_model = trained.change()
     config = VllmConfig(
         model_name=readable,

@@ -79,7 +79,7 @@ def test_the_same_batch_gives_the_same_tokens_and_a_row_does_not_depend_on_its_n
     assert completions(few) == completions(first)[4:6]
 
 
-def test_every_int64_is_a_seed_of_its_own(engine):
+def test_every_int64_is_a_distinct_seed(engine):
     # -1 means "none" to vLLM, and a generator of a CPU knows the lower 32 bits alone.
     seeds = [-1, 0, 1, -2, 2**32, 2**40, 2**63 - 1, -(2**63), -(2**32)]
     batch = batch_of(*[[5, 6, 7]] * len(seeds), sample_seeds=torch.tensor(seeds))
@@ -110,7 +110,7 @@ def test_each_row_ends_at_the_first_token_that_completes_a_stop_string_of_its_ow
     assert output["truncated"].tolist() == [False] * 8 + [True] * 2
 
 
-def test_a_stop_string_is_not_sought_in_the_prompt(engine, tokenizer):
+def test_stop_strings_are_not_searched_in_the_prompt(engine, tokenizer):
     batch = random_batch(rows=1)
     [free] = completions(engine.generate(batch))
     inside = tokenizer.decode(batch["input_ids"][0])[:4]
@@ -136,7 +136,7 @@ def batch_of_same(batch, **columns):
     return BatchedDataDict({**batch, **columns})
 
 
-def test_rows_have_limits_of_their_own_within_those_of_the_config_and_of_the_model(engine):
+def test_row_limits_apply_within_the_limits_of_config_and_model(engine):
     prompts = [[5, 6], [7], [8] * (LENGTH - 1), [9] * (LENGTH - 4), [10]]
     output = engine.generate(batch_of(*prompts, max_new_tokens=torch.tensor([1, 5, 9, 9, 10_000])))
     assert output["generation_lengths"].tolist() == [1, 5, 1, 4, NEW]
@@ -176,7 +176,7 @@ def test_a_bad_prompt_is_refused_by_its_row_before_the_engine_sees_any(engine, f
     assert completions(engine.generate(good)) == expected
 
 
-def test_bad_limits_strings_and_masks_are_refused_likewise(engine):
+def test_invalid_limits_stop_strings_and_masks_are_errors(engine):
     for columns, message in (
         ({"max_new_tokens": torch.tensor([1, 0])}, "Row 1 has max_new_tokens = 0"),
         ({"stop_strings": [None, [""]]}, "Row 1 has an empty stop string"),
@@ -193,7 +193,7 @@ def test_an_attention_mask_stands_in_for_lengths(engine):
     assert completions(engine.generate(masked)) == completions(engine.generate(batch))
 
 
-def test_an_engine_whose_refit_was_refused_samples_on_and_one_in_a_refit_says_so(engine):
+def test_after_a_rejected_refit_the_engine_samples_and_during_a_refit_it_raises(engine):
     batch = random_batch(rows=2)
     expected = completions(engine.generate(batch))
     with pytest.raises(WorkerError, match="nonsense") as refused:
@@ -239,7 +239,7 @@ def test_under_top_k_and_top_p_they_are_those_of_the_filtered_distribution(engin
     equal(found_logprobs(greedy), expected_logprobs(plain, greedy, temperature=1.3))
 
 
-def test_stops_of_the_config_are_those_of_every_row_beside_its_own(engines, tokenizer):
+def test_stop_strings_of_the_config_apply_to_every_row_in_addition_to_its_own(engines, tokenizer):
     batch = random_batch(rows=6)
     free = completions(engines(temperature=1.0, max_new_tokens=NEW).generate(batch))
     everywhere, stop_id = tokenizer.decode(free[0])[4:6], free[1][3]

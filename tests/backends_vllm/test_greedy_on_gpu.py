@@ -38,7 +38,7 @@ def test_each_model_runner_is_given_the_processor_that_it_takes():
     assert on_cpu is not on_gpu
 
 
-def test_greedy_rows_are_divided_by_their_temperature_wherever_they_stand_and_others_are_left_alone():
+def test_logits_of_greedy_rows_are_divided_by_their_temperature_in_any_slot():
     made = processor()
     assert made.add_request(2, greedy(0.5)) is True
     assert made.add_request(0, SamplingParams(temperature=0.7)) is False
@@ -48,7 +48,7 @@ def test_greedy_rows_are_divided_by_their_temperature_wherever_they_stand_and_ot
     assert torch.equal(found, torch.stack([logits[0] / 2.0, logits[1] / 0.5, logits[2]]))
 
 
-def test_a_slot_that_is_taken_again_keeps_nothing_of_the_row_before():
+def test_a_reused_slot_keeps_no_state_of_the_previous_row():
     made = processor()
     made.add_request(3, greedy(0.5))
     made.add_request(3, SamplingParams(temperature=1.0))

@@ -225,7 +225,7 @@ def test_a_tensor_that_the_policy_loses_transposes_or_delays_stops_the_run(pair,
     assert synchronizer(policy, engine).sync()["refit/canary_error"] < 1e-5
 
 
-def test_an_engine_with_half_a_refit_refuses_to_sample(pair, monkeypatch):
+def test_an_engine_with_an_incomplete_refit_cannot_sample(pair, monkeypatch):
     policy, engine = pair
     take_step(policy, 4)
     give = VllmWeightReceiver.load_into_vllm

@@ -107,7 +107,7 @@ def test_a_policy_that_scores_with_a_perturbed_tensor_fails(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_over_ray_the_json_is_alone_on_standard_output_and_no_process_is_left(config, tmp_path):
+def test_over_ray_standard_output_has_only_json_and_no_process_remains(config, tmp_path):
     mark = uuid.uuid4().hex
     bfloat16 = "policy.generation.hf_cfg.precision=bfloat16"
     result = rlcore("check", "logprobs", config, bfloat16, "--num-prompts", "7", "--json", environment={MARK: mark})
@@ -133,7 +133,7 @@ def marked(mark):
     return found
 
 
-def test_a_tighter_threshold_is_kept_to(config):
+def test_a_tighter_threshold_is_applied(config):
     assert check(config, IN_PROCESS, "--threshold", "1.0000000001").exit_code == 1
 
 
@@ -146,7 +146,7 @@ def test_a_tighter_threshold_is_kept_to(config):
         (("++data.max_input_seq_length=3",), "record 0 has"),
     ],
 )
-def test_a_mistake_in_the_config_is_the_users_and_starts_nothing(config, arguments, said):
+def test_an_error_in_the_config_is_a_user_error_and_starts_nothing(config, arguments, said):
     result = check(config, IN_PROCESS, *arguments)
     # Of an error that `main` prints, the runner shows the exception itself.
     assert isinstance(result.exception, UserError), result.output
@@ -163,7 +163,7 @@ def test_a_config_without_an_engine_says_how_to_name_one(config, tmp_path):
     assert "there is no engine beside the policy" in str(result.exception)
 
 
-def test_it_imports_nothing_heavy_before_it_is_run():
+def test_the_command_imports_nothing_heavy_before_it_runs():
     code = (
         "import sys, rlcore_cli.check_logprobs, rlcore_cli.diagnose\n"
         "print(sorted({'torch', 'ray', 'numpy', 'transformers'} & set(sys.modules)))"

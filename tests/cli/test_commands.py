@@ -73,7 +73,7 @@ def test_a_misspelt_command_suggests_the_nearest():
     assert "No such command 'list-bakends'. Did you mean 'list-backends'?" in result.stderr
 
 
-def test_a_file_in_the_place_of_a_command_is_a_forgotten_train():
+def test_a_config_file_instead_of_a_command_suggests_train():
     result = rlcore("config.yaml", "grpo.max_num_steps=3")
     assert result.returncode == 2
     assert "No such command 'config.yaml'. To train with this config: rlcore train config.yaml\n" in result.stderr
@@ -88,11 +88,11 @@ def test_a_file_in_the_place_of_a_command_is_a_forgotten_train():
         ("doctor", "[NAME]"),
     ],
 )
-def test_the_usage_names_what_is_given_as_manual_pages_do(command, usage):
+def test_the_usage_line_names_arguments_like_manual_pages(command, usage):
     assert rlcore(command, "--help").stdout.splitlines()[0].endswith(f" {command} [OPTIONS] {usage}")
 
 
-def test_output_that_nobody_reads_ends_without_a_traceback():
+def test_closed_output_ends_without_a_traceback():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "rlcore_cli.main", "list-backends", "--all"]

@@ -50,7 +50,7 @@ def test_the_final_and_the_best_value_of_each_metric_are_found_with_their_steps(
     assert by_name["validation/loss"].bests == ((1 / 3, 3), (1 / 3, 3))
 
 
-def test_a_metric_that_has_no_better_way_gets_no_verdict(two):
+def test_a_metric_without_a_direction_has_no_better_run(two):
     _, by_name = metrics(*two)
     assert by_name["entropy/sampled"].bests is None
     assert better_runs(by_name["entropy/sampled"], ("A", "B")) == ""
@@ -62,7 +62,7 @@ def test_only_what_differs_in_config_and_versions_is_listed(two):
     assert comparison.versions == (("torch", ("2.13", "2.14")),)
 
 
-def test_a_metric_that_one_run_lacks_is_named_not_judged(two, write_run, tmp_path):
+def test_a_metric_missing_in_one_run_is_listed_but_not_compared(two, write_run, tmp_path):
     other = write_run(tmp_path / "c", steps=2)
     comparison, by_name = metrics(two[0], other)
     assert comparison.not_shared == ("validation/accuracy", "validation/loss")
@@ -130,7 +130,7 @@ def test_json_has_the_same_numbers(two):
     assert told["config"]["grpo.seed"] == ["3", "4"]
 
 
-def test_the_page_draws_one_line_a_run_and_loads_nothing(two, tmp_path):
+def test_the_page_draws_one_line_per_run_and_loads_nothing(two, tmp_path):
     page = tmp_path / "out" / "compare.html"
     result = rlcore("compare", *two, "--output", page)
     assert result.returncode == 0, result.stderr
@@ -141,7 +141,7 @@ def test_the_page_draws_one_line_a_run_and_loads_nothing(two, tmp_path):
     assert not re.search(r"https?:|@import|url\(", text)
 
 
-def test_what_cannot_be_compared_is_a_mistake_of_the_user(two, write_run, tmp_path):
+def test_invalid_comparisons_are_user_errors(two, write_run, tmp_path):
     alone = rlcore("compare", two[0])
     assert alone.returncode == 2
     assert "needs at least two" in alone.stderr

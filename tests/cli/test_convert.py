@@ -100,7 +100,7 @@ def test_the_adapter_alone_is_what_plain_peft_loads_on_the_base(peft, adapted, t
     assert len(moved) == 2 * base.config.num_hidden_layers
 
 
-def test_the_merged_folder_is_what_peft_merges_and_what_a_refit_hands_on(peft, adapted, tmp_path):
+def test_the_merged_folder_equals_weights_merged_by_peft_and_sent_in_a_refit(peft, adapted, tmp_path):
     convert(adapted, tmp_path / "out", to="hf", merge=True)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert found.dtype == torch.bfloat16
@@ -153,7 +153,7 @@ def test_the_command_says_what_it_wrote(peft, adapted, tmp_path):
     assert sorted(line.strip() for line in result.stdout.splitlines()[1:]) == sorted(files(tmp_path / "out"))
 
 
-def test_the_command_ends_with_code_2_where_it_cannot(tmp_path):
+def test_the_command_exits_with_code_2_if_conversion_is_impossible(tmp_path):
     result = rlcore("convert", tmp_path, tmp_path / "out")
     assert result.returncode == 2
     assert "is no checkpoint: it has no manifest.json" in result.stderr

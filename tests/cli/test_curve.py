@@ -6,7 +6,7 @@ from rl_core.errors import DataError
 from rlcore_cli.curve import Series, draw, read_series
 
 
-def test_a_curve_has_the_steps_that_recorded_the_metric_and_not_a_line_that_a_kill_cut_short(tmp_path):
+def test_a_curve_has_the_steps_of_the_metric_without_a_truncated_last_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         '{"step": 0, "validation/accuracy": 0.25}\n'

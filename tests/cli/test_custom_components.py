@@ -87,7 +87,7 @@ def test_a_resolved_config_of_an_algorithm_by_its_paths_is_the_same_run(tmp_path
     assert load_config(tmp_path / "again.yaml").resolved == loaded.resolved
 
 
-def test_validate_finds_what_lies_in_the_working_directory():
+def test_validate_finds_modules_in_the_working_directory():
     for config in (LOSS, ALGORITHM):
         result = CliRunner().invoke(app, ["validate", str(config / "train.yaml")])
         assert result.exit_code == 0, result.output
@@ -113,7 +113,7 @@ def test_validate_finds_what_lies_in_the_working_directory():
         ({"best_of_n": None, "grpo": {}}, "grpo: is the algorithm of a plugin"),
     ],
 )
-def test_what_is_no_algorithm_is_an_error_with_its_reason(tmp_path, change, says):
+def test_an_invalid_algorithm_is_an_error_with_its_reason(tmp_path, change, says):
     config = yaml.safe_load((ALGORITHM / "train.yaml").read_text())
     for key, value in change.items():
         if value is None:

@@ -68,7 +68,7 @@ def test_the_quickstarts_model_is_sound(diagnose):
     assert found["engine_against_policy"]["details"]["threshold"] == 1.001
 
 
-def test_a_person_reads_what_was_found_why_it_matters_and_what_to_do(diagnose, tmp_path):
+def test_the_output_shows_what_was_found_why_it_matters_and_what_to_do(diagnose, tmp_path):
     def zero(tensors):
         tensors["model.embed_tokens.weight"][PLUS] = 0.0
 
@@ -81,7 +81,7 @@ def test_a_person_reads_what_was_found_why_it_matters_and_what_to_do(diagnose, t
     assert lines[-1].endswith("1 failed")
 
 
-def test_a_broken_template_fails_and_the_rest_is_still_looked_at(diagnose):
+def test_a_broken_template_fails_and_the_other_checks_still_run(diagnose):
     template = "{% for m in messages %}{{ m.content }}{{ m.absent.name }}{% endfor %}"
     result, found = diagnose(f"policy.tokenizer.chat_template={json.dumps(template)}")
     # The prompts themselves cannot be rendered, which is known before anything starts.
@@ -105,7 +105,7 @@ def test_an_engine_that_computes_another_distribution_than_the_policy_fails(diag
     assert found["length_limit"]["verdict"] == "ok"
 
 
-def test_a_mistake_in_the_config_is_the_users(diagnose):
+def test_an_error_in_the_config_is_a_user_error(diagnose):
     result, _ = diagnose("policy.generation.bakend=hf")
     assert isinstance(result.exception, UserError)
     assert "Did you mean 'backend'?" in str(result.exception)

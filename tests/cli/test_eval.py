@@ -227,7 +227,7 @@ class Silent(ArithmeticEnvironment):
 """
 
 
-def test_several_tasks_are_told_apart_and_what_one_lacks_is_not_told_of_all(config, tmp_path):
+def test_tasks_are_reported_separately_and_missing_metrics_are_not_shared(config, tmp_path):
     (tmp_path / "two_tasks_data.py").write_text(TWO_TASKS)
     (tmp_path / "silent_environment.py").write_text(SILENT)
     changed = {**CONFIG, "env": {"sums": {"name": "arithmetic"}, "silent": {"env_cls": "silent_environment.Silent"}}}
@@ -313,7 +313,7 @@ def test_a_path_without_fitting_weights_is_the_users_mistake(config, run, tmp_pa
         (("policy.precison=bfloat16",), "Did you mean 'precision'?"),
     ],
 )
-def test_a_mistake_in_flags_or_config_is_told_before_anything_starts(config, tmp_path, arguments, said):
+def test_errors_in_options_or_config_are_reported_before_anything_starts(config, tmp_path, arguments, said):
     if arguments[0] == "data.validation=null":
         without = {**CONFIG, "data": {"train": CONFIG["data"]["train"]}, "grpo": {**CONFIG["grpo"], "val_period": 0}}
         Path(config).write_text(json.dumps(without))
@@ -325,7 +325,7 @@ def test_a_mistake_in_flags_or_config_is_told_before_anything_starts(config, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_pairs_of_answers_are_no_prompts(config, tmp_path):
+def test_preference_pairs_cannot_be_evaluated(config, tmp_path):
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n")
     pairs = {"dataset_name": "preference", "path": str(tmp_path / "pairs.jsonl")}
     changed = {**CONFIG, "dpo": {}, "data": {"train": pairs, "validation": pairs}}
@@ -336,7 +336,7 @@ def test_pairs_of_answers_are_no_prompts(config, tmp_path):
     assert "and no messages: pairs of answers, perhaps" in str(result.exception)
 
 
-def test_it_imports_nothing_heavy_before_it_is_run():
+def test_the_command_imports_nothing_heavy_before_it_runs():
     code = "import sys, rlcore_cli.eval; print(sorted({'torch', 'ray', 'numpy', 'transformers'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"

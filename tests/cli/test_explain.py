@@ -84,7 +84,7 @@ def test_one_component_of_a_section_shows_its_keys_with_their_defaults():
         ("data.mix", "data.mix.<name>: section of one of "),
     ],
 )
-def test_sections_with_names_of_the_users_choice_can_be_explained(key, heading):
+def test_sections_with_user_chosen_names_can_be_explained(key, heading):
     result = explain(key)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(heading)

@@ -86,7 +86,7 @@ def test_the_page_shows_the_curves_the_rollouts_the_config_and_the_versions(writ
     assert (first["rows"][1]["reward"], first["rows"][1]["advantage"], first["prompts"]["0"]) == (1.0, 0.5, "1+1=")
 
 
-def test_the_page_loads_nothing_from_anywhere(write_run, tmp_path):
+def test_the_page_loads_no_external_resources(write_run, tmp_path):
     folder = write_run(tmp_path / "run")
     report(folder, output=None, follow=False, every=5.0, max_mib=5.0)
     text = (folder / "report.html").read_text()
@@ -97,7 +97,7 @@ def test_the_page_loads_nothing_from_anywhere(write_run, tmp_path):
     assert {tag for tag, _ in page.elements} & {"iframe", "object", "embed", "base"} == set()
 
 
-def test_what_a_model_or_a_config_says_stays_text(write_run, tmp_path, page_of):
+def test_text_of_models_and_configs_is_escaped(write_run, tmp_path, page_of):
     def record(step, row):
         return {
             "group": 0,
@@ -135,7 +135,7 @@ def test_what_a_model_or_a_config_says_stays_text(write_run, tmp_path, page_of):
 
 
 @pytest.mark.parametrize("max_mib", [0.5, 1.0])
-def test_the_page_of_a_large_run_keeps_its_size_and_says_what_it_left_out(write_run, tmp_path, page_of, max_mib):
+def test_the_page_of_a_large_run_keeps_its_size_limit_and_reports_omissions(write_run, tmp_path, page_of, max_mib):
     def record(step, row):
         text = f"{step} {row} " + "word " * 800
         return {
@@ -161,7 +161,7 @@ def test_the_page_of_a_large_run_keeps_its_size_and_says_what_it_left_out(write_
     assert "Not shown: env/task/metric_" in page.text
 
 
-def test_a_page_without_room_for_rollouts_says_so(write_run, tmp_path, page_of):
+def test_a_page_without_space_for_rollouts_says_so(write_run, tmp_path, page_of):
     def record(step, row):
         numbers = {"tokens": list(range(10**6, 10**6 + 1500)), "logprobs": [-0.1234] * 1500}
         return {"group": 0, "prompt": "why", "completion": "w" * 40000, "reward": 1} | numbers
@@ -182,7 +182,7 @@ def test_a_page_without_room_for_rollouts_says_so(write_run, tmp_path, page_of):
         ({"texts": None}, "The run folder has no token texts, so tokens are shown as ids."),
     ],
 )
-def test_what_a_run_folder_lacks_is_said_and_the_rest_is_shown(write_run, tmp_path, page_of, missing, sentence):
+def test_missing_files_of_a_run_folder_are_reported_and_the_rest_is_shown(write_run, tmp_path, page_of, missing, sentence):
     folder = write_run(tmp_path / "run", **({"texts": {1: "the", 2: " sum", 3: "<eos>"}} | missing))
     assert sentence in page_of(folder).text
 
@@ -193,7 +193,7 @@ def test_a_number_that_is_not_finite_is_marked_on_its_chart(write_run, tmp_path,
     assert sum(attributes.get("class") == "bad" for tag, attributes in page.elements if tag == "path") == 1
 
 
-def test_a_line_that_is_being_written_is_left_out(write_run, tmp_path):
+def test_an_incomplete_last_line_is_ignored(write_run, tmp_path):
     folder = write_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "reward/me')
@@ -221,7 +221,7 @@ def test_a_damaged_file_is_named(write_run, tmp_path, file, text, message):
         read_run_folder(folder)
 
 
-def test_how_a_run_stands_is_told_from_its_status_and_its_process(write_run, tmp_path):
+def test_the_state_of_a_run_follows_from_its_status_and_process(write_run, tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     here, elsewhere = {"host": socket.gethostname()}, {"host": "another-machine"}
@@ -244,7 +244,7 @@ def test_how_a_run_stands_is_told_from_its_status_and_its_process(write_run, tmp
     assert (failed.sentence, failed.error) == ("Failed in phase train, after 5 of 5 steps.", "NaN")
 
 
-def test_a_run_that_was_never_built_or_died_on_the_way_is_told_as_such(write_run, tmp_path):
+def test_runs_that_failed_at_startup_or_died_are_reported_as_such(write_run, tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     broken = {"state": "failed", "during": "building", "error": "no column `question`"}
@@ -316,7 +316,7 @@ def test_follow_rewrites_the_page_until_the_run_ends(write_run, tmp_path):
     assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []
 
 
-def test_a_wrong_path_is_a_mistake_of_the_user(write_run, tmp_path):
+def test_a_wrong_path_is_a_user_error(write_run, tmp_path):
     write_run(tmp_path / "runs" / "sums")
     (tmp_path / "file").write_text("")
     for path, message in [
@@ -330,7 +330,7 @@ def test_a_wrong_path_is_a_mistake_of_the_user(write_run, tmp_path):
         assert "Traceback" not in result.stderr
 
 
-def test_a_page_that_cannot_be_written_is_a_mistake_of_the_user(write_run, tmp_path):
+def test_a_page_that_cannot_be_written_is_a_user_error(write_run, tmp_path):
     run = write_run(tmp_path / "run")
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
@@ -349,7 +349,7 @@ def test_a_path_of_spaces_and_letters_of_any_language_is_a_path(write_run, tmp_p
     assert "Finished: 5 of 5 steps." in rlcore("report", folder).stdout
 
 
-def test_the_page_says_that_all_rollouts_are_there_only_where_they_are(write_run, tmp_path, page_of):
+def test_the_page_claims_all_rollouts_only_if_all_are_included(write_run, tmp_path, page_of):
     folder = write_run(tmp_path / "run", steps=3, rows=4)
     assert "All 12 rollouts of the 3 logged steps." in page_of(folder).text
 
@@ -370,7 +370,7 @@ def test_the_command_prints_where_the_page_is_and_how_the_run_ended(write_run, t
     )
 
 
-def test_a_report_costs_no_heavy_library(write_run, tmp_path):
+def test_a_report_imports_no_heavy_library(write_run, tmp_path):
     code = (
         "import atexit, sys\n"
         "atexit.register(lambda: print(sorted({'torch', 'ray', 'numpy', 'transformers'} & set(sys.modules))))\n"

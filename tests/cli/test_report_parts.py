@@ -30,7 +30,7 @@ def axis(svg, kind):
 @pytest.mark.parametrize(
     "values", [[0.1, 0.9, 0.4, 0.6], [-3.0, 5.0, 40.0, 17.0], [2e-13, 1e-13, 9e-13, 0.0], [1e7, 3e7, 2e7, 4e7]]
 )
-def test_a_line_lies_where_its_axes_say(values):
+def test_chart_lines_are_at_the_positions_of_their_axes(values):
     steps = [0, 10, 25, 40]
     svg = line_chart([Line(label="a", steps=steps, values=values, colour=0)], title="t")
     [points] = re.findall(r'<polyline class="c0" points="([^"]+)"', svg)
@@ -162,7 +162,7 @@ def test_a_space_that_a_tokenizer_drops_from_a_lone_token_is_found_in_the_comple
     assert token_pieces([1, 2], "a b", {1: "a", 2: "b"}) == [("a", True), (" b", True)]
 
 
-def test_without_the_texts_of_all_tokens_there_are_no_pieces():
+def test_without_all_token_texts_there_are_no_pieces():
     assert token_pieces([1, 2], "a b", {1: "a"}) is None
 
 
@@ -175,7 +175,7 @@ def test_staleness_is_how_many_optimizer_steps_the_policy_was_ahead(write_run, t
     assert [row["staleness"] for row in parts[5]["rows"]] == [0, 1, 2]
 
 
-def test_log_probabilities_of_the_policy_are_kept_beside_those_of_the_sampler(write_run, tmp_path):
+def test_log_probabilities_of_policy_and_sampler_are_both_kept(write_run, tmp_path):
     def record(step, row):
         own = {"tokens": [1, 2], "logprobs": [-1.0, -2.0], "policy_logprobs": [-1.5, -2.0], "advantage": [0.5, -0.5]}
         return {"group": 0, "reward": 0} | own
@@ -192,7 +192,7 @@ def test_every_metric_is_on_a_chart_or_named_as_left_out():
     assert unseen
 
 
-def test_no_two_panels_claim_one_metric_and_a_direction_is_stated_where_there_is_one():
+def test_every_metric_has_one_panel_and_directions_are_stated():
     patterns = [pattern for panel in PANELS for pattern in panel.metrics]
     assert len(patterns) == len(set(patterns))
     assert (better("validation/accuracy"), better("validation/loss"), better("entropy/sampled")) == ("higher", "lower", None)

@@ -62,7 +62,7 @@ def config(tmp_path):
     return path
 
 
-def test_ctrl_c_is_answered_at_once_and_its_end_is_no_error(rlcore, config, tmp_path, monkeypatch):
+def test_ctrl_c_is_acknowledged_at_once_and_is_not_an_error(rlcore, config, tmp_path, monkeypatch):
     (tmp_path / "impatient.py").write_text(IMPATIENT)
     monkeypatch.setenv("PRESSES", "1")
     code, out, err = rlcore("train", config, "++env.arithmetic.env_cls=impatient.Impatient")
@@ -89,7 +89,7 @@ def test_ctrl_c_twice_ends_the_run_within_its_step(rlcore, config, tmp_path, mon
     assert (status["state"], status["during"]) == ("interrupted", "rollout")
 
 
-def test_an_attempt_that_ended_before_its_first_step_leaves_its_folder_to_the_next(rlcore, config, tmp_path):
+def test_the_folder_of_a_run_that_failed_before_its_first_step_is_reused(rlcore, config, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_a_resume_under_another_config_is_refused_before_any_model_is_loaded(rlc
     assert f"/examples/addition/model' then, '{model}' now" in err
 
 
-def test_a_run_folder_that_cannot_be_made_is_a_mistake_of_the_user(rlcore, config, tmp_path):
+def test_a_run_folder_that_cannot_be_created_is_a_user_error(rlcore, config, tmp_path):
     (tmp_path / "file").write_text("")
     code, out, err = rlcore("train", config, "logger.log_dir=file")
     assert (code, out) == (2, "")

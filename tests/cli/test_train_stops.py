@@ -108,7 +108,7 @@ def test_step_that_outlives_the_grace_period_is_ended_without_a_checkpoint(inter
     assert (ended["state"], ended["reason"], ended["during"]) == ("interrupted", "SIGTERM", "rollout")
 
 
-def test_hang_up_that_the_process_was_started_to_ignore_stays_ignored(interrupted, tmp_path):
+def test_an_ignored_sighup_stays_ignored(interrupted, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
     try:
         code, _ = interrupted("SIGHUP", "grpo.max_num_steps=3")

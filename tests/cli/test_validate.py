@@ -49,7 +49,7 @@ def test_a_wrong_config_lists_every_mistake_and_ends_with_2(tmp_path):
     ]
 
 
-def test_a_file_that_is_not_there_is_one_line():
+def test_a_missing_file_is_a_one_line_error():
     result = rlcore("validate", EXAMPLES / "grpo_adition.yaml")
     assert result.returncode == 2
     assert result.stderr.splitlines()[1:] == [
@@ -57,7 +57,7 @@ def test_a_file_that_is_not_there_is_one_line():
     ]
 
 
-def test_mistakes_can_be_had_as_json():
+def test_errors_can_be_printed_as_json():
     result = rlcore("validate", GRPO, "--json", "grpo.seed=x")
     assert result.returncode == 2
     assert json.loads(result.stdout) == {
@@ -75,7 +75,7 @@ def test_mistakes_can_be_had_as_json():
     }
 
 
-def test_the_resolved_config_can_be_had_as_json():
+def test_the_resolved_config_can_be_printed_as_json():
     report = json.loads(rlcore("validate", GRPO, "--json").stdout)
     assert (report["valid"], report["config"]["policy"]["generation"]["temperature"]) == (True, 1.0)
 

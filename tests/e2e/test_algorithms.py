@@ -105,7 +105,7 @@ ALWAYS_VARIANTS = ("grpo", "dapo", "gdpo")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS_VARIANTS else FULL_VARIANTS) for name in VARIANTS]
 )
-def test_rewards_teach_sums_that_were_never_asked(name, tmp_path, monkeypatch):
+def test_training_with_rewards_generalizes_to_unseen_sums(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "two_rewards", sys.modules[__name__])
     steps = run(tmp_path, merged(SUMS, VARIANTS[name]))
     # 0.61 of the held-out sums are right at first, and 0.81 to 0.88 after 8 steps; the standard error of 256 answers is 0.03.
@@ -157,7 +157,7 @@ ALWAYS_LOSSES = ("dpo", "simpo")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS_LOSSES else FULL_LOSSES) for name in PREFERENCE_LOSSES]
 )
-def test_pairs_teach_which_of_two_unseen_answers_is_better(name, tmp_path):
+def test_preference_training_generalizes_to_unseen_pairs(name, tmp_path):
     steps = run(tmp_path, preferences(tmp_path, loss_fn=PREFERENCE_LOSSES[name]))
     # Ties of a policy with its own copy count half; without a reference, the pupil prefers what it says itself.
     assert steps[0]["validation/accuracy"] <= 0.5
@@ -165,7 +165,7 @@ def test_pairs_teach_which_of_two_unseen_answers_is_better(name, tmp_path):
 
 
 @pytest.mark.full("test_resume_of_algorithms.py resumes dpo over two ranks, bit for bit")
-def test_the_example_of_preferences_goes_on_after_a_stop_as_if_there_had_been_none(tmp_path):
+def test_the_resumed_preference_example_equals_an_uninterrupted_run(tmp_path):
     example = MODEL.parents[1] / "dpo_addition.yaml"
 
     def trained(folder, steps, resume):

@@ -99,7 +99,7 @@ def test_a_small_config_trains(name, data, tmp_path):
         assert "2 bad rows of mix.chats are left out" in log
 
 
-def test_a_mixture_goes_on_after_a_resume_as_if_it_had_never_stopped(data, tmp_path):
+def test_a_resumed_mixture_equals_an_uninterrupted_one(data, tmp_path):
     config = merged(mixture(data), {"checkpointing": {"enabled": True, "save_period": 2}})
     (tmp_path / "whole").mkdir()
     whole = trained(tmp_path / "whole", config, resume="never")
@@ -138,7 +138,7 @@ def test_rows_that_are_too_long_are_counted_where_they_are_dropped(data, tmp_pat
         ("ranked", {"data": {"prompt": {"prompt_config": "generic/math"}}}, "validate", "fills no template"),
     ],
 )
-def test_a_mistake_in_the_data_is_told_with_exit_code_2(name, changes, command, says, data, tmp_path, monkeypatch, capsys):
+def test_an_error_in_the_data_exits_with_code_2(name, changes, command, says, data, tmp_path, monkeypatch, capsys):
     changes = json.loads(json.dumps(changes).replace("{data}", str(data)))
     path = written(tmp_path, configs(data)[name], changes)
     monkeypatch.setattr(sys, "argv", ["rlcore", command, str(path)])
@@ -158,7 +158,7 @@ def test_a_mistake_in_the_data_is_told_with_exit_code_2(name, changes, command, 
         ("{% for m in messages %}", "Unexpected end of template"),
     ],
 )
-def test_a_chat_template_is_a_file_beside_the_config_or_a_text(template, says, data, tmp_path):
+def test_a_chat_template_is_a_file_next_to_the_config_or_inline_text(template, says, data, tmp_path):
     (tmp_path / "template.jinja").write_text("{{ raise_exception('the file was read') }}")
     changes = {"policy": {"tokenizer": {"chat_template": template}}}
     with pytest.raises(DataError) as caught:

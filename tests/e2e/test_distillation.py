@@ -96,7 +96,7 @@ ALWAYS = ("forward",)
 
 
 @pytest.mark.parametrize("form", [pytest.param(name, marks=() if name in ALWAYS else FULL) for name in FORMS])
-def test_a_pupil_comes_to_say_what_its_teacher_says(form, teacher, tmp_path):
+def test_distillation_reduces_kl_to_teacher(form, teacher, tmp_path):
     steps = distil(tmp_path, teacher, FORMS[form])
     first, last, kl = steps[0], steps[25], f"validation/kl_{form}"
     # Seen: 0.20 to 0.07, 0.22 to 0.05, 0.21 to 0.07 nats; accuracy 0.61 to 0.85, 0.61 to 0.89, 0.70 to 0.79 (sampled answers).
@@ -105,7 +105,7 @@ def test_a_pupil_comes_to_say_what_its_teacher_says(form, teacher, tmp_path):
     assert first["validation/loss"] == pytest.approx(first[kl], rel=1e-5)
 
 
-def test_without_an_environment_answers_are_distilled_and_nobody_scores_them(teacher, tmp_path):
+def test_distillation_works_without_an_environment(teacher, tmp_path):
     questions = tmp_path / "questions.jsonl"
     sums = ArithmeticDataset({"num_samples": 64, "min_digits": 2})
     asked = [sums[i]["messages"][0]["content"] for i in range(64)]
@@ -129,7 +129,7 @@ def test_without_an_environment_answers_are_distilled_and_nobody_scores_them(tea
     assert [json.loads(line)["turns"] for line in written] == [1] * 32
 
 
-def test_a_model_that_is_its_own_teacher_has_nothing_to_learn_at_any_temperature(tmp_path):
+def test_a_model_with_itself_as_teacher_has_zero_loss_at_any_temperature(tmp_path):
     steps = distil(
         tmp_path,
         str(MODEL),
@@ -175,7 +175,7 @@ def test_a_trainer_without_a_teacher_or_at_another_temperature_is_refused():
         DistillationTrainer(policy, teacher=HuggingFacePolicy(str(MODEL), frozen=True, **LIMITS), **parts)
 
 
-def test_a_teacher_that_reads_other_tokens_is_refused_before_anything_starts(tmp_path):
+def test_a_teacher_with_another_tokenizer_is_rejected_before_anything_starts(tmp_path):
     other = tmp_path / "other"
     shutil.copytree(MODEL, other)
     text = (other / "tokenizer.json").read_text()
@@ -194,14 +194,14 @@ def test_more_candidates_than_tokens_are_refused(tmp_path):
     assert refused.value.exit_code == 2
 
 
-def test_over_ray_pupil_and_teacher_are_workers_of_their_own(teacher, tmp_path, local_ray):
+def test_over_ray_student_and_teacher_are_separate_workers(teacher, tmp_path, local_ray):
     small = {"max_num_steps": 2, "num_prompts_per_step": 16}
     steps = distil(tmp_path, teacher, {"distillation": small, "cluster": {"backend": "ray"}})
     assert steps[2]["validation/kl_forward"] < steps[0]["validation/kl_forward"]
     assert steps[2]["refit/weight_version"] == 1
 
 
-def test_given_answers_are_distilled_in_the_steps_that_are_not_sampled(teacher, tmp_path):
+def test_dataset_answers_are_distilled_in_off_policy_steps(teacher, tmp_path):
     steps = distil(
         tmp_path,
         teacher,
@@ -220,7 +220,7 @@ def test_given_answers_are_distilled_in_the_steps_that_are_not_sampled(teacher, 
 
 
 @pytest.mark.full("the test before this one distills given answers in half of its steps")
-def test_distillation_of_given_answers_alone_learns_from_the_teacher_and_not_from_the_answers(teacher, tmp_path):
+def test_distillation_on_dataset_answers_learns_from_the_teacher_not_the_answers(teacher, tmp_path):
     # Three of ten answers that need a carry forget it; the teacher seldom does, and is believed.
     steps = distil(
         tmp_path,

@@ -44,7 +44,7 @@ def run_here(folder, changes, name="run"):
 
 
 @pytest.mark.full("GAE and both losses are proved in tests/train/algorithms; other tests here compare the steps of whole runs")
-def test_rewards_and_a_critic_teach_sums_that_were_never_asked(tmp_path):
+def test_ppo_generalizes_to_unseen_sums(tmp_path):
     steps = run_here(
         tmp_path,
         {
@@ -80,7 +80,7 @@ def test_rewards_and_a_critic_teach_sums_that_were_never_asked(tmp_path):
     assert steps[3]["staleness/mean"] == 0
 
 
-def test_a_run_that_was_killed_goes_on_as_one_that_was_never_stopped(train, train_here, tmp_path):
+def test_a_killed_run_resumes_to_the_result_of_an_uninterrupted_run(train, train_here, tmp_path):
     kept = {**SMALL, "loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.05}}
     code, output = train_here(kept, folder=tmp_path / "straight")
     assert code == 0, output
@@ -116,7 +116,7 @@ def test_two_ranks_of_policy_and_critic_over_ray_take_the_steps_of_one(train_her
     assert there[2]["grad_norm"] == pytest.approx(here[2]["grad_norm"], rel=1e-2)
 
 
-def test_rollouts_of_several_turns_train_on_the_model_s_words_alone(tmp_path):
+def test_multi_turn_ppo_rollouts_train_only_on_sampled_tokens(tmp_path):
     asked = {"dataset_name": "guess", "num_samples": 64, "lowest": 10, "highest": 99, "question": "{lowest}-{highest}="}
     steps = run_here(
         tmp_path,
@@ -236,7 +236,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_ends_with_its_reason_and_without_a_traceback(name, train_here):
+def test_invalid_configs_exit_with_a_reason_and_without_a_traceback(name, train_here):
     changes, says = WRONG[name]
     code, output = train_here({**SMALL, **changes})
     assert code == 2, output
@@ -244,7 +244,7 @@ def test_what_cannot_be_ends_with_its_reason_and_without_a_traceback(name, train
     assert "Traceback" not in output
 
 
-def test_a_critic_that_reads_other_words_is_refused_before_anything_runs(train_here, tmp_path):
+def test_a_critic_with_another_tokenizer_is_rejected_before_anything_runs(train_here, tmp_path):
     model = other_tokenizer(tmp_path / "other")
     code, output = train_here({**SMALL, "value": {**CRITIC, "model_name": str(model)}})
     assert code == 2, output

@@ -119,7 +119,7 @@ def test_a_policy_and_an_engine_take_text_and_return_text():
         engine.shutdown()
 
 
-def test_an_environment_that_is_given_generations_says_what_step_takes(policy):
+def test_an_environment_called_with_generations_explains_the_arguments_of_step(policy):
     with pytest.raises(DataError, match=r"MathEnvironment\.step takes B conversations .* found BatchedDataDict"):
         MathEnvironment().step(policy.generate(batch_of_prompts()))
 
@@ -152,7 +152,7 @@ def test_training_and_inference_backends_agree_on_probabilities():
         other.shutdown()
 
 
-def test_what_an_engine_returned_is_scored_as_it_is(policy):
+def test_engine_output_can_be_scored_unchanged(policy):
     generations = policy.generate(batch_of_prompts(), greedy=False)
     logprobs = policy.get_logprobs(generations)["logprobs"]
     sampled = generations["logprobs"] != 0
@@ -161,12 +161,12 @@ def test_what_an_engine_returned_is_scored_as_it_is(policy):
     assert torch.equal(policy.get_reference_logprobs(generations)["reference_logprobs"].bool(), logprobs.bool())
 
 
-def test_rewards_in_the_place_of_a_loss_are_refused_by_name(policy):
+def test_rewards_passed_as_a_loss_are_an_error(policy):
     with pytest.raises(DataError, match=r"train takes a loss .* found Tensor"):
         policy.train(policy.generate(batch_of_prompts()), torch.ones(4))
 
 
-def test_the_methods_that_were_promised_make_a_policy_and_an_engine():
+def test_documented_methods_create_a_policy_and_an_engine():
     promised = ("get_logprobs", "get_reference_policy_logprobs", "train", "prepare_for_training", "finish_training")
     policy = type("Policy", (PolicyInterface,), dict.fromkeys((*promised, "save_checkpoint", "shutdown"), lambda self: None))()
     for missing in (lambda: policy.weight_version, lambda: policy.load_checkpoint("weights"), lambda: policy.generate({})):
@@ -214,7 +214,7 @@ def test_a_worker_group_takes_a_policy_class(cluster):
         assert [tuple(answer["logprobs"].shape) for answer in answers] == [(4, 6), (4, 6)]
 
 
-def test_a_cluster_that_is_too_large_says_what_there_is():
+def test_a_cluster_that_is_too_large_is_an_error_with_available_resources():
     with pytest.raises(ResourceInsufficientError, match=r"\[8, 8\]"):
         RayVirtualCluster([8, 8])
 

@@ -85,9 +85,7 @@ def held(train, tmp_path):
 @pytest.mark.full(
     "test_ppo.py kills and resumes a run, test_stopped_runs.py stops one over Ray; core/cluster/test_no_orphans.py"
 )
-def test_a_run_that_is_killed_that_loses_a_worker_and_that_is_interrupted_ends_as_one_that_was_never_stopped(
-    never_stopped, held, tmp_path
-):
+def test_killed_and_interrupted_runs_resume_to_the_result_of_an_uninterrupted_run(never_stopped, held, tmp_path):
     at, pause = random.randint(2, 4), random.random()
     run = held(5)
     run.wait_for(lambda: newest_step(tmp_path) >= at)
@@ -131,7 +129,7 @@ def test_a_run_that_is_killed_that_loses_a_worker_and_that_is_interrupted_ends_a
     assert metrics_of(tmp_path) == metrics_of(never_stopped.folder), told
 
 
-def test_another_config_is_refused_unless_told_and_a_longer_run_goes_on(train_here, tmp_path):
+def test_resuming_with_another_config_needs_a_flag_but_a_longer_run_does_not(train_here, tmp_path):
     in_process = {"cluster": {"backend": "in_process"}}
     code, output = train_here({**in_process, "grpo": {"max_num_steps": 2}})
     assert code == 0, output

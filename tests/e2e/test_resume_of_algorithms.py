@@ -89,7 +89,7 @@ ALWAYS = ("dpo", "grpo")
     [pytest.param(*case, marks=() if case[0] in ALWAYS else FULL) for case in CASES],
     ids=[algorithm for algorithm, _ in CASES],
 )
-def test_a_run_that_is_resumed_equals_one_that_was_never_stopped(algorithm, cluster, tmp_path, local_ray):
+def test_a_resumed_run_equals_an_uninterrupted_run(algorithm, cluster, tmp_path, local_ray):
     config = {
         **RUNS[algorithm],
         algorithm: {**RUNS[algorithm][algorithm], "max_num_steps": STEPS, "seed": 3},

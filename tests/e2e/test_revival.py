@@ -98,7 +98,7 @@ def test_a_run_whose_generation_workers_are_killed_takes_the_steps_of_an_undistu
 @pytest.mark.full(
     "core/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill the same workers without a run around them"
 )
-def test_a_run_that_may_replace_nobody_stops_and_goes_on_from_its_checkpoint_where_it_may(train, tmp_path):
+def test_a_run_without_restarts_stops_and_resumes_from_its_checkpoint(train, tmp_path):
     mortal(tmp_path, "generate-6-0")
     changes = {**TWO_RANKS, "checkpointing": {"save_period": 1}}
     run = train(changes, BACKEND, "policy.generation.max_restarts=0")

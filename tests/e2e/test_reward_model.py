@@ -89,7 +89,7 @@ def test_a_checkpoint_is_a_classifier_that_transformers_loads_with_the_same_scor
 
 
 @pytest.mark.full("test_resume_of_algorithms.py resumes runs bit for bit")
-def test_the_example_goes_on_after_a_stop_as_if_there_had_been_none(tmp_path):
+def test_the_resumed_example_equals_an_uninterrupted_run(tmp_path):
     def trained(folder, steps, resume):
         changes = [f"rm.max_num_steps={steps}", "rm.val_period=2", "checkpointing.save_period=2", "cluster.backend=in_process"]
         return train(EXAMPLE, [*changes, f"logger.log_dir={folder / 'runs'}"], resume=resume, console=False)
@@ -242,7 +242,7 @@ def test_the_environment_scores_as_the_policy_side_does(judge):
         ({"dpo": {}, "rm": None, "loss_fn": {"name": "bradley_terry"}}, "is a loss of values"),
     ],
 )
-def test_configs_that_cannot_be_are_told_before_anything_runs(tmp_path, changes, says):
+def test_invalid_configs_are_reported_before_anything_runs(tmp_path, changes, says):
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     config = {

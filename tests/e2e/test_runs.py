@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 IN_PROCESS = {"cluster": {"backend": "in_process"}}
 
 
-def test_a_run_folder_holds_what_a_run_was(train_here, tmp_path):
+def test_the_run_folder_records_config_metrics_and_environment(train_here, tmp_path):
     code, output = train_here(
         {
             **IN_PROCESS,
@@ -80,7 +80,7 @@ def test_a_wrong_config_ends_with_exit_code_2_and_no_traceback(train_here, chang
     assert "Traceback" not in output
 
 
-def test_the_process_of_a_wrong_config_says_its_mistake_and_nothing_else(train):
+def test_the_command_with_a_wrong_config_prints_only_the_error(train):
     code, output = train({**IN_PROCESS, "policy": {"modle_name": "x"}}).wait()
     assert code == 2, output
     assert output.startswith("error: "), output
@@ -140,7 +140,7 @@ def test_two_data_parallel_ranks_take_the_same_steps_as_one(train_here, tmp_path
         assert two[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-3, abs=1e-6)
 
 
-def test_a_tensor_that_is_poisoned_on_its_way_stops_the_run(train, tmp_path):
+def test_a_tensor_corrupted_during_a_refit_stops_the_run(train, tmp_path):
     (tmp_path / "poison.py").write_text(
         textwrap.dedent(
             """
@@ -180,7 +180,7 @@ def test_a_tensor_that_is_poisoned_on_its_way_stops_the_run(train, tmp_path):
     run.assert_gone()
 
 
-def test_several_turns_train_on_the_models_words_alone(train_here, tmp_path):
+def test_multi_turn_rollouts_train_only_on_sampled_tokens(train_here, tmp_path):
     changes = {
         "data": {
             "train": {

@@ -104,7 +104,7 @@ def test_rows_with_tools_train_by_every_kind_of_algorithm(name, model, tmp_path)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_template_that_says_no_tools_ends_the_run_before_a_worker_starts_even_where_only_a_later_row_has_some(
+def test_a_template_without_tool_support_fails_before_workers_start_if_any_row_has_tools(
     name, model, tmp_path, monkeypatch, capsys
 ):
     without = {key: value for key, value in ROWS[name].items() if key != "tools"}

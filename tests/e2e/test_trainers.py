@@ -188,7 +188,7 @@ def test_policy_gradients_are_the_same_in_every_kind_of_microbatch(loss):
             assert other["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-def test_parts_that_do_not_fit_together_are_refused_before_anything_runs(policy):
+def test_incompatible_components_are_rejected_before_anything_runs(policy):
     with pytest.raises(ConfigError, match=r"dpo\.global_batch_size: .*found 0"):
         DPOTrainer(policy, config={"global_batch_size": 0})
     with pytest.raises(ConfigError, match="does not use pairs"):

@@ -317,9 +317,7 @@ def test_a_loss_over_pairs_is_that_of_trl(trainer, models, tokenizer, name):
     assert_same(loss_and_gradient(models[0], rows.ours(models, loss_fn)), theirs)
 
 
-def test_the_likelihood_beside_the_preference_is_that_of_trl_where_the_chosen_answers_are_equally_long(
-    trainer, models, tokenizer
-):
+def test_the_sft_term_of_dpo_equals_that_of_trl_for_chosen_answers_of_equal_length(trainer, models, tokenizer):
     # TRL's is a mean over all chosen tokens, ours a mean over answers: the same for answers of one length.
     peer = trainer("DPOTrainer", beta=0.3, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5])
     rows = Pairs(tokenizer, chosen=(4, 4, 4, 4))

@@ -91,7 +91,7 @@ def test_an_application_of_several_commands_is_a_group(acme):
     assert acme.rlcore("games", "go").stdout == "go\n"
 
 
-def test_a_name_of_ours_is_not_replaced_and_that_is_said(acme):
+def test_a_built_in_command_is_not_replaced_and_a_warning_is_printed(acme):
     assert acme.rlcore("doctor", "acme").stdout.startswith("acme  acme-rl 1.0  ready")
     assert "warning: acme-rl 1.0 registers a command 'doctor'; the built-in command is used" in acme.rlcore("--help").stderr
 

@@ -33,7 +33,7 @@ class Interface(ABC):
         ("capabilities", ("Fast",), "capabilities of component 'acme' must be a tuple"),
     ],
 )
-def test_a_field_of_the_wrong_form_is_named(field, value, words):
+def test_an_invalid_component_field_is_named(field, value, words):
     fields = {"name": "acme", "target": "acme.policy:Policy", "summary": "Trains"}
     with pytest.raises(InvalidComponentError) as raised:
         Component(**{**fields, field: value})
@@ -58,19 +58,19 @@ def test_a_component_without_config_has_none():
     assert Component("acme", target="json:loads", summary="Reads JSON").load_config() is None
 
 
-def test_a_config_that_is_no_class_is_refused():
+def test_a_config_that_is_not_a_class_is_rejected():
     with pytest.raises(ComponentImportError, match="config model of 'acme', is <function loads"):
         Component("acme", target="json:loads", config="json:loads", summary="Reads JSON").load_config()
 
 
-def test_a_module_that_is_not_there_carries_its_cause():
+def test_a_missing_module_error_includes_its_cause():
     component = Component("acme", target="acme_absent.policy:Policy", summary="Trains")
     with pytest.raises(ComponentImportError, match="No module named 'acme_absent'") as raised:
         component.load()
     assert isinstance(raised.value.__cause__, ModuleNotFoundError)
 
 
-def test_a_misspelt_attribute_is_met_with_the_nearest():
+def test_a_misspelt_attribute_gets_a_suggestion():
     with pytest.raises(ComponentImportError, match=r"json has no 'laods'\. Did you mean 'loads'\?"):
         Component("acme", target="json:laods", summary="Reads JSON").load()
 

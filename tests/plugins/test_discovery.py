@@ -60,7 +60,7 @@ def test_the_extra_of_a_requirement_brings_its_own_requirements(site):
     assert site.plugins()["acme"]["reason"] == "acme-fast>=3 is not installed"
 
 
-def test_metadata_with_a_line_that_is_no_requirement_fails_that_plugin_alone(site):
+def test_an_invalid_requirement_in_metadata_fails_only_that_plugin(site):
     site.install("acme-rl", requires=["not a requirement"])
     acme = site.plugins()["acme"]
     assert acme["status"] == "failed"
@@ -164,13 +164,13 @@ def test_two_versions_of_the_metadata_in_one_folder_are_reported(site):
     assert "2.0" in acme["reason"]
 
 
-def test_the_same_folder_twice_on_the_path_is_no_second_copy(site):
+def test_the_same_folder_twice_on_the_path_counts_once(site):
     site.install("acme-rl")
     site.environment["PYTHONPATH"] = f"{site.folder}:{site.folder}/"
     assert site.plugins()["acme"]["status"] == "ready"
 
 
-def test_metadata_without_a_name_harms_nobody(site):
+def test_metadata_without_a_name_is_ignored(site):
     site.install("acme-rl")
     nameless = site.folder / "nameless-1.0.dist-info"
     nameless.mkdir()

@@ -26,7 +26,7 @@ def test_the_page_lists_every_hook_with_the_arguments_of_its_specification():
 
 
 @pytest.mark.parametrize("hook", sorted(SPECIFICATIONS))
-def test_every_specification_says_when_where_what_and_shows_an_example(hook):
+def test_every_hook_specification_documents_when_and_where_it_runs_with_an_example(hook):
     documentation = inspect.getdoc(getattr(hookspecs, hook))
     for part in ("When: ", "process", "Return: ", "When it raises: ", "Example:", f"def {hook}("):
         assert part in documentation

@@ -55,7 +55,7 @@ def test_a_path_is_imported_and_its_traceback_shown(site):
     assert "mine has no 'Engin'. Did you mean 'Engine'?" in broken.stdout
 
 
-def test_without_a_name_everything_is_examined_and_one_failure_decides(site):
+def test_without_a_name_all_plugins_are_checked_and_one_failure_sets_the_exit_code(site):
     site.install("acme-rl", source="import acme_kernels")
     result = site.rlcore("doctor")
     assert result.returncode == 1
@@ -63,7 +63,7 @@ def test_without_a_name_everything_is_examined_and_one_failure_decides(site):
         assert plugin in result.stdout
 
 
-def test_doctor_lists_what_of_a_run_can_be_reached_from_other_machines(site):
+def test_doctor_lists_network_ports_reachable_from_other_machines(site):
     site.environment.pop("RAY_ADDRESS", None)
     site.environment["GLOO_SOCKET_IFNAME"] = "eth7"
     local = site.rlcore("doctor").stdout.partition("\nnetwork\n")[2].splitlines()
@@ -100,7 +100,7 @@ def test_the_doctor_answers_in_strict_mode_too(site):
         ("enws", "No plugin, distribution or component is named 'enws'. Did you mean 'envs'?"),
     ],
 )
-def test_a_name_that_is_not_there_is_a_mistake_of_the_user(site, name, words_of_error):
+def test_an_unknown_name_is_a_user_error(site, name, words_of_error):
     result = site.rlcore("doctor", name)
     assert result.returncode == 2
     assert words_of_error in result.stderr
@@ -108,7 +108,7 @@ def test_a_name_that_is_not_there_is_a_mistake_of_the_user(site, name, words_of_
 
 
 @pytest.mark.parametrize("plugin", ["core", "train", "hf", "envs"])
-def test_every_target_and_config_of_ours_is_where_its_plugin_says(site, plugin):
+def test_every_built_in_target_and_config_can_be_imported(site, plugin):
     result = site.rlcore("doctor", plugin, "--deep")
     assert result.returncode == 0, result.stdout
 

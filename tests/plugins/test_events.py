@@ -26,7 +26,7 @@ def test_a_hook_gets_the_arguments_that_it_names():
     assert seen == ["told", (3, {"reward/mean": 0.5})]
 
 
-def test_a_raising_hook_is_attributed_after_all_others_were_told():
+def test_a_raising_hook_is_attributed_after_all_hooks_ran():
     seen = []
 
     def failing(step):
@@ -52,7 +52,7 @@ def test_several_raising_hooks_are_all_named():
         manager_with(acme=failing, zeta=failing).call_event("rlcore_step_finished", run=None, step=1, metrics={})
 
 
-def test_a_plugin_that_failed_is_not_told():
+def test_hooks_of_failed_plugins_are_not_called():
     seen = []
     module = types.ModuleType("acme")
     module.rlcore_step_finished = hookimpl(lambda: seen.append("told"))
@@ -72,6 +72,6 @@ def test_a_plugin_that_failed_is_not_told():
         ("rlcore_run_started", {"run": None, "step": 1}),
     ],
 )
-def test_an_event_that_is_none_or_lacks_arguments_is_a_mistake_of_the_caller(event, arguments):
+def test_unknown_events_and_missing_arguments_raise(event, arguments):
     with pytest.raises(ValueError, match=event):
         PluginManager().call_event(event, **arguments)

@@ -15,7 +15,7 @@ def test_a_misspelt_name_lists_what_is_installed_and_suggests_the_nearest(site):
     )
 
 
-def test_a_misspelt_name_may_be_near_to_one_that_is_not_installed(site):
+def test_a_misspelt_name_may_resemble_one_that_is_not_installed(site):
     assert site.look_up("policy", "megatorn") == (
         "UnknownComponentError: No policy backend named 'megatorn'. Installed: hf. Did you mean 'megatron'? "
         "It is not installed: rl-backends-megatron is not published; in a checkout of the repository, "
@@ -70,7 +70,7 @@ def test_a_component_of_a_disabled_plugin_says_so(site):
     )
 
 
-def test_one_of_our_own_that_is_disabled_does_not_pass_for_absent(site):
+def test_a_disabled_built_in_component_is_not_reported_as_missing(site):
     site.environment["RLCORE_DISABLE_PLUGINS"] = "envs"
     assert site.look_up("environment", "math").startswith("BrokenPluginError: Environment 'math': the plugin 'envs'")
 
@@ -99,7 +99,7 @@ def test_disabling_one_of_two_lets_the_other_be_found(site):
     assert site.look_up("policy", "star") == "acme_rl.policy:Policy"
 
 
-def test_two_plugins_of_one_name_are_told_apart_by_their_distributions(site):
+def test_plugins_with_the_same_name_are_distinguished_by_distribution(site):
     site.install("acme-rl", plugin="star")
     site.install("zeta-rl", plugin="star")
     assert site.look_up("policy", "star") == (
@@ -119,7 +119,7 @@ def test_a_name_of_another_kind_says_what_it_is(site):
     )
 
 
-def test_a_missing_capability_names_what_there_is_and_who_is_able(site):
+def test_a_missing_capability_is_an_error_that_lists_capable_backends(site):
     site.install("acme-rl")
     assert site.look_up("policy", "acme", requires=["shared_memory"]) == "acme_rl.policy:Policy"
     assert site.look_up("policy", "acme", requires=["collective"]) == (
@@ -156,7 +156,7 @@ def test_a_path_into_a_package_that_does_not_exist_says_so(site):
 
 
 @pytest.mark.parametrize("path", ["my package.Mine", ".Mine", "a:b:c", "a..b"])
-def test_a_path_that_is_none_is_refused(site, path):
+def test_a_malformed_import_path_is_an_error(site, path):
     assert site.look_up("environment", path).startswith(f"InvalidComponentError: {path!r} is no path to a class")
 
 

@@ -315,7 +315,7 @@ OBSERVED = [
 
 
 @pytest.mark.parametrize(("component", "observe", "key", "value", "beside"), OBSERVED, ids=[f"{c[0]}-{c[2]}" for c in OBSERVED])
-def test_another_value_of_a_key_changes_what_comes_out(component, observe, key, value, beside):
+def test_another_value_of_a_key_changes_the_result(component, observe, key, value, beside):
     seen = observe(component)
     assert seen(**beside, **{key: value}) != seen(**beside)
     assert seen(**beside) == seen(**beside)

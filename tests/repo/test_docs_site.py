@@ -149,14 +149,14 @@ def test_a_link_to_the_code_leads_to_the_code(site):
     assert "def train" in re.sub(r"<[^>]+>", "", (site / "algorithms" / target).resolve().read_text())
 
 
-def test_a_page_from_outside_the_documents_links_into_them_and_to_its_like(site):
+def test_pages_from_outside_docs_link_to_docs_and_to_each_other(site):
     page = site / "source" / "rl_backends_megatron" / "index.html"
     links = set(re.findall(r'href="([^"#:]+\.html)', page.read_text()))
     assert {"../../adding_a_model.html", "../../convert.html"} <= links
     assert [link for link in links if not (page.parent / link).resolve().is_file()] == []
 
 
-def test_what_leads_nowhere_fails_the_build(copy):
+def test_a_broken_link_fails_the_build(copy):
     complaints = {
         "[gone](gone.md)": "contains a link 'gone.md'",
         "[gone](other.md#gone)": "does not contain an anchor '#gone'",
@@ -182,7 +182,7 @@ def test_a_name_that_the_code_does_not_have_fails_the_build(copy):
     assert "room.gone could not be found" in done.stdout + done.stderr
 
 
-def test_the_small_site_itself_is_sound(copy):
+def test_the_small_test_site_builds(copy):
     done = build(copy, copy / "site")
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -74,7 +74,7 @@ def imported_names():
                     yield from ((page.relative_to(ROOT).as_posix(), module, name.strip()) for name in names.split(","))
 
 
-def test_every_name_that_the_documents_import_is_there():
+def test_every_name_imported_in_the_documents_exists():
     names = set(imported_names())
     assert len(names) > 15
     assert [name for name in names if not hasattr(importlib.import_module(name[1]), name[2])] == []

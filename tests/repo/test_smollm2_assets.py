@@ -21,7 +21,7 @@ def test_the_scripts_write_the_files_of_the_repository(tmp_path):
     assert len(written) == 6
 
 
-def test_no_held_out_problem_is_taught():
+def test_no_held_out_problem_is_in_the_training_data():
     for kind, key in (("conversations", "messages"), ("preferences", "prompt")):
         taught, held_out = (
             {json.dumps(row[key] if key == "prompt" else row[key][0]) for row in rows(ASSETS / kind / f"{split}.jsonl")}
@@ -30,7 +30,7 @@ def test_no_held_out_problem_is_taught():
         assert (len(taught), len(held_out), taught & held_out) == (200, 64, set())
 
 
-def test_no_held_out_sum_is_taught_in_either_order_and_none_is_the_worked_example():
+def test_no_held_out_sum_is_in_the_training_data_in_either_order_or_the_worked_example():
     pairs = {}
     for split in ("train", "validation"):
         asked = [row["messages"] for row in rows(ASSETS / "sums" / f"{split}.jsonl")]
@@ -44,7 +44,7 @@ def test_no_held_out_sum_is_taught_in_either_order_and_none_is_the_worked_exampl
     assert (2, 5) not in pairs["train"] | pairs["validation"]
 
 
-def test_every_chosen_answer_is_right_and_no_rejected_one_equals_it():
+def test_every_chosen_answer_is_correct_and_differs_from_the_rejected_one():
     for row in rows(ASSETS / "preferences" / "train.jsonl") + rows(ASSETS / "preferences" / "validation.jsonl"):
         a, operation, b = row["chosen"].split(" ")[:3]
         right = int(a) + int(b) if operation == "+" else int(a) - int(b)

@@ -28,7 +28,7 @@ def test_results_come_back_in_the_order_of_the_calls(pool):
     assert pool.map("square", []) == []
 
 
-def test_the_calls_are_shared_out_over_all_actors(pool):
+def test_calls_are_distributed_over_all_actors(pool):
     assert sorted(set(pool.map("pid", [()] * 8))) == sorted(pool.pids())
 
 
@@ -61,7 +61,7 @@ def test_a_call_that_kills_its_actor_once_succeeds_in_the_next_process(pool):
     assert pool.map("die_once", calls) == [0, 1, 4]
 
 
-def test_a_call_that_kills_every_actor_is_named_and_the_pool_lives_on(pool):
+def test_a_call_that_kills_every_actor_is_named_and_the_pool_continues(pool):
     with pytest.raises(WorkerDiedError, match=r"pool 'scorers': call 2 of die_always\(\) failed 3 times"):
         pool.map("die_always", range(4))
     assert pool.map("square", [5, 6]) == [25, 36]

@@ -10,7 +10,7 @@ from rl_core.cluster import InProcessPool, InProcessWorkerGroup, NamedSharding, 
 from rl_core.errors import UserError, WorkerError
 
 
-def test_the_one_worker_answers_every_kind_of_call():
+def test_the_single_worker_supports_every_kind_of_call():
     with InProcessWorkerGroup(Worker, worker_kwargs={"base": 10}) as group:
         assert group.world_size == 1
         assert group.run_all("add", 1, y=2) == [13]
@@ -34,7 +34,7 @@ def test_an_error_keeps_the_frames_of_the_worker_for_a_debugger():
     assert caught.value.__cause__.__traceback__ is not None
 
 
-def test_a_restart_forgets_the_state_and_a_shut_down_group_says_so():
+def test_a_restart_resets_state_and_a_group_after_shutdown_raises():
     group = InProcessWorkerGroup(Worker)
     group.run_one("add", 1)
     group.restart(0)

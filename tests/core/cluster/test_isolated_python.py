@@ -44,7 +44,7 @@ def test_workers_run_under_the_named_python(local_ray, tmp_path):
     assert Path(sys.prefix) != folder
 
 
-def test_a_python_that_cannot_serve_is_refused_before_anything_starts(local_ray, tmp_path):
+def test_an_unusable_python_interpreter_is_an_error_before_start(local_ray, tmp_path):
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         bare = _make_environment(tmp_path / "bare") / "bin" / "python"
         for python, word in [(tmp_path / "none", "is not there"), (Path("/bin/true"), "does not behave"), (bare, "install")]:

@@ -65,7 +65,7 @@ def test_shards_cross_nodes_and_come_back_once_each(group):
     assert [shard for _, shard, _ in group.run_all("last_seen")] == ["A", "A", "B", "B"]
 
 
-def test_three_nodes_where_there_are_two_is_an_error_that_counts_them(nodes):
+def test_requesting_more_nodes_than_exist_is_an_error_with_both_counts(nodes):
     with pytest.raises(ResourceInsufficientError, match=r"(?s)3 nodes.*Ray has 2 nodes"):
         RayVirtualCluster([1, 1, 1], use_gpus=False)
 
@@ -121,7 +121,7 @@ def gpus_of(environ):
     return set(environ["CUDA_VISIBLE_DEVICES"].split(","))
 
 
-def test_a_worker_of_two_bundles_sees_the_gpus_of_both_and_nobody_elses(nodes):
+def test_a_worker_with_two_bundles_sees_only_the_gpus_of_both(nodes):
     with RayVirtualCluster([4], use_gpus=True, max_colocated_worker_groups=2) as cluster:
         before = started_processes()
         with (

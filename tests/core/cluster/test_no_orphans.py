@@ -107,7 +107,7 @@ def described(process: psutil.Process) -> str:
 
 
 @pytest.mark.parametrize("end", list(_ENDS))
-def test_nothing_outlives_a_driver_that_ends_by(end, drivers):
+def test_no_process_outlives_a_driver_that_ends_by(end, drivers):
     sign, status = _ENDS[end]
     started = drivers[end].descendants_when_ready()
     names = [process.name() for process in started]
@@ -120,7 +120,7 @@ def test_nothing_outlives_a_driver_that_ends_by(end, drivers):
     assert wait_until(lambda: glob.glob(f"{drivers[end].scratch}/rlcore-ray-*") == [])
 
 
-def test_a_process_of_ray_that_wrote_its_title_over_its_environment_is_known_by_its_logs(tmp_path):
+def test_a_ray_process_without_readable_environment_is_identified_by_its_logs(tmp_path):
     with (tmp_path / "agent.log").open("w") as log:
         agent = subprocess.Popen(["ray::Agent", "600"], executable="sleep", env={}, stderr=log)
         bystander = subprocess.Popen(["sleep", "600"], env={}, stderr=log)

@@ -30,7 +30,7 @@ def test_strictly_spread_entries_never_share_a_node():
     assert _names(_request([2, 2], "SPREAD"), [_node("a", 8), _node("b", 2)]) == ["a", "b"]
 
 
-def test_packing_fills_a_node_before_it_opens_another():
+def test_packing_fills_one_node_before_using_another():
     assert _names(_request([2, 2], "PACK"), [_node("a", 8), _node("b", 8)]) == ["a", "a"]
     assert _names(_request([4, 4], "STRICT_PACK"), [_node("a", 6), _node("b", 6)]) is None
 
@@ -55,6 +55,6 @@ def test_the_error_says_what_was_asked_what_there_is_and_a_change_that_works():
 
 
 @pytest.mark.parametrize(("entries", "strategy"), [([], "PACK"), ([0], "PACK"), ([1], "ANYWHERE")])
-def test_a_request_that_means_nothing_is_refused(entries, strategy):
+def test_an_invalid_resource_request_is_an_error(entries, strategy):
     with pytest.raises(UserError):
         _request(entries, strategy)

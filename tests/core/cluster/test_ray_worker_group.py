@@ -64,7 +64,7 @@ def wait_asleep(beds, *pids):
     assert wait_until(lambda: all((beds / f"asleep-{pid}").exists() for pid in pids)), [path.name for path in beds.iterdir()]
 
 
-def test_every_rank_is_told_its_place(square):
+def test_every_rank_gets_its_coordinates(square):
     contexts = square.run_all("whoami")
     assert [context.rank for context in contexts] == [0, 1, 2, 3]
     assert [dict(context.coords) for context in contexts] == [
@@ -172,7 +172,7 @@ def test_a_constructor_that_raises_is_attributed_and_leaves_no_process(cluster, 
     assert [p.pid for p in left if "rank" in p.name()] == []
 
 
-def test_a_class_that_knows_nothing_of_ranks_is_built_as_it_is(cluster):
+def test_a_class_without_a_context_argument_is_constructed_unchanged(cluster):
     with RayWorkerGroup(cluster, ContextFree, num_workers=1) as group:
         assert group.run_all("get_size") == [3]
 
@@ -199,7 +199,7 @@ def test_the_stack_is_seen_even_of_a_worker_that_holds_the_interpreter_lock(pair
     pair.restart(0)
 
 
-def test_a_stopped_worker_is_said_to_answer_nothing_and_is_ended_all_the_same(cluster):
+def test_a_stopped_worker_is_reported_as_unresponsive_and_killed(cluster):
     deadlines = Deadlines(stop_s=0.5, stack_s=0.5)
     group = RayWorkerGroup(cluster, Worker, num_workers=1, deadlines=deadlines)
     process = psutil.Process(group.pids()[0])
@@ -211,7 +211,7 @@ def test_a_stopped_worker_is_said_to_answer_nothing_and_is_ended_all_the_same(cl
     assert not lives(process)
 
 
-def test_a_dead_worker_is_the_reported_cause_and_not_its_peers_hang_up(pair, monkeypatch):
+def test_a_dead_worker_is_reported_as_the_cause_instead_of_its_hanging_peers(pair, monkeypatch):
     # A busy machine may see the death late; once it is seen, nobody waits.
     monkeypatch.setattr(ray_calls, "_GRACE_S", 120.0)
     with pytest.raises(WorkerDiedError) as caught:
@@ -257,7 +257,7 @@ def test_more_workers_than_bundles_are_refused(cluster):
         RayWorkerGroup(cluster, ContextFree, num_workers=5)
 
 
-def test_eight_and_eight_on_a_laptop_is_a_prompt_error_that_teaches(local_ray):
+def test_requesting_too_many_workers_is_an_immediate_error_with_a_fix(local_ray):
     with pytest.raises(ResourceInsufficientError) as caught:
         RayVirtualCluster([8, 8])
     text = str(caught.value)
@@ -266,7 +266,7 @@ def test_eight_and_eight_on_a_laptop_is_a_prompt_error_that_teaches(local_ray):
         assert part in text
 
 
-def test_resources_that_other_work_holds_are_told_from_resources_that_are_not_there(cluster):
+def test_resources_in_use_are_distinguished_from_missing_resources(cluster):
     total = ray.cluster_resources()["CPU"]
     with pytest.raises(ResourceInsufficientError, match="other work holds what is missing"):
         RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=total)

@@ -38,7 +38,7 @@ def test_fixing_some_axes_leaves_the_grid_of_the_others():
     ("layout", "names"),
     [([[0, 1]], ["data"]), ([0, 0], ["data"]), ([[0, 1]], ["data", "data"]), ([], ["data"]), ([-1, 0], ["data"])],
 )
-def test_a_layout_that_is_no_grid_of_distinct_ranks_is_refused(layout, names):
+def test_a_layout_must_be_a_grid_of_distinct_ranks(layout, names):
     with pytest.raises(UserError):
         NamedSharding(layout, names)
 

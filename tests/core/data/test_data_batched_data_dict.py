@@ -70,7 +70,7 @@ def test_joining_columns_of_different_kinds_is_refused(other):
 
 
 @given(rows=st.integers(1, 6), repeats=st.integers(1, 4))
-def test_repeating_gives_each_row_n_times_side_by_side(rows, repeats):
+def test_repeating_places_copies_of_a_row_next_to_each_other(rows, repeats):
     repeated = batch_of(rows).repeat_interleave(repeats)
     assert rows_of(repeated) == [row for row in range(rows) for _ in range(repeats)]
 
@@ -91,7 +91,7 @@ def test_reordering_undoes_a_selection(order):
         assert rows_of(selected) == list(range(7))
 
 
-def test_reordering_by_what_is_no_permutation_is_refused():
+def test_reordering_needs_a_permutation():
     with pytest.raises(DataError, match="no permutation"):
         batch_of(3).reorder_data([0, 0, 1])
 
@@ -121,7 +121,7 @@ def test_truncation_cuts_every_tensor_with_that_axis_and_leaves_others():
 
 
 @pytest.mark.parametrize("value", [3, torch.tensor(1.0), (1, 2), "ab"])
-def test_a_column_that_is_no_tensor_of_rows_and_no_list_is_refused(value):
+def test_a_column_must_be_a_tensor_or_a_list(value):
     with pytest.raises(DataError, match="column 'x'"):
         BatchedDataDict({"x": value})
 
@@ -152,7 +152,7 @@ def test_microbatches_by_count_cover_all_rows_in_order():
     assert batch.get_microbatch_iterator_len(2) == 3
 
 
-def test_the_class_takes_the_name_of_its_spec_as_the_documents_write_it():
+def test_the_documented_class_name_is_accepted():
     batch = BatchedDataDict["GenerationDatumSpec"]({"input_ids": torch.ones(2, 3)})
     assert batch.size == 2
     assert batch.get("max_new_tokens", 100) == 100

@@ -149,7 +149,7 @@ def as_pair(row):
     return {"prompt": row["q"], "chosen": row["good"], "rejected": row["bad"]}
 
 
-def test_a_function_of_ones_own_makes_records_and_is_held_to_their_form(read, monkeypatch):
+def test_records_of_a_custom_function_are_checked(read, monkeypatch):
     monkeypatch.syspath_prepend(str(__file__.rpartition("/")[0]))
     [record] = read({"line": "6*7?|42"}, record_fn="test_data_conversations.halves", task_name="math")
     assert record == {"messages": [ASKED, ANSWERED], "extra_env_info": {}, "task_name": "math"}
@@ -164,7 +164,7 @@ def test_a_function_of_ones_own_makes_records_and_is_held_to_their_form(read, mo
     assert read(row, **keys)[0]["chosen"] == [ANSWERED]
 
 
-def test_a_function_that_is_not_there_and_keys_that_nobody_would_read_are_refused(read, tmp_path):
+def test_missing_functions_and_unused_keys_are_errors(read, tmp_path):
     with pytest.raises(ConfigError, match="expected alpaca, gsm8k, record, sharegpt, or the path"):
         read({}, record_fn="alpacca")
     with pytest.raises(ConfigError, match="cannot import 'no_such_module'"):

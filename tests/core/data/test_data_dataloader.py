@@ -21,7 +21,7 @@ def loader_of(rows: int, **settings) -> BatchedDataLoader:
 
 
 @given(rows=st.integers(5, 13), settings=SETTINGS)
-def test_a_loader_resumed_at_any_batch_goes_on_as_if_it_had_never_stopped(rows, settings):
+def test_a_loader_resumed_at_any_batch_equals_an_uninterrupted_one(rows, settings):
     whole = list(itertools.islice(loader_of(rows, **settings).forever(), 14))
     for stop in range(14):
         interrupted = loader_of(rows, **settings)
@@ -51,13 +51,13 @@ def test_a_state_at_the_end_of_an_epoch_resumes_to_a_whole_next_one():
     assert sorted(row for batch in resumed for row in batch) == [0, 1, 2, 3]
 
 
-def test_leaving_a_for_early_and_looping_again_goes_on_where_it_stopped():
+def test_iterating_again_after_an_early_exit_continues_where_it_stopped():
     loader = loader_of(6, batch_size=2, shuffle=False)
     assert next(iter(loader)) == [0, 1]
     assert list(loader) == [[2, 3], [4, 5]]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own_and_the_global_generator_is_left_alone():
+def test_epochs_and_seeds_have_different_orders_and_do_not_use_the_global_rng():
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     orders = {tuple(epoch_order(20, seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)}
@@ -65,7 +65,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_the_global_generator_is_l
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_loader_of_nothing_but_a_dataset_gives_one_row_batches_of_a_model():
+def test_a_loader_with_default_arguments_returns_batches_of_one_row():
     rows = [{"input_ids": torch.arange(length), "answer": "x", "level": length} for length in (2, 3)]
     batches = list(BatchedDataLoader(rows, shuffle=False))
     assert [batch["input_lengths"].tolist() for batch in batches] == [[2], [3]]
@@ -96,7 +96,7 @@ def test_a_state_is_json_and_goes_on_in_a_loader_of_another_batch_size():
     assert [row for batch in [*seen, *resumed] for row in batch] == epoch_order(12, seed=0, epoch=0)
 
 
-def test_what_gives_no_batch_or_another_order_is_refused():
+def test_invalid_loader_arguments_and_states_are_errors():
     with pytest.raises(DataError, match="no batch at all"):
         loader_of(0)
     with pytest.raises(DataError, match="no batch at all"):

@@ -121,7 +121,7 @@ def test_a_field_that_the_record_lacks_and_an_unknown_name_are_named():
         load_prompt("generic/maths")
 
 
-def test_a_byte_order_mark_of_a_template_is_no_part_of_it(tmp_path, chat_tokenizer):
+def test_a_byte_order_mark_is_removed_from_a_template(tmp_path, chat_tokenizer):
     (tmp_path / "p.txt").write_text("{}?", encoding="utf-8-sig")
     (tmp_path / "p.yaml").write_text("user: '{}?'", encoding="utf-8-sig")
     (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8-sig")
@@ -132,7 +132,7 @@ def test_a_byte_order_mark_of_a_template_is_no_part_of_it(tmp_path, chat_tokeniz
 
 
 @pytest.mark.parametrize("value", [None, ["a", "b"], {"a": 1}])
-def test_what_is_neither_a_text_nor_a_number_fills_no_template(value):
+def test_template_values_must_be_text_or_numbers(value):
     with pytest.raises(DataError, match=r"asks for \{level\}, and the record has .* there: a template takes texts and numbers"):
         PromptTemplate(user="{level}").fill({"level": value})
     assert PromptTemplate(user="{level}").fill({"level": 3})[0]["content"] == "3"
@@ -143,7 +143,7 @@ def test_a_dataset_fills_its_prompt_template(tmp_path):
     assert dataset[0]["messages"][0]["content"].endswith("6*7?")
 
 
-def test_the_one_field_of_a_template_is_the_question_whatever_a_row_calls_it(tmp_path):
+def test_the_single_field_of_a_template_takes_the_input_key(tmp_path):
     for row in ({"question": "6*7?", "expected_answer": 42}, {"problem": "6*7?", "expected_answer": 42}):
         dataset = dataset_of(tmp_path, row, prompt="generic/math")
         assert dataset[0]["messages"][0]["content"].endswith("6*7?")
@@ -164,7 +164,7 @@ def test_a_tokenizer_of_a_folder_pads_on_the_right_and_with_eos_where_it_has_no_
     assert load_tokenizer(tmp_path).pad_token == "<|im_end|>"
 
 
-def test_a_tokenizer_that_is_not_there_is_a_data_error_that_says_what_to_give(tmp_path):
+def test_a_missing_tokenizer_is_a_data_error_with_a_suggestion(tmp_path):
     with pytest.raises(DataError, match=r"a folder with its tokenizer files, or a \.gguf file"):
         load_tokenizer(tmp_path / "nothing.gguf")
 

@@ -42,7 +42,7 @@ def held_out_of_many(fraction: float, seed: int) -> frozenset[str]:
     seed=st.integers(0, 5),
     numbers=st.lists(st.integers(0, 999), min_size=60, max_size=200, unique=True),
 )
-def test_the_two_sides_are_disjoint_and_exhaustive_and_do_not_depend_on_order_or_company(fraction, seed, numbers):
+def test_the_holdout_split_is_disjoint_exhaustive_and_independent_of_other_rows(fraction, seed, numbers):
     rows = [MANY[number] for number in numbers]
     kept, out = sides(rows, fraction, seed)
     assert sorted(questions(kept + out)) == sorted(questions(rows))
@@ -61,7 +61,7 @@ def test_the_share_is_about_the_fraction_and_a_smaller_one_is_the_beginning_of_a
     assert set(questions(sides(MANY, 0.3, seed=1)[1])) != set(out)
 
 
-def test_rows_that_ask_the_same_are_on_one_side_whatever_they_answer():
+def test_rows_with_the_same_prompt_are_in_the_same_split():
     rows = [record(f"question {number % 50}", f"answer {number}") for number in range(500)]
     kept, out = sides(rows)
     assert not set(questions(kept)) & set(questions(out))
@@ -90,7 +90,7 @@ def test_all_pairs_of_one_prompt_are_on_one_side(tmp_path):
     assert len(kept) + len(out) == 60
 
 
-def test_a_side_without_a_row_and_rows_that_cannot_be_told_apart_are_refused():
+def test_an_empty_split_and_indistinguishable_rows_are_errors():
     with pytest.raises(DataError, match=r"split\.validation 0\.01 of the 3 records of rows holds out 0 and leaves 3"):
         sides(MANY[:3], 0.01)
     with pytest.raises(DataError, match=r"record 0 cannot be told from others .*not JSON serializable"):

@@ -121,7 +121,7 @@ def test_parquet_and_lines_of_the_hub_are_downloaded_by_subset_split_and_revisio
     assert any(request.startswith("GET datasets/someone/sums/resolve/") for request in hub.asked), "nothing was downloaded"
 
 
-def test_without_a_network_the_cache_serves_what_it_has_and_never_another_revision_than_the_one_asked_for(hub, tmp_path):
+def test_without_a_network_only_the_requested_revision_is_read_from_the_cache(hub, tmp_path):
     asked = [{"path": "someone/lines"}, {"path": "someone/lines", "revision": "v1"}, {"path": "someone/sums", "subset": "easy"}]
     empty = loaded(asked, environment(hub, tmp_path, HF_HUB_OFFLINE="1"))
     assert all("HF_HUB_OFFLINE is set, and the cache has no copy of it" in found for found in empty)

@@ -142,7 +142,7 @@ def test_what_is_trained_is_what_the_model_would_have_sampled_turn_by_turn(token
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_of_the_last_answer_alone_of_weight_0_and_of_pairs_the_mask_is_right_as_well(tokenizers, name):
+def test_the_loss_mask_is_correct_for_last_answers_zero_weights_and_pairs(tokenizers, name):
     log = [
         {"role": "user", "content": "six"},
         {"role": "assistant", "content": "seven"},
@@ -195,7 +195,7 @@ def test_an_answer_that_begins_with_white_space_follows_the_tokens_of_its_prompt
     assert trained_text(datum, tokenizer) == ["\nseven<|im_end|>"]
 
 
-def test_a_question_that_cannot_be_rendered_alone_never_lends_its_tokens_to_the_answer(tokenizers):
+def test_tokens_of_a_question_are_never_trained_even_if_it_cannot_be_rendered_separately(tokenizers):
     tokenizer = tokenizer_of(STYLES["chatml"])
     needs_answer = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('no answer') }}{% endif %}"
     tokenizer.chat_template = needs_answer + tokenizer.chat_template

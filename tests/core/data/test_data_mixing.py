@@ -34,7 +34,7 @@ def loader_of(mixture: Mixture, **settings) -> BatchedDataLoader:
 
 
 @given(members=MEMBERS, seed=st.integers(0, 3), shuffle=st.booleans())
-def test_every_beginning_of_an_epoch_has_the_members_in_proportion(members, seed, shuffle):
+def test_every_prefix_of_an_epoch_has_the_datasets_in_proportion(members, seed, shuffle):
     mixture = mixture_of(members)
     rows, total = rows_of(mixture), sum(size for size, _ in members)
     order = mixture.order(seed=seed, epoch=2, shuffle=shuffle)
@@ -50,7 +50,7 @@ def test_every_beginning_of_an_epoch_has_the_members_in_proportion(members, seed
             assert abs(seen[name] - due) <= (1 + len(members) * count / total) / 2 + 1e-9
 
 
-def test_seven_of_ten_rows_are_of_the_member_that_weighs_seven_of_ten():
+def test_rows_are_drawn_in_proportion_to_dataset_weights():
     mixture = Mixture(sizes={"math": 50, "chat": 950}, weights={"math": 0.7, "chat": 0.3})
     loader = loader_of(mixture, batch_size=10, drop_last=True)
     batches = list(itertools.islice(loader.forever(), 300))
@@ -73,7 +73,7 @@ def test_a_member_shows_all_of_its_rows_before_it_repeats_one_over_epochs(member
 
 
 @given(members=MEMBERS, stop=st.integers(0, 20), size=st.integers(1, 3))
-def test_a_mixture_resumed_from_json_goes_on_as_if_it_had_never_stopped(members, stop, size):
+def test_a_mixture_resumed_from_json_equals_an_uninterrupted_one(members, stop, size):
     mixture = mixture_of(members)
     whole = list(itertools.islice(loader_of(mixture, batch_size=size).forever(), 30))
     interrupted = loader_of(mixture, batch_size=size)
@@ -100,7 +100,7 @@ def test_weights_like_the_sizes_show_every_row_once_an_epoch():
     assert sorted(mixture.order(seed=0, epoch=0, shuffle=False)) == list(range(10))
 
 
-def test_a_state_of_another_mixture_is_refused_and_so_are_members_that_nobody_would_see():
+def test_states_of_another_mixture_and_datasets_that_are_never_drawn_are_errors():
     state = loader_of(mixture_of([(5, 1.0), (5, 1.0)])).state_dict()
     with pytest.raises(DataError, match=r"the state is of the mixture \{'a': \[5, 5\]"):
         loader_of(mixture_of([(5, 1.0), (5, 3.0)])).load_state_dict(state)

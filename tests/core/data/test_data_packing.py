@@ -21,7 +21,7 @@ def test_every_packer_places_every_row_once_and_respects_the_capacity(lengths, a
 
 
 @given(LENGTHS, ALGORITHMS, st.integers(1, 6), st.integers(1, 4))
-def test_bin_counts_are_as_asked_or_the_rows_are_said_to_be_too_few(lengths, algorithm, least, multiple):
+def test_bin_counts_are_as_requested_or_too_few_rows_are_reported(lengths, algorithm, least, multiple):
     plain = len(get_packer(algorithm, 50).pack(lengths))
     wanted = -(-max(plain, least) // multiple) * multiple
     packer = get_packer(algorithm, 50, min_bin_count=least, bin_count_multiple=multiple)
@@ -111,7 +111,7 @@ def test_unpacking_a_pack_gives_the_rows_with_zero_on_padding(lengths, multiple)
 
 
 @given(ROWS, st.sampled_from([1, 2, 4]))
-def test_each_packed_row_starts_at_a_border_with_position_zero(lengths, multiple):
+def test_each_packed_row_starts_at_a_boundary_with_position_zero(lengths, multiple):
     packed = pack_rows(rows_of(lengths), pad_multiple=multiple)
     padded = [-(-length // multiple) * multiple for length in lengths]
     assert packed.cu_seqlens.dtype == torch.int32
@@ -123,7 +123,7 @@ def test_each_packed_row_starts_at_a_border_with_position_zero(lengths, multiple
 
 
 @given(ROWS, st.integers(1, 99))
-def test_what_lies_in_the_padding_never_enters_a_pack(lengths, garbage):
+def test_padding_values_never_enter_a_pack(lengths, garbage):
     torch.manual_seed(0)
     clean = rows_of(lengths)
     dirty = dict(clean)

@@ -21,12 +21,12 @@ def test_a_right_padded_mask_counts_its_rows(lengths):
 
 
 @pytest.mark.parametrize("row", [[0, 1, 1], [1, 0, 1], [1, 2, 0]], ids=["left padding", "hole", "no mask"])
-def test_a_mask_that_is_no_right_padding_is_refused(row):
+def test_a_mask_that_is_not_right_padded_is_rejected(row):
     with pytest.raises(DataError, match="attention_mask"):
         lengths_from_attention_mask(torch.tensor([[1, 1, 0], row]))
 
 
-def test_a_mask_becomes_lengths_at_the_door_and_is_gone_behind_it():
+def test_a_mask_is_converted_to_lengths_and_removed():
     data = BatchedDataDict({"input_ids": torch.tensor([[1, 2, 0]]), "attention_mask": torch.tensor([[1, 1, 0]])})
     accepted = with_input_lengths(data)
     assert accepted["input_lengths"].tolist() == [2]

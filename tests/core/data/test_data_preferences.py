@@ -49,7 +49,7 @@ def test_every_form_of_a_pair_is_the_same_record(read, row):
     assert record == {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "task_name": "default"}
 
 
-def test_a_margin_stands_with_both_rows_of_its_pair_and_is_zero_elsewhere(read):
+def test_a_margin_is_on_both_rows_of_its_pair_and_zero_elsewhere(read):
     row = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
     records = read({**row, "lead": 1.5}, {**row, "margin": 3.0}, row, margin_key="lead")
     assert [record.get("margin") for record in records] == [1.5, None, None]
@@ -58,7 +58,7 @@ def test_a_margin_stands_with_both_rows_of_its_pair_and_is_zero_elsewhere(read):
 
 
 @pytest.mark.parametrize("margin", ["large", True, -1.0, float("inf")])
-def test_a_margin_that_is_no_lead_is_refused_with_its_row(read, margin):
+def test_an_invalid_margin_is_an_error_with_its_row(read, margin):
     with pytest.raises(DataError, match=r"'margin' is .*a number from 0 on"):
         read({"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": margin})
 
@@ -81,7 +81,7 @@ def test_of_scores_the_highest_is_the_best_and_of_equals_the_first_is_taken(read
 
 
 @given(worths=st.lists(st.integers(0, 4), min_size=2, max_size=7))
-def test_ranked_answers_become_every_pair_that_differs_and_none_else(worths):
+def test_ranked_answers_become_all_pairs_of_different_rank(worths):
     listed = [{"completion": str(number), "rank": worth} for number, worth in enumerate(worths)]
     row = {"prompt": "?", "completions": listed}
     config = PreferenceDatasetConfig(path="rows.jsonl", pairing="all")
@@ -175,7 +175,7 @@ def batches(*datums):
     return PreferenceBatches(loader, pad_token_id=0).next_batch()
 
 
-def test_pairs_are_neighbours_and_only_what_follows_the_prompt_is_trained():
+def test_rows_of_a_pair_are_adjacent_and_only_answers_are_trained():
     rows = batches(datum("ab", "xyz", "x"), datum("c", "d", "ef"))
     texts = [
         "".join(chr(t) for t in ids[: n - 1]) for ids, n in zip(rows["input_ids"].tolist(), rows["input_lengths"], strict=True)
@@ -196,7 +196,7 @@ def test_an_earlier_answer_within_the_prompt_is_not_trained():
     assert rows["token_mask"].sum(-1).tolist() == [2.0, 2.0]
 
 
-def test_a_pair_of_which_one_answer_is_too_long_leaves_as_a_whole():
+def test_a_pair_with_a_too_long_answer_is_dropped():
     rows = batches(datum("a", "b" * 9, "c", max_length=5), datum("a", "b", "c", max_length=5))
     assert rows["sample_mask"].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert rows["input_lengths"].tolist() == [5, 3, 3, 3]

@@ -153,7 +153,7 @@ def test_a_row_over_the_budget_is_refused_with_its_number():
         batch_of([3, 30]).shard_by_batch_size(1, sequence_packing_args=packing())
 
 
-def test_what_does_not_divide_is_refused():
+def test_uneven_splits_are_rejected():
     batch = batch_of([1] * 6)
     with pytest.raises(DataError, match="does not split evenly over 4 shards"):
         batch.shard_by_batch_size(4)
@@ -163,13 +163,13 @@ def test_what_does_not_divide_is_refused():
         batch.shard_by_batch_size(2, dynamic_batching_args=dynamic(), sequence_packing_args=packing())
 
 
-def test_a_plan_is_asked_for_before_its_microbatches():
+def test_microbatches_need_a_plan():
     with pytest.raises(DataError, match="dynamic_batching_args"):
         list(batch_of([1]).make_microbatch_iterator_with_dynamic_shapes())
 
 
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=4), st.integers(0, 2**31))
-def test_what_lies_in_the_padding_changes_no_plan(lengths, garbage):
+def test_padding_values_do_not_change_a_plan(lengths, garbage):
     clean = batch_of(lengths, width=10)
     dirty = batch_of(lengths, width=10)
     dirty["input_ids"] = torch.where(clean["input_ids"] == 0, garbage, clean["input_ids"])

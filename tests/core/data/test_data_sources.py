@@ -132,7 +132,7 @@ def test_a_bad_row_of_any_source_is_refused_with_its_place_or_skipped_and_counte
     assert f"{place}: {says}" in skipping.reasons[0]
 
 
-def test_a_column_that_is_not_there_names_those_that_are(source):
+def test_a_missing_column_is_an_error_that_lists_the_columns(source):
     keys, _ = source(ROWS)
     with pytest.raises(DataError, match=r"'problem' \(`input_key`\) is absent: the row has \['expected_answer', 'level', 'qu"):
         RecordDataset(source.record(**keys, input_key="problem"))
@@ -144,7 +144,7 @@ def test_a_column_of_another_type_is_refused(source):
         RecordDataset(source.record(**keys, input_key="level"))
 
 
-def test_only_bad_rows_are_no_dataset_and_the_first_reason_is_told(source):
+def test_a_dataset_with_only_bad_rows_is_an_error_with_the_first_reason(source):
     keys, _ = source(ROWS)
     with pytest.raises(DataError, match=r"no row to train on \(2 bad rows skipped; the first: .*is absent"):
         RecordDataset(source.record(**keys, input_key="problem", on_bad_row="skip"))
@@ -159,7 +159,7 @@ def test_only_bad_rows_are_no_dataset_and_the_first_reason_is_told(source):
         ({"split": "train", "revision": "main"}, "is a folder and has no revisions"),
     ],
 )
-def test_a_saved_dataset_knows_its_splits(tmp_path, keys, says):
+def test_a_saved_dataset_has_its_splits(tmp_path, keys, says):
     path = Writer(tmp_path).saved_splits(ROWS)[0]["path"]
     with pytest.raises(DataError, match=re.escape(says)):
         RecordDataset(HuggingFaceDatasetConfig(path=path, **keys))
@@ -173,7 +173,7 @@ def test_a_saved_dataset_knows_its_splits(tmp_path, keys, says):
         ({"split": "train", "subset": "main"}, "'main' not found"),
     ],
 )
-def test_a_folder_of_data_files_knows_its_splits(tmp_path, keys, says):
+def test_a_folder_of_data_files_has_splits(tmp_path, keys, says):
     path = Writer(tmp_path).data_files(ROWS)[0]["path"]
     with pytest.raises(DataError, match=says):
         RecordDataset(HuggingFaceDatasetConfig(path=path, **keys))
@@ -197,13 +197,13 @@ def test_paths_with_glob_characters_are_read_as_they_are_or_refused(tmp_path):
         RecordDataset(HuggingFaceDatasetConfig(path=str(folder)))
 
 
-def test_what_was_saved_in_the_format_of_another_library_gives_plain_rows(tmp_path):
+def test_datasets_saved_with_another_library_format_return_plain_rows(tmp_path):
     Dataset.from_list(ROWS).with_format("numpy").save_to_disk(tmp_path / "saved")
     dataset = RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path / "saved"), env_keys=("level",)))
     assert type(dataset[0]["extra_env_info"]["level"]) is int
 
 
-def test_what_is_no_dataset_is_refused_with_what_to_give(tmp_path):
+def test_a_path_without_a_dataset_is_an_error_with_a_suggestion(tmp_path):
     (tmp_path / "empty.parquet").touch()
     (tmp_path / "wrong.parquet").write_text("no parquet")
     (tmp_path / "empty").mkdir()
@@ -230,7 +230,7 @@ def test_without_the_library_its_extra_is_named(monkeypatch, tmp_path):
         RecordDataset(ParquetDatasetConfig(path=path))
 
 
-def test_a_line_that_is_no_utf8_and_a_byte_order_mark_are_seen(tmp_path):
+def test_invalid_utf8_and_byte_order_marks_are_handled(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS[0]).encode() + b'\r\n\n{"question": "\xff"}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:3: no UTF-8 \(invalid start byte at byte 15"):
@@ -239,7 +239,7 @@ def test_a_line_that_is_no_utf8_and_a_byte_order_mark_are_seen(tmp_path):
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, lambda content: pyarrow.compress(content, codec="zstd", asbytes=True)])
-def test_compressed_lines_are_read_whatever_the_file_is_called_and_a_torn_file_is_told(compress, tmp_path):
+def test_compressed_files_with_any_name_are_read_and_truncated_ones_are_errors(compress, tmp_path):
     path = tmp_path / "rows.jsonl"
     halves = [json.dumps(row).encode() + b"\n" for row in ROWS]
     path.write_bytes(b"".join(compress(half) for half in halves))
@@ -265,7 +265,7 @@ def test_compressed_lines_are_read_whatever_the_file_is_called_and_a_torn_file_i
     ],
     ids=["empty", "blank", "an array", "a key twice", "UTF-16", "parquet", "no JSON", "too deep"],
 )
-def test_files_that_are_no_lines_are_told_with_what_to_do(content, says, tmp_path):
+def test_files_that_are_not_json_lines_are_errors_with_a_fix(content, says, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError, match=says):
@@ -274,7 +274,7 @@ def test_files_that_are_no_lines_are_told_with_what_to_do(content, says, tmp_pat
         RecordDataset(JsonlDatasetConfig(path=tmp_path))
 
 
-def test_pictures_beside_the_text_are_not_decoded(tmp_path):
+def test_image_columns_are_not_decoded(tmp_path):
     rows = [{**row, "picture": {"bytes": b"no picture", "path": None}} for row in ROWS]
     features = Features({**Dataset.from_list(ROWS).features, "picture": Image()})
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")

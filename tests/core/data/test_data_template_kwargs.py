@@ -32,7 +32,7 @@ def test_without_variables_a_template_is_left_alone(folder):
 
 
 @pytest.mark.parametrize("sign", ['it\'s "{{ x }}" {% endif %} \\n é 😀\n', 1, 2.5, ["a", None, True], {"b": False}])
-def test_values_reach_the_template_as_they_are(folder, sign):
+def test_values_are_passed_to_the_template_unchanged(folder, sign):
     by_text = load_tokenizer(folder, chat_template_kwargs={"sign": sign})
     plain = load_tokenizer(folder)
     assert by_text.apply_chat_template(LOG, tokenize=False) == plain.apply_chat_template(LOG, tokenize=False, sign=sign)

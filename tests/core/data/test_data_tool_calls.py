@@ -70,7 +70,7 @@ PARTS = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text
     ],
     ids=["objects", "texts of JSON", "bare calls and parts", "bare functions", "parameters as a text"],
 )
-def test_every_writing_of_tools_and_calls_is_the_same_record(read, row):
+def test_all_formats_of_tools_and_calls_give_the_same_record(read, row):
     [record] = read(row)
     assert record["messages"] == TALK
     assert record["tools"] == [WEATHER]
@@ -91,7 +91,7 @@ def test_tables_give_the_same_calls_and_tools_as_lines_though_each_has_keys_of_i
     assert table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
 
 
-def test_rows_without_tools_have_none_and_a_field_that_is_named_must_be_there(read):
+def test_a_configured_tools_field_must_exist_in_every_row(read):
     for row in ({}, {"tools": None}, {"tools": []}, {"tools": "[]"}):
         assert "tools" not in read({"messages": TALK, **row})[0]
     assert "tools" not in read({"messages": TALK, "tools": "a saw"}, tools_key=None)[0]
@@ -163,7 +163,7 @@ def test_pairs_are_offered_tools_and_results_in_an_answer_may_answer_calls_of_th
         ([ASKED, CALLED, {**RESULT, "content": {"sky": "wet"}}], "has the content {'sky': 'wet'}: expected a text"),
     ],
 )
-def test_calls_and_results_that_make_no_sense_are_bad_rows(read, messages, says):
+def test_inconsistent_tool_calls_and_results_are_bad_rows(read, messages, says):
     row = {"messages": messages, "tools": [WEATHER, CLOCK]}
     with pytest.raises(DataError) as caught:
         read({"messages": TALK}, row)
@@ -187,7 +187,7 @@ def test_calls_and_results_that_make_no_sense_are_bad_rows(read, messages, says)
         ),
     ],
 )
-def test_tools_that_are_none_are_a_bad_row_with_the_key_to_change(read, tools, says):
+def test_invalid_tools_are_a_bad_row_with_the_key_to_change(read, tools, says):
     with pytest.raises(DataError) as caught:
         read({"messages": TALK, "tools": tools})
     assert "rows.jsonl:1: " in str(caught.value)

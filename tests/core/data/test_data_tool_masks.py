@@ -258,7 +258,7 @@ BESIDE_SYSTEM = HERMES.replace("{% if tools %}", "{% if tools and messages[0]['r
     ],
     ids=["offers", "calls", "Python", "one call", "results", "offers beside a system message", "refuses", "none"],
 )
-def test_a_template_that_leaves_anything_of_tools_out_is_an_error_and_not_silence(template, log, tools, says):
+def test_a_template_that_omits_tool_data_is_an_error(template, log, tools, says):
     tokenizer = tokenizer_of(Style(CHATML, IM, hermes))
     tokenizer.chat_template = template
     with pytest.raises(DataError) as caught:
@@ -266,7 +266,7 @@ def test_a_template_that_leaves_anything_of_tools_out_is_an_error_and_not_silenc
     assert says in str(caught.value)
 
 
-def test_calls_in_openais_own_writing_are_rendered_as_those_that_were_read(tokenizers):
+def test_tool_calls_in_openai_format_are_rendered_like_parsed_ones(tokenizers):
     raw = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": '{"a":1}'}}]}
     for tokenizer in tokenizers.values():
         one, other = (get_formatted_message_log([ASKED, message], tokenizer) for message in (raw, CALL))
@@ -275,7 +275,7 @@ def test_calls_in_openais_own_writing_are_rendered_as_those_that_were_read(token
         get_formatted_message_log([ASKED, {**raw, "tool_calls": [{"name": "clock", "arguments": "{"}]}], tokenizer)
 
 
-def test_a_template_that_is_replaced_is_asked_anew():
+def test_a_replaced_chat_template_is_inspected_again():
     tokenizer = tokenizer_of(Style(CHATML, IM, hermes))
     with pytest.raises(DataError, match="leaves out"):
         get_formatted_message_log([ASKED], tokenizer, tools=TOOLS)

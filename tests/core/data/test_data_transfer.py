@@ -69,7 +69,7 @@ def test_the_microbatch_plan_survives_pickling():
         assert arrived.elem_counts_per_gb == shard.elem_counts_per_gb
 
 
-def test_sending_hands_over_the_memory_of_the_tensors_and_no_copy():
+def test_sending_a_batch_does_not_copy_its_tensors():
     batch = big_batch()
     buffers: list[pickle.PickleBuffer] = []
     message = pickle.dumps(batch.slice(8, 24), protocol=5, buffer_callback=buffers.append)

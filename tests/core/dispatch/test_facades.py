@@ -71,7 +71,7 @@ def policy():
     return DistributedPolicy(worker_class=CountingWorker, config=PolicyConfig(backend="x", model_name="x"))
 
 
-def test_every_gbs_rows_are_an_optimizer_step_and_a_shorter_last_one_is_filled_up(policy):
+def test_each_global_batch_is_one_optimizer_step_and_the_last_one_is_padded(policy):
     result = policy.train(rows(10), LowLoss(), gbs=4)
     assert result["num_optimizer_steps"] == 3
     assert policy.weight_version == 3
@@ -104,7 +104,7 @@ def test_one_process_cannot_have_two_ranks():
         DistributedPolicy(worker_class=CountingWorker, config=config, sharding=NamedSharding.grid(data=2))
 
 
-def test_an_attention_mask_is_taken_for_lengths_at_the_door():
+def test_an_attention_mask_is_converted_to_lengths():
     data = BatchedDataDict(
         {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "other": [1, 2]}
     )
@@ -113,7 +113,7 @@ def test_an_attention_mask_is_taken_for_lengths_at_the_door():
         at_the_door(data, ("input_ids", "token_mask"))
 
 
-def test_filler_rows_weigh_nothing():
+def test_padding_rows_have_no_weight():
     filled = with_filler_rows(rows(5), 4)
     assert filled.size == 8
     assert filled["sample_mask"].tolist() == [1.0] * 5 + [0.0] * 3
@@ -121,7 +121,7 @@ def test_filler_rows_weigh_nothing():
     assert [c.valid_seqs for c in global_counts(filled, 4)] == [4.0, 1.0]
 
 
-def test_the_rows_of_a_prompt_stay_together_and_parts_are_even():
+def test_rows_of_a_prompt_stay_together_and_shards_are_even():
     ids = torch.tensor([[1, 0], [2, 0], [1, 0], [2, 0], [3, 0], [3, 9]])
     data = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([1, 1, 1, 1, 1, 2])})
     parts = _by_prompt(data, 3)

@@ -138,7 +138,7 @@ def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(en
         two.generate(prompts())
 
 
-def test_a_replica_that_stands_alone_is_refitted_before_it_samples_again(engine, policy, tmp_path):
+def test_a_restarted_single_replica_is_refitted_before_it_samples(engine, policy, tmp_path):
     one = engine(replicas=1)
     untrained = one.generate(prompts())
     sync = synchronizer(policy, one)
@@ -166,7 +166,7 @@ def test_a_replica_that_stands_alone_is_refitted_before_it_samples_again(engine,
     assert sweep() == []
 
 
-def test_a_refit_that_brings_nothing_to_a_new_replica_is_refused(engine, policy, tmp_path):
+def test_a_refit_that_sends_nothing_to_a_new_replica_is_rejected(engine, policy, tmp_path):
     one = engine(replicas=1)
     synchronizer(policy, one).sync()
     one.refit_with(lambda: None)
@@ -222,7 +222,7 @@ def test_a_replacement_that_loads_something_else_is_refused(engine, tmp_path):
         one.generate(prompts())
 
 
-def test_where_none_may_be_replaced_a_death_ends_the_call(engine, tmp_path):
+def test_without_restarts_a_dead_replica_fails_the_call(engine, tmp_path):
     one = engine(replicas=1, max_restarts=0)
     one.wait_ready()
     condemn(tmp_path, "generate", 0)

@@ -90,7 +90,7 @@ def test_rows_come_as_they_end_each_once(group):
     assert group.world_size > 1 or order == [1, 2, 0]
 
 
-def test_each_goes_where_the_fewest_are_under_way(pair):
+def test_each_row_goes_to_the_replica_with_the_fewest_in_flight(pair):
     stream = stream_of(pair)
 
     async def spread():
@@ -106,7 +106,7 @@ def test_each_goes_where_the_fewest_are_under_way(pair):
     assert stream.load == [0, 0]
 
 
-def test_rows_that_arrive_later_join_those_under_way(group):
+def test_rows_that_arrive_later_join_those_in_flight(group):
     stream = stream_of(group)
 
     async def both():
@@ -147,7 +147,7 @@ async def by_timeout(stream):
 
 
 @pytest.mark.parametrize("leave", [by_break, by_close, by_error, by_cancelled_task, by_timeout])
-def test_leaving_the_iterator_cancels_what_has_not_ended_and_the_workers_know(group, leave):
+def test_leaving_the_iterator_cancels_unfinished_rows_on_the_workers(group, leave):
     stream = stream_of(group)
     asyncio.run(leave(stream))
     assert stream.load == [0] * group.world_size
@@ -155,7 +155,7 @@ def test_leaving_the_iterator_cancels_what_has_not_ended_and_the_workers_know(gr
     assert sorted(asyncio.run(collected(stream, rows(3, 2)))) == [0, 1]
 
 
-def test_who_leaves_takes_nothing_from_the_others(group):
+def test_a_consumer_that_leaves_does_not_affect_other_consumers(group):
     stream = stream_of(group)
 
     async def both():
@@ -182,7 +182,7 @@ def test_rows_that_are_cancelled_before_they_were_sent_never_arrive(alone):
     assert alone.run_all("number_of_calls") == [0]
 
 
-def test_an_idle_stream_asks_nothing_of_its_workers(group):
+def test_an_idle_stream_does_not_call_its_workers(group):
     async def then_idle(stream):
         await collected(stream, rows(2))
         before = group.run_all("number_of_calls")
@@ -241,14 +241,14 @@ def test_a_worker_that_dies_ends_the_wait_of_its_consumers_and_of_no_other(clust
         assert sorted(asyncio.run(collected(stream, rows(2, 2)))) == [0, 1]
 
 
-def test_a_worker_that_answers_nothing_is_named_after_the_deadline(cluster):
+def test_an_unresponsive_worker_is_named_after_the_deadline(cluster):
     with RayWorkerGroup(cluster, TickingWorker, num_workers=1) as group:
         with pytest.raises(DeadlineExceededError, match="rank 0"):
             asyncio.run(collected(stream_of(group, deadline_s=0.5), rows(1, first=SLEEPS)))
         group.restart(0)
 
 
-def test_a_worker_that_ends_no_row_is_given_up_after_the_deadline(alone):
+def test_a_worker_that_finishes_no_row_fails_after_the_deadline(alone):
     class TickingLoop(asyncio.SelectorEventLoop):
         """Its clock is the worker's work, so that a busy machine is not late."""
 
@@ -267,7 +267,7 @@ def test_a_worker_that_ends_no_row_is_given_up_after_the_deadline(alone):
     assert run(collected(stream, rows(30))) == [0]
 
 
-def test_rows_of_a_loop_that_was_closed_in_their_midst_are_cancelled_by_the_next_call(alone):
+def test_rows_of_a_closed_event_loop_are_cancelled_by_the_next_call(alone):
     stream = stream_of(alone)
     loop = asyncio.new_event_loop()
     iterator = stream.rows(rows(1, FOREVER), greedy=False)
@@ -294,6 +294,6 @@ def test_two_event_loops_at_once_are_refused(alone):
         loop.close()
 
 
-def test_no_rows_are_no_work(alone):
+def test_an_empty_batch_makes_no_calls(alone):
     assert asyncio.run(collected(stream_of(alone), rows(1).slice(0, 0))) == []
     assert alone.run_all("number_of_calls") == [0]

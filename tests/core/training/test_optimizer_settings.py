@@ -89,7 +89,7 @@ def test_state_that_an_optimizer_keeps_in_its_groups_continues_under_changed_set
     assert run(resumed, 1) == [{"lr": 2.0, "decay": 0.9, "count": 5, "initial_lr": 2.0}]
 
 
-def test_another_optimizer_and_other_groups_are_refused():
+def test_another_optimizer_or_other_parameter_groups_are_an_error():
     saved = make(torch.optim.AdamW, {"lr": 0.01}).state_dict()
     with pytest.raises(CheckpointError, match=r"written by the optimizer .*AdamW, and the config has .*SGD"):
         make(torch.optim.SGD, {"lr": 0.01}).load_state_dict(saved, steps=0, source="checkpoint")

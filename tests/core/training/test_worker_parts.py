@@ -89,7 +89,7 @@ def test_metrics_are_reduced_as_the_loss_says_and_summed_otherwise():
     assert reduce_metrics([], {}) == {}
 
 
-def test_the_first_loss_that_is_no_number_is_found_and_told():
+def test_the_first_non_finite_loss_is_found_and_reported():
     assert first_broken([1.0, torch.tensor(2.0)]) is None
     assert first_broken([torch.tensor(1.0), float("inf"), torch.tensor(float("nan"))]) == 1
     assert "Optimizer step 4 was not taken: its gradient norm is nan. Here." in str(
@@ -110,13 +110,13 @@ def test_the_first_loss_that_is_no_number_is_found_and_told():
         ({"name": "collections.UserString"}, "gave a UserString, no schedule"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused_by_its_key(section, says):
+def test_an_invalid_schedule_is_reported_by_its_key(section, says):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     with pytest.raises(UserError, match=says):
         build_scheduler(optimizer, SchedulerConfig(**section))
 
 
-def test_a_dotted_name_leads_to_its_object_or_says_where_it_ends():
+def test_an_import_path_resolves_to_its_object_or_reports_where_it_fails():
     assert call(resolve("collections.Counter", key="k"), "aab", {}, key="k")["a"] == 2
     for dotted, says in (("Counter", "no dotted name"), ("no.such", "cannot import 'no'"), ("collections.Countr", "'Counter'")):
         with pytest.raises(UserError, match=says):

@@ -42,7 +42,7 @@ def synchronizer(sides, **options):
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_equal_weights_are_as_far_apart_as_rounding(sides, greedy):
+def test_the_canary_error_of_equal_weights_is_only_rounding(sides, greedy):
     assert synchronizer(sides, greedy=greedy).sync()["refit/canary_error"] < 1e-5
 
 
@@ -70,7 +70,7 @@ def test_float32_sides_have_a_fixed_tolerance_and_a_configured_one_replaces_it(s
         synchronizer(sides, tolerance=1e-12).sync()
 
 
-def test_every_replica_gets_prompts_of_its_own_that_fit_and_are_the_same_in_every_run():
+def test_each_replica_gets_its_own_fixed_canary_prompts_that_fit():
     canary = make_canary(range(2, 1000), num_receivers=3, max_length=16, exact=True)
     ids = canary.rows["input_ids"]
     assert len({tuple(row) for row in ids.tolist()}) == len(ids) == 12
@@ -142,7 +142,7 @@ def test_in_bfloat16_an_engine_that_samples_from_another_distribution_is_rejecte
         rounded_canary().prove(rounded_policy(), rounded_engine(**sampling))
 
 
-def test_a_resumed_run_is_judged_by_the_first_error_of_the_run_and_not_by_its_own(caplog):
+def test_a_resumed_run_is_compared_with_the_first_canary_error_of_the_original_run(caplog):
     policy, engine = rounded_policy(optimizer={"kwargs": {"lr": 1.0e-5}}), rounded_engine()
     before = CanaryCalibration()
     rounded_canary(before).prove(policy, engine)
@@ -166,7 +166,7 @@ def test_a_policy_that_scores_at_another_temperature_than_its_engine_is_compared
     assert make_canary(WORDS, **options, retempering=retempering).prove(policy, engine) < 1e-5
 
 
-def test_an_engine_whose_digests_are_of_arrived_weights_is_asked_the_canary_in_a_sync_that_moves_nothing(sides, monkeypatch):
+def test_an_engine_with_digests_of_received_weights_runs_the_canary_even_if_nothing_is_sent(sides, monkeypatch):
     def sync_of(**options):
         return WeightSynchronizer(
             *sides,

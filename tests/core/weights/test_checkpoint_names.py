@@ -39,7 +39,7 @@ def names_of(model):
 
 
 @pytest.mark.parametrize("kind", [*FUSED, *PLAIN])
-def test_names_and_values_are_those_that_transformers_writes(kind, tmp_path):
+def test_names_and_values_equal_those_written_by_transformers(kind, tmp_path):
     model = make(kind)
     model.save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
@@ -64,7 +64,7 @@ def test_a_folder_that_was_written_fused_gives_the_same_names(kind, tmp_path):
     assert list(names_of(loaded).views(weights_of(loaded))) == list(names_of(model).views(weights_of(model)))
 
 
-def test_what_is_copied_into_a_view_is_what_the_model_computes_with():
+def test_values_copied_into_a_view_are_used_by_the_model():
     model, other = make("qwen3_moe"), make("qwen3_moe")
     with torch.no_grad():
         for parameter in other.parameters():
@@ -76,7 +76,7 @@ def test_what_is_copied_into_a_view_is_what_the_model_computes_with():
         assert torch.equal(model(ids).logits, other(ids).logits)
 
 
-def test_some_names_need_only_the_tensors_that_hold_them():
+def test_exporting_some_names_reads_only_their_tensors():
     model = make("mixtral")
     names, live = names_of(model), weights_of(model)
     some = [
@@ -91,7 +91,7 @@ def test_some_names_need_only_the_tensors_that_hold_them():
     assert torch.equal(found[some[0]], live[holders[0]][2, 24:])
 
 
-def test_views_of_one_memory_come_together_as_the_tensor_that_they_were_cut_from():
+def test_views_of_one_tensor_are_exported_as_that_tensor():
     model = make("qwen3_moe")
     names, live = names_of(model), weights_of(model)
     views = names.views(live)
@@ -101,7 +101,7 @@ def test_views_of_one_memory_come_together_as_the_tensor_that_they_were_cut_from
         assert torch.equal(tensor, live[holder])
 
 
-def test_tensors_that_lie_apart_cannot_be_shared_by_reference():
+def test_tensors_in_separate_memory_cannot_be_shared_by_reference():
     model = make("qwen3_moe")
     names = names_of(model)
     apart = {name: view.clone() for name, view in names.views(weights_of(model)).items()}

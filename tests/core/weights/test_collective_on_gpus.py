@@ -45,5 +45,5 @@ def test_ranks_that_share_a_gpu_meet_over_gloo_since_nccl_refuses_them():
 
 
 @ONE_EACH
-def test_a_rank_whose_peer_has_left_raises_and_lives():
+def test_a_rank_raises_and_survives_when_its_peer_leaves():
     assert two_ranks([0, 1], peer_dies=True) == {0: "cuda", 1: "cuda"}

@@ -17,7 +17,7 @@ from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid, open_buffer
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_buffers_take_turns_and_grow_to_what_is_asked():
+def test_buffers_alternate_and_grow_as_needed():
     pair = GpuBufferPair(torch.device("cpu"))
     first, second = pair.next(100), pair.next(100)
     assert first is not second
@@ -33,7 +33,7 @@ def test_torch_rebuilds_from_the_arguments_that_are_changed_and_read_here():
     assert {"storage_device", "ref_counter_handle", "ref_counter_offset"} <= known
 
 
-def test_a_receiver_on_the_cpu_is_told_that_the_weights_lie_on_a_gpu():
+def test_a_cpu_receiver_reports_that_the_weights_are_on_a_gpu():
     with pytest.raises(WeightSyncError, match="computes on the CPU"):
         open_buffer({}, torch.device("cpu"))
 
@@ -59,7 +59,7 @@ def fill_and_hand_over(pair, value):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_another_process_reads_each_bucket_as_it_was_when_it_was_handed_over(reader):
+def test_another_process_reads_each_bucket_unchanged(reader):
     send, receive = reader
     pair = GpuBufferPair(torch.device("cuda", 0))
     try:
@@ -75,7 +75,7 @@ def test_another_process_reads_each_bucket_as_it_was_when_it_was_handed_over(rea
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("opened", [0, 3])
-def test_the_memory_comes_back_however_often_a_handle_was_opened(reader, opened):
+def test_memory_is_freed_after_any_number_of_openings(reader, opened):
     send, receive = reader
     torch.ones(1, device="cuda")
     before = torch.cuda.memory_allocated()
@@ -94,7 +94,7 @@ def test_the_memory_comes_back_however_often_a_handle_was_opened(reader, opened)
 
 @pytest.mark.gpu
 @needs_gpu
-def test_the_process_that_a_buffer_is_of_reads_it_too():
+def test_the_owner_of_a_buffer_can_read_it_too():
     pair = GpuBufferPair(torch.device("cuda", 0))
     opened = open_buffer(fill_and_hand_over(pair, 3), torch.device("cuda", 0))
     assert int(opened.to(torch.int64).sum()) == 3 * 10 * MIB
@@ -103,7 +103,7 @@ def test_the_process_that_a_buffer_is_of_reads_it_too():
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_receiver_on_another_gpu_is_told_of_the_collective():
+def test_a_receiver_on_another_gpu_is_referred_to_the_collective_transport():
     pair = GpuBufferPair(torch.device("cuda", 0))
     [handle] = fill_and_hand_over(pair, 1).values()
     with pytest.raises(WeightSyncError, match="refit_transport: collective"):

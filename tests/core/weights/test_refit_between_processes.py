@@ -160,7 +160,7 @@ def test_an_engine_that_never_joins_is_an_error_within_the_deadline():
     assert time.monotonic() - started < LIMIT_S
 
 
-def test_a_rank_that_comes_after_the_joining_was_called_off_is_let_go_at_once():
+def test_a_rank_that_joins_after_an_abort_is_released_immediately():
     """Rank 0 has given up by then; its closed port would keep the one that is late knocking for the whole of its timeout."""
     ip, port = free_loopback_port()
     ranks = [WeightCollective(ip, port, 3, rank=rank, device="cpu", timeout_s=3600.0) for rank in range(2)]

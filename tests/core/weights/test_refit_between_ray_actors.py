@@ -79,7 +79,7 @@ def assert_equal_on_all(policy, engine):
         assert [name for name, tensor in held.items() if not torch.equal(sent[name].to(tensor.dtype), tensor)] == []
 
 
-def test_both_transports_bring_every_step_to_every_replica(sides):
+def test_both_transports_send_every_step_to_every_replica(sides):
     policy, engine = sides(engine_class=HalfPrecisionEngine)
     for transport in (SharedMemoryTransport, CollectiveTransport):
         sync = synchronizer(policy, engine, transport)

@@ -164,9 +164,7 @@ def assert_equal_on_all(policy, engine):
         ("collective", "weight_fingerprint", 1, [1]),
     ],
 )
-def test_a_refit_in_which_a_replica_is_killed_begins_again_and_is_proven(
-    sides, synchronizers, deaths, transport, verb, call, ranks
-):
+def test_a_refit_whose_replica_is_killed_is_restarted_and_verified(sides, synchronizers, deaths, transport, verb, call, ranks):
     policy, engine = sides
     policy.group.run_all("step")
     before, pids = engine.restarts, engine.group.pids()
@@ -183,7 +181,7 @@ def test_a_refit_in_which_a_replica_is_killed_begins_again_and_is_proven(
     assert sweep() == []
 
 
-def test_ranks_that_wait_for_one_that_never_joins_are_let_go(sides, synchronizers, deaths):
+def test_ranks_that_wait_for_a_missing_rank_are_released(sides, synchronizers, deaths):
     policy, engine = sides
     policy.group.run_all("step")
     sync = synchronizers["collective"]
@@ -195,13 +193,13 @@ def test_ranks_that_wait_for_one_that_never_joins_are_let_go(sides, synchronizer
     assert_equal_on_all(policy, engine)
 
 
-def test_the_collective_never_meets_twice_at_one_place(sides, synchronizers):
+def test_the_collective_never_reuses_a_rendezvous_address(sides, synchronizers):
     transport = synchronizers["collective"]._transport
     assert len(transport._left) >= 4
     assert len({port for _, port in transport._left}) == len(transport._left)
 
 
-def test_a_policy_worker_that_dies_in_the_broadcast_is_named_and_lets_the_replicas_go(sides, synchronizers, deaths):
+def test_a_policy_worker_that_dies_in_a_broadcast_is_named_and_releases_the_replicas(sides, synchronizers, deaths):
     """Last of those that share the two sides: it ends one of them."""
     policy, engine = sides
     victim = policy.group.pids()[0]
@@ -217,7 +215,7 @@ def test_a_policy_worker_that_dies_in_the_broadcast_is_named_and_lets_the_replic
 
 
 @pytest.mark.parametrize("transport", [SharedMemoryTransport, CollectiveTransport])
-def test_a_refit_stops_where_no_replica_may_be_replaced_any_more_and_says_who_died(cluster, sides, deaths, transport, caplog):
+def test_a_refit_fails_without_remaining_restarts_and_names_the_dead_replica(cluster, sides, deaths, transport, caplog):
     sides[0].shutdown()
     sides[1].shutdown()
     policy = make_policy(cluster, deaths)

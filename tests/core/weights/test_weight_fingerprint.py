@@ -34,7 +34,7 @@ def flip_bit(tensor: torch.Tensor, bit: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @given(shape=shapes, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_equal_tensors_have_equal_digests_wherever_they_lie_in_memory(kind, shape, dtype, seed):
+def test_digests_do_not_depend_on_memory_layout(kind, shape, dtype, seed):
     tensor = random_tensor(shape, dtype, seed)
     shifted = torch.empty(tensor.numel() + 1, dtype=dtype)[1:].view(shape)
     shifted.copy_(tensor)
@@ -45,7 +45,7 @@ def test_equal_tensors_have_equal_digests_wherever_they_lie_in_memory(kind, shap
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(), (0, 3), (7, 5), (300, 500)])
-def test_a_digest_in_another_dtype_is_that_of_the_tensor_in_it(kind, shape):
+def test_a_digest_in_another_dtype_equals_the_digest_of_the_cast_tensor(kind, shape):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
         assert tensor_digest(tensor, kind=kind, dtype=dtype) == tensor_digest(tensor.to(dtype), kind=kind)
@@ -122,7 +122,7 @@ def test_names_are_part_of_the_combined_digest_and_two_swapped_tensors_change_it
     assert len(combined) == 5
 
 
-def test_a_difference_names_the_tensor_and_whose_content_it_has():
+def test_a_mismatch_names_the_tensor_and_the_tensor_whose_content_it_has():
     lines = describe_differences({"a": "1", "b": "2", "c": "3"}, {"a": "2", "b": "2", "d": "9"})
     assert lines == [
         "a: 1 in the policy, 2 in the engine (which is the policy's b)",
@@ -131,7 +131,7 @@ def test_a_difference_names_the_tensor_and_whose_content_it_has():
     ]
 
 
-def test_a_fingerprint_says_its_kind_and_a_foreign_one_is_refused():
+def test_a_fingerprint_has_a_kind_and_other_kinds_are_rejected():
     assert kind_of(combine({}, kind="wsum")) == "wsum"
     with pytest.raises(WeightSyncError, match="md5"):
         kind_of("md5:123")

@@ -24,7 +24,7 @@ manifests = st.dictionaries(st.text("abcdef.", min_size=1, max_size=8), forms, m
 
 
 @given(manifest=manifests, budget=st.integers(1, 2000))
-def test_buckets_hold_every_name_once_in_order_and_keep_to_the_budget_but_for_large_tensors_at_the_end(manifest, budget):
+def test_buckets_contain_every_name_once_in_order_within_the_budget_except_for_large_tensors(manifest, budget):
     buckets = split_into_buckets(manifest, budget_bytes=budget)
     large = [name for name in manifest if lay_out(manifest, [name])[1] > budget]
     names = [name for bucket in buckets for name in bucket]
@@ -33,7 +33,7 @@ def test_buckets_hold_every_name_once_in_order_and_keep_to_the_budget_but_for_la
     assert all(lay_out(manifest, bucket)[1] <= budget for bucket in buckets[: len(buckets) - len(large)])
 
 
-def test_parts_that_an_engine_fuses_are_in_one_bucket_where_they_fit():
+def test_tensors_that_an_engine_fuses_share_a_bucket_if_they_fit():
     parts = ["attn.q.weight", "attn.k.weight", "attn.v.weight", "mlp.gate.weight", "mlp.up.weight"]
     manifest = {f"layers.{layer}.{part}": ((16,), "float32") for layer in range(3) for part in parts}
     buckets = split_into_buckets(manifest, budget_bytes=4 * 64)
@@ -44,7 +44,7 @@ def test_parts_that_an_engine_fuses_are_in_one_bucket_where_they_fit():
 
 
 @given(manifest=manifests, transposed=st.booleans())
-def test_what_is_laid_out_in_a_bucket_comes_back_bit_for_bit(manifest, transposed):
+def test_tensors_packed_into_a_bucket_are_unpacked_bit_for_bit(manifest, transposed):
     tensors = {name: torch.randint(-100, 100, shape).to(getattr(torch, dtype)) for name, (shape, dtype) in manifest.items()}
     if transposed:  # the same shapes, of which the first axis lies closest together
         tensors = {name: tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
@@ -54,7 +54,7 @@ def test_what_is_laid_out_in_a_bucket_comes_back_bit_for_bit(manifest, transpose
     assert all(torch.equal(placements[name].view(buffer), tensor) for name, tensor in tensors.items())
 
 
-def test_weights_travel_in_the_receivers_dtype_where_that_is_narrower_and_rounded_as_torch_rounds():
+def test_weights_are_sent_in_the_receivers_dtype_if_narrower_and_rounded_as_by_torch():
     manifest = {"a": ((3, 2), "float32"), "b": ((2,), "bfloat16"), "c": ((2,), "int64"), "d": ((2,), "float32")}
     sent = as_sent(manifest, {"a": "bfloat16", "b": "float32", "c": "int32"})
     assert [dtype for _, dtype in sent.values()] == ["bfloat16", "bfloat16", "int64", "float32"]
@@ -65,7 +65,7 @@ def test_weights_travel_in_the_receivers_dtype_where_that_is_narrower_and_rounde
     assert torch.equal(placements["a"].view(buffer), tensor.bfloat16())
 
 
-def test_a_bucket_is_refused_where_the_policy_gives_other_tensors_than_its_manifest():
+def test_tensors_that_differ_from_the_manifest_are_rejected():
     manifest = {"a": ((2,), "float32"), "b": ((2,), "float32")}
     placements, size = lay_out(manifest, manifest)
     buffer = torch.empty(size, dtype=torch.uint8)

@@ -77,7 +77,7 @@ def test_mapped_bytes_outlive_the_unlinking():
     assert mapped.tolist() == [3] * 10
 
 
-def test_a_name_tells_the_owner():
+def test_a_segment_name_contains_its_owner():
     segment = Segment(1)
     assert segment.name.startswith(f"rlcore-{os.getpid()}-")
     segment.close()
@@ -94,7 +94,7 @@ def test_a_forked_child_that_ends_does_not_unlink_its_parents_segment():
     segment.close()
 
 
-def test_two_segments_take_turns_and_grow_where_a_bucket_needs_more():
+def test_two_segments_alternate_and_grow_as_needed():
     pair = SegmentPair()
     first, second, third = pair.next(100), pair.next(100), pair.next(50)
     assert first is third
@@ -106,11 +106,11 @@ def test_two_segments_take_turns_and_grow_where_a_bucket_needs_more():
     assert not first.path.exists()
 
 
-def test_too_little_shared_memory_is_said_before_anything_is_written():
+def test_too_little_shared_memory_is_reported_before_writing():
     with pytest.raises(WeightSyncError, match="--shm-size"):
         Segment(1 << 60)
 
 
-def test_a_segment_of_another_node_is_said_to_be_missing():
+def test_a_segment_of_another_node_is_reported_as_missing():
     with pytest.raises(WeightSyncError, match="not on this node"):
         map_segment("rlcore-1-0-of-another-node")

@@ -80,7 +80,7 @@ def test_after_a_sync_the_engine_computes_with_the_policys_weights(transport):
     assert (metrics["refit/bytes"] > 0) == (transport != "by_reference")
 
 
-def test_every_further_step_needs_and_gets_a_further_sync():
+def test_every_step_needs_a_new_sync():
     policy, engine = make_policy(), make_engine()
     sync = synchronizer(policy, engine)
     for version in range(1, 4):
@@ -121,7 +121,7 @@ def test_from_the_second_refit_on_the_policy_digests_while_the_engine_loads():
     assert beside == [False, True, True]
 
 
-def test_a_tensor_that_the_engine_forgets_in_a_later_refit_stops_the_run(monkeypatch):
+def test_a_tensor_that_the_engine_skips_in_a_later_refit_stops_the_run(monkeypatch):
     policy, engine = make_policy(), make_engine()
     sync = synchronizer(policy, engine)
     sync.sync()
@@ -131,7 +131,7 @@ def test_a_tensor_that_the_engine_forgets_in_a_later_refit_stops_the_run(monkeyp
         sync.sync()
 
 
-def test_weights_are_cast_to_the_engines_precision_and_proven_in_it():
+def test_weights_are_cast_to_the_engines_precision_and_verified_in_it():
     policy, engine = make_policy(), make_engine(HalfPrecisionEngine)
     metrics = synchronizer(policy, engine).sync()
     assert weights_equal(policy, engine)
@@ -140,7 +140,7 @@ def test_weights_are_cast_to_the_engines_precision_and_proven_in_it():
     assert metrics["refit/bytes"] < 0.6 * in_full["refit/bytes"]  # each tensor begins at a multiple of 64 bytes
 
 
-def test_a_tensor_of_neither_sides_dtype_is_refused():
+def test_a_tensor_with_an_unexpected_dtype_is_rejected():
     ledger = RefitLedger({"a": ((2,), "float32")}, {"a": "bfloat16"})
     ledger.admit("one", 1, {"a": ((2,), "bfloat16")})
     ledger.admit("one", 1, {"a": ((2,), "float32")})
@@ -148,7 +148,7 @@ def test_a_tensor_of_neither_sides_dtype_is_refused():
         ledger.admit("one", 1, {"a": ((2,), "float16")})
 
 
-def test_nothing_of_the_shared_buffer_is_kept():
+def test_no_reference_to_the_shared_buffer_is_kept():
     policy, engine = make_policy(), make_engine()
     synchronizer(policy, engine).sync()
     before = engine.weight_fingerprint()
@@ -170,7 +170,7 @@ def test_by_reference_needs_one_precision():
         synchronizer(make_policy(), make_engine(HalfPrecisionEngine), "by_reference").sync()
 
 
-def test_equal_weights_are_left_alone_only_where_that_is_asked_for():
+def test_equal_weights_skip_the_sync_only_if_requested():
     policy, engine = make_policy(), make_engine()
     sync = synchronizer(policy, engine)
     assert sync.sync(only_if_stale=True)["refit/moved"] == 1.0
@@ -262,7 +262,7 @@ class Tampering(DistributedGeneration):
         (reshaped, r"'q\.weight' arrived as float32 \[4, 16\]; the manifest says float32 \[8, 8\]"),
     ],
 )
-def test_a_fault_on_the_way_stops_the_run_and_names_the_tensor(fault, said):
+def test_a_transfer_error_stops_the_run_and_names_the_tensor(fault, said):
     policy, engine = make_policy(), make_engine(face=Tampering)
     # One bucket, so that the swapped pair is in it.
     sync = synchronizer(policy, engine, buffer_bytes=1 << 20)
@@ -316,13 +316,13 @@ def test_content_of_the_version_before_under_the_new_number_stops_the_run_and_na
         (TinyPolicy, ForgetfulEngine, r"(?s)differ.*k\.weight"),
     ],
 )
-def test_a_worker_that_does_its_part_wrong_stops_the_run(policy_class, engine_class, said):
+def test_a_worker_with_wrong_refit_results_stops_the_run(policy_class, engine_class, said):
     sync = synchronizer(make_policy(policy_class), make_engine(engine_class))
     with pytest.raises(WeightSyncError, match=said):
         sync.sync()
 
 
-def test_between_a_refits_start_and_its_end_the_engine_has_no_version():
+def test_during_a_refit_the_engine_has_no_version():
     policy, engine = make_policy(), make_engine()
     synchronizer(policy, engine).sync()
     engine.prepare_refit_info(policy.prepare_refit_info())
@@ -334,7 +334,7 @@ def test_between_a_refits_start_and_its_end_the_engine_has_no_version():
     policy.finish_refit()
 
 
-def test_models_that_do_not_fit_are_refused_before_anything_is_loaded():
+def test_incompatible_models_are_rejected_before_loading():
     class Wider(TinyEngine):
         def __init__(self, context, config=None):
             super().__init__(context, width=16)
@@ -364,7 +364,7 @@ def test_training_in_the_middle_of_a_refit_is_refused():
     policy.finish_refit()
 
 
-def test_an_engine_that_loads_too_slowly_is_a_passed_deadline():
+def test_an_engine_that_loads_too_slowly_exceeds_the_deadline():
     too_late = threading.Event()
 
     class Slow(DistributedGeneration):
@@ -380,7 +380,7 @@ def test_an_engine_that_loads_too_slowly_is_a_passed_deadline():
             thread.join()  # the late loading ends before the next test begins
 
 
-def test_the_first_transport_that_both_sides_speak_is_chosen():
+def test_the_first_transport_that_both_sides_support_is_chosen():
     def chosen(policy, engine, name=None):
         return choose_transport(ALL, policy_speaks=policy, generation_speaks=engine, name=name).name
 
@@ -393,14 +393,14 @@ def test_the_first_transport_that_both_sides_speak_is_chosen():
         chosen(NAMES, NAMES, "nvlink")
 
 
-def test_a_refit_that_the_policy_breaks_off_leaves_no_load_under_way():
+def test_a_refit_aborted_by_the_policy_leaves_no_pending_load():
     policy, engine = make_policy(PolicyThatBreaks), make_engine(SlowEngine)
     with pytest.raises(WeightSyncError, match=r"the disk of k\.weight is gone"):
         synchronizer(policy, engine).sync()
     assert not engine.group.run_one("is_loading")
 
 
-def test_weights_by_disk_leave_no_file_after_success_or_failure_nor_those_of_a_dead_driver(tmp_path):
+def test_the_disk_transport_removes_its_files_and_those_of_dead_drivers(tmp_path):
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
     orphan = tmp_path / f"rlcore-refit-{socket.gethostname()}-{int(dead.stdout)}"
     orphan.mkdir()

@@ -28,14 +28,14 @@ def two_turns(**columns):
 PLAIN = {"normalize_advantages": False}
 
 
-def test_the_next_sampled_token_is_what_a_token_leads_to_and_the_reward_is_the_last_one_s():
+def test_gae_uses_the_next_sampled_token_and_puts_the_reward_on_the_last_token():
     found = assign_credit(two_turns(), GAEConfig(lam=0.0, **PLAIN))
     # Row 0: states 0.1, 0.2, 0.4, 0.5 (before tokens 1, 2, 4, 5); row 1: states 0.3, 0.6.
     assert found.advantages[0].tolist() == pytest.approx([0, 0.1, 0.2, 0, 0.1, 0.5, 0])
     assert found.advantages[1].tolist() == pytest.approx([0, 0, 0.3, -1.6, 0, 0, 0])
 
 
-def test_returns_stand_where_the_head_speaks():
+def test_returns_are_aligned_with_the_positions_of_the_value_head():
     batch = two_turns()
     found = assign_credit(batch, GAEConfig(lam=1.0, **PLAIN))
     assert found.returns[0].tolist() == pytest.approx([1, 1, 0, 1, 1, 0, 0])
@@ -46,7 +46,7 @@ def test_returns_stand_where_the_head_speaks():
     check_batch(rows, required=["input_ids", "token_mask", "returns", "prev_values"])
 
 
-def test_a_cut_answer_ends_in_nothing_or_in_what_the_critic_thinks_of_its_end():
+def test_a_truncated_answer_ends_with_zero_or_a_bootstrapped_value():
     assert assign_credit(two_turns(), GAEConfig(lam=1.0, gamma=0.5, **PLAIN)).advantages[1, 3] == pytest.approx(-1 - 0.6)
     found = assign_credit(two_turns(), GAEConfig(lam=1.0, gamma=0.5, bootstrap_truncated=True, **PLAIN))
     assert found.advantages[1, 3] == pytest.approx(-1 + 0.5 * 0.8 - 0.6)
@@ -70,7 +70,7 @@ def test_advantages_are_normalised_over_the_tokens_of_rows_that_are_trained():
     assert found.metrics["advantage/std"] == pytest.approx(float(four.std(correction=0)), rel=1e-5)
 
 
-def test_the_critic_may_learn_another_lambda_than_the_policy_follows():
+def test_critic_and_policy_can_use_different_lambdas():
     apart = assign_credit(two_turns(), GAEConfig(lam=0.0, value_lam=1.0, **PLAIN))
     assert torch.equal(apart.advantages, assign_credit(two_turns(), GAEConfig(lam=0.0, **PLAIN)).advantages)
     assert torch.equal(apart.returns, assign_credit(two_turns(), GAEConfig(lam=1.0, **PLAIN)).returns)
@@ -107,7 +107,7 @@ class Told:
         }
 
 
-def test_passes_are_told_as_one_call_each_in_an_order_that_seed_and_step_decide():
+def test_each_epoch_is_one_call_with_an_order_from_seed_and_step():
     rows = BatchedDataDict(input_ids=torch.arange(8).reshape(8, 1))
     one, again, other = Told(), Told(), Told()
     found = train_in_passes(one, rows, ClippedPGLossFn(), passes=3, seed=(5, 2))

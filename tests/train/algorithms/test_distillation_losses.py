@@ -113,7 +113,7 @@ def test_each_divergence_is_its_definition_token_by_token(form, beyond, token_le
         assert float(metrics[f"distillation/{name}"]) == pytest.approx(sum(told) / len(told), rel=1e-5, abs=2e-6)
 
 
-def test_the_metrics_of_candidates_are_what_they_say():
+def test_candidate_metrics_equal_their_definitions():
     batch, student, teacher = make_batch(3)
     _, metrics = evaluate(loss_fn(topk=K), batch, student)
     p, q = torch.softmax(teacher, -1).tolist(), torch.softmax(student, -1).tolist()
@@ -246,7 +246,7 @@ def test_a_divergence_is_finite_and_not_negative_and_zero_to_itself(seed, spread
 
 @given(seed=st.integers(0, 10_000), form=st.sampled_from(["forward", "reverse"]))
 @settings(max_examples=40, deadline=None)
-def test_more_candidates_see_more_and_the_bucket_never_sees_more_than_there_is(seed, form):
+def test_the_divergence_grows_with_topk_and_is_bounded_by_the_exact_one(seed, form):
     seen = []
     for k in (1, 3, 6, V):
         batch, student, _ = make_batch(seed, k=k)
@@ -262,7 +262,7 @@ def test_the_generalised_jsd_goes_over_into_forward_and_reverse_kl():
         assert found == pytest.approx(limit, rel=0.02)  # the next term of the expansion is of the order of the share
 
 
-def test_mass_that_the_student_has_outside_costs_with_the_bucket_and_nothing_when_renormalised():
+def test_student_mass_outside_topk_is_penalized_only_with_the_bucket():
     batch, _, teacher = make_batch(13)
     student = teacher.clone()
     outside = torch.ones_like(student).scatter(2, batch["teacher_topk_token_ids"], 0.0)
@@ -287,7 +287,7 @@ def test_microbatches_add_up_to_the_whole_batch(config):
         torch.testing.assert_close(sum(found[name] for _, found in parts), value, **CLOSE)
 
 
-def test_what_the_loss_reads_is_what_its_form_needs():
+def test_the_loss_reads_only_the_keys_that_its_form_needs():
     candidates = loss_fn(topk=2)
     assert candidates.candidates_key == "teacher_topk_token_ids"
     assert candidates.required_keys == {"teacher_topk_token_ids", "teacher_topk_logprobs"}
@@ -320,6 +320,6 @@ def test_a_backend_without_candidates_is_named_as_the_cause():
         ({"divergence": "jsd", "jsd_beta": 1.0}, "less than 1"),
     ],
 )
-def test_forms_that_cannot_be_are_refused_with_the_way_out(config, message):
+def test_unsupported_loss_forms_are_errors_with_a_fix(config, message):
     with pytest.raises(ValidationError, match=message):
         DistillationLossConfig(**config)

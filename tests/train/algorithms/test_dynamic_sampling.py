@@ -89,7 +89,7 @@ def test_a_group_whose_shaped_rewards_are_equal_is_dropped_as_well():
     assert found.batch["rewards"].tolist() == [0.0, -1.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0]
 
 
-def test_what_was_thrown_away_is_counted_and_metrics_are_of_all_that_was_sampled():
+def test_dropped_groups_are_counted_and_metrics_include_them():
     found = draw(Scripted([ALL, ONE], [NONE, NONE], [MOST, ONE]))
     counts = {name.split("/")[1]: value for name, value in found.metrics.items() if name.startswith("dynamic_sampling/")}
     assert counts == {"draws": 3.0, "dropped_groups": 3.0, "surplus_groups": 1.0, "missing_groups": 0.0}
@@ -99,7 +99,7 @@ def test_what_was_thrown_away_is_counted_and_metrics_are_of_all_that_was_sampled
     assert found.batch.size == 8
 
 
-def test_a_bound_that_is_reached_leaves_a_smaller_step_and_says_what_is_missing():
+def test_reaching_the_draw_limit_gives_a_smaller_step_with_a_warning():
     source = Scripted([ALL, ONE], [NONE, NONE], [MOST, ONE])
     found = draw(source, dynamic_sampling_max_gen_batches=2)
     assert found.batch.size == 4
@@ -107,12 +107,12 @@ def test_a_bound_that_is_reached_leaves_a_smaller_step_and_says_what_is_missing(
     assert len(source.draws) == 1
 
 
-def test_a_step_in_which_nothing_differs_says_so():
+def test_a_step_without_reward_differences_is_reported():
     with pytest.raises(RLCoreError, match="drew 4 prompts in 2 draws, and in none of their groups did rewards differ"):
         draw(Scripted([ALL, ALL], [NONE, NONE]), dynamic_sampling_max_gen_batches=2)
 
 
-def test_a_group_of_which_every_row_was_cut_off_is_no_group_to_train_on():
+def test_a_group_with_only_truncated_rows_is_not_trained():
     found = draw(Scripted([ONE, ONE], [MOST, ALL], truncated=range(4)), overlong_filtering=True)
     assert found.batch["input_ids"].flatten().tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
     assert found.metrics["dynamic_sampling/draws"] == 2.0

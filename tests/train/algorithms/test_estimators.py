@@ -116,7 +116,7 @@ def test_gdpo_equals_a_loop_over_rewards_and_rows(rows):
                 assert float(found[b, t]) == pytest.approx(expected * float(batch["token_mask"][b, t]), rel=1e-4, abs=1e-4)
 
 
-def test_gdpo_tells_apart_what_the_sum_cannot():
+def test_gdpo_distinguishes_rewards_with_equal_sums():
     # Sums of 1 by different rewards: GRPO values rows 0 and 1 alike; the second reward is rarer, so it is worth more.
     parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.0}]
     batch = batch_of([1.0, 1.0, 1.0, 0.0], [0] * 4, parts=parts)
@@ -184,12 +184,12 @@ def test_a_kl_in_the_reward_counts_as_a_whole_where_rows_are_compared_and_from_h
     assert of_tokens[:, 0].tolist() == [0.0, 0.0]
 
 
-def test_rows_of_a_batch_that_are_all_alike_are_worth_nothing():
+def test_a_batch_of_equal_rewards_has_zero_advantages():
     for name in ("grpo", "rloo", "reinforce_plus_plus", "gdpo"):
         assert not estimate(batch_of([0.7] * 4, [0, 0, 1, 1]), name=name).any()
 
 
-def test_groups_of_equal_rewards_teach_nothing_and_named_rewards_are_looked_at_one_by_one():
+def test_groups_are_checked_for_equal_rewards_per_named_reward():
     parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
     batch = batch_of([1.0, 1.0, 2.0, 2.0], [0, 0, 1, 1], parts=parts)
     assert make_estimator(AdvantageConfig()).teaches(batch).tolist() == [False] * 4

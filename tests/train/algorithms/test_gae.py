@@ -75,7 +75,7 @@ def test_with_lambda_zero_an_advantage_is_the_residual_of_one_step(rows, gamma):
 
 
 @given(rows=st.lists(TOKENS, min_size=2, max_size=4), gamma=SHARES, lam=SHARES)
-def test_neither_padding_nor_neighbours_nor_what_nobody_sampled_changes_an_advantage(rows, gamma, lam):
+def test_padding_other_rows_and_prompt_tokens_do_not_change_advantages(rows, gamma, lam):
     together = generalized_advantages(*tensors(rows), gamma=gamma, lam=lam)
     for b, row in enumerate(rows):
         alone = generalized_advantages(*tensors([row]), gamma=gamma, lam=lam)[0]
@@ -92,19 +92,19 @@ def test_each_row_may_have_a_lambda_of_its_own():
     assert found.tolist() == [[0.25, 0.0, 0.5], [0.75, 0.5, 0.5]]
 
 
-def test_longer_answers_look_further():
+def test_length_adaptive_lambda_grows_with_the_answer_length():
     mask = torch.tensor([[0.0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
     # 1 - 1 / (0.5 n), and nothing below 0
     assert adaptive_lambda(mask, 0.5).tolist() == pytest.approx([0.0, 0.0, 0.6, 0.0])
 
 
-def test_a_state_s_value_stands_before_its_token_and_goes_back_there():
+def test_state_values_are_shifted_by_one_token_and_back():
     spoken = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     assert state_values(spoken).tolist() == [[0.0, 1.0, 2.0, 3.0]]
     assert as_targets(state_values(spoken)).tolist() == [[1.0, 2.0, 3.0, 0.0]]
 
 
-def test_a_row_s_number_goes_to_its_last_trained_token_however_many_turns_it_has():
+def test_row_rewards_go_to_the_last_trained_token_with_any_number_of_turns():
     mask = torch.tensor([[0.0, 1, 1, 0, 1, 0], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
     assert is_last_trained(mask).nonzero().tolist() == [[0, 4], [1, 1]]
     placed = at_last_trained(torch.tensor([2.0, 3.0, 5.0]), mask)
@@ -122,6 +122,6 @@ def test_explained_variance_is_that_of_the_trained_states(rows):
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_returns_that_are_all_equal_leave_nothing_to_explain():
+def test_equal_returns_have_no_explained_variance():
     assert explained_variance(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.1, 0.1 + 1e-8]]), torch.ones(1, 2)) == 0.0
     assert explained_variance(torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2)) == 0.0

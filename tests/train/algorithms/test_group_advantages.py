@@ -53,18 +53,18 @@ def test_two_samples_with_leave_one_out_still_have_a_deviation():
     assert advantages([1.0, 0.0], [5, 5], leave_one_out=True) == pytest.approx([math.sqrt(2), -math.sqrt(2)], rel=1e-6)
 
 
-def test_a_group_of_equal_rewards_teaches_nothing_and_is_counted():
+def test_a_group_with_equal_rewards_has_zero_advantage_and_is_counted():
     found = group_advantages(torch.tensor([0.7] * 4 + [1.0, 0.0]), torch.tensor([0] * 4 + [1] * 2))
     assert found.values[:4].tolist() == [0.0] * 4
     assert found.equal_group_frac == 0.5
 
 
-def test_a_spread_of_rounding_noise_is_no_spread():
+def test_rounding_noise_in_rewards_counts_as_zero_deviation():
     noise = [0.95, 0.95 + 6e-8, 0.95 - 6e-8, 0.95]
     assert advantages(noise, [0] * 4) == [0.0] * 4
 
 
-def test_groups_are_ids_not_places():
+def test_groups_are_identified_by_id_not_position():
     apart = advantages([1.0, 5.0, 0.0, 7.0], [3, 9, 3, 9], normalize=False)
     assert apart == pytest.approx([0.5, -1.0, -0.5, 1.0])
 

@@ -41,7 +41,7 @@ def test_the_gradient_of_k2_is_that_of_the_divergence():
     assert torch.allclose(found, logits.grad, atol=1e-12)
 
 
-def test_clamps_hold_one_wild_token_down():
+def test_clamps_limit_outlier_tokens():
     wild = calculate_kl(torch.tensor(-50.0), torch.tensor(0.0), "k3", input_clamp_value=20.0, output_clamp_value=10.0)
     assert wild.item() == 10.0
 

@@ -78,7 +78,7 @@ def test_a_weight_moves_by_the_clipped_error_and_the_share_of_the_horizon():
     assert penalize.controller.weight == pytest.approx(0.1002 * 1.002 * 0.99)
 
 
-def test_answers_without_a_trained_token_move_nothing():
+def test_answers_without_trained_tokens_do_not_change_the_kl_weight():
     penalize = kl_in_reward(adaptive())
     assert penalize(answers(2.2, 50.0, trained=[1, 0]))["kl/answer"] == pytest.approx(2.2)
     weight = penalize.controller.weight
@@ -93,7 +93,7 @@ def test_answers_without_a_trained_token_move_nothing():
     st.floats(0.01, 20),
     st.floats(1e-6, 10),
 )
-def test_a_weight_stays_above_zero_and_goes_where_the_kl_is_in_steps_that_are_bounded(steps, target, weight):
+def test_the_kl_weight_stays_positive_and_follows_the_kl_in_bounded_steps(steps, target, weight):
     controller = AdaptiveKLController(AdaptiveKLConfig(target=target, horizon=100), weight=weight)
     for kl, count in steps:
         before = controller.weight
@@ -105,7 +105,7 @@ def test_a_weight_stays_above_zero_and_goes_where_the_kl_is_in_steps_that_are_bo
         assert (moved > 0) == (kl > target) or abs(moved) < 1e-12
 
 
-def test_a_kl_that_answers_to_the_weight_comes_to_its_target():
+def test_adaptive_kl_weight_converges_to_the_target_kl():
     # A policy whose KL halves where the weight doubles.
     controller = AdaptiveKLController(AdaptiveKLConfig(target=3.0, horizon=10_000), weight=0.01)
     for _ in range(400):
@@ -113,7 +113,7 @@ def test_a_kl_that_answers_to_the_weight_comes_to_its_target():
     assert 0.6 / controller.weight == pytest.approx(3.0, rel=1e-6)
 
 
-def test_a_weight_goes_on_bit_for_bit_where_a_checkpoint_left_it():
+def test_the_kl_weight_is_restored_bit_for_bit():
     def after(controller, kls):
         for kl in kls:
             controller.update(kl, answers=7)
@@ -135,7 +135,7 @@ def test_a_first_weight_that_changed_since_the_checkpoint_applies():
     assert resumed.weight == 0.2
 
 
-def test_a_weight_that_would_move_nothing_or_beyond_nothing_is_refused():
+def test_invalid_adaptive_kl_settings_are_errors():
     with pytest.raises(ValidationError, match="set use_kl_in_reward"):
         ClippedPGLossConfig(reference_policy_kl_penalty=0.1, adaptive_kl={"target": 6.0})
     with pytest.raises(ValidationError, match="greater than 0"):

@@ -143,7 +143,7 @@ def test_microbatches_add_up_to_the_whole_batch(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_lies_under_the_mask_changes_neither_loss_nor_gradient(name):
+def test_masked_values_change_neither_loss_nor_gradient(name):
     logprobs, data, seqs, toks = random_batch(11)
     mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1) > 0
 
@@ -275,7 +275,7 @@ def test_corrections_by_hand(kind, weights, name, share):
     assert float(metrics[name]) == pytest.approx(share)
 
 
-def test_a_sequence_that_the_sampler_saw_otherwise_is_left_out_whole():
+def test_a_sequence_with_a_large_sampler_mismatch_is_dropped_entirely():
     config = ClippedPGLossConfig(**BOUNDS, truncated_importance_sampling_type="seq-mask-tis")
     loss, metrics = ClippedPGLossFn(config)(*one_row(now=[-1.0, -1.0], before=[-1.0, -1.0], said=[-1.0, -1.5], advantage=1.0))
     assert float(loss) == 0.0
@@ -392,6 +392,6 @@ def test_the_default_estimator_is_k3_in_the_loss_and_k1_in_the_reward():
     assert ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_kl_in_reward=True).kl_estimator == "k1"
 
 
-def test_k1_in_the_reward_is_welcome():
+def test_k1_in_the_reward_is_accepted():
     config = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, reference_policy_kl_type="k1", use_kl_in_reward=True)
     assert not ClippedPGLossFn(config).has_kl_penalty

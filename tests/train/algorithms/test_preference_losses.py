@@ -131,7 +131,7 @@ def test_pairs_in_microbatches_add_up_to_the_whole_batch(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_lies_under_the_mask_changes_no_loss_over_pairs(name):
+def test_masked_values_do_not_change_preference_losses(name):
     logprobs, data, seqs, toks = random_pairs(11)
     mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1) > 0
 
@@ -186,7 +186,7 @@ def test_a_policy_that_equals_its_reference_is_right_half_the_time():
     assert float(metrics["preference/accuracy"]) == pytest.approx(0.5)
 
 
-def test_a_certain_answer_has_finite_odds():
+def test_log_odds_of_a_certain_answer_are_finite():
     x, data, seqs, toks = one_pair(0.0, -1.0)
     x.requires_grad_()
     loss, _ = ORPOLossFn()(x, data, seqs, toks)
@@ -195,12 +195,12 @@ def test_a_certain_answer_has_finite_odds():
     assert torch.isfinite(x.grad).all()
 
 
-def test_the_references_are_asked_for_only_where_they_are_read():
+def test_reference_logprobs_are_requested_only_if_the_loss_uses_them():
     asked = {name for name, loss_fn in LOSSES.items() if "reference_policy_logprobs" in loss_fn.required_keys}
     assert asked == set(LOSSES) - {"simpo", "orpo"}
     assert all(loss_fn.rows_per_unit == 2 and loss_fn.loss_type is LossType.SEQUENCE_LEVEL for loss_fn in LOSSES.values())
 
 
-def test_nothing_to_minimise_is_refused():
+def test_a_loss_without_terms_is_an_error():
     with pytest.raises(ValueError, match="nothing to minimize"):
         DPOLossConfig(preference_loss_weight=0.0)

@@ -69,7 +69,7 @@ def test_the_loss_equals_a_loop_over_pairs(name, seed, pairs, spread):
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_the_gradient_is_the_chance_of_being_wrong_and_stands_on_last_tokens_alone(seed):
+def test_the_gradient_is_the_error_probability_at_last_tokens_only(seed):
     values, data, seqs, toks = random_pairs(seed)
     x = values.double().requires_grad_()
     BradleyTerryLossFn()(x, data, seqs, toks)[0].backward()
@@ -114,7 +114,7 @@ def test_pairs_by_hand():
     assert float(metrics["loss/preference"]) == pytest.approx(math.log(1 + math.exp(-1)))
 
 
-def test_level_answers_are_right_half_the_time():
+def test_equal_scores_have_accuracy_one_half():
     loss, metrics = BradleyTerryLossFn()(*one_pair(0.0, 0.0))
     assert float(loss) == pytest.approx(math.log(2))
     assert float(metrics["preference/accuracy"]) == 0.5
@@ -129,7 +129,7 @@ def test_scores_far_apart_have_a_finite_loss_and_gradient():
     assert values.grad.squeeze().tolist() == pytest.approx([-1.0, 1.0])
 
 
-def test_without_a_pair_that_counts_the_loss_is_zero():
+def test_without_trained_pairs_the_loss_is_zero():
     values, data, _, _ = random_pairs(3)
     data["sample_mask"] = torch.zeros_like(data["sample_mask"])
     loss, metrics = LOSSES["centred"](values, data, torch.tensor(0.0), torch.tensor(0.0))
@@ -144,7 +144,7 @@ def test_pairs_stay_together_and_the_mean_is_over_pairs():
     assert loss_fn.required_keys == {"margins"}
 
 
-def test_the_head_reads_last_tokens_alone():
+def test_the_loss_uses_only_last_tokens():
     data = BatchedDataDict({"input_lengths": torch.tensor([3, 1, 5]), "token_mask": torch.ones(3, 5)})
     only_last_tokens(data)
     assert data["token_mask"].tolist() == [[0, 0, 1, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]

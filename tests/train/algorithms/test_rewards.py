@@ -31,14 +31,14 @@ def rollouts(lengths, rewards):
     )
 
 
-def test_the_soft_punishment_begins_in_the_buffer_and_is_whole_at_the_limit():
+def test_the_overlong_penalty_starts_in_the_buffer_and_is_full_at_the_limit():
     lengths = torch.tensor([0, 6, 7, 8, 10, 11])
     found = overlong_punishment(lengths, limit=10, buffer=4, penalty=0.5)
     assert found.tolist() == [0.0, 0.0, -0.125, -0.25, -0.5, -0.5]
 
 
 @given(length=st.integers(0, 40), limit=st.integers(2, 30), buffer=st.integers(1, 10), penalty=st.floats(0.1, 3))
-def test_the_soft_punishment_is_equation_13_of_dapo(length, limit, buffer, penalty):
+def test_the_overlong_penalty_is_equation_13_of_dapo(length, limit, buffer, penalty):
     if length <= limit - buffer:
         expected = 0.0
     elif length <= limit:
@@ -50,7 +50,7 @@ def test_the_soft_punishment_is_equation_13_of_dapo(length, limit, buffer, penal
 
 
 @given(reward=st.floats(-10, 10), low=st.floats(-3, 0), width=st.floats(0.5, 4), target=st.floats(-2, 2), out=st.floats(0.5, 4))
-def test_scaling_is_a_line_between_the_ends_and_flat_beyond(reward, low, width, target, out):
+def test_reward_scaling_is_linear_and_clipped(reward, low, width, target, out):
     config = RewardScalingConfig(
         enabled=True, source_min=low, source_max=low + width, target_min=target, target_max=target + out
     )
@@ -59,7 +59,7 @@ def test_scaling_is_a_line_between_the_ends_and_flat_beyond(reward, low, width, 
     assert float(scale_rewards(torch.tensor(reward, dtype=torch.float64), config)) == pytest.approx(expected, abs=1e-9)
 
 
-def test_rewards_are_scaled_then_punished_and_the_punishment_is_a_reward_of_its_own():
+def test_rewards_are_scaled_before_the_length_penalty_which_is_a_separate_reward():
     shape = shaping(
         reward_scaling={"enabled": True, "target_min": -1.0},
         reward_shaping={"enabled": True, "overlong_buffer_length": 4, "overlong_buffer_penalty": 0.5},
@@ -81,14 +81,14 @@ def test_a_config_without_shaping_leaves_rewards_alone():
     assert batch["rewards"].tolist() == [7.0]
 
 
-def test_the_limit_may_be_one_of_its_own():
+def test_the_length_limit_can_be_set_separately():
     shape = shaping(reward_shaping={"enabled": True, "overlong_buffer_length": 2, "max_response_length": 6})
     batch = rollouts([5], [1.0])
     shape(batch)
     assert batch["rewards"].tolist() == [0.5]
 
 
-def test_advantages_are_held_within_their_bounds_and_counted_where_they_are_trained():
+def test_advantages_are_clipped_and_counted_on_trained_tokens():
     values, mask = torch.tensor([[-3.0, 0.5, 9.0]]), torch.tensor([[1.0, 1.0, 0.0]])
     clipped, metrics = clip_advantages(values, mask, GRPOConfig(advantage_clip_low=-1.0, advantage_clip_high=2.0))
     assert clipped.tolist() == [[-1.0, 0.5, 2.0]]
@@ -110,6 +110,6 @@ def test_advantages_are_held_within_their_bounds_and_counted_where_they_are_trai
         ({"reward_scaling": {"enabled": True}, "adv_estimator": {"name": "gdpo"}}, "does not use the sum"),
     ],
 )
-def test_settings_that_cannot_be_honoured_are_refused_with_the_reason(fields, reason):
+def test_unsupported_settings_are_errors_with_a_reason(fields, reason):
     with pytest.raises(ValueError, match=reason):
         GRPOConfig(**fields)

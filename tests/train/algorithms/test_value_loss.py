@@ -81,7 +81,7 @@ def test_microbatches_sum_to_the_whole_in_loss_gradient_and_metrics():
             assert float(parts[name]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
 
 
-def test_the_gradient_is_the_error_and_vanishes_where_the_clip_holds():
+def test_the_gradient_is_the_error_and_zero_if_clipped():
     values = torch.tensor([[0.5, 1.0, 1.0, 9.0]], requires_grad=True)
     data = BatchedDataDict(
         token_mask=torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
@@ -98,6 +98,6 @@ def test_the_gradient_is_the_error_and_vanishes_where_the_clip_holds():
     assert float(metrics["value/return_mean"]) == pytest.approx(4 / 3)
 
 
-def test_only_a_clip_reads_what_the_values_were():
+def test_old_values_are_used_only_with_clipping():
     assert MseValueLossFn().required_keys == {"returns", "prev_values"}
     assert MseValueLossFn(MseValueLossConfig(cliprange_value=None)).required_keys == {"returns"}

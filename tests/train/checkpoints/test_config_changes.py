@@ -15,7 +15,7 @@ def changed(section, key, value):
     return config_changes(OLD, new, "grpo")
 
 
-def test_how_long_and_where_a_run_goes_on_is_free():
+def test_length_and_location_may_change_on_resume():
     assert changed("grpo", "max_num_steps", 20) == {}
     assert changed("logger", "log_dir", "y") == {}
     assert changed("policy", "logprob_batch_size", 8) == {}
@@ -26,5 +26,5 @@ def test_another_model_or_seed_is_another_run():
     assert changed("grpo", "seed", 2) == {"grpo.seed": (1, 2)}
 
 
-def test_a_key_that_appears_is_a_change():
+def test_a_new_key_counts_as_a_config_change():
     assert changed("grpo", "num_prompts_per_step", 4) == {"grpo.num_prompts_per_step": (None, 4)}

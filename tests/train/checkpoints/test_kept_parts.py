@@ -33,7 +33,7 @@ def checkpoints(tmp_path):
     return make
 
 
-def test_a_part_that_is_kept_goes_on_where_the_checkpoint_left_it(checkpoints):
+def test_saved_components_continue_from_their_checkpointed_state(checkpoints):
     first, part = checkpoints(), Counter()
     first.keep("weight", part)
     assert part.count == 0
@@ -51,7 +51,7 @@ def test_a_part_that_is_kept_goes_on_where_the_checkpoint_left_it(checkpoints):
     assert last.count == 9
 
 
-def test_a_part_that_a_checkpoint_does_not_know_begins_afresh_and_takes_no_name_of_the_core(checkpoints):
+def test_components_missing_in_a_checkpoint_start_fresh_and_cannot_use_reserved_names(checkpoints):
     first, data = checkpoints(), Counter()
     data.count = 5
     first.keep("rollouts", data)

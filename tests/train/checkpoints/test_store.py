@@ -56,7 +56,7 @@ def test_a_write_that_raises_leaves_the_older_checkpoint_and_nothing_under_a_fin
     assert [entry.name for entry in (tmp_path / "c").iterdir()] == ["step_000001"]
 
 
-def test_a_kill_in_the_middle_of_a_write_leaves_no_torn_checkpoint(tmp_path):
+def test_a_kill_during_a_write_leaves_no_incomplete_checkpoint(tmp_path):
     script = textwrap.dedent(
         """
         import sys, time
@@ -193,7 +193,7 @@ def test_checkpoints_later_than_the_one_resumed_from_are_set_aside_and_never_pru
     assert [read_manifest(path.parent)["step"] for path in aside] == [4, 6, 4]
 
 
-def test_a_folder_that_is_no_checkpoint_says_what_it_holds(tmp_path):
+def test_a_folder_that_is_not_a_checkpoint_is_an_error_that_lists_its_contents(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no manifest.json \(it holds config.json\)"):
         read_manifest(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 
-def test_settings_of_one_section_that_contradict_each_other_are_told_at_their_section(files, good):
+def test_contradictory_settings_of_one_section_are_reported_at_that_section(files, good):
     text = "loss_fn: {name: gspo, token_level_loss: true}\n" + good
     [error] = files.errors(text)
     assert error.startswith("config.yaml:1:1: loss_fn: sequence_level_importance_ratios clips whole sequences")
@@ -21,7 +21,7 @@ def test_settings_of_one_section_that_contradict_each_other_are_told_at_their_se
     assert "policy.optimizer.name: 'adamw' is no dotted name. Write it in full, such as torch.optim.AdamW." in error
 
 
-def test_settings_that_two_sections_cannot_honour_together_are_told_at_the_key_to_blame(files, good):
+def test_contradictory_settings_of_two_sections_are_reported_at_the_key_to_change(files, good):
     gdpo = good.replace("num_prompts_per_step: 8", "adv_estimator: {name: gdpo}")
     [error] = files.errors("loss_fn: {reference_policy_kl_penalty: 0.1, use_kl_in_reward: true}\n" + gdpo)
     assert error.startswith("config.yaml:1:63: loss_fn.use_kl_in_reward: adv_estimator gdpo normalizes several rewards")
@@ -34,7 +34,7 @@ def test_settings_that_two_sections_cannot_honour_together_are_told_at_the_key_t
         ("{enabled: true, overlong_buffer_length: 9}\n  max_rollout_turns: 2", "max_response_length is required"),
     ],
 )
-def test_a_punishment_for_length_must_fit_the_lengths(files, good, shaping, says):
+def test_an_overlong_penalty_must_fit_the_length_limits(files, good, shaping, says):
     [error] = files.errors(good.replace("num_prompts_per_step: 8", f"reward_shaping: {shaping}"))
     assert says in error
 
@@ -65,7 +65,7 @@ def test_a_length_penalty_whose_size_gdpo_would_divide_out_is_refused(files, goo
         ("val_num_generations_per_prompt: 4", "config.yaml:2:35: grpo.val_num_generations_per_prompt: validation is greedy"),
     ],
 )
-def test_a_number_that_could_not_mean_what_it_says_is_refused(files, good, keys, says):
+def test_numbers_outside_their_valid_range_are_errors(files, good, keys, says):
     [error] = files.errors(good.replace("num_prompts_per_step: 8", keys))
     assert error.startswith(says)
 
@@ -124,7 +124,7 @@ def test_every_loss_over_pairs_on_the_page_is_a_name(files):
         assert files.load(yaml.safe_dump({**config, "loss_fn": {"name": name}})).run.loss_fn.name == name
 
 
-def test_pairs_and_rewards_are_not_taken_for_each_other(files, good):
+def test_preference_losses_and_reward_algorithms_cannot_be_mixed(files, good):
     [error] = files.errors("loss_fn: {name: simpo}\n" + good)
     assert error == (
         "config.yaml:1:17: loss_fn.name: simpo needs pairs of answers, but grpo trains on rewards. Use a policy-gradient loss."

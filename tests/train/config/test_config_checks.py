@@ -75,7 +75,7 @@ def test_a_transport_that_one_side_does_not_support_is_refused(files, good):
     ]
 
 
-def test_our_backend_can_all_that_a_config_may_ask(files, good):
+def test_the_built_in_backend_has_every_capability_a_config_can_require(files, good):
     run = files.load(good, "cluster.backend=in_process", "policy.sequence_packing.enabled=true").run
     assert run.policy.sequence_packing.enabled
     assert files.load(good, "policy.dynamic_batching.enabled=true").run.policy.dynamic_batching.enabled

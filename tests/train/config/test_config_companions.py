@@ -10,7 +10,7 @@ teacher: {backend: hf, model_name: some/teacher}
 """
 
 
-def test_a_value_model_ends_in_a_number_and_a_teacher_in_tokens_without_a_word(files):
+def test_value_models_default_to_a_scalar_head_and_teachers_to_an_lm_head(files):
     loaded = files.load(COMPANIONS)
     assert (loaded.run.policy.head, loaded.run.value.head, loaded.run.teacher.head) == ("tokens", "scalar", "tokens")
     assert (loaded.run.policy.frozen, loaded.run.value.frozen, loaded.run.teacher.frozen) == (False, False, True)
@@ -18,7 +18,7 @@ def test_a_value_model_ends_in_a_number_and_a_teacher_in_tokens_without_a_word(f
     assert files.load(loaded.to_yaml()).run == loaded.run
 
 
-def test_what_the_algorithm_trains_says_what_the_policy_ends_in(files):
+def test_the_head_of_the_policy_follows_from_the_algorithm(files):
     assert files.load("scoring: {}\npolicy: {backend: valuer, model_name: some/model}").run.policy.head == "scalar"
 
 
@@ -58,13 +58,13 @@ def test_a_run_without_companions_has_none(files, good):
         ("critical: {}", "critical: {}\ncluster: {backend: in_process}", "in_process asks value for what it cannot do"),
     ],
 )
-def test_companions_that_cannot_be_are_told_at_their_line(files, old, new, says):
+def test_invalid_value_and_teacher_sections_are_reported_with_their_line(files, old, new, says):
     assert old in COMPANIONS
     assert says in "\n".join(files.errors(COMPANIONS.replace(old, new)))
 
 
 @pytest.mark.parametrize("companion", ["value", "teacher"])
-def test_a_companion_that_nobody_uses_is_refused(files, good, companion):
+def test_an_unused_value_or_teacher_section_is_an_error(files, good, companion):
     [error] = files.errors(f"{companion}: {{backend: valuer, model_name: some/critic}}\n" + good)
     assert error.startswith("config.yaml:1:")
     assert f"{companion}: grpo has no use for a {companion}" in error

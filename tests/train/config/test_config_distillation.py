@@ -71,17 +71,17 @@ def test_a_teacher_and_no_environment_are_enough(files):
         (FORM, "name: nll", "config.yaml:4:9: loss_fn.name: nll does not use a teacher"),
     ],
 )
-def test_a_run_that_cannot_be_is_told_at_its_line(files, old, new, says):
+def test_settings_that_exclude_each_other_are_reported_with_their_line(files, old, new, says):
     assert old in DISTILLATION
     assert says in "\n".join(files.errors(DISTILLATION.replace(old, new, 1)))
 
 
-def test_a_backend_without_likeliest_tokens_serves_the_sampled_form(files):
+def test_a_backend_without_topk_logprobs_supports_sampled_distillation(files):
     other = DISTILLATION.replace(TEACHER, TEACHER.replace("hf", "plain"))
     assert files.load(other.replace(FORM, "divergence: reverse_kl\n  topk: null")).run.loss_fn.num_candidates == 0
 
 
-def test_greedy_validation_and_the_sampled_form_exclude_each_other(files):
+def test_sampled_distillation_excludes_greedy_validation(files):
     text = DISTILLATION.replace("num_prompts_per_step: 8", VALIDATES) + HELD_OUT
     assert files.load(text).run.algorithm.val_at_end
     sampled = text.replace(FORM, "divergence: reverse_kl\n  topk: null")

@@ -49,7 +49,7 @@ SCHEDULER = {
 @pytest.mark.parametrize(
     ("key", "section"), [("optimizer", text) for text in OPTIMIZER] + [("scheduler", text) for text in SCHEDULER]
 )
-def test_an_optimizer_or_a_schedule_that_cannot_work_is_refused_at_its_line(files, good, key, section):
+def test_an_invalid_optimizer_or_schedule_is_reported_with_its_line(files, good, key, section):
     expected = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}[key][section]
     [error] = files.errors(good.replace("  generation:", f"  {key}: {section}\n  generation:"))
     place, _, message = error.partition(": ")
@@ -110,7 +110,7 @@ def model_folder(folder, names=("model.layers.0.self_attn.q_proj.weight", "model
 
 
 @pytest.mark.parametrize("key", ["policy", "generation"])
-def test_a_model_path_that_is_no_model_is_refused_at_its_line(files, good, key):
+def test_a_model_path_without_a_model_is_reported_with_its_line(files, good, key):
     folder = files.folder / "empty"
     folder.mkdir()
     file = files.write("x", "weights.bin")
@@ -128,7 +128,7 @@ def test_a_model_path_that_is_no_model_is_refused_at_its_line(files, good, key):
     assert files.load(good.replace("some/model", str(model_folder(files.folder / "model")))).run
 
 
-def test_a_run_folder_in_place_of_a_model_is_answered_with_the_path_of_its_weights(files, good):
+def test_a_run_folder_as_model_is_an_error_that_names_its_weights(files, good):
     weights = files.folder / "run" / "checkpoints" / "step_000010" / "policy" / "weights"
     weights.mkdir(parents=True)
     (weights / "config.json").write_text("{}")
@@ -281,7 +281,7 @@ IN_PROCESS = {
 
 
 @pytest.mark.parametrize("override", IN_PROCESS)
-def test_one_process_refuses_the_workers_that_it_cannot_have(files, good, override):
+def test_the_in_process_backend_rejects_several_workers(files, good, override):
     assert files.load(good, override).run.cluster.backend == "ray"
     [error] = files.errors(good, override, "cluster.backend=in_process")
     assert f"`{override}`: {IN_PROCESS[override]}: cluster.backend is in_process" in error

@@ -20,20 +20,20 @@ def test_a_file_wins_over_what_it_inherits_and_mappings_merge(files):
     }
 
 
-def test_parents_come_in_their_order_and_depth_first(files):
+def test_parents_are_merged_in_order_and_depth_first(files):
     files.write("a: root\nb: root\nc: root\nd: root", "root.yaml")
     files.write("defaults: root.yaml\nb: left\nc: left", "left.yaml")
     files.write("c: right", "right.yaml")
     assert merged(files, "defaults: [left.yaml, right.yaml]\nd: own") == {"a": "root", "b": "left", "c": "right", "d": "own"}
 
 
-def test_a_parent_is_found_beside_the_file_that_names_it(files):
+def test_a_parent_path_is_relative_to_the_file_that_names_it(files):
     files.write("defaults: ../shared/base.yaml", "configs/middle.yaml")
     files.write("a: 1", "shared/base.yaml")
     assert merged(files, "defaults: configs/middle.yaml") == {"a": 1}
 
 
-def test_a_parent_that_two_files_share_is_no_circle(files):
+def test_a_parent_shared_by_two_files_is_not_a_cycle(files):
     files.write("a: 1", "root.yaml")
     files.write("defaults: root.yaml\nb: 2", "left.yaml")
     files.write("defaults: root.yaml\nc: 3", "right.yaml")
@@ -50,12 +50,12 @@ def test_a_section_can_replace_the_inherited_one(files):
     assert merged(files, "defaults: base.yaml\np:\n  q: {_override_: true, c: 3}") == {"p": {"q": {"c": 3}, "r": 3}}
 
 
-def test_an_empty_section_keeps_what_is_inherited_and_null_takes_it_away(files):
+def test_an_empty_section_keeps_inherited_values_and_null_removes_them(files):
     files.write("grpo: {a: 1}\nenv: {b: 2}", "base.yaml")
     assert merged(files, "defaults: base.yaml\ngrpo:\nenv: null") == {"grpo": {"a": 1}, "env": None}
 
 
-def test_a_circle_is_refused_at_the_line_that_closes_it(files):
+def test_an_inheritance_cycle_is_reported_at_the_line_that_closes_it(files):
     files.write("defaults: config.yaml", "base.yaml")
     assert files.errors("a: 1\ndefaults: base.yaml") == [
         "base.yaml:1:11: defaults: These files inherit from each other in a circle: config.yaml -> base.yaml -> config.yaml."
@@ -66,7 +66,7 @@ def test_a_file_cannot_inherit_from_itself(files):
     assert "in a circle: config.yaml -> config.yaml." in files.errors("defaults: config.yaml")[0]
 
 
-def test_an_absent_parent_is_reported_where_it_is_named_with_the_nearest_file(files):
+def test_a_missing_parent_is_reported_at_its_line_with_the_nearest_file_name(files):
     files.write("", "base.yaml")
     assert files.errors("grpo:\ndefaults: [bsae.yaml]") == [
         "config.yaml:2:12: defaults: There is no file bsae.yaml. Did you mean base.yaml?"
@@ -87,12 +87,12 @@ def test_mistakes_in_a_parent_are_reported_in_the_parent(files, good):
     ]
 
 
-def test_a_value_of_the_file_mends_a_mistake_of_its_parent(files, good):
+def test_a_file_can_override_an_invalid_value_of_its_parent(files, good):
     files.write("cluster:\n  num_nodes: 0", "base.yaml")
     assert files.load(f"defaults: base.yaml\n{good}cluster: {{num_nodes: 1}}").run.cluster.num_nodes == 1
 
 
-def test_what_is_no_config_file_is_refused_in_words(files):
+def test_unreadable_config_files_are_errors_with_a_reason(files):
     (files.folder / "folder.yaml").mkdir()
     cases = {
         "nosuch.yaml": "There is no file",
@@ -115,11 +115,11 @@ def test_binary_and_very_large_files_are_refused(files):
     assert files.errors(b"#" * (LARGEST_FILE + 1)) == ["config.yaml is larger than 1024 KiB: that is no config."]
 
 
-def test_a_root_that_is_no_mapping_is_refused(files):
+def test_a_root_that_is_not_a_mapping_is_an_error(files):
     assert files.errors("- a\n- b") == [
         "config.yaml:1:1: A config is a mapping of sections (`policy:`, `data:`, ...), not a list of 2."
     ]
 
 
-def test_a_byte_order_mark_is_no_mistake(files, good):
+def test_a_byte_order_mark_is_ignored(files, good):
     assert files.load(b"\xef\xbb\xbf" + good.encode()).run.algorithm_name == "grpo"

@@ -58,7 +58,7 @@ def test_there_are_examples():
     assert EXAMPLES
 
 
-def test_the_sections_survive_the_way_to_another_process(files, good):
+def test_config_sections_can_be_pickled(files, good):
     run = files.load(good).run
     assert pickle.loads(pickle.dumps(run)) == run
 

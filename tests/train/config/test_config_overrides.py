@@ -52,7 +52,7 @@ def test_plus_adds_to_a_free_mapping_and_adds_a_task(files, good):
     assert run.env["math"].num_workers == 2
 
 
-def test_plus_sets_what_exists_as_well(files, good):
+def test_plus_also_sets_existing_keys(files, good):
     assert files.load(good, "++grpo.num_prompts_per_step=5").run.algorithm.num_prompts_per_step == 5
 
 
@@ -65,7 +65,7 @@ def test_a_new_key_of_a_free_mapping_needs_the_plus(files, good):
     ]
 
 
-def test_no_plus_adds_a_key_that_the_model_forbids(files, good):
+def test_a_plus_cannot_add_unknown_keys(files, good):
     assert files.errors(good, "++policy.modle_name=x") == [
         "override #1 `++policy.modle_name=x`: policy.modle_name: policy has no key 'modle_name'. Did you mean 'model_name'?"
     ]
@@ -104,7 +104,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("override", MALFORMED)
-def test_a_malformed_override_says_how_it_is_written(files, good, override):
+def test_a_malformed_override_is_an_error_that_shows_the_syntax(files, good, override):
     assert files.errors(good, override) == [f"override #1 `{override}`: {MALFORMED[override]}"]
 
 

@@ -12,7 +12,7 @@ def model(files):
     return folder
 
 
-def test_a_folder_beside_the_config_is_found(files, good, model):
+def test_a_folder_next_to_the_config_is_found(files, good, model):
     assert files.load(good.replace("some/model", "models/tiny")).run.policy.model_name == str(model)
 
 
@@ -35,12 +35,12 @@ def test_a_path_of_an_override_is_relative_to_the_working_directory(files, good,
     assert files.load(good, f"policy.model_name={model}").run.policy.model_name == str(model)
 
 
-def test_a_name_that_is_no_file_stays_a_name(files, good):
+def test_a_name_that_is_not_a_file_is_kept_as_a_name(files, good):
     assert files.load(good).run.policy.model_name == "some/model"
 
 
 @pytest.mark.parametrize("path", ["./model", "~/no-such-model", "/no/such/model", "weights.gguf"])
-def test_what_can_only_be_a_path_must_exist(files, good, path):
+def test_a_value_that_can_only_be_a_path_must_exist(files, good, path):
     line = files.errors(good.replace("some/model", path))[0]
     assert line.startswith(f"config.yaml:5:15: policy.model_name: there is no '{path}' in {files.folder.parent}/work nor in ")
 
@@ -51,6 +51,6 @@ def test_a_data_file_must_exist(files, good):
     assert line.startswith("config.yaml:10:20: data.train.path: there is no 'rows.jsonl' in ")
 
 
-def test_a_template_with_line_breaks_is_no_file_name(files, good):
+def test_a_template_with_line_breaks_is_not_read_as_a_file_name(files, good):
     text = good.replace("  generation:", "  tokenizer:\n    chat_template: |\n      {{ x }}\n      {{ y }}\n  generation:")
     assert files.load(text).run.policy.tokenizer.chat_template == "{{ x }}\n{{ y }}\n"

@@ -68,7 +68,7 @@ def test_a_critic_needs_no_more_than_a_model(files):
         ("ppo:", "loss_fn: {name: dpo}\nppo:", "dpo needs pairs of answers, but ppo trains on rewards"),
     ],
 )
-def test_a_run_that_cannot_be_is_told_at_its_line(files, old, new, says):
+def test_settings_that_exclude_each_other_are_reported_with_their_line(files, old, new, says):
     assert old in PPO
     assert says in "\n".join(files.errors(PPO.replace(old, new, 1)))
 
@@ -81,7 +81,7 @@ def test_without_a_ratio_one_optimizer_step_is_fine(files):
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-def test_a_loss_of_values_is_no_policy_s(files, good, algorithm):
+def test_a_value_loss_cannot_train_a_policy(files, good, algorithm):
     text = good.replace("grpo:\n  num_prompts_per_step: 8", f"{algorithm}: {{}}")
     assert any("mse_value is a loss of values" in error for error in files.errors("loss_fn: {name: mse_value}\n" + text))
 
@@ -96,7 +96,7 @@ def test_the_config_and_the_penalty_on_the_page_are_valid(files):
     assert (run.algorithm.gae.lam, run.loss_fn.use_kl_in_reward, run.value.head) == (0.95, True, "scalar")
 
 
-def test_every_key_that_the_page_explains_is_there(files):
+def test_every_key_on_the_page_exists(files):
     loaded = files.load(PPO)
     keys = re.findall(r"^\| `([\w.]+)` \|", PAGE.split("## Settings")[1].split("##")[0], flags=re.MULTILINE)
     assert len(keys) == 6

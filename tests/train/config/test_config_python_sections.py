@@ -9,7 +9,7 @@ from rl_envs.config import MathEnvironmentConfig, read_section
 from rl_train.runtime.given_data import section_from
 
 
-def test_keyword_arguments_of_a_backend_name_what_was_meant():
+def test_misspelled_backend_arguments_get_a_suggestion():
     with pytest.raises(ConfigError) as caught:
         section_from_keywords(
             "HuggingFacePolicy",
@@ -24,7 +24,7 @@ def test_keyword_arguments_of_a_backend_name_what_was_meant():
     ]
 
 
-def test_the_section_of_a_trainer_and_of_an_environment_name_what_was_meant():
+def test_misspelled_trainer_and_environment_keys_get_a_suggestion():
     with pytest.raises(ConfigError, match=r"policy\.precison: policy has no key 'precison'\. Did you mean 'precision'\?"):
         section_from(HFPolicyConfig, {"model_name": "m", "precison": "float32"}, "policy")
     with pytest.raises(ConfigError, match=r"timeout: MathEnvironmentConfig has no key 'timeout'\. Did you mean 'timeout_s'\?"):

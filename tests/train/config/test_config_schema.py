@@ -65,12 +65,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_it_accepts_what_only_the_loader_can_judge(validator, good, case):
+def test_the_schema_accepts_what_only_the_loader_can_check(validator, good, case):
     assert is_accepted(validator, good.replace(*ACCEPTED[case], 1))
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_it_refuses_a_mistake_that_an_editor_should_show(validator, good, case):
+def test_the_schema_rejects_mistakes_that_an_editor_should_show(validator, good, case):
     assert not is_accepted(validator, good.replace(*REFUSED[case], 1))
 
 

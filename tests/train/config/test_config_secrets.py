@@ -168,7 +168,7 @@ def test_secrets_are_known_by_name_or_form(monkeypatch, variable, key, value, se
     assert bool(secrets.values) is secret
 
 
-def test_cut_secrets_are_redacted_from_texts_too(monkeypatch):
+def test_truncated_secrets_are_redacted_too(monkeypatch):
     secrets = Secrets(values={"s" * 80: "${oc.env:LONG}", "abc": "${oc.env:SHORT}"})
     assert secrets.redact(f"found '{'s' * 56}...") == f"found '${{oc.env:LONG}}{'s' * 16}..."
     assert secrets.redact("abc") == "abc"

@@ -238,12 +238,12 @@ WRONG_IN_GOOD = {
 
 
 @pytest.mark.parametrize("change", WRONG_IN_GOOD, ids=[" -> ".join(change) for change in WRONG_IN_GOOD])
-def test_a_mistake_is_one_line_with_place_key_what_is_allowed_and_what_was_found(files, good, change):
+def test_an_error_is_one_line_with_location_key_allowed_values_and_the_value_found(files, good, change):
     old, new = change
     assert files.errors(good.replace(old, new, 1)) == WRONG_IN_GOOD[change]
 
 
-def test_all_mistakes_of_all_sections_are_told_at_once_in_the_order_of_the_file(files, good):
+def test_all_errors_of_all_sections_are_reported_at_once_in_file_order(files, good):
     text = good
     for old, new in [
         ("step: 8", "step: two"),

@@ -20,7 +20,7 @@ def read(text):
 
 
 @pytest.mark.parametrize("scalar", SCALARS.split())
-def test_a_scalar_means_what_it_means_to_omegaconf(scalar):
+def test_scalars_are_parsed_as_by_omegaconf(scalar):
     ours = read(f"a: {scalar}")[0].plain()["a"]
     theirs = OmegaConf.to_container(OmegaConf.create(f"a: {scalar}"))["a"]
     assert type(ours) is type(theirs)
@@ -35,7 +35,7 @@ def test_a_lone_equals_sign_is_text():
     assert read("a: =")[0].plain() == {"a": "="}
 
 
-def test_values_and_keys_know_their_lines_and_columns():
+def test_values_and_keys_have_line_and_column():
     root, _ = read("policy:\n  optimizer:\n    kwargs: {lr: 1,\n      betas: [2, 3]}\n")
     kwargs = ("policy", "optimizer", "kwargs")
     assert str(root.at(kwargs).key_place) == "c.yaml:3:5"
@@ -44,7 +44,7 @@ def test_values_and_keys_know_their_lines_and_columns():
     assert str(root.at((*kwargs, "betas", 1)).place) == "c.yaml:4:18"
 
 
-def test_anchors_aliases_and_merge_keys_work_and_keep_the_place_of_the_original():
+def test_anchors_aliases_and_merge_keys_keep_the_source_location_of_the_original():
     root, problems = read("a: &x {p: 1, q: 2}\nb: *x\nc:\n  <<: *x\n  q: 3\nd: {<<: [{r: 1}, {r: 2, s: 3}]}\n")
     assert problems == []
     assert root.plain() == {"a": {"p": 1, "q": 2}, "b": {"p": 1, "q": 2}, "c": {"p": 1, "q": 3}, "d": {"r": 1, "s": 3}}
@@ -85,7 +85,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_no_config_text_is_refused_at_its_line(text):
+def test_invalid_config_text_is_rejected_with_its_line(text):
     assert read(text)[1] == [WRONG[text]]
 
 
@@ -95,13 +95,13 @@ def test_all_duplicates_are_reported_at_once():
 
 @pytest.mark.parametrize("depth", [60, 500, 20_000])
 @pytest.mark.parametrize("brackets", ["[]", "{}"])
-def test_deep_nesting_is_refused_and_does_not_end_the_process(depth, brackets):
+def test_deep_nesting_is_an_error_and_does_not_crash_the_process(depth, brackets):
     inner = "" if brackets == "[]" else "a: "
     text = "a: " + (brackets[0] + inner) * depth + brackets[1] * depth
     assert "nested more than 50 levels deep" in read(text)[1][0]
 
 
-def test_aliases_that_multiply_are_refused_soon():
+def test_exponentially_expanding_aliases_are_rejected_early():
     text = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
     assert "more than 10000 values" in read(text)[1][0]
 

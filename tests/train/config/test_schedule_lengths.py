@@ -40,12 +40,12 @@ def steps(path, *overrides, model="policy"):
         (PPO, (), 57 * 2 * 2),
     ],
 )
-def test_the_optimizer_steps_of_a_run_are_steps_by_passes_by_parts_of_a_batch(path, overrides, most):
+def test_the_number_of_optimizer_steps_is_steps_times_epochs_times_minibatches(path, overrides, most):
     found = steps(path, *overrides)
     assert (found.most, found.fewest) == (most, most)
 
 
-def test_a_critic_is_trained_in_the_steps_of_its_warmup_as_well():
+def test_critic_warmup_steps_count_as_critic_optimizer_steps():
     assert steps(PPO, model="value").most == 60 * 2 * 2
     assert steps(PPO, "value.train_global_batch_size=64", model="value").most == 60 * 2 * 4
     assert steps(GRPO, model="value") is None
@@ -58,7 +58,7 @@ def test_a_critic_is_trained_in_the_steps_of_its_warmup_as_well():
         ("grpo.max_num_epochs=1",),
     ],
 )
-def test_where_rows_or_steps_may_be_fewer_the_number_is_the_most_that_there_are(overrides):
+def test_an_uncertain_number_of_optimizer_steps_is_counted_as_its_maximum(overrides):
     found = steps(GRPO, "policy.train_global_batch_size=128", *overrides)
     assert (found.most, found.fewest) == (480, 1)
 
@@ -68,7 +68,7 @@ def refusal(path, *overrides):
     return result.exit_code, result.output
 
 
-def test_a_schedule_that_is_over_before_the_run_is_refused_with_the_figures_and_the_remedy():
+def test_a_schedule_shorter_than_the_run_is_an_error_with_numbers_and_a_fix():
     code, output = refusal(
         GRPO, "policy.train_global_batch_size=128", "++policy.scheduler.kwargs.num_training_steps=${grpo.max_num_steps}"
     )
@@ -84,7 +84,7 @@ def test_a_schedule_that_is_over_before_the_run_is_refused_with_the_figures_and_
     ("length", "code"),
     [(119, 2), (120, 0), (121, 0), (4000, 0)],
 )
-def test_a_schedule_may_be_longer_than_the_run_and_not_shorter(length, code):
+def test_a_schedule_may_be_longer_but_not_shorter_than_the_run(length, code):
     assert refusal(GRPO, f"++policy.scheduler.kwargs.num_training_steps={length}")[0] == code
 
 
@@ -94,7 +94,7 @@ def test_a_schedule_that_ends_above_zero_may_end_early():
     assert refusal(GRPO, *cosine, "++policy.scheduler.kwargs.min_lr_ratio=0.1")[0] == 0
 
 
-def test_the_schedule_of_a_critic_is_looked_at_too():
+def test_the_schedule_of_a_critic_is_checked_too():
     linear = "++value.scheduler={name: linear, kwargs: {num_training_steps: 60}}"
     code, output = refusal(PPO, linear)
     assert code == 2
@@ -102,7 +102,7 @@ def test_the_schedule_of_a_critic_is_looked_at_too():
     assert "makes 240 (60 steps x 2 passes x 2 for 256 rows)" in output
 
 
-def test_a_warmup_that_the_run_does_not_come_to_the_end_of_is_a_warning_for_a_short_trial_is_no_mistake():
+def test_a_warmup_longer_than_the_run_is_only_a_warning():
     code, output = refusal(GRPO, "grpo.max_num_steps=4")
     assert code == 0
     assert (
@@ -136,7 +136,7 @@ def test_a_schedule_without_a_length_is_as_long_as_the_run():
     assert list(schedule_warnings(run)) == []
 
 
-def test_what_a_resume_at_another_length_does_to_a_schedule_is_said_with_both_learning_rates():
+def test_resuming_with_another_length_reports_both_learning_rates():
     run = load_config(GRPO, ["grpo.max_num_steps=240"]).run
     assert schedule_lengths(run) == {"policy": 240}
     [message] = schedule_changes(run, {"policy": 120}, {"policy": 110})
@@ -148,7 +148,7 @@ def test_what_a_resume_at_another_length_does_to_a_schedule_is_said_with_both_le
     assert list(schedule_changes(with_schedule_lengths(run), {"policy": 120}, {"policy": 110})) == []
 
 
-def test_a_schedule_without_an_end_and_one_of_its_own_author_are_left_as_they_are():
+def test_constant_and_custom_schedules_are_not_changed():
     for schedule in (
         "++policy.scheduler={name: constant, kwargs: {num_warmup_steps: 3}}",
         "++policy.scheduler={name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 3}}",
@@ -157,7 +157,7 @@ def test_a_schedule_without_an_end_and_one_of_its_own_author_are_left_as_they_ar
         assert with_schedule_lengths(run) == run
 
 
-def test_an_algorithm_that_does_not_say_how_it_trains_asks_for_the_length(files, good):
+def test_an_algorithm_without_declared_optimizer_steps_needs_a_schedule_length(files, good):
     text = good.replace("grpo:\n  num_prompts_per_step: 8", "filtered: {}", 1)
     scheduled = text.replace("  generation:", "  scheduler: {name: linear}\n  generation:", 1)
     assert files.errors(scheduled) == [

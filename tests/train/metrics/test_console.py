@@ -27,7 +27,7 @@ def test_a_terminal_of_any_width_shows_the_bar_and_every_number_whole(width):
     assert [number for number in NUMBERS if not any(number in line for line in lines)] == []
 
 
-def test_what_was_validated_stays_above_the_live_display():
+def test_validation_results_stay_above_the_live_display():
     screen = io.StringIO()
     logger = ConsoleLogger(total_steps=20, console=Console(file=screen, force_terminal=True, width=80, color_system=None))
     logger.log_metrics(METRICS, 7)
@@ -35,7 +35,7 @@ def test_what_was_validated_stays_above_the_live_display():
     assert "step 7/20  accuracy 0.500  val loss 0.5000\n" in screen.getvalue()
 
 
-def test_a_pipe_has_one_plain_line_a_step():
+def test_without_a_terminal_each_step_is_one_plain_line():
     pipe = io.StringIO()
     logger = ConsoleLogger(total_steps=20, console=Console(file=pipe, width=40))
     logger.log_metrics({"reward/mean": 0.25, "loss": -0.5, "time/refit_s": 1.0}, 7)
@@ -44,7 +44,7 @@ def test_a_pipe_has_one_plain_line_a_step():
     assert pipe.getvalue() == "step 7/20  reward 0.250  loss -0.5000\nstep 8/20  reward 0.500\n"
 
 
-def test_a_run_goes_on_when_nobody_reads_its_output_any_more():
+def test_a_run_continues_when_its_output_is_closed():
     code = (
         "import sys\n"
         "from rl_train.metrics.console import ConsoleLogger\n"

@@ -87,7 +87,7 @@ def wandb_rows(folder):
     return rows
 
 
-def test_wandb_writes_offline_whatever_the_environment_says_and_goes_on_under_the_same_id(tmp_path, monkeypatch):
+def test_wandb_is_offline_despite_environment_variables_and_resumes_under_the_same_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     log(WandbLogger(config=WandbConfig(tags=["a"]), folder=tmp_path), [0.25, 0.5], first_step=1)
     time.sleep(1.1)  # its offline folders are named by the second
@@ -129,7 +129,7 @@ def log_one_step(name, folder, env):
     return subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=240, capture_output=True, text=True)
 
 
-def test_wandb_offline_calls_nobody(tmp_path):
+def test_wandb_offline_opens_no_connection(tmp_path):
     with nobody_is_called(tmp_path, "WANDB_BASE_URL") as env:
         log_one_step("Wandb", tmp_path, env)
     assert len(wandb_rows(tmp_path)) == 1
@@ -149,7 +149,7 @@ def mlflow_run(folder, store="mlflow.db"):
     return experiment, run, kept
 
 
-def test_mlflow_keeps_metrics_parameters_and_tags_in_the_run_folder_whatever_the_environment_says(tmp_path, monkeypatch):
+def test_mlflow_writes_to_the_run_folder_despite_environment_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
     log(MlflowLogger(config=MlflowConfig(tags={"a": "b"}), folder=tmp_path), [0.25, 0.5, 0.75], first_step=1)
     experiment, run, metrics = mlflow_run(tmp_path)
@@ -160,21 +160,21 @@ def test_mlflow_keeps_metrics_parameters_and_tags_in_the_run_folder_whatever_the
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow_run_id"]
 
 
-def test_mlflow_is_given_a_name_that_its_stores_take(tmp_path):
+def test_mlflow_metric_names_are_valid_for_its_stores(tmp_path):
     logger = MlflowLogger(config=MlflowConfig(), folder=tmp_path)
     logger.log_metrics({"validation/pass@4": 0.5}, 1)
     logger.finish()
     assert mlflow_run(tmp_path)[2] == {"validation/pass_at_4": [(1, 0.5)]}
 
 
-def test_mlflow_takes_the_store_and_the_names_of_the_config(tmp_path):
+def test_mlflow_uses_the_tracking_uri_and_names_of_the_config(tmp_path):
     config = MlflowConfig(tracking_uri=f"sqlite:///{tmp_path}/own.db", experiment_name="sums", run_name="third")
     log(MlflowLogger(config=config, folder=tmp_path), [1.0], first_step=1)
     experiment, run, metrics = mlflow_run(tmp_path, "own.db")
     assert (experiment.name, run.info.run_name, metrics) == ("sums", "third", {"reward/mean": [(1, 1.0)]})
 
 
-def test_a_resumed_run_goes_on_in_its_mlflow_run_and_keeps_the_first_value_of_a_parameter(tmp_path, caplog):
+def test_a_resumed_run_continues_its_mlflow_run_and_keeps_its_first_parameters(tmp_path, caplog):
     log(MlflowLogger(config=MlflowConfig(), folder=tmp_path), [0.25, 0.5], first_step=1)
     resumed = MlflowLogger(config=MlflowConfig(), folder=tmp_path)
     assert mlflow_run(tmp_path)[1].info.status == "RUNNING"
@@ -190,7 +190,7 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run_and_keeps_the_first_value_of_a_
     assert run.info.status == "FINISHED"
 
 
-def test_mlflow_takes_a_number_that_is_not_finite_and_a_long_parameter(tmp_path):
+def test_mlflow_accepts_nan_metrics_and_long_parameters(tmp_path):
     logger = MlflowLogger(config=MlflowConfig(), folder=tmp_path)
     logger.log_hyperparams({"text": "x" * 7000, "many": {str(number): number for number in range(150)}})
     logger.log_metrics({"loss": math.nan, "grad_norm": math.inf, "reward/mean": 0.5}, 1)
@@ -206,7 +206,7 @@ def test_mlflow_takes_a_number_that_is_not_finite_and_a_long_parameter(tmp_path)
     assert run.data.params["text"] == "x" * 6000
 
 
-def test_mlflow_calls_nobody_and_prints_nothing(tmp_path):
+def test_mlflow_opens_no_connection_and_prints_nothing(tmp_path):
     with nobody_is_called(tmp_path, "MLFLOW_TRACKING_URI") as env:
         done = log_one_step("Mlflow", tmp_path, env)
     assert (done.stdout, done.stderr) == ("", "")
@@ -240,7 +240,7 @@ def test_tensorboard_and_mlflow_record_one_run_side_by_side(tmp_path):
     assert (experiment.name, run.info.status) == ("sums", "FINISHED")
 
 
-def test_a_logger_of_ones_own_is_named_by_its_path_and_gets_its_keys_and_the_run_folder(tmp_path, monkeypatch):
+def test_a_custom_logger_is_named_by_its_import_path_and_gets_its_keys_and_the_run_folder(tmp_path, monkeypatch):
     (tmp_path / "sums_logger.py").write_text(
         "from rl_core.interfaces.logger import Logger\n"
         "class Lines(Logger):\n"
@@ -259,7 +259,7 @@ def test_a_logger_of_ones_own_is_named_by_its_path_and_gets_its_keys_and_the_run
     assert (tmp_path / "lines.txt").read_text() == "3 {'reward/mean': 0.5}"
 
 
-def test_a_logger_whose_library_is_absent_is_a_mistake_at_its_line_with_the_command_that_mends_it(tmp_path, monkeypatch):
+def test_a_logger_without_its_library_is_an_error_with_line_and_install_command(tmp_path, monkeypatch):
     everything = importlib.metadata.distribution
 
     def all_but_mlflow(name):
@@ -286,7 +286,7 @@ importlib.metadata.Distribution.discover = lambda **where: (d for d in everythin
 """
 
 
-def test_the_lists_and_the_doctor_say_that_it_is_not_installed(tmp_path):
+def test_list_plugins_and_doctor_report_that_it_is_not_installed(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_MLFLOW)
 
     def rlcore(*arguments):
@@ -300,7 +300,7 @@ def test_the_lists_and_the_doctor_say_that_it_is_not_installed(tmp_path):
     assert "unavailable: mlflow-skinny<4,>=3.17 is not installed: pip install 'rl-train[mlflow]'" in rlcore("doctor", "train")
 
 
-def test_what_one_component_needs_does_not_make_its_plugin_missing():
+def test_an_unmet_requirement_of_one_component_does_not_disable_its_plugin():
     from rl_train import plugin
 
     manager = PluginManager()
@@ -311,7 +311,7 @@ def test_what_one_component_needs_does_not_make_its_plugin_missing():
     assert unmet_needs([]) is None
 
 
-def test_what_a_component_needs_is_what_its_extra_installs():
+def test_the_requirements_of_a_component_are_those_of_its_extra():
     import tomllib
 
     from rl_train.plugin import rlcore_datasets, rlcore_loggers

@@ -22,7 +22,7 @@ def test_a_name_recorded_twice_is_the_mean_and_phases_add_up():
     assert recorder.flush() == {}
 
 
-def test_the_phase_under_way_is_named_and_an_error_leaves_it_for_whoever_tells_of_the_end():
+def test_the_current_phase_is_recorded_and_kept_after_an_error():
     recorder = Recorder()
     assert recorder.phase is None
     with recorder.timed("rollout"):
@@ -33,7 +33,7 @@ def test_the_phase_under_way_is_named_and_an_error_leaves_it_for_whoever_tells_o
     assert recorder.phase == "generate"
 
 
-def test_a_resume_forgets_the_steps_that_it_is_about_to_repeat(tmp_path):
+def test_a_resume_drops_the_metrics_of_steps_that_it_repeats(tmp_path):
     logger = JsonlLogger(tmp_path)
     for step in range(1, 6):
         logger.log_metrics({"reward/mean": step / 10}, step)
@@ -43,7 +43,7 @@ def test_a_resume_forgets_the_steps_that_it_is_about_to_repeat(tmp_path):
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [f"step_00000{n}.jsonl" for n in (1, 2, 3)]
 
 
-def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
+def test_a_truncated_last_line_is_ignored(tmp_path):
     logger = JsonlLogger(tmp_path)
     logger.log_metrics({"a": 1.0}, 1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -53,6 +53,6 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_a_number_that_json_has_no_word_for_is_null(tmp_path):
+def test_nan_and_infinity_become_null(tmp_path):
     JsonlLogger(tmp_path).log_metrics({"a": math.nan, "b": math.inf, "c": 1.0}, 1)
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": None, "b": None, "c": 1.0}

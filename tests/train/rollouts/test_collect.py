@@ -76,7 +76,7 @@ def test_the_training_sequence_of_several_turns_is_the_template_applied_to_the_c
     assert engine.asked[1]["texts"][0] == whole[: len(engine.asked[1]["texts"][0])]
 
 
-def test_an_answer_that_ended_without_its_end_token_is_closed_before_the_next_turn(tokenizer, engine_for, environments):
+def test_an_answer_without_eos_is_closed_before_the_next_turn(tokenizer, engine_for, environments):
     [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 2})), 1)
     collector(engine_for(lambda text: ("ok!", False)), environments, tokenizer).collect([row], stream=SampleStream.TRAINING)
     assert "ok![EOS]\n<u>go 1\n<a>ok!" in tokenizer.decode(row.token_ids())
@@ -129,7 +129,7 @@ def test_a_task_without_an_environment_is_refused_before_anything_is_sampled(tok
     assert engine.asked == []
 
 
-def test_where_there_is_no_environment_at_all_a_rollout_is_one_answer_and_has_no_reward(tokenizer, engine_for):
+def test_without_environments_a_rollout_is_one_answer_without_reward(tokenizer, engine_for):
     engine = engine_for(finished("x"))
     rows = start_rollouts(prompts(tokenizer, ("q", "chess", {}), ("r", "count", {"turns": 2})), 2)
     collector(engine, {}, tokenizer).collect(rows, stream=SampleStream.TRAINING)
@@ -142,7 +142,7 @@ def test_where_there_is_no_environment_at_all_a_rollout_is_one_answer_and_has_no
     assert to_batch(rows)["token_mask"].sum() == sum(row.num_sampled_tokens() for row in rows)
 
 
-def test_a_reward_that_is_no_number_stops_the_run_and_names_the_task(tokenizer, engine_for, environments):
+def test_a_reward_that_is_not_a_number_stops_the_run_and_names_the_task(tokenizer, engine_for, environments):
     class Broken(type(environments["judge"])):
         def step(self, logs, metadata):
             return EnvironmentReturn(*super().step(logs, metadata))._replace(rewards=torch.tensor([float("nan")]))

@@ -41,7 +41,7 @@ def samples(draw):
 
 @given(st.lists(st.booleans(), min_size=1, max_size=10), st.data())
 @settings(max_examples=200, deadline=None)
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(right, data):
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_sample(right, data):
     k = data.draw(st.integers(1, len(right)))
     assert pass_at_k(len(right), sum(right), k) == pytest.approx(passed_by_hand(right, k), abs=EXACT)
 
@@ -65,7 +65,7 @@ def test_consensus_does_not_depend_on_the_order_of_the_samples(case, random):
 
 @given(samples())
 @settings(max_examples=100, deadline=None)
-def test_one_sample_passes_and_agrees_as_often_as_it_is_right(case):
+def test_with_one_sample_pass_and_consensus_equal_accuracy(case):
     answers, right, _ = case
     assert pass_at_k(len(right), sum(right), 1) == pytest.approx(statistics.fmean(right), abs=EXACT)
     assert consensus_at_k(answers, right, 1) == pytest.approx(statistics.fmean(right), abs=EXACT)
@@ -119,7 +119,7 @@ def test_many_samples_of_many_answers_are_counted_exactly():
 
 
 @pytest.mark.parametrize("k", [0, 4, -1])
-def test_more_than_there_are_cannot_be_drawn(k):
+def test_k_cannot_exceed_the_number_of_samples(k):
     with pytest.raises(ValueError, match=f"k is {k}: of 3 samples, 1 to 3 can be drawn"):
         pass_at_k(3, 1, k)
     with pytest.raises(ValueError, match="can be drawn"):

@@ -104,7 +104,7 @@ def test_scores_of_two_prompts_worked_by_hand(evaluation_of, tokenizer):
     assert found.not_reported == {}
 
 
-def test_a_reward_without_a_right_answer_is_not_taken_for_one(evaluation_of):
+def test_rewards_without_accuracy_are_not_reported_as_accuracy(evaluation_of):
     # The judge pays every row a bonus; only its accuracy tells right from wrong.
     evaluation = evaluation_of(["a", "b"])
     rows = evaluation.play()
@@ -140,7 +140,7 @@ def test_an_environment_without_accuracy_leaves_no_pass_and_says_why(evaluation_
     assert by_reward.not_reported == {"cons@k": "count: the environment returned no answers"}
 
 
-def test_accuracy_that_is_not_of_rewards_alone_is_asked_row_by_row(evaluation_of, environments):
+def test_accuracy_that_needs_more_than_rewards_is_computed_per_row(evaluation_of, environments):
     class Strict(type(environments["judge"])):
         """Everyone is paid the same."""
 
@@ -155,7 +155,7 @@ def test_accuracy_that_is_not_of_rewards_alone_is_asked_row_by_row(evaluation_of
     assert judge(evaluation.play(), environments).right == [True, False, False, True, False]
 
 
-def test_accuracy_in_parts_is_no_right_or_wrong(evaluation_of, environments):
+def test_fractional_accuracy_is_not_counted_as_correct_or_wrong(evaluation_of, environments):
     class Partial(type(environments["judge"])):
         def global_post_process_and_metrics(self, batch):
             return batch, {"accuracy": 0.5}

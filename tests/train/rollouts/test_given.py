@@ -52,21 +52,21 @@ def source(tokenizer):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.9, 1.0])
-def test_the_policy_answers_in_the_fraction_of_the_steps(source, fraction):
+def test_the_policy_samples_in_the_configured_fraction_of_steps(source, fraction):
     samples = source(fraction).samples
     drawn = [samples(step) for step in range(4000)]
     # Four standard deviations of a draw of 4000; none where it is certain.
     assert sum(drawn) / 4000 == pytest.approx(fraction, abs=4 * (fraction * (1 - fraction) / 4000) ** 0.5)
 
 
-def test_who_answers_in_a_step_is_the_seeds_and_nobody_elses(source):
+def test_the_choice_of_on_policy_steps_depends_only_on_the_seed(source):
     one, again, other = source(0.5), source(0.5), source(0.5, seed=4)
     drawn = [one.samples(step) for step in range(50)]
     assert drawn == [again.samples(step) for step in range(50)]
     assert drawn != [other.samples(step) for step in range(50)]
 
 
-def test_a_given_step_has_rows_with_the_answers_trained_and_no_trajectory(source, tokenizer):
+def test_steps_with_dataset_answers_train_on_them_and_have_no_trajectory(source, tokenizer):
     rollouts = source(0.0).next_batch(1)
     assert (rollouts.metrics, rollouts.trajectories) == ({"rollout/sampled": 0.0}, [])
     batch = rollouts.batch
@@ -79,7 +79,7 @@ def test_a_given_step_has_rows_with_the_answers_trained_and_no_trajectory(source
     assert torch.equal(batch["sample_mask"], torch.ones(4))
 
 
-def test_a_resume_goes_on_with_the_rows_that_are_next_of_both_kinds(source):
+def test_a_resume_continues_with_the_next_rows_of_both_sources(source):
     def told(steps):
         return [
             (r.metrics["rollout/sampled"], r.batch["drawn"] if r.metrics["rollout/sampled"] else r.batch["input_ids"].tolist())

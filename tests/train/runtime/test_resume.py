@@ -145,7 +145,7 @@ def test_what_no_resume_can_change_is_refused_although_changes_are_allowed(finis
         resumable_state(checkpoint, config, algorithm, allow_config_change=True)
 
 
-def test_a_trainer_that_trains_twice_in_one_folder_keeps_both_runs_checkpoints_and_shares_the_folder_with_nobody(tmp_path):
+def test_training_twice_in_one_folder_keeps_both_runs_checkpoints_and_locks_the_folder(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]}] * 4
     trainer = SFTTrainer(
         HuggingFacePolicy(str(MODEL), max_total_sequence_length=16),

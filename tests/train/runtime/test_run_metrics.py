@@ -15,7 +15,7 @@ class Lines(Logger):
 
 
 @pytest.mark.parametrize(("first_step", "expected"), [(0, [3.0, None]), (4, [None, None])])
-def test_numbers_of_the_data_are_in_the_first_line_of_a_run_and_not_of_a_resumed_one(tmp_path, first_step, expected):
+def test_data_statistics_are_in_the_first_line_of_a_run_but_not_of_a_resumed_run(tmp_path, first_step, expected):
     logger = Lines()
     run = Run(config=None, folder=tmp_path, policy=None, loss_fn=None, loggers=[logger], checkpoints=None, tokenizer=None)
     run.initial_metrics = {"data/bad_rows": 3.0}

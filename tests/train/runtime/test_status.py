@@ -30,7 +30,7 @@ def read(folder):
     return json.loads((folder / "status.json").read_text())
 
 
-def test_a_run_says_when_it_began_and_at_its_end_how_long_it_took(tmp_path):
+def test_a_run_reports_its_start_time_and_at_the_end_its_duration(tmp_path):
     before, now = datetime.datetime.now(datetime.UTC), time.perf_counter()
     with Status(tmp_path, since=now - 90.0) as status:
         building = read(tmp_path)
@@ -64,7 +64,7 @@ def test_a_run_says_when_it_began_and_at_its_end_how_long_it_took(tmp_path):
         (RunInterrupted(3, saved=True), {"state": "interrupted", "during": "train"}),
     ],
 )
-def test_whatever_ends_a_run_is_told_with_its_phase_and_its_own_words(tmp_path, error, told):
+def test_the_status_of_an_ended_run_has_its_phase_and_error_message(tmp_path, error, told):
     with suppress(BaseException), Status(tmp_path, since=time.perf_counter()) as status:
         status.attend({}, phase=lambda: "train", steps=7)
         raise error
@@ -99,7 +99,7 @@ def told(folder):
     return read(folder), ending
 
 
-def test_data_without_its_column_leaves_a_folder_that_says_so(launch, tmp_path):
+def test_missing_data_columns_are_recorded_in_the_status_of_the_run_folder(launch, tmp_path):
     rows = tmp_path / "rows.jsonl"
     good = {"question": "1+2=", "expected_answer": "3"}
     # The first row is looked at before there is a folder.
@@ -114,7 +114,7 @@ def test_data_without_its_column_leaves_a_folder_that_says_so(launch, tmp_path):
     assert ending.error == status["error"]
 
 
-def test_a_model_folder_that_is_torn_fails_the_building_and_names_the_policy(launch, tmp_path):
+def test_an_incomplete_model_folder_fails_startup_and_names_the_policy(launch, tmp_path):
     torn = tmp_path / "model"
     shutil.copytree(MODEL, torn)
     weights = torn / "model.safetensors"

@@ -60,7 +60,7 @@ def test_every_number_equals_a_loop_over_the_tokens(policy, engine, prompts):
     assert sum(part.num_tokens for part in found.by_position) == len(tokens)
 
 
-def test_one_model_on_both_sides_agrees_in_float32_and_less_well_in_bfloat16(policy, engine, prompts):
+def test_the_same_model_on_both_sides_agrees_in_float32_and_less_in_bfloat16(policy, engine, prompts):
     exact = compare_log_probabilities(policy(), engine(), prompts)
     assert exact.failures(1.001) == []
     rounded = compare_log_probabilities(policy(), engine(precision="bfloat16"), prompts)
@@ -97,7 +97,7 @@ def samples_with(differences):
     return SimpleNamespace(get_logprobs=lambda data: {"logprobs": rows}), samples
 
 
-def test_late_tokens_that_drift_are_not_hidden_by_the_many_before_them():
+def test_drift_of_late_tokens_is_not_hidden_by_earlier_tokens():
     found = score_samples(*samples_with([[0.0] * 256 + [0.06] * 744] * 4))
     assert found.multiplicative_error < 1.05
     assert found.failures(1.05) == [
@@ -106,7 +106,7 @@ def test_late_tokens_that_drift_are_not_hidden_by_the_many_before_them():
     ]
 
 
-def test_a_range_of_few_tokens_is_shown_and_not_judged():
+def test_a_position_range_with_few_tokens_is_shown_but_not_checked():
     late = JUDGED_TOKENS - 1
     found = score_samples(*samples_with([[0.0] * 256] * 60 + [[0.0] * 256 + [0.5] * late]))
     assert found.by_position[-1].num_tokens == late
@@ -157,7 +157,7 @@ def test_a_bias_keeps_its_sign():
     assert score_samples(*samples_with([[-0.25, -0.75]])).mean_difference == pytest.approx(-0.5)
 
 
-def test_nothing_sampled_is_nothing_to_compare():
+def test_comparing_without_samples_is_an_error():
     policy, samples = samples_with([[0.0]])
     samples["generation_lengths"] = torch.tensor([0])
     with pytest.raises(DataError, match="leave room for an answer"):

@@ -53,7 +53,7 @@ def test_the_template_of_the_quickstart_passes(tokenizer):
     assert [diagnosis.verdict for diagnosis in found] == [Verdict.OK] * 4
 
 
-def test_no_template_is_no_fault():
+def test_a_missing_chat_template_is_ok():
     [diagnosis] = verdicts(None).values()
     assert diagnosis.verdict is Verdict.OK
     assert "has no chat template" in diagnosis.found
@@ -75,14 +75,14 @@ def test_a_template_that_raises_is_the_only_finding(template, said):
     assert "['user']" in diagnosis.found
 
 
-def test_a_template_that_drops_what_the_system_said():
+def test_a_template_that_drops_the_system_message():
     question = [{"role": "system", "content": "be brief"}, *QUESTION]
     [diagnosis] = verdicts(RIGHT.replace("messages %}", "messages if m.role != 'system' %}"), question=question).values()
     assert diagnosis.verdict is Verdict.FAILED
     assert "lacks what these say: ['system']" in diagnosis.found
 
 
-def test_a_header_that_is_not_how_an_answer_begins():
+def test_a_generation_prompt_that_differs_from_the_start_of_an_answer():
     found = verdicts(RIGHT.replace("%}<assistant>{%", "%}<assistant>\n{%"))
     assert found["generation_prompt_is_prefix"].verdict is Verdict.FAILED
     assert "does not begin with the prompt, from character" in found["generation_prompt_is_prefix"].found

@@ -36,7 +36,7 @@ def test_an_engine_that_ignores_the_limit_of_the_run(engine, prompts):
     assert found.details["longest_row"] > 32
 
 
-def test_an_engine_that_cuts_prompts_to_make_room(engine, prompts, monkeypatch):
+def test_an_engine_that_truncates_prompts_fails_the_length_limit(engine, prompts, monkeypatch):
     careless = engine(max_model_len=32)
     generate = careless.generate
 
@@ -52,14 +52,14 @@ def test_an_engine_that_cuts_prompts_to_make_room(engine, prompts, monkeypatch):
     assert "was not refused" in found.found
 
 
-def test_a_limit_that_no_row_came_to_is_not_called_kept(engine, prompts):
+def test_a_length_limit_that_no_row_reached_is_not_reported_as_ok(engine, prompts):
     # Every token ends a row, so no row is ever cut.
     found = check_length_limit(engine(max_model_len=32, stop_token_ids=list(range(18))), token_rows(prompts), limit=32)
     assert found.verdict is Verdict.WARNING
     assert "it was not put to the test" in found.found
 
 
-def test_an_engine_that_dies_is_not_taken_for_one_that_refuses(engine, prompts, monkeypatch):
+def test_an_engine_that_dies_is_not_reported_as_rejecting_the_prompt(engine, prompts, monkeypatch):
     dying = engine(max_model_len=32)
     generate = dying.generate
 
@@ -103,7 +103,7 @@ def test_a_layer_that_is_wrong_while_decoding_alone_is_found(engine, prompts):
     assert "1.05 is allowed" in found.found
 
 
-def test_answers_of_one_token_are_nothing_that_was_decoded(engine, prompts):
+def test_single_token_answers_cannot_check_decoding(engine, prompts):
     found = check_decode_against_prefill(engine(max_new_tokens=1), prompts, threshold=1.001)
     assert found.verdict is Verdict.WARNING
 

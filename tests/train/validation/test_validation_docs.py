@@ -19,5 +19,5 @@ def test_the_calls_that_are_shown_work(monkeypatch):
     names["generator"].shutdown()
 
 
-def test_the_page_says_from_how_many_tokens_on_a_range_is_judged():
+def test_the_page_states_the_minimum_tokens_of_a_checked_range():
     assert f"at least\n{JUDGED_TOKENS} of them" in PAGE

@@ -1,4 +1,4 @@
-"""The house as a whole: versions in lockstep, rooms of a size, a README that is true, nothing that should not be in git."""
+"""The repository: versions in lockstep, size limits of modules, a correct README, no generated or large files in git."""
 
 import re
 import subprocess
@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rl_core", "rl_train", "rl_backends_hf", "rl_backends_megatron", "rl_backends_vllm", "rl_envs", "cli")
-MOST_LINES = 400
-MOST_BYTES = 5_000_000
+MAX_LINES = 400
+MAX_BYTES = 5_000_000
 
 
 def tracked(*patterns):
@@ -44,28 +44,28 @@ def test_every_distribution_is_typed_and_has_a_readme_of_its_own(package):
     assert len((ROOT / package / "README.md").read_text().splitlines()) > 5
 
 
-def test_rooms_are_of_a_size():
+def test_modules_have_at_most_400_lines():
     sizes = {path: len(path.read_text().splitlines()) for path in tracked("*/src/**/*.py")}
-    assert {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > MOST_LINES} == {}
+    assert {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > MAX_LINES} == {}
 
 
-def test_every_room_says_what_it_is_for():
-    silent = [path for path in tracked("*/src/**/*.py") if not path.read_text().removeprefix("r").startswith('"""')]
-    assert silent == []
+def test_every_module_has_a_docstring():
+    undocumented = [path for path in tracked("*/src/**/*.py") if not path.read_text().removeprefix("r").startswith('"""')]
+    assert undocumented == []
 
 
-def test_no_room_is_called_after_nothing():
+def test_no_module_is_called_utils_helpers_common_or_misc():
     assert [path for path in tracked() if path.stem in {"utils", "helpers", "common", "misc"}] == []
 
 
 def test_git_holds_neither_generated_files_nor_large_ones():
-    large = [str(path) for path in tracked() if path.is_file() and path.stat().st_size > MOST_BYTES]
+    large = [str(path) for path in tracked() if path.is_file() and path.stat().st_size > MAX_BYTES]
     generated = [str(p) for p in tracked() if {"__pycache__", "runs", ".venv", "dist"} & set(p.relative_to(ROOT).parts)]
     assert large == []
     assert generated == []
 
 
-def test_every_relative_link_of_the_documents_leads_somewhere():
+def test_every_relative_link_in_the_documents_exists():
     broken = []
     for page in tracked("*.md"):
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
@@ -74,7 +74,7 @@ def test_every_relative_link_of_the_documents_leads_somewhere():
     assert broken == []
 
 
-def test_the_map_in_the_readme_is_true():
+def test_the_repository_map_in_the_readme_is_correct():
     text = (ROOT / "README.md").read_text()
     named = re.findall(r"^    (\S+/)\s", text, flags=re.MULTILINE)
     assert set(PACKAGES) <= {name.rstrip("/") for name in named}
