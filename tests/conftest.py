@@ -1,4 +1,4 @@
-"""What holds for every test of this suite, and the one local Ray that many of them share."""
+"""Fixtures for the whole suite, and the local Ray instance that many tests share."""
 
 import os
 import signal

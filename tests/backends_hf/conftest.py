@@ -1,4 +1,4 @@
-"""Tiny random models of Transformers, made once a session, as folders that any test may load."""
+"""Tiny random Transformers models, created once per session as folders."""
 
 from __future__ import annotations
 

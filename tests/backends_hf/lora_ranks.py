@@ -1,4 +1,4 @@
-"""One of two ranks that train adapters together; run as a program by test_lora.py, which compares what it writes.
+"""One of two ranks that train adapters together, run as a program by test_lora.py, which compares the output.
 
 Arguments: rank, the model's folder, folder for results, port.
 """

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is refused with the name of the damaged file and of the next older good one, never by a traceback."""
+"""A damaged checkpoint is an error that names the damaged file and the next older undamaged checkpoint."""
 
 import json
 import shutil

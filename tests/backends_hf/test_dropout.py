@@ -1,4 +1,4 @@
-"""A model's own dropout is off where a loss compares log-probabilities with those of another pass, and on in SFT."""
+"""Model dropout is disabled if a loss compares log-probabilities of two passes, and enabled in SFT."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Experts that Transformers holds in one tensor are handed on one by one: through memory of their own, and by reference."""
+"""Experts that Transformers stores in one tensor are exported one by one: through shared memory and by reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The policy on a GPU: the numbers of a CPU, memory that is given back, and a resume that goes on from there."""
+"""The policy on a GPU: results equal to a CPU, memory that is released, and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters on a frozen base: equal to plain peft in what they compute, hand on and keep."""
+"""LoRA adapters: computation, exported weights and checkpoints equal those of plain peft."""
 
 import importlib
 import json

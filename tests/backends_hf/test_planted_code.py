@@ -1,4 +1,4 @@
-"""A checkpoint that somebody has tampered with does not run code when training continues from it."""
+"""Resuming from a tampered checkpoint runs no code from it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The likeliest tokens and the log-probabilities of candidates, against all logits of Transformers and autograd."""
+"""Top-k tokens and log-probabilities of candidates, compared with the full logits of Transformers and autograd."""
 
 import math
 

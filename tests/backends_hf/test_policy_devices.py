@@ -1,4 +1,4 @@
-"""What of a policy lies on which device: moved there and back, and read from a checkpoint."""
+"""Devices of the components of a policy: offloading and loading, and reading from a checkpoint."""
 
 from __future__ import annotations
 

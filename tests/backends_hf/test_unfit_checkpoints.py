@@ -1,4 +1,4 @@
-"""A checkpoint that has non-finite numbers or does not fit on the disk is not written, and the last good one stays."""
+"""A checkpoint with non-finite numbers or too large for the disk is not written, and the last good one remains."""
 
 import shutil
 import subprocess

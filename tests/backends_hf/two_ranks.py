@@ -1,4 +1,4 @@
-"""One of two ranks that train together; run as a program by test_policy_ranks.py, which compares what it writes.
+"""One of two ranks that train together, run as a program by test_policy_ranks.py, which compares the output.
 
 Arguments: rank, folder of models by kind, folder for results, and a free port for each worker to be: a meeting point that was
 left is not safely met at again.

@@ -1,4 +1,4 @@
-"""One of two ranks that train a scalar head together; run as a program by test_scalar_head.py, which compares what it writes.
+"""One of two ranks that train a scalar head together, run as a program by test_scalar_head.py, which compares the output.
 
 Arguments: rank, the model's folder, folder for results, a port for each way of sharing the model.
 """

@@ -1,4 +1,4 @@
-"""Models made once a session, and what real ranks did with them."""
+"""Models created once per session, and the results of real ranks with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of Transformers, rows, a loss, and the reference that Megatron is compared with: Transformers alone."""
+"""Tiny random Transformers models, rows, a loss, and the reference results, computed by Transformers."""
 
 from __future__ import annotations
 

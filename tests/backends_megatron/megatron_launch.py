@@ -1,4 +1,4 @@
-"""Starts real processes that each run one rank of a program, and waits for all of them, or for the first that fails."""
+"""Starts one process per rank of a program and waits for all of them or for the first failure."""
 
 from __future__ import annotations
 

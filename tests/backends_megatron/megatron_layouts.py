@@ -1,4 +1,4 @@
-"""The ways of dividing a model that are tested, and what the ranks of one launch do in each."""
+"""The tested parallel layouts, and the work of the ranks of one launch in each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of several ranks that train one model together; run as a program, and tests compare what it writes.
+"""One of several ranks that train a model together, run as a program; tests compare the output.
 
 Arguments: rank, ranks in all, folder of models by kind, folder for results, names of what to do (comma-separated).
 """

@@ -1,4 +1,4 @@
-"""Every algorithm runs on it unchanged: two tensor-parallel ranks have the numbers of the backend on Transformers, and learn.
+"""All algorithms on two tensor-parallel ranks: the same numbers as the Transformers backend, and learning.
 
 One policy serves all runs, and goes back to the checkpoint of before its first step in between.
 """

@@ -1,4 +1,4 @@
-"""The likeliest tokens and the gradient through several a position, under every division as in Transformers with all logits."""
+"""Top-k tokens and gradients through candidates under every parallel layout, compared with the full logits of Transformers."""
 
 import megatron_cases as cases
 import megatron_layouts as layouts

@@ -1,4 +1,4 @@
-"""A checkpoint of one division over ranks, of experts too, is gone on from by any other, optimizer included."""
+"""A checkpoint of one parallel layout can be resumed with any other, including experts and optimizer."""
 
 import megatron_cases as cases
 import megatron_layouts as layouts

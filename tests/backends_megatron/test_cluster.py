@@ -1,4 +1,4 @@
-"""Ranks that Ray starts: the promised calls, losses of the core, refit, a rank that dies, and a whole run of `rlcore train`."""
+"""Ranks started by Ray: documented calls, losses of the core, refit, a dying rank, and a whole run of `rlcore train`."""
 
 import os
 import signal

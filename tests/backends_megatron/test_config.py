@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything starts, with its reason."""
+"""Invalid settings are errors with a reason before anything starts."""
 
 import json
 import types

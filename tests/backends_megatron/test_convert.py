@@ -1,4 +1,4 @@
-"""`rlcore convert` to Megatron's weights and back: no bit is lost, no tensor is left behind, and Transformers agrees."""
+"""`rlcore convert` to Megatron weights and back: lossless, complete, and equal to Transformers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The tables of models: the page that explains them shows what is there, and each kind of activation is the model's own."""
+"""The tables of model families: the documentation page is current, and activations match the models."""
 
 import json
 import re

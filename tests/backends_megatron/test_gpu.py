@@ -1,4 +1,4 @@
-"""One rank of Megatron on a GPU: the numbers of Transformers on a CPU, memory that is given back, and a resume."""
+"""One Megatron rank on a GPU: the numbers of Transformers on a CPU, memory that is released, and resuming."""
 
 from __future__ import annotations
 

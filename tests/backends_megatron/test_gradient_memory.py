@@ -1,4 +1,4 @@
-"""The memory of gradients, which a step alone needs and an engine on the same GPU can use meanwhile."""
+"""Gradient memory, which is only needed during a step and is otherwise free for an engine on the same GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The float32 weights behind bfloat16 ones begin, divided in any way, at the file's own values; so small steps show."""
+"""Float32 master weights start from the values of the file under every parallel layout, so small steps have an effect."""
 
 from collections import defaultdict
 

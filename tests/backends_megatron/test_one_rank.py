@@ -1,4 +1,4 @@
-"""One rank in this process: scores at a temperature, samples, saves, refuses; and the seam that lets it run without CUDA."""
+"""One rank in this process: scoring at a temperature, sampling, saving, errors, and the shim for running without CUDA."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every way of dividing a model gives what Transformers gives: log-probabilities, gradients, ten optimizer steps, weights."""
+"""Every parallel layout equals Transformers: log-probabilities, gradients, ten optimizer steps, weights."""
 
 import megatron_cases as cases
 import megatron_layouts as layouts

@@ -1,4 +1,4 @@
-"""Experts that are divided over two ranks reach both engines, which compute what Transformers does with the same weights."""
+"""Experts sharded over two ranks reach both engines, which compute the same as Transformers with these weights."""
 
 import megatron_cases as cases
 import pytest

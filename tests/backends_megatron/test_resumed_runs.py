@@ -1,4 +1,4 @@
-"""A run over ranks that goes on from a checkpoint is one that was never stopped: with a reference, a teacher, a critic."""
+"""A resumed multi-rank run equals an uninterrupted one: with a reference, a teacher and a critic."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A scalar head under every division gives what Transformers gives: values, gradients, a folder; and learns from zero."""
+"""A scalar head under every parallel layout equals Transformers: values, gradients, saved folder; and it learns from zero."""
 
 import megatron_cases as cases
 import megatron_layouts as layouts

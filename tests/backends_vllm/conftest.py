@@ -1,4 +1,4 @@
-"""Makes the modules beside the tests importable; a readable model once a session, and one engine at a time in this process."""
+"""Makes helper modules importable; a readable model per session, and one engine at a time in this process."""
 
 import sys
 from pathlib import Path

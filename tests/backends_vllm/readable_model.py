@@ -1,4 +1,4 @@
-"""A tiny random model with its tokenizer, and what an engine of it must give, by plain forward passes and plain decoding."""
+"""A tiny random model with its tokenizer, and the expected engine output, by plain forward passes and plain decoding."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The environment of an engine: what a run needs, and what the user's own environment decides."""
+"""The environment variables of an engine: what a run needs, and what the user can set."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""Rows of vLLM one by one: as they end, as `generate` would have them, through refits, and gone when nobody waits for them."""
+"""Streaming rows from vLLM: in order of completion, equal to `generate`, across refits, and cancelled without a consumer."""
 
 import asyncio
 import os

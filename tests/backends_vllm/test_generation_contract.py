@@ -1,4 +1,4 @@
-"""What a vLLM engine answers is what was asked: log-probabilities, seeds, stops, limits, against plain Transformers."""
+"""Output of a vLLM engine: log-probabilities, seeds, stops and limits, compared with plain Transformers."""
 
 from pathlib import Path
 

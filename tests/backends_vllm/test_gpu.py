@@ -1,4 +1,4 @@
-"""On a GPU: weights by CUDA IPC, and an engine that sleeps while its policy trains beside it."""
+"""On a GPU: weights by CUDA IPC, and an engine that sleeps while its policy trains on the same device."""
 
 import subprocess
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Log-probabilities of greedy rows under the model runner that vLLM has on GPUs; its interface needs none."""
+"""Log-probabilities of greedy rows with vLLM's GPU model runner; its interface needs no GPU."""
 
 from __future__ import annotations
 

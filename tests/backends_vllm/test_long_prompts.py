@@ -1,4 +1,4 @@
-"""More prompt tokens than vLLM computes at once: whole prompts wait for their turn, and rows are sampled as they are alone."""
+"""More prompt tokens than vLLM computes at once: prompts wait, and rows are sampled as if they were alone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every refit of a vLLM engine: equal to a fresh engine, and stopped where a tensor is not what it should be."""
+"""Refits of a vLLM engine: equal to a fresh engine, and stopped if a tensor is wrong."""
 
 import os
 

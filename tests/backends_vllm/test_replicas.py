@@ -1,4 +1,4 @@
-"""vLLM replicas over a real Ray cluster: tensor parallel processes, weights over a collective, and the death of one."""
+"""vLLM replicas on a real Ray cluster: tensor parallelism, weights over a collective, and a dying replica."""
 
 import os
 import re

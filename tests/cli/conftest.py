@@ -1,4 +1,4 @@
-"""Run folders for the tests of report and compare: one that is written by hand, of any size, and one of a real run."""
+"""Run folders for the tests of report and compare: a synthetic one of any size, and one of a real run."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`rlcore check-logprobs`: exit code 0 where policy and engine agree, 1 with the number that is beyond, 2 for a mistake."""
+"""`rlcore check-logprobs`: exit code 0 if policy and engine agree, 1 with the number above its limit, 2 for a user error."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every command of `rlcore` exists, and its help shows how it is used."""
+"""Every command of `rlcore` exists, and its help shows an example."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Runs against each other: which is better in what, what differs, on the terminal, as JSON and as a page."""
+"""`rlcore compare`: better runs and differences, on the terminal, as JSON and as a page."""
 
 import json
 import re

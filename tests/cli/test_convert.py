@@ -1,4 +1,4 @@
-"""`rlcore convert`: a checkpoint of a run becomes a folder that others load, or an error that says why not."""
+"""`rlcore convert`: a checkpoint becomes a folder that other libraries load, or an error with a reason."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The curve that a run ends with, from a metrics.jsonl in whatever state it is."""
+"""The curve printed at the end of a run, for complete and damaged metrics.jsonl files."""
 
 import pytest
 

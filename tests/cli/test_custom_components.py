@@ -1,4 +1,4 @@
-"""A loss and an algorithm of one's own, by their paths: the examples learn, and a config that cannot mean one says why."""
+"""A custom loss and algorithm by import path: the examples learn, and invalid configs are explained."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`rlcore diagnose`: every diagnosis with its verdict, and exit code 1 where one has failed."""
+"""`rlcore diagnose`: the status of every diagnosis, and exit code 1 if one failed."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`rlcore eval`: the run's own numbers again, a schema that stays, mistakes with exit code 2, and no process left."""
+"""`rlcore eval`: the same numbers as the run, a stable schema, exit code 2 for user errors, and no remaining process."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`rlcore explain`: a key's meaning, type, bounds, default and reader, and with a config its value and where that is from."""
+"""`rlcore explain`: meaning, type, bounds, default and reader of a key, and with a config its value and origin."""
 
 import re
 import subprocess

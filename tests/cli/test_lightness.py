@@ -1,4 +1,4 @@
-"""The command answers without the heavy libraries: what is imported is asserted, what it takes is printed."""
+"""The command does not import heavy libraries: imports are asserted, times are printed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Commands that read a checkpoint run no code that comes with it: resume, eval, convert, report."""
+"""Commands that read a checkpoint run no code from it: resume, eval, convert, report."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The page of a run: complete, self-contained, bounded, and harmless whatever a model wrote."""
+"""The report page: complete, self-contained, of limited size, and safe for any model output."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The parts of a report: what a chart draws is what was recorded, and the texts of tokens add up to the completion."""
+"""Components of a report: charts show the recorded values, and token texts add up to the completion."""
 
 import json
 import random

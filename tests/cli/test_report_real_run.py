@@ -1,4 +1,4 @@
-"""Report and metrics of a real run: everything that it wrote is found, understood and documented."""
+"""Report and metrics of a real run: everything written is read and documented."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""What `rlcore train` says while it starts and when Ctrl-C ends it, and what it says where it cannot begin."""
+"""Output of `rlcore train` at startup, after Ctrl-C, and if it cannot start."""
 
 import json
 import re

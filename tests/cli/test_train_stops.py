@@ -1,4 +1,4 @@
-"""How `rlcore train` ends when it is asked to stop: by signals, within the grace period, and by its time limit."""
+"""How `rlcore train` stops: by signals, within the grace period, and at its time limit."""
 
 import json
 import signal

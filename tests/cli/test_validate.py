@@ -1,4 +1,4 @@
-"""`rlcore validate`: exit code 0 and a summary, or 2 and every mistake with its line; never a traceback."""
+"""`rlcore validate`: exit code 0 and a summary, or 2 and every error with its line; never a traceback."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""`rlcore validate --deep`: imports, tokenizer, data and model config are checked; no weight is read and nothing starts."""
+"""`rlcore validate --deep` checks imports, tokenizer, data and model config without reading weights or starting anything."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Whole runs of `rlcore train`, each in a folder of its own."""
+"""Whole runs of `rlcore train`, each in its own folder."""
 
 import json
 import sys

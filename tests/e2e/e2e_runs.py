@@ -1,4 +1,4 @@
-"""Whole runs of `rlcore train` in processes of their own, on the model of the quickstart."""
+"""Whole runs of `rlcore train` in separate processes, on the quickstart model."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every algorithm learns: whole runs in this process, on the model of the quickstart, that move their number the right way."""
+"""Every algorithm learns: whole runs in this process on the quickstart model improve their metric."""
 
 import json
 import sys

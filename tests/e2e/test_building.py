@@ -1,4 +1,4 @@
-"""A run that fails while it is built leaves a status with the reason, and nothing outlives it."""
+"""A run that fails during startup leaves a status with the reason, and no process."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Data as a user gives it: parquet, a saved dataset in a mixture with a split, ranked completions; and each of them wrong."""
+"""Data formats of users: parquet, a saved dataset in a mixture with a split, ranked completions; and errors in each."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A pupil learns from a teacher that was made a minute ago: whole runs, on the model of the quickstart."""
+"""Distillation from a freshly trained teacher: whole runs on the quickstart model."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Runs on a disk that becomes full, or whose weights become infinite, end with one message and keep the last checkpoint."""
+"""Runs on a full disk, or with infinite weights, end with one message and keep the last checkpoint."""
 
 import json
 import shutil

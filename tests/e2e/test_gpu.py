@@ -1,4 +1,4 @@
-"""Whole runs on a GPU: the quickstart, and each engine beside each policy on one device."""
+"""Whole runs on a GPU: the quickstart, and each engine with each policy on one device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""PPO on real parts: it learns, goes on after a kill as if nothing had been, spreads over ranks, and refuses what cannot be."""
+"""Real PPO runs: they learn, resume after a kill, run on several ranks, and reject invalid configs."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The calls that users were promised, in the shape of the reference's examples, under our names."""
+"""The documented Python calls, in the form of the reference examples."""
 
 from collections.abc import Mapping
 from pathlib import Path

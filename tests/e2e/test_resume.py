@@ -1,4 +1,4 @@
-"""A run that is stopped in any way and resumed equals, bit for bit, one that was never stopped; nothing outlives it."""
+"""A run that is stopped in any way and resumed equals an uninterrupted one bit for bit, and leaves no process."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whatever the algorithm, a run that is resumed equals, bit for bit, one that was never stopped; also over two ranks."""
+"""For every algorithm, a resumed run equals an uninterrupted one bit for bit, also on two ranks."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Whole runs whose generation workers are killed: every step is completed, and its samples are those of an undisturbed run."""
+"""Whole runs with killed generation workers: every step completes with the samples of an undisturbed run."""
 
 import json
 import os

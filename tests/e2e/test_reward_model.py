@@ -1,4 +1,4 @@
-"""Reward models: the example learns, in every kind of microbatch; GRPO and a score from outside agree on what was learnt."""
+"""Reward models: the example learns with every kind of microbatch; scores agree with GRPO and an outside computation."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Whole runs: what they write, what they refuse, and what they survive."""
+"""Whole runs: their output, rejected configs, and recovery from failures."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run over Ray whose process group is told to stop saves a checkpoint; one whose Ray dies says which daemon it was."""
+"""A run over Ray saves a checkpoint when its process group is terminated; if Ray dies, the error names the daemon."""
 
 import json
 import os

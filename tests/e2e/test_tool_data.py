@@ -1,4 +1,4 @@
-"""Conversations with tools through `rlcore train`: trained, compared and asked; refused where the template cannot say them."""
+"""Conversations with tools through `rlcore train`: trained, compared and prompted; an error without template support."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The pages from Python: the promised calls train, and they are the same code path as a config."""
+"""The Python pages: documented calls train and use the same code path as a config."""
 
 import json
 

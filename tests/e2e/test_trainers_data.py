@@ -1,4 +1,4 @@
-"""What a trainer is given in Python is what a config's `data` names: the same data takes the same steps, whatever its form."""
+"""Data passed to trainers in Python takes the same steps as the same data in a config, in any form."""
 
 import json
 

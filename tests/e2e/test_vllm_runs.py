@@ -1,4 +1,4 @@
-"""Whole runs that sample from vLLM over Ray: what they measure, and what a mistake in their config says."""
+"""Whole runs with vLLM over Ray: their metrics and their config errors."""
 
 import json
 

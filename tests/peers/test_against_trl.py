@@ -1,4 +1,4 @@
-"""Our losses and advantages against TRL's own trainers, on the same weights, tokens and masks: values and gradients.
+"""Losses and advantages compared with TRL's trainers on the same weights, tokens and masks: values and gradients.
 
 Real trainers of TRL, around a random Llama, are given a batch that is made by hand. Ours gets log-probabilities from the same
 model by a log-softmax that neither side wrote. Where TRL has the same formula under another normalisation or setting, the test

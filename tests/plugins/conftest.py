@@ -1,4 +1,4 @@
-"""Third-party distributions, installed as an installer leaves them: a module folder and a dist-info folder on the path."""
+"""Third-party distributions as installed: a module folder and a dist-info folder on the path."""
 
 from __future__ import annotations
 

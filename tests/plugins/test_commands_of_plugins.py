@@ -1,4 +1,4 @@
-"""A distribution adds commands to `rlcore`; they are listed with the others and imported when they are run."""
+"""A distribution adds commands to `rlcore`; they are listed with the others and imported when they run."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""A component checks its own fields, and loads what it names or says why not."""
+"""A component checks its fields, and loads its target or explains why it cannot."""
 
 from abc import ABC, abstractmethod
 

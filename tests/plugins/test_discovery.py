@@ -1,4 +1,4 @@
-"""A broken distribution is shown with its reason and takes nothing else down."""
+"""A broken distribution is listed with its reason and does not affect others."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The pages on plugins say what the code does: the hooks are listed as specified, and the example is built and run."""
+"""The pages on plugins match the code: hooks are listed as specified, and the example is built and run."""
 
 import inspect
 import json

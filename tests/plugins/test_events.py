@@ -1,4 +1,4 @@
-"""Event hooks reach every plugin, and one that raises is told by name."""
+"""Event hooks reach every plugin, and a plugin that raises is named."""
 
 import types
 

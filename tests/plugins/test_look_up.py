@@ -1,4 +1,4 @@
-"""Every way in which a look-up fails, in the words that the user reads."""
+"""Error messages of every kind of failed component look-up."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every key of the config has an effect: the code that it configures reads it, and where that is cheap a change is observed.
+"""Every config key has an effect: the code that it configures reads it, and where it is cheap, a change is observed.
 
 A key without an entry in one of the tables below fails, so a new key comes with the folder that reads it.
 """

@@ -1,4 +1,4 @@
-"""The documents as a site: built with warnings as errors, complete, and in need of nothing from elsewhere."""
+"""The documentation site: built with warnings as errors, complete, and without external resources."""
 
 import ast
 import importlib.util

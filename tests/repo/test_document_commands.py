@@ -1,4 +1,4 @@
-"""The commands that README and documents show: each parses and names keys that exist, and those of the README run in order."""
+"""Commands in README and docs parse and use existing keys, and those of the README run in order."""
 
 import importlib
 import json

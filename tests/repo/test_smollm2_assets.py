@@ -1,4 +1,4 @@
-"""The files of the examples with a real model are those that their script writes, and hold nothing out that they teach."""
+"""Data files of the SmolLM2 examples equal the output of their scripts, and held-out data is not in the training data."""
 
 import json
 import re

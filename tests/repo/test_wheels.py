@@ -1,4 +1,4 @@
-"""`make dist` builds every distribution, and the wheels alone work outside the repository.
+"""`make dist` builds every distribution, and the wheels work outside the repository.
 
 No test needs a network. The fresh environments see the third-party libraries of the environment that runs the tests through a
 .pth file; our own distributions are hidden there and can only come from the wheels, with pip's ordinary resolution.

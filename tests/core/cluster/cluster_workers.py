@@ -1,4 +1,4 @@
-"""The workers of these tests; sent to their processes by value, so that no process needs this folder on its path."""
+"""Worker classes of these tests, pickled by value, so that processes do not need this folder on their path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose Ray loses a daemon ends promptly with the daemon's name, wherever the driver is at that moment."""
+"""A run whose Ray loses a daemon exits promptly with the name of the daemon, in any phase."""
 
 from __future__ import annotations
 

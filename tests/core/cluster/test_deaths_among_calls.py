@@ -1,4 +1,4 @@
-"""Calls on several workers of which one dies: who is waited for, what is kept, and which failure is told."""
+"""Calls on several workers when one dies: which are awaited, which results are kept, and which failure is reported."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What torch sees in the worker processes of a machine that has GPUs."""
+"""The GPUs that torch sees in worker processes."""
 
 from __future__ import annotations
 

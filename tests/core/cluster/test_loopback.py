@@ -1,4 +1,4 @@
-"""A cluster on one machine can be reached from this machine only, and its files by this user only."""
+"""A cluster on one machine is reachable only from this machine, and its files only by this user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers over several nodes and with several bundles each, on a Ray that believes in GPUs."""
+"""Workers on several nodes with several bundles each, on a Ray with simulated GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drivers that end in every way there is; what they started must end with them."""
+"""All processes end with their driver, however it ends."""
 
 from __future__ import annotations
 

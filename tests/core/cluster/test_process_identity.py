@@ -1,4 +1,4 @@
-"""A worker's process is known again by its pid and its age, whatever happens to the clock meanwhile."""
+"""A process is identified by pid and age, also after clock changes."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What the tests of the data room share: a small real tokenizer, and batches drawn at random."""
+"""Shared fixtures of the data tests: a small real tokenizer, and random batches."""
 
 import sys
 from pathlib import Path

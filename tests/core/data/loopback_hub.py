@@ -1,4 +1,4 @@
-"""A hub of datasets on the loopback device: as much of its API as `datasets` asks to find, list and download a repository."""
+"""A dataset hub on the loopback device, with the API that `datasets` needs to find, list and download a repository."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A chat template beside the same written by hand: what it says, what of it a model would sample; knows no mask of ours."""
+"""Chat templates with the same format written by hand: the text, and which parts a model would sample."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

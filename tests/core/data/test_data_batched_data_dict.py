@@ -1,4 +1,4 @@
-"""The laws of `BatchedDataDict` as a table of rows."""
+"""Properties of `BatchedDataDict` as a table of rows."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Conversations in OpenAI's form: what is taken over, what is refused and why."""
+"""Conversations in OpenAI format: which are accepted, and which are rejected with a reason."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The loader's order: its own for each epoch, the same wherever it is resumed."""
+"""The order of the data loader: different in each epoch, and reproducible after a resume."""
 
 import itertools
 import json

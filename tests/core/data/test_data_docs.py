@@ -1,4 +1,4 @@
-"""The page on data: every example is read, from files with the rows that the page shows."""
+"""The page on data: every example is read from files with the rows shown."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Held-out rows: every row is on one side, by what it asks, wherever it stands and whatever stands beside it."""
+"""Held-out rows: each row is in one split, determined by its prompt and independent of its position and of other rows."""
 
 import json
 from functools import cache

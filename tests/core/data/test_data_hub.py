@@ -1,4 +1,4 @@
-"""Datasets by their name on the hub: downloaded by the library from a hub on the loopback device, and what goes wrong there."""
+"""Datasets by their hub name: downloaded from a hub on the loopback device, and errors."""
 
 import io
 import json

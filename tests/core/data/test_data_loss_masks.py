@@ -1,4 +1,4 @@
-"""Loss masks of whole conversations, against segments that were written by hand for each style of chat template.
+"""Loss masks of whole conversations, compared with hand-written segments for each style of chat template.
 
 The reference shares nothing with the code: a few lines of Python say, for each style, which characters of a conversation a
 model would sample; a token is trained where its characters are (by the tokenizer's own offsets). Masks are 0 or 1, so that the

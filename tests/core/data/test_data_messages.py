@@ -1,4 +1,4 @@
-"""Message logs: their tokens are the template's, and what is not a token is not trained."""
+"""Message logs: their tokens equal those of the template, and other tokens are not trained."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Mixtures: each member's share at every place, nothing repeated before all of it was seen, and a resume from JSON alone."""
+"""Mixtures: proportions at every position, no repetition before all rows were seen, and resuming from JSON."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Packers against their capacity, a lower bound, and the layout of packed rows against plain rows."""
+"""Bin packing compared with capacity and a lower bound, and packed rows compared with plain rows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The door: right padding, attention masks, the table of batch keys and the page made from it."""
+"""Right padding, attention masks, the table of batch keys and the page generated from it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Preferences: from the lines of a file to pairs of rows, with only the answers trained."""
+"""Preference data: from lines of a file to pairs of rows in which only answers are trained."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Templates that rewrite what they wrote before: prompts are theirs as a whole, and only what is sampled is trained.
+"""Templates that rewrite earlier turns: prompts are rendered as a whole, and only sampled tokens are trained.
 
 Each template here is small and has one habit of published ones. Beside it stands the same by hand: texts, and which of them a
 model samples. Masks are 0 or 1, so that the comparison is exact.

@@ -1,4 +1,4 @@
-"""Sharding and microbatching: no row lost or doubled, budgets kept, ranks in step."""
+"""Sharding and microbatching: no row lost or duplicated, budgets respected, ranks in step."""
 
 from typing import Any
 

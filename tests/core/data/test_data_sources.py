@@ -1,4 +1,4 @@
-"""One face for every source: the same rows give the same records, and what is wrong with one is told with its place."""
+"""All data sources return the same records for the same rows, and report errors with their location."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Variables of chat templates: they hold for whoever applies the template, and none is without an effect."""
+"""Variables of chat templates apply wherever the template is used, and each has an effect."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""Tools in rows of every form: one record whatever the writing, and what is wrong with one told with its place."""
+"""Tools in rows of every format give the same record, and errors have their location."""
 
 import json
 

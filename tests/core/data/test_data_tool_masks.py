@@ -1,4 +1,4 @@
-"""Loss masks across tool turns, against segments written by hand for each way in which chat templates say tools.
+"""Loss masks across tool turns, compared with hand-written segments for each tool format of chat templates.
 
 As in the tests of the other masks, the reference is a few lines of Python per style that say which characters a model would
 sample; masks are 0 or 1 and token ids integers, so that the comparison is exact.

@@ -1,4 +1,4 @@
-"""Batches between processes: pickle, Ray's object store, and a process group; real ones."""
+"""Batches between real processes: pickle, Ray's object store, and a process group."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Generation workers that end themselves with SIGKILL where a file of theirs says so."""
+"""Generation workers that kill themselves with SIGKILL when a file requests it."""
 
 from __future__ import annotations
 

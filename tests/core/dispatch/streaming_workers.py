@@ -1,4 +1,4 @@
-"""Workers of a few lines that stream: a row of n tokens ends after n ticks of work, unless it says otherwise."""
+"""Minimal streaming workers: a row of n tokens ends after n ticks unless the request differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment that breaks the contract of `EnvironmentReturn` ends the run with its task, its class and what was found."""
+"""An environment that violates the contract of `EnvironmentReturn` stops the run with task, class and what was found."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The facades over workers: shards, fillers, counts and errors, with workers that only count."""
+"""The facades over workers: shards, padding rows, counts and errors, with workers that only count."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows that stream over workers: spread by what is under way, handed out as they end, cancelled with who asked for them."""
+"""Streaming rows over workers: balanced by rows in flight, returned when finished, cancelled with their consumer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resume continues the optimizer's state, under the settings of the present config."""
+"""A resume continues the optimizer state with the settings of the current config."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What policy workers share: rows in the order of their plan, metrics reduced as a loss says, errors that name the key."""
+"""Shared code of policy workers: rows in plan order, metrics reduced as the loss requires, errors that name the key."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a second process does in tests of GPUs; imported there, and so a module of its own."""
+"""Code of the second process in GPU tests; a separate module because it is imported there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers in processes of their own, made by multiprocessing alone, and the two faces that a synchronizer takes."""
+"""Workers in separate multiprocessing processes, and the two interfaces that a synchronizer takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The canary: what an engine computes with, against its policy, after every refit; on the model of the quickstart."""
+"""The canary compares engine and policy after every refit, on the quickstart model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A fused model's weights under the names of its checkpoint: what Transformers writes, as views of what it computes with."""
+"""Weights of a model with fused tensors under their checkpoint names: equal to what Transformers saves, as views."""
 
 import pytest
 import torch

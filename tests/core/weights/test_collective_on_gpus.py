@@ -1,4 +1,4 @@
-"""The weight collective between processes with GPUs: NCCL where each has one to itself, gloo where they share one."""
+"""The weight collective between GPU processes: NCCL with one GPU each, gloo on a shared GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers on a GPU that another process maps; what needs no GPU of it is tested everywhere."""
+"""GPU buffers that another process maps; tests that need no GPU run everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation workers that are killed in the middle of a refit: it begins again, with proof, and nobody waits for the dead."""
+"""Generation workers killed during a refit: it restarts, is verified, and nothing waits for dead workers."""
 
 from __future__ import annotations
 

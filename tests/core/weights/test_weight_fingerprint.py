@@ -1,4 +1,4 @@
-"""The fingerprint: equal for equal weights, different for every way in which weights have been seen to go wrong."""
+"""The fingerprint: equal for equal weights, different for every known kind of corruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments of shared memory: nothing is left in /dev/shm, whatever happens to the process that made them."""
+"""Shared-memory segments: nothing remains in /dev/shm, however the owning process ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A refit through the facades in one process: what arrives, what is proven, and what is refused."""
+"""A refit through the facades in one process: transferred weights, verification, and rejected refits."""
 
 from __future__ import annotations
 

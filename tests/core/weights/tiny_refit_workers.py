@@ -1,4 +1,4 @@
-"""A small model as a policy worker and as a generation worker that only refit; real tensors, real verbs."""
+"""A small model as a policy worker and a generation worker that only refit, with real tensors."""
 
 from __future__ import annotations
 

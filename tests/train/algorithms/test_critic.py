@@ -1,4 +1,4 @@
-"""What a critic makes of rows with turns, penalties, cuts and rows that are left out, by hand; and passes over rows."""
+"""GAE targets for rows with turns, penalties, truncation and dropped rows, worked by hand; and training epochs."""
 
 import pytest
 import torch

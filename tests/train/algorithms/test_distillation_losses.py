@@ -1,4 +1,4 @@
-"""The losses against a teacher: each against a plain float64 loop over tokens, and the laws that hold for any numbers."""
+"""Distillation losses compared with a float64 loop over tokens, and their mathematical properties."""
 
 import itertools
 import math

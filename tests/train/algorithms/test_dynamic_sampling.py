@@ -1,4 +1,4 @@
-"""Draws until a step is full: whole groups, ids of their own, a bound, and counts of what was thrown away."""
+"""Dynamic sampling draws until a step is full: whole groups, distinct ids, a limit, and counts of dropped groups."""
 
 import pytest
 import torch

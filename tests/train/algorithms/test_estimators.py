@@ -1,4 +1,4 @@
-"""Advantage estimators against hand-worked groups and plain loops that share no code."""
+"""Advantage estimators compared with hand-worked groups and independent loops."""
 
 import math
 import statistics

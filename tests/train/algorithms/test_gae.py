@@ -1,4 +1,4 @@
-"""Generalised advantages against a float64 loop over the actions of one row at a time, and the laws that they must hold."""
+"""GAE compared with a float64 loop over the actions of each row, and its mathematical properties."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Advantages against hand-worked groups and a loop that shares no code."""
+"""Advantages compared with hand-worked groups and an independent loop."""
 
 import math
 import statistics

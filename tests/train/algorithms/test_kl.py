@@ -1,4 +1,4 @@
-"""KL estimators against the exact divergence of small distributions."""
+"""KL estimators compared with the exact divergence of small distributions."""
 
 import pytest
 import torch

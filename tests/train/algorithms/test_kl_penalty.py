@@ -1,4 +1,4 @@
-"""The KL in the reward, by hand; the weight that follows it, by hand, by its properties and over a resume."""
+"""The KL in the reward, by hand; the adaptive KL weight by hand, by its properties and over a resume."""
 
 import json
 import math

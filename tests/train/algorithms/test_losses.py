@@ -1,4 +1,4 @@
-"""Losses against a float64 loop over tokens that shares no code, and the laws that they must hold."""
+"""Losses compared with an independent float64 loop over tokens, and their mathematical properties."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Losses over pairs against a float64 loop that shares no code, hand-worked pairs, and the laws that losses must hold."""
+"""Preference losses compared with an independent float64 loop and hand-worked pairs, and their mathematical properties."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is done to rewards, by hand and against plain loops."""
+"""Reward scaling and shaping, by hand and compared with plain loops."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The loss of values against a float64 loop that shares no code, and the laws of every loss."""
+"""The value loss compared with an independent float64 loop, and its mathematical properties."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a resume may change, and what makes another run of it."""
+"""Config changes that a resume allows, and those that make it a different run."""
 
 from rl_train.checkpoints.config_changes import config_changes
 

@@ -1,4 +1,4 @@
-"""A full disk ends with one message and no incomplete files; a disk that is too small is refused before the first step."""
+"""A full disk gives one message and no incomplete files; a disk that is too small is an error before the first step."""
 
 import errno
 import json

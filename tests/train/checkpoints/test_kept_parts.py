@@ -1,4 +1,4 @@
-"""What an algorithm has of its own is in every checkpoint, and where it was after a resume."""
+"""The state of algorithm components is saved in every checkpoint and restored by a resume."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, whatever happens while they are written."""
+"""Checkpoints are complete or absent, whatever happens while they are written."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Config files in a folder of their own, and what is wrong with them line by line."""
+"""Config files in a temporary folder, and their errors line by line."""
 
 from __future__ import annotations
 

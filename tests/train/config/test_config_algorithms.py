@@ -1,4 +1,4 @@
-"""What an algorithm, its loss and the rest of a run cannot be together is said with its file and line."""
+"""Conflicts between an algorithm, its loss and the rest of a config are reported with file and line."""
 
 import json
 import re

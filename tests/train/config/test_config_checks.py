@@ -1,4 +1,4 @@
-"""Sections that are each right and do not fit together are refused, with the reason and the remedy."""
+"""Valid sections that are incompatible are errors with a reason and a fix."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Models beside the policy: what their sections mean, and which are refused at which line."""
+"""The sections `value` and `teacher`: their meaning, and errors with their line."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a distillation run is without a word, and what it cannot be, said with its file and line."""
+"""Defaults of distillation configs, and their errors with file and line."""
 
 import re
 from pathlib import Path

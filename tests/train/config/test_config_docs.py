@@ -1,4 +1,4 @@
-"""What docs/config.md shows is what happens."""
+"""The examples in docs/config.md work as shown."""
 
 import re
 from pathlib import Path

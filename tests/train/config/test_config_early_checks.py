@@ -1,4 +1,4 @@
-"""Mistakes that a run would meet only after minutes are refused by `rlcore validate`, with line, key and remedy."""
+"""Errors that a run would hit only after minutes are found by `rlcore validate`, with line, key and fix."""
 
 import inspect
 import json

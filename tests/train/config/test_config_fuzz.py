@@ -1,4 +1,4 @@
-"""Hundreds of broken configs: each is a run or a list of mistakes, never another exception."""
+"""Hundreds of broken configs: each gives a run or a list of errors, never another exception."""
 
 import copy
 import os

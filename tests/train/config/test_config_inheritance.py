@@ -1,4 +1,4 @@
-"""`defaults:` lays files over each other, depth first, and refuses circles and what cannot be read."""
+"""`defaults:` merges files depth first, and rejects cycles and unreadable files."""
 
 from rl_core.config.diagnostics import Problems
 from rl_train.config.sources import LARGEST_FILE, read_sources

@@ -1,4 +1,4 @@
-"""`${...}` takes written values, defaults and the environment, keeps their type, and says where it leads nowhere."""
+"""`${...}` resolves to config values, defaults and environment variables, keeps their type, and reports unknown references."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A loaded config is complete, knows where each value came from, cannot be changed, and loads again as itself."""
+"""A loaded config is complete, has the origin of each value, is immutable, and can be saved and loaded again."""
 
 import pickle
 import subprocess

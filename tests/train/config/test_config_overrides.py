@@ -1,4 +1,4 @@
-"""`key=value` sets what exists, `++key=value` adds; both are typed as YAML and blamed by their number."""
+"""`key=value` sets existing keys and `++key=value` adds keys; values are typed as YAML, and errors name the override."""
 
 import pytest
 

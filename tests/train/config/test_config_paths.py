@@ -1,4 +1,4 @@
-"""Relative paths: from the working directory first, else from the file that writes them; names stay names."""
+"""Relative paths: relative to the working directory first, else to the file that contains them; names stay names."""
 
 import pytest
 

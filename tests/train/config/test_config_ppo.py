@@ -1,4 +1,4 @@
-"""What a PPO run cannot be is said with its file and line."""
+"""Errors in PPO configs have file and line."""
 
 import re
 from pathlib import Path

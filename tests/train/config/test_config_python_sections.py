@@ -1,4 +1,4 @@
-"""Sections given from Python get the error words of a config file, with a suggestion."""
+"""Sections given from Python have the error messages of a config file, with suggestions."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The JSON schema accepts what the loader accepts, and the reference pages tell every key."""
+"""The JSON schema accepts what the loader accepts, and the reference pages document every key."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Secrets from the environment reach the run, and nothing that is written, printed or sent to a logger."""
+"""Secrets from the environment reach the run, but are never written, printed or sent to a logger."""
 
 import json
 

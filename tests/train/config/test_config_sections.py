@@ -1,4 +1,4 @@
-"""Each section has the model of what it names, and each mistake is one line: place, key, what is allowed, what was found."""
+"""Each section has the model of its component, and each error is one line: location, key, allowed values, what was found."""
 
 import pytest
 

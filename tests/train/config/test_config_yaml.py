@@ -1,4 +1,4 @@
-"""YAML as OmegaConf means it, with places; and every text that is none is refused with its line, never with a traceback."""
+"""YAML is parsed as by OmegaConf, with source locations; invalid text is an error with its line, never a traceback."""
 
 import math
 

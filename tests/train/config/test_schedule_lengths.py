@@ -1,4 +1,4 @@
-"""Learning-rate schedules count optimizer steps, and users steps of the algorithm: the config says where the two do not fit."""
+"""Learning-rate schedules count optimizer steps and users count algorithm steps: the config reports mismatches."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line a step when piped, a bar with numbers on a terminal, and no end of the run by either."""
+"""Console output of a run: a line per step in a pipe, a progress bar on a terminal, and neither stops the run."""
 
 import io
 import os

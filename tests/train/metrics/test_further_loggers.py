@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and MLflow with their real libraries, read back; an absent one is a mistake of the config."""
+"""TensorBoard, Weights & Biases and MLflow with the real libraries, read back; a missing library is a config error."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""The record of a run: values with their reduction, phases, and files that survive a kill."""
+"""Recorded metrics: values with their reduction, phases, and files that survive a kill."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A character tokenizer, a scripted engine and two small environments: the tests here are about who calls them."""
+"""A character tokenizer, a scripted engine and two small environments: these tests are about their callers."""
 
 import pytest
 import torch

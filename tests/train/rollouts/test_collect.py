@@ -1,4 +1,4 @@
-"""Rollouts turn by turn: tokens stay as sampled, rows stay in order, environments see their own tasks."""
+"""Rollouts turn by turn: tokens stay as sampled, rows keep their order, environments see only their own tasks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A run whose rewards never differ within a group is warned of, once, with the steps."""
+"""A run whose rewards never differ within a group gives one warning, with the steps."""
 
 import logging
 

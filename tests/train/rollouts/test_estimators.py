@@ -1,4 +1,4 @@
-"""pass@k and cons@k against every subset written out, and against cases worked by hand."""
+"""pass@k and cons@k compared with enumerated subsets and cases worked by hand."""
 
 import itertools
 import math

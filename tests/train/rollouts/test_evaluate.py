@@ -1,4 +1,4 @@
-"""Held-out prompts: always the same ones, judged by their environment, scored by hand-worked numbers."""
+"""Validation prompts: always the same, graded by their environment, with scores worked by hand."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Steps whose answers the data gives: how many they are, that a resume repeats none, and what their rows hold."""
+"""Steps with answers from the dataset: their number, no repetition after a resume, and their rows."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A row's seed is a function of the run's seed, of the prompt's ordinal, of the sample and of the turn, and of nothing else."""
+"""The seed of a row depends only on the seed of the run, the prompt's ordinal, the sample and the turn."""
 
 import itertools
 

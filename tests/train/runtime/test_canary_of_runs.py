@@ -1,4 +1,4 @@
-"""A run's checkpoints hold the error of its first sync, and a resumed run is judged by it."""
+"""Checkpoints contain the canary error of the first sync, and a resumed run is compared with it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where the parts of a run compute, and in which order those that share a GPU start."""
+"""Devices of the components of a run, and the start order of those that share a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data handed over in Python: every form gives the records that a config's section gives, and what is none is told."""
+"""Data passed in Python: every form gives the records of the config section, and invalid data is an error."""
 
 import gzip
 import json

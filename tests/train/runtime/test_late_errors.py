@@ -1,4 +1,4 @@
-"""Mistakes that only a worker or the data can find still name the config key and its line."""
+"""Errors that only a worker or the data can find still name the config key and its line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From sections of data to loaders: prompts for all, mixtures, held-out rows, processors of one's own, bad rows."""
+"""From data sections to loaders: prompts, mixtures, held-out rows, custom processors, bad rows."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Real runs in this process that are resumed: from where, under which config, and what a refused resume leaves alone."""
+"""Resumed runs in this process: from which checkpoint, with which config, and what a rejected resume leaves unchanged."""
 
 import json
 import shutil

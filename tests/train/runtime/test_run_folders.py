@@ -1,4 +1,4 @@
-"""Which run folder and which checkpoint a start means, and what it refuses before anything is written."""
+"""The run folder and checkpoint that a start uses, and errors before anything is written."""
 
 import json
 import shutil

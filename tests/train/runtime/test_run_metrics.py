@@ -1,4 +1,4 @@
-"""Which lines of a run's metrics have the numbers of its data."""
+"""The metrics lines of a run that contain data statistics."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What an algorithm declares is what the runtime does, whatever its settings are called."""
+"""The runtime does what an algorithm declares, whatever its settings are called."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The optimizer steps that a config implies are those that a run makes, and its learning-rate schedule ends with it."""
+"""The optimizer steps implied by a config equal those of a run, and its learning-rate schedule ends with it."""
 
 import json
 import shutil

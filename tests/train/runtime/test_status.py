@@ -1,4 +1,4 @@
-"""status.json: a run from its first part to its end, whatever that is, and the processes of now after one was replaced."""
+"""status.json from the start of a run to its end, and the current processes after a restart."""
 
 import datetime
 import json

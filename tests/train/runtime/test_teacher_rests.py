@@ -1,4 +1,4 @@
-"""A teacher gives its place on the device back before anybody else needs it: the order of calls between real workers."""
+"""A teacher frees its device memory before other components need it: the order of calls between real workers."""
 
 import json
 from pathlib import Path

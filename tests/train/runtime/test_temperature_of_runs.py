@@ -1,4 +1,4 @@
-"""The temperature of sampling is the temperature of training in algorithms that sample, and in no other."""
+"""Algorithms that sample train at the sampling temperature; others do not."""
 
 import json
 from contextlib import ExitStack

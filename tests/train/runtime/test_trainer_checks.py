@@ -1,4 +1,4 @@
-"""Trainers made from Python refuse what a config file with the same settings is refused for; nothing is started."""
+"""Trainers created from Python reject the same settings as a config file, before starting anything."""
 
 from pathlib import Path
 

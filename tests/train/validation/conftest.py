@@ -1,4 +1,4 @@
-"""The quickstart's model as it is, and copies of it with some tensors changed."""
+"""The quickstart model, and copies of it with some tensors changed."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The numbers of a comparison against a loop over tokens in plain Python, and what is judged of them."""
+"""Log-probability agreement compared with a loop over tokens in plain Python, and its pass criteria."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Each diagnosis of a chat template, on one that is right and on one that is wrong in just that way."""
+"""Each diagnosis of a chat template, on a correct template and on one with exactly that error."""
 
 import pytest
 from tokenizers import Tokenizer

@@ -1,4 +1,4 @@
-"""Untrained rows are found with their ids and texts, and tying is compared with what the policy really sends."""
+"""Untrained rows are reported with ids and texts, and tying is compared with the weights that the policy sends."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The diagnoses that ask an engine: its limit, its decoding against its prefill, and both against the policy."""
+"""Diagnoses that use an engine: its length limit, decoding against prefill, and both against the policy."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What every step says of sampler and policy is one number a step, whatever the microbatches and ranks."""
+"""Mismatch metrics of sampler and policy are one number per step, with any microbatches and ranks."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What docs/validation.md shows works."""
+"""The examples in docs/validation.md work."""
 
 import re
 from pathlib import Path
