@@ -80,19 +80,18 @@ def test_every_error_has_its_line_and_a_suggestion(mistakes):
         "8:7: policy.generation.vllm_kwargs.enable_lorra: vLLM's EngineArgs has no 'enable_lorra'. Did you mean 'enable_lora'?",
         "9:7: policy.generation.vllm_kwargs.tokenizer: vllm_kwargs cannot set tokenizer: set "
         "policy.generation.vllm_cfg.tokenizer instead.",
-        "10:7: policy.generation.vllm_kwargs.worker_extension_cls: vllm_kwargs cannot set worker_extension_cls: the refit "
-        "needs it.",
+        "10:7: policy.generation.vllm_kwargs.worker_extension_cls: vllm_kwargs cannot set worker_extension_cls: refits use it.",
     ]
 
 
 def test_values_that_vllm_would_silently_change_or_reject_are_errors(mistakes):
     assert mistakes("temperature: 0.001", "val_temperature: 0.001") == [
-        "3:3: policy.generation: temperature 0.001 is below 0.01, and vLLM would sample at that instead, while training scored "
-        "tokens at the smaller one."
+        "3:3: policy.generation: temperature 0.001 is too small: vLLM would sample at 0.01, but training would score the "
+        "tokens at 0.001. Set it to at least 0.01."
     ]
     assert mistakes("vllm_cfg: {max_num_seqs: 64, max_num_batched_tokens: 32}") == [
-        "5:5: policy.generation.vllm_cfg: max_num_batched_tokens 32 is below max_num_seqs 64: each row that is decoded needs a "
-        "token."
+        "5:5: policy.generation.vllm_cfg: max_num_batched_tokens 32 is less than max_num_seqs 64: each row needs a token per "
+        "engine step."
     ]
 
 
@@ -215,7 +214,7 @@ def test_a_section_takes_what_it_leaves_open_from_the_policy():
 
 def test_an_engine_that_waits_for_weights_says_so_instead_of_sampling(engines):
     engine = engines(max_new_tokens=4, load_format="dummy")
-    with pytest.raises(WorkerError, match="no whole set of weights"):
+    with pytest.raises(WorkerError, match="does not have complete weights"):
         engine.generate(batch_of([5]))
 
 

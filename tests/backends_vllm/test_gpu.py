@@ -135,7 +135,7 @@ def test_a_policy_and_a_sleeping_engine_share_a_gpu_and_every_refit_by_cuda_ipc_
                 engine.finish_generation()
             else:
                 assert engine.weight_version == -1
-                with pytest.raises(WorkerError, match="no whole set of weights"):
+                with pytest.raises(WorkerError, match="does not have complete weights"):
                     engine.generate(prompts())
                 engine.finish_generation()
 

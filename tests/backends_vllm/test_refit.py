@@ -134,7 +134,7 @@ def test_an_engine_without_weights_refuses_to_sample_before_its_first_refit(tmp_
     engine = make_engine(path, load_format="dummy")
     try:
         assert engine.weight_version == -1
-        with pytest.raises(Exception, match="no whole set of weights"):
+        with pytest.raises(Exception, match="does not have complete weights"):
             engine.generate(rows(1))
     finally:
         engine.shutdown()
@@ -191,9 +191,9 @@ def test_a_tensor_that_the_engine_loses_transposes_or_delays_stops_the_run(pair,
         patch.setattr(VllmWeightReceiver, "load_into_vllm", faulty)
         with pytest.raises(WeightSyncError) as caught:
             synchronizer(policy, engine).sync()
-    says = "left layers as they were" if fault is lost else "computes other log-probabilities than the policy"
+    says = "did not update all layers" if fault is lost else "computes other log-probabilities than the policy"
     assert says in str(caught.value)
-    # A full refit mends it.
+    # A full refit repairs it.
     assert synchronizer(policy, engine).sync()["refit/canary_error"] < 1e-5
 
 

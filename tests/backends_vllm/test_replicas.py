@@ -207,6 +207,6 @@ def test_what_vllm_cannot_do_on_a_cpu_is_refused_with_the_way_out(path, tmp_path
     assert caught.value.exit_code == 2
     small_heads = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, intermediate_size=64, vocab_size=64)
     small_heads.save_pretrained(tmp_path)
-    with pytest.raises(WorkerError, match=r"those of this model have 16. Set policy.generation.backend: hf") as caught:
+    with pytest.raises(WorkerError, match=r"this model's is 16. Set policy.generation.backend: hf") as caught:
         VllmGeneration(config=section(str(tmp_path))).wait_ready()
     assert caught.value.exit_code == 2

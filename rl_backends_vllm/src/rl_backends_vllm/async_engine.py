@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine behind the same verbs: its core computes in a process of its own, whoever asks for what."""
+"""vLLM's asynchronous engine with the same interface: its core runs in a separate process and computes continuously."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from rl_backends_vllm.engine import Engine, FailedRequest, requests_with_output
 
 _SHUTDOWN_TIMEOUT_S = 20.0
-"""How long the core's process may take to end; two seconds of work, where no other process wants the cores."""
+"""Timeout for the core process to exit. It needs about two seconds on an idle machine."""
 
 
 class AsyncEngine(Engine):
-    """`vllm.AsyncLLM` on an event loop of its own thread.
+    """`vllm.AsyncLLM` on an event loop in its own thread.
 
     Args:
         arguments: of `vllm.AsyncEngineArgs`.
@@ -88,7 +88,7 @@ class AsyncEngine(Engine):
         self._wait(self._end())
         del self._engine
         self._stop_loop()
-        multiprocessing.active_children()  # a process that had to be killed is waited for, or it would stay as a zombie
+        multiprocessing.active_children()  # joins a process that was killed; otherwise it would stay a zombie
 
     async def _start(self, arguments: Mapping[str, Any]) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -121,7 +121,7 @@ class AsyncEngine(Engine):
                     self._finished.put(output)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # handed over by `finished`, in the thread that waits
+        except Exception as error:  # `finished` returns it in the waiting thread
             self._finished.put(FailedRequest(request_id=request_id, error=error))
 
     async def _abort(self, request_ids: list[str]) -> None:

@@ -48,8 +48,8 @@ class VllmEngineConfig(Section):
     kv_cache_dtype: str = "auto"
     """Data type of the KV cache, such as `fp8`; `auto` is the engine's own."""
     load_format: str | None = None
-    """`auto` loads the model's weights, `dummy` waits for the policy's weights. Defaults to `dummy` in a run, which sends all
-    weights with its first refit, and to `auto` otherwise."""
+    """`auto` loads the model's weights; `dummy` skips them, because the policy sends its own. Defaults to `dummy` in a run,
+    which sends all weights with its first refit, and to `auto` otherwise."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model."""
     tokenizer: TokenizerConfig | None = None
@@ -69,8 +69,8 @@ class VllmEngineConfig(Section):
     def _check_batched_tokens(self) -> Self:
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: each row "
-                "that is decoded needs a token"
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: each row "
+                "needs a token per engine step"
             )
         return self
 
@@ -81,7 +81,7 @@ class VllmEngineConfig(Section):
 
 
 def _engine_argument(name: str) -> str:
-    """A name that `vllm_kwargs` may contain. Applied to the key, so that an error shows the line of the key."""
+    """Validate a key of `vllm_kwargs`. Applied to the key, so that an error shows its line."""
     known = known_engine_arguments()
     if name in OWNED:
         raise ValueError(f"vllm_kwargs cannot set {name}: {OWNED[name]}")
@@ -103,8 +103,8 @@ class VllmConfig(GenerationConfig):
     def _check_temperature(self) -> Self:
         if self.temperature < _MIN_TEMPERATURE:
             raise ValueError(
-                f"temperature {self.temperature:g} is below {_MIN_TEMPERATURE:g}, and vLLM would sample at that instead, "
-                "while training scored tokens at the smaller one"
+                f"temperature {self.temperature:g} is too small: vLLM would sample at {_MIN_TEMPERATURE:g}, but training would "
+                f"score the tokens at {self.temperature:g}. Set it to at least {_MIN_TEMPERATURE:g}"
             )
         return self
 
@@ -115,7 +115,7 @@ class VllmConfig(GenerationConfig):
             yield ("model_name",), problem
 
     def for_policy(self, policy: PolicyConfig) -> Self:
-        """This section with unset values taken from the policy: model, data type, tokenizer, length. Weights are not loaded."""
+        """This section with unset values from the policy (model, data type, tokenizer, length). Weights are not loaded."""
         own = self.vllm_cfg
         loaded_as = getattr(policy, f"{policy.backend}_cfg", None)
         filled: dict[str, Any] = {

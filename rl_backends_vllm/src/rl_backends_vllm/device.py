@@ -1,8 +1,8 @@
-"""What differs between a CPU and a GPU: environment variables and engine arguments; nothing else in this package asks.
+"""Environment variables and engine arguments that differ between CPU and GPU. No other module depends on the device.
 
-Why each: a spinning OpenMP thread takes the core that a neighbour needs (`KMP_BLOCKTIME`, `OMP_WAIT_POLICY`), and Intel's
-runtime, where it is installed, is about 1.5 times as fast as GNU's; binding threads to cores would take those of the policy;
-without a stated size the KV cache of a CPU takes nearly all memory; compiling takes a minute and gains a third of the time.
+Reasons: spinning OpenMP threads slow down other processes (`KMP_BLOCKTIME`, `OMP_WAIT_POLICY`), and Intel's OpenMP runtime, if
+installed, is about 1.5 times as fast as GNU's. Binding threads to cores would take the policy's cores. Without an explicit
+size, the KV cache on a CPU takes nearly all memory. Compiling takes a minute and saves a third of the time.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from rl_core.errors import ConfigError
 
 _MAX_CPU_KV_BYTES = 2**30
 _COMMON = {
-    # The engine's core runs in the worker's own process: two processes and 20 seconds less.
+    # Run the engine core in the worker's process: saves two processes and 20 seconds.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
 _LOGGING = {
     "VLLM_CONFIGURE_LOGGING": "1",
-    # A start prints about ten warnings, none about the run; torch's of C++ among them.
+    # Starting prints about ten irrelevant warnings, some from torch's C++ code.
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 _GPU = {
-    # Its choice between two model runners decides which interface the processor of greedy rows must have; see `greedy`.
+    # The model runner determines the interface of the logits processor for greedy rows; see `greedy`.
     "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
 _CPU = {
-    # One helper of the sampler is compiled whatever the engine is told: ten seconds at the first row.
+    # The sampler compiles one helper regardless of engine settings, which takes ten seconds at the first row.
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "KMP_BLOCKTIME": "1",
@@ -44,11 +44,11 @@ _CPU = {
 
 
 def worker_environment(*, use_gpus: bool, python: str | None = None) -> dict[str, str]:
-    """Environment variables that a worker's process starts with; how vLLM logs is the user's own choice, where there is one.
+    """Environment variables of a worker process. The user's own vLLM logging variables are kept.
 
     Args:
-        use_gpus: whether workers compute on GPUs.
-        python: their interpreter, where it is not the driver's.
+        use_gpus: whether workers run on GPUs.
+        python: interpreter of the workers; None for the driver's.
     """
     common = _COMMON | {name: os.environ.get(name, value) for name, value in _LOGGING.items()}
     if use_gpus:
@@ -58,7 +58,7 @@ def worker_environment(*, use_gpus: bool, python: str | None = None) -> dict[str
 
 
 def set_process_environment(device: str) -> None:
-    """The same for an engine in this process, as far as that still can; what the user has set stays.
+    """Set the same variables for an engine in this process, as far as they still take effect. The user's own values are kept.
 
     Args:
         device: "cpu" or "cuda".
@@ -68,11 +68,11 @@ def set_process_environment(device: str) -> None:
 
 
 def quiet_import() -> None:
-    """Have vLLM's import log at the level of its environment; vLLM itself sets it only when an engine starts."""
+    """Make vLLM log at the level set in the environment during its import. vLLM applies it only when an engine starts."""
     logger = logging.getLogger("vllm")
     if logger.level == logging.NOTSET:
         logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", _LOGGING["VLLM_LOGGING_LEVEL"]).upper())
-    # It looks at every name of every module, also at those that torch is about to drop.
+    # vLLM inspects all names in modules, including ones that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
@@ -97,16 +97,16 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
     return {
         "enforce_eager": config.enforce_eager is None or config.enforce_eager,
         "kv_cache_memory_bytes": stated or _kv_bytes(config, hf_config),
-        # A prompt that is read in pieces draws a token too early, and vLLM takes that back from a GPU's generator alone: a
-        # seeded row on a CPU would end in an error. Whole prompts wait for their turn instead.
+        # A partially prefilled prompt draws a token too early, which vLLM undoes for GPU generators only: on a CPU, seeded rows
+        # would fail. Prompts are therefore prefilled whole.
         "enable_chunked_prefill": False,
     }
 
 
 def enable_amx(device: str) -> None:
-    """Have Linux let this process use the tile registers (AMX) of its CPU, where it has some.
+    """Ask Linux for permission to use the tile registers (AMX) of a CPU that has them.
 
-    vLLM's attention in bfloat16 uses them unasked: unless a large matrix product has asked before, SIGILL ends the process.
+    vLLM's bfloat16 attention uses them without asking; without permission, the process is killed by SIGILL.
     """
     if device == "cpu":
         import torch
@@ -115,35 +115,35 @@ def enable_amx(device: str) -> None:
 
 
 def greedy_processor(device: str) -> str:
-    """What gives greedy rows their log-probabilities, with the interface that vLLM's model runner has there."""
+    """Import path of the logits processor for greedy rows, for the model runner that vLLM uses on the device."""
     return (
         "rl_backends_vllm.greedy:GreedyTemperature" if device == "cpu" else "rl_backends_vllm.greedy_on_gpu:GreedyTemperature"
     )
 
 
 def matmul_precision(dtype: str, *, device: str) -> str:
-    """What a model of `dtype` computes in: on a GPU vLLM's attention multiplies float32 numbers as TF32, which has ten bits."""
+    """Effective precision of a model of `dtype`. On a GPU, vLLM's attention multiplies float32 as TF32 (10-bit mantissa)."""
     return "tf32" if dtype == "float32" and device != "cpu" else dtype
 
 
 def can_sleep(device: str) -> bool:
-    """Whether memory that the engine frees is of use to anyone else."""
+    """Whether memory freed by the engine can be used by other processes."""
     return device != "cpu"
 
 
 def _check_cpu_support(config: VllmEngineConfig, hf_config: Any) -> None:
-    """Raise ConfigError for what vLLM 0.32 would begin on a CPU and fail at with the first row."""
+    """Raise ConfigError for settings with which vLLM 0.32 on a CPU would start, then fail at the first row."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     if config.pipeline_parallel_size > 1:
         raise ConfigError(
             "vLLM 0.32 on a CPU loses requests under pipeline parallelism. Set policy.generation.vllm_cfg."
-            "pipeline_parallel_size: 1, and tensor_parallel_size where one process is too few."
+            "pipeline_parallel_size: 1, and use tensor_parallel_size if you need more than one process."
         )
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if _head_dim(hf_config) not in sizes:
         raise ConfigError(
-            f"vLLM's attention on a CPU takes heads of {', '.join(map(str, sizes))} numbers, and those of this model have "
+            f"vLLM's attention on a CPU supports head sizes {', '.join(map(str, sizes))}, but this model's is "
             f"{_head_dim(hf_config)}. Set policy.generation.backend: hf, or run vLLM on a GPU."
         )
 
@@ -154,7 +154,7 @@ def _head_dim(hf_config: Any) -> int:
 
 
 def _kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
-    """Room for all rows at full length, at most one GiB, and at least for one row."""
+    """KV cache size in bytes for all rows at full length: at most 1 GiB, but enough for at least one row."""
     text = hf_config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     itemsize = 4 if config.precision == "float32" else 2
@@ -166,13 +166,13 @@ def _kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
 
 
 _CPU_BLOCK = 128
-"""Tokens of a block of the KV cache."""
+"""Tokens per block of the KV cache."""
 
 
 def _ld_preload(python: str | None) -> str:
-    """Intel's OpenMP runtime of the worker's environment and whatever else is preloaded already, but for another such runtime.
+    """Value of LD_PRELOAD: Intel's OpenMP runtime in the worker's environment, and inherited entries that are not OpenMP.
 
-    vLLM preloads GNU's for the children of a process that it was imported in, and refuses to start with two of them.
+    vLLM preloads GNU's runtime for child processes of the process that imported it, and does not start with two runtimes.
     """
     prefix = Path(python).parent.parent if python is not None else Path(sys.prefix)
     library = prefix / "lib" / "libiomp5.so"

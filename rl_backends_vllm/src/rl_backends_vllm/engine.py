@@ -1,4 +1,4 @@
-"""vLLM's engine behind few verbs, in this process; knows rows as requests, and neither batches nor policies."""
+"""A small interface to vLLM's engine, and its in-process implementation."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rl_core.errors import ConfigError, EngineDiedError
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRequest:
-    """A request that ended in an error of its own, while the engine goes on."""
+    """A request that failed while the engine continues to run."""
 
     request_id: str
     error: Exception
 
 
 class Engine(ABC):
-    """What a worker asks of vLLM.
+    """The operations that a worker needs from vLLM.
 
     Attributes:
-        config: the `vllm.VllmConfig` that it runs with.
-        is_paused: between `hold` and `resume`.
+        config: the engine's `vllm.VllmConfig`.
+        is_paused: true between `pause` and `resume`.
     """
 
     config: Any
@@ -39,15 +39,15 @@ class Engine(ABC):
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget requests; those that are unknown or done are skipped."""
+        """Cancel requests; unknown and finished ones are skipped."""
 
     @abstractmethod
     def finished(self, wait_s: float) -> list[Any]:
-        """Requests that have ended since the last call, as `vllm.RequestOutput` or `FailedRequest`; works on until one has."""
+        """Requests finished since the last call (`vllm.RequestOutput` or `FailedRequest`); waits at most `wait_s` for one."""
 
     @abstractmethod
     def started(self) -> set[str]:
-        """Requests under way that have a token."""
+        """IDs of unfinished requests that have at least one token."""
 
     @abstractmethod
     def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -55,56 +55,56 @@ class Engine(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Stop computing, with every request kept."""
+        """Stop computing; requests are kept."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Compute again."""
+        """Continue computing."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Empty the cache; requests under way compute their keys and values anew. True once it is empty."""
+        """Empty the KV cache; keys and values of running requests are recomputed. Returns whether the cache is empty."""
 
     @abstractmethod
     def sleep(self, level: int) -> None:
-        """Free the memory of the KV cache, and move weights to the host (1) or drop them (2)."""
+        """Free the KV cache, and move weights to host memory (1) or discard them (2)."""
 
     @abstractmethod
     def wake(self, tag: str) -> None:
-        """Take memory for "weights" or for "kv_cache" again."""
+        """Allocate memory for "weights" or "kv_cache" again."""
 
     @abstractmethod
     def is_dead(self) -> bool:
-        """Whether a process of the engine has ended, so that nothing it is asked will be answered."""
+        """Whether a process of the engine has exited, so that calls would never return."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the engine and its processes."""
+        """Stop the engine and its processes."""
 
     @contextmanager
     def detect_engine_death(self) -> Iterator[None]:
-        """What vLLM raises in the block, as EngineDiedError where a process of the engine is gone."""
+        """Raise EngineDiedError instead of vLLM's own exception if a process of the engine has exited."""
         try:
             yield
         except Exception as error:
             if self.is_dead():
-                raise EngineDiedError(f"A process of the vLLM engine is gone: {type(error).__name__}: {error}") from error
+                raise EngineDiedError(f"A process of the vLLM engine exited: {type(error).__name__}: {error}") from error
             raise
 
     def refit(self, verb: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """A verb of `rl_backends_vllm.extension.METHODS` in every worker process; one result each."""
+        """Call a method of `rl_backends_vllm.extension.METHODS` in every worker process; returns one result per process."""
         return unpack(self.rpc("rlcore_refit", verb, pack(*args, **kwargs)))
 
 
 class InProcessEngine(Engine):
-    """The engine's core in this process; it computes while `finished` is called.
+    """Runs the engine core in this process; it computes only during calls of `finished`.
 
     Args:
         arguments: of `vllm.EngineArgs`.
     """
 
     _instance: ClassVar[InProcessEngine | None] = None
-    """The one that runs in this process."""
+    """The engine running in this process."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -113,10 +113,10 @@ class InProcessEngine(Engine):
 
         if InProcessEngine._instance is not None:
             raise ConfigError(
-                "A vLLM engine runs in this process already, and process groups are the process's: the end of one would end "
-                "the other. Shut the first down, give the second `vllm_cfg.async_engine: true`, or run both over a cluster."
+                "This process already runs a vLLM engine. Both would share process groups, so stopping one would stop the "
+                "other. Shut the first down, set `vllm_cfg.async_engine: true` for the second, or run both on a cluster."
             )
-        # vLLM's default for the tokens of one step depends on what it is used for; as in `vllm.LLM`, it is the largest.
+        # vLLM's default number of tokens per step depends on the usage context; that of `vllm.LLM` is the largest.
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
         self.config = self._engine.vllm_config
         InProcessEngine._instance = self
@@ -164,7 +164,7 @@ class InProcessEngine(Engine):
 
     def is_dead(self) -> bool:
         executor = self._engine.model_executor
-        # vLLM's own watch over its processes may be later than the error that the death of one makes in another.
+        # vLLM's process monitor may notice a dead process later than the error it causes in another one.
         ends = [process.proc.sentinel for process in getattr(executor, "workers", None) or ()]
         return bool(getattr(executor, "is_failed", False) or connection.wait(ends, timeout=0))
 
@@ -174,5 +174,5 @@ class InProcessEngine(Engine):
 
 
 def requests_with_output(output_processor: Any) -> set[str]:
-    """Requests that vLLM's output processor has seen a token of."""
+    """IDs of requests for which vLLM's output processor has received a token."""
     return {state.external_req_id for state in output_processor.request_states.values() if not state.is_prefilling}

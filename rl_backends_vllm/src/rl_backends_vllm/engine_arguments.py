@@ -1,4 +1,4 @@
-"""Which arguments vLLM's engine has, read from its source: importing vLLM would cost every `rlcore validate` six seconds."""
+"""Names of vLLM's engine arguments, parsed from its source: importing vLLM would add six seconds to `rlcore validate`."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ OWNED = {
     "tokenizer": _CFG.format("tokenizer"),
     "kv_cache_memory_bytes": _CFG.format("kv_cache_gib"),
     "enable_sleep_mode": _CFG.format("sleep_level"),
-    "logprobs_mode": "log-probabilities are always those of the distribution that was sampled from.",
-    "worker_extension_cls": "the refit needs it.",
-    "generation_config": "rows are sampled as policy.generation says, with the model's end tokens.",
-    "override_generation_config": "rows are sampled as policy.generation says; see stop_token_ids and temperature there.",
-    "logits_processors": "training could not score the tokens under the distribution that they were sampled from.",
-    "skip_tokenizer_init": "it follows from whether the model has a tokenizer.",
-    "enable_chunked_prefill": "the device decides: vLLM cannot divide a prompt on a CPU where rows have seeds, as here.",
-    "disable_log_stats": "the engine reports through the run's metrics.",
+    "logprobs_mode": "log-probabilities are always those of the sampling distribution.",
+    "worker_extension_cls": "refits use it.",
+    "generation_config": "policy.generation and the model's end tokens determine sampling.",
+    "override_generation_config": "policy.generation determines sampling; see stop_token_ids and temperature there.",
+    "logits_processors": "training could not score the tokens under the sampling distribution.",
+    "skip_tokenizer_init": "it is set automatically if the model has no tokenizer.",
+    "enable_chunked_prefill": "it depends on the device: on a CPU, vLLM does not support it for rows with seeds.",
+    "disable_log_stats": "engine statistics are part of the run's metrics.",
     **{name: _CFG.format(name) for name in _SAME_NAME},
-    **dict.fromkeys(_REPLICAS, "a replica is one engine; set policy.generation.num_workers for more of them."),
+    **dict.fromkeys(_REPLICAS, "each replica is one engine; set policy.generation.num_workers to run several."),
 }
-"""Arguments that are set elsewhere, and where."""
+"""Arguments that `vllm_kwargs` cannot set, and what to do instead."""
 
 
 @lru_cache(maxsize=1)
 def known_engine_arguments() -> frozenset[str]:
-    """Names of the fields of `vllm.EngineArgs`; empty where vLLM is not installed, which is reported elsewhere."""
+    """Field names of `vllm.EngineArgs`; empty if vLLM is not installed, which is reported elsewhere."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         return frozenset()

@@ -1,8 +1,8 @@
-"""vLLM's executors, which start the processes of a replica; what they make in memory and in files does not outlive them."""
+"""vLLM's executors, which start the processes of a replica, with cleanup of the shared memory and files they create."""
 
 from __future__ import annotations
 
-from vllm.model_executor.model_loader import weight_utils  # noqa: F401  (its locks lie where they did before)
+from vllm.model_executor.model_loader import weight_utils  # noqa: F401  (creates its locks in the usual folder)
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -11,7 +11,7 @@ from rl_backends_vllm.shm_cleanup import tempfiles_in_replica_folder, unlink_sha
 
 
 class _CleansUp(Executor):
-    """Goes before one of vLLM's executors."""
+    """Mixin to put before one of vLLM's executors."""
 
     def _init_executor(self) -> None:
         with tempfiles_in_replica_folder():
@@ -20,8 +20,8 @@ class _CleansUp(Executor):
 
 
 class SingleProcessExecutor(_CleansUp, UniProcExecutor):
-    """The worker in the process of the engine's core."""
+    """Runs the worker in the process of the engine core."""
 
 
 class MultiProcessExecutor(_CleansUp, MultiprocExecutor):
-    """Each worker in a process of its own, also inside of a Ray actor, where vLLM by itself would take Ray."""
+    """Runs each worker in a separate process, even inside a Ray actor, where vLLM would use Ray by default."""

@@ -1,7 +1,7 @@
-"""What is mixed into vLLM's worker class: one door for the verbs of a refit, and the errors that come back through it.
+"""Mixed into vLLM's worker class: a single RPC method for refit operations that preserves exceptions.
 
-The engine's workers may be in other processes, and then an exception crosses as a line of text. Here verbs come in and results
-go out as bytes that vLLM only carries, so that an error arrives as what it was.
+The engine's workers may run in other processes, from which vLLM reports exceptions as a line of text. Arguments and results are
+therefore pickled here, so that the original exception is raised in the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ METHODS = frozenset(
         "weight_fingerprint", "get_weight_version", "refuse_torn_weights", "leave_refit",
     }
 )  # fmt: skip
-"""What the door lets in."""
+"""Receiver methods that may be called remotely."""
 
 
 class RefitExtension:
@@ -29,7 +29,7 @@ class RefitExtension:
     rlcore_receiver: VllmWeightReceiver | None = None
 
     def rlcore_init_receiver(self, replica: int, device: str) -> None:
-        """Say which replica this process belongs to; before any other verb, and before the first row."""
+        """Create the weight receiver of this process. Must be called first, before the first row."""
         enable_amx(device)
         unlink_shared_memory()
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
@@ -41,9 +41,9 @@ class RefitExtension:
         )
 
     def rlcore_refit(self, verb: str, arguments: bytes) -> bytes:
-        """Call a verb of the receiver with pickled (args, kwargs); what it gives or raises, pickled."""
+        """Call a method of the receiver with pickled (args, kwargs); returns its pickled result or exception."""
         if verb not in METHODS:
-            raise AttributeError(f"{verb!r} is no verb of a refit")
+            raise AttributeError(f"{verb!r} is not a refit method")
         args, kwargs = pickle.loads(arguments)
         try:
             result: tuple[Any, Exception | None] = (getattr(self.rlcore_receiver, verb)(*args, **kwargs), None)
@@ -58,7 +58,7 @@ def pack(*args: Any, **kwargs: Any) -> bytes:
 
 
 def unpack(answers: list[bytes]) -> list[Any]:
-    """What each process answered; raises the first error."""
+    """Results of all processes; raises the first exception."""
     results = [pickle.loads(answer) for answer in answers]
     for _, error in results:
         if error is not None:

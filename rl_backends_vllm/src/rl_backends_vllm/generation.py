@@ -1,4 +1,4 @@
-"""`VllmGeneration`: vLLM as a generation engine, in this process or as replicas over a cluster. Importing it loads no vLLM."""
+"""`VllmGeneration`: vLLM as a generation engine, in this process or on a cluster. Importing it does not load vLLM."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 class VllmGeneration(DistributedGeneration):
-    """Samples from vLLM: paged attention, continuous batching, prompts that begin alike computed once.
+    """Samples with vLLM: paged attention, continuous batching, prefix caching.
 
-    `VllmGeneration(cluster, config)` runs one replica on every `tensor_parallel_size * pipeline_parallel_size` places of the
+    `VllmGeneration(cluster, config)` runs one replica per `tensor_parallel_size * pipeline_parallel_size` bundles of the
     cluster; without a cluster, one replica runs in this process.
 
-    On a GPU that it shares with a policy, make it first and await it (`wait_ready`): it measures what memory is left, and
-    whoever loads meanwhile takes from what it counts on.
+    On a GPU shared with a policy, create the engine first and wait for it (`wait_ready`): it measures free memory at start, so
+    models loaded meanwhile would take memory that it counts on.
 
-    A row's seed decides its tokens: the same batch gives the same tokens. In another batch a row's tokens are the same as far
-    as vLLM's arithmetic is, which does not depend on the batch in float32 but for rounding, and does in bfloat16.
+    A row's seed determines its tokens: the same batch gives the same tokens. In a different batch, tokens may differ as far as
+    vLLM's arithmetic depends on the batch: by rounding only in float32, more in bfloat16.
 
     Args:
         cluster: where the replicas run.
-        config: the section `policy.generation`, or a plain mapping of its fields, those of `vllm_cfg` among them.
-        num_workers: replicas; as many as the cluster has places for by default.
-        deadlines: how long to wait for what.
+        config: the section `policy.generation`, or a mapping of its fields and those of `vllm_cfg`.
+        num_workers: number of replicas; by default, as many as the cluster can hold.
+        deadlines: timeouts.
 
     Raises:
         ConfigError: a field does not exist or has a value that is not allowed.
@@ -64,7 +64,7 @@ class VllmGeneration(DistributedGeneration):
             num_workers=replicas or (max(1, cluster.world_size() // self._processes) if cluster is not None else 1),
             deadlines=deadlines,
             env_vars=worker_environment(use_gpus=use_gpus, python=section.python),
-            # On a CPU the replica's processes share its place; each GPU is a place of its own.
+            # On CPUs, the processes of a replica share one bundle; each GPU is a bundle.
             bundles_per_worker=self._processes if use_gpus else 1,
         )
         self._stream = RowStream(self.group, deadline_s=self._deadlines.generate_s)
@@ -86,11 +86,11 @@ class VllmGeneration(DistributedGeneration):
     async def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        """Yield (row, its output) as each row ends; leaving the iterator cancels the others.
+        """Yield (row, its output) as each row finishes; closing the iterator cancels the others.
 
-        Rows under way at a refit go on with the new weights, or begin again (`vllm_cfg.in_flight`); a row is stamped with the
-        weight version that it began with. A replica that dies ends the call; it is replaced by the next `generate`, refit or
-        `revive`, and streams again once it has the policy's weights.
+        Rows in progress at a refit continue with the new weights or restart (`vllm_cfg.in_flight`); a row is marked with the
+        weight version that it started with. If a replica dies, the call fails; the next `generate`, refit or `revive` replaces
+        the replica, which streams again once it has the policy's weights.
         """
         self._check_rows(data)
         if self._without_weights:
@@ -105,7 +105,7 @@ class VllmGeneration(DistributedGeneration):
         return done
 
     def _check_rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> None:
-        """Here, not only in the replicas: the error then names the caller's row, and no replica has started."""
+        """Check rows before dispatch, so that errors name the caller's row and no replica has started."""
         limits = RowLimits(
             vocab_size=self.facts["vocab_size"],
             max_model_len=self.facts["max_model_len"],
@@ -115,7 +115,7 @@ class VllmGeneration(DistributedGeneration):
 
 
 def _section(config: VllmConfig | Mapping[str, Any] | None) -> VllmConfig:
-    """The section; a plain mapping may hold the fields of `vllm_cfg` beside its own."""
+    """The section; a mapping may also contain fields of `vllm_cfg`."""
     if isinstance(config, VllmConfig):
         return config
     return section_from_keywords("VllmGeneration", VllmConfig, own="vllm_cfg", fields=config or {})

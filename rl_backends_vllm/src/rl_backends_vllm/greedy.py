@@ -1,4 +1,4 @@
-"""Greedy rows with log-probabilities at the run's temperature: vLLM gives those of greedy rows at temperature 1."""
+"""Reports log-probabilities of greedy rows at the run's temperature; vLLM itself reports them at temperature 1."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rl_backends_vllm.requests import GREEDY_TEMPERATURE
 
 
 class GreedyTemperature(LogitsProcessor):
-    """Divides the logits of greedy rows by their temperature, which leaves their order as it is."""
+    """Divides the logits of greedy rows by the temperature, which does not change their order."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._temperatures: dict[int, float] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """False, although it is: vLLM leaves invariant processors out where all rows are greedy."""
+        """False, although it is invariant, because vLLM skips invariant processors if all rows are greedy."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow rows that come, go and move in vLLM's batch."""
+        """Track rows that are added to, removed from and moved in vLLM's batch."""
         if batch_update is None:
             return
         for index in batch_update.removed:

@@ -1,4 +1,4 @@
-"""Greedy rows with log-probabilities at the run's temperature, for vLLM's second model runner, which it has on GPUs."""
+"""Log-probabilities of greedy rows at the run's temperature, for the second model runner, which vLLM uses on GPUs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rl_backends_vllm.requests import GREEDY_TEMPERATURE
 
 
 class GreedyTemperature(LogitsProcessor):
-    """Divides the logits of greedy rows by their temperature, which leaves their order as it is."""
+    """Divides the logits of greedy rows by the temperature, which does not change their order."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
-        # By slot, a row's place as long as it is in the batch; 1 where a row has none.
+        # Indexed by the row's slot in the batch; 1 for rows without a temperature.
         self._temperatures = torch.ones(req_states.max_num_reqs, dtype=torch.float32, device=req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Take a row into its slot; whether its logits are changed."""
+        """Register a row in its slot; returns whether its logits are changed."""
         temperature = (sampling_params.extra_args or {}).get(GREEDY_TEMPERATURE)
         self._temperatures[req_idx] = 1.0 if temperature is None else temperature
         return temperature is not None

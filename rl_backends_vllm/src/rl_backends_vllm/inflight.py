@@ -1,4 +1,4 @@
-"""The rows under way in one engine: named by who asked, handed out once each, started again where a refit asks; no batches."""
+"""Requests in progress in one engine: submitted, collected once each, cancelled, and restarted at a refit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rl_core.data.completions import Completion
 from rl_core.errors import RLCoreError
 
 _PAUSED_WAIT_S = 0.01
-"""How long a call waits for rows while a refit holds them: the refit's next verb waits for that call."""
+"""How long `collect` waits while a refit has paused the engine; the next refit call must wait for it."""
 
 
 class InFlightRequests:
-    """What has been asked of the engine and not been handed out.
+    """Rows submitted to the engine and not collected yet.
 
     Args:
-        engine: works on the rows.
+        engine: processes the rows.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -33,23 +33,23 @@ class InFlightRequests:
         return len(self._rows)
 
     def add(self, name: str, tokens: list[int], parameters: Any, *, weight_version: int) -> None:
-        """Begin a row.
+        """Submit a row.
 
         Args:
-            name: unique among the rows under way.
+            name: unique among the rows in progress.
             tokens: its prompt.
             parameters: `vllm.SamplingParams`.
-            weight_version: of the weights that it begins with; where a refit holds it back, `assign_weight_version` says it.
+            weight_version: of the weights it starts with; during a refit, `assign_weight_version` sets it.
         """
         self._rows[name] = _Row(tokens, parameters, weight_version, waits_for_weights=self._engine.is_paused)
         self._submit(name)
 
     def collect(self, wait_s: float, *, only: Collection[str] | None = None) -> dict[str, Completion | RLCoreError]:
-        """Rows that have ended, in that order, or the error of one that could not, by name; those of others are kept for them.
+        """Finished rows or their errors by name, in order of completion. Each is returned once; rows not in `only` are kept.
 
         Args:
-            wait_s: works so long until one has ended.
-            only: names that the caller waits for; all by default.
+            wait_s: maximum time to wait for the first finished row.
+            only: names to collect; all by default.
         """
         if self._engine.is_paused:
             wait_s = min(wait_s, _PAUSED_WAIT_S)
@@ -67,18 +67,18 @@ class InFlightRequests:
         return ready
 
     def cancel(self, names: Sequence[str]) -> None:
-        """Cancel rows; those that are unknown or were handed out are skipped."""
+        """Cancel rows; unknown and collected ones are skipped."""
         known = {name for name in names if self._rows.pop(name, None) is not None}
         self._abort(known)
 
     def hold_new_rows(self) -> None:
-        """A refit begins: rows that wait without a token will begin with its weights."""
+        """Called when a refit starts: rows without a token will start with the new weights."""
         started = self._engine.started()
         for request, name in self._by_request.items():
             self._rows[name].waits_for_weights |= request not in started
 
     def restart(self) -> None:
-        """Sample the rows that have not ended again from their prompts."""
+        """Sample unfinished rows again from their prompts."""
         waiting = {name: None for name, row in self._rows.items() if row.done is None}
         self._abort(waiting)
         for name in waiting:
@@ -86,13 +86,13 @@ class InFlightRequests:
             self._submit(name)
 
     def assign_weight_version(self, weight_version: int) -> None:
-        """The rows that a refit held back begin with these weights."""
+        """Set the weight version of rows that waited for a refit."""
         for row in self._rows.values():
             if row.waits_for_weights:
                 row.weight_version, row.waits_for_weights = weight_version, False
 
     def _submit(self, name: str) -> None:
-        # An attempt's answer may still be on its way when the next has started: their requests have different names.
+        # The output of an earlier attempt may still arrive after a restart, so each attempt has its own request ID.
         request = f"{name}#{next(self._attempts)}"
         self._by_request[request] = name
         row = self._rows[name]
@@ -113,9 +113,9 @@ class InFlightRequests:
         name = self._by_request.pop(output.request_id, None)
         if name is None:
             return
-        self._rows[name] = row = self._rows.pop(name)  # after those that ended before it
+        self._rows[name] = row = self._rows.pop(name)  # keeps the order of completion
         if isinstance(output, FailedRequest):
-            row.done = RLCoreError(f"vLLM failed at this row: {type(output.error).__name__}: {output.error}")
+            row.done = RLCoreError(f"vLLM failed on this row: {type(output.error).__name__}: {output.error}")
             return
         try:
             row.done = completion_of(output, prompt=row.tokens, weight_version=row.weight_version)
@@ -124,7 +124,7 @@ class InFlightRequests:
 
 
 class _Row:
-    """A row in the engine."""
+    """A submitted row."""
 
     def __init__(self, tokens: list[int], parameters: Any, weight_version: int, *, waits_for_weights: bool) -> None:
         self.tokens, self.parameters, self.weight_version, self.waits_for_weights = (

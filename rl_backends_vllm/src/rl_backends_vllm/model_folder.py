@@ -1,4 +1,4 @@
-"""What vLLM is given to read: the model's own folder or name, or, for a GGUF file, a folder with its configuration alone."""
+"""The path that vLLM loads a model from: its own folder or name, or, for a GGUF file, a folder with its configuration only."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rl_core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """A model as vLLM and we read it.
+    """Files and configuration of a model.
 
     Attributes:
-        path: what vLLM is given.
-        hf_config: the configuration of Transformers.
-        generation_config: likewise, or None where the model has none.
-        tokenizer: of the model or of the config, or None where there is none.
-        tokenizer_path: what vLLM is given to read text with; None without one.
-        has_weights: whether vLLM finds weights there.
+        path: model path for vLLM.
+        hf_config: the Transformers configuration.
+        generation_config: the generation configuration, or None if the model has none.
+        tokenizer: of the model or the config, or None if there is none.
+        tokenizer_path: tokenizer path for vLLM, or None.
+        has_weights: whether `path` contains weights.
     """
 
     path: str
@@ -38,16 +38,16 @@ class ModelFiles:
 def model_files(
     model_name: str, *, tokenizer_name: str | None, trust_remote_code: bool, temp_dir: Path
 ) -> Iterator[ModelFiles]:
-    """The files of a model, as long as the block runs; vLLM needs them while it starts and not after.
+    """Yield the files of a model. They exist while the block runs; vLLM needs them only while it starts.
 
     Args:
-        model_name: a folder, a name on a hub, or a GGUF file.
-        tokenizer_name: of another tokenizer than the model's.
+        model_name: folder, name on a hub, or GGUF file.
+        tokenizer_name: of a tokenizer other than the model's.
         trust_remote_code: whether code that comes with the model is run.
-        temp_dir: where files that have to be made are.
+        temp_dir: folder for generated files.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: the model does not exist or cannot be read.
     """
     from transformers import AutoConfig
 
@@ -57,7 +57,7 @@ def model_files(
     try:
         hf_config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"policy.generation.model_name: {model_name!r} cannot be read as a model: {error}") from error
+        raise ConfigError(f"policy.generation.model_name: cannot read {model_name!r} as a model: {error}") from error
     tokenizer = load_tokenizer_if_there(model_name, tokenizer_name=tokenizer_name, trust_remote_code=trust_remote_code)
     with TemporaryDirectory(dir=temp_dir) as folder:
         if is_gguf:
@@ -80,5 +80,5 @@ def _generation_config(model_name: str) -> Any:
 
     try:
         return GenerationConfig.from_pretrained(model_name)
-    except OSError:  # a model need not have one
+    except OSError:  # optional
         return None

@@ -1,13 +1,13 @@
-"""The receiving half of a refit inside a vLLM worker process: loads through vLLM's own reload, and proves that all of it took.
+"""Receives weights inside a vLLM worker process, loads them with vLLM's layerwise reload, and verifies that all were applied.
 
-A weight goes through three hands: it arrives (its digest is taken then, over the bytes that vLLM will read), vLLM fuses, shards
-and, on a CPU, packs it into an opaque handle, and the engine computes with that. The last step is proven layer by layer: every
-layer has taken its tensors in this refit, and every packed handle is a new one. Log-probabilities of a canary prompt, compared
-by `rl_core.weights.canary` afterwards, close the circle.
+A weight is received (its digest is computed then, over the bytes that vLLM will read); vLLM fuses, shards and, on a CPU, packs
+it into an opaque handle; the engine computes with the result. The last step is verified per layer: every layer must have
+received its tensors in this refit, and every packed handle must be new. Afterwards, `rl_core.weights.canary` compares the
+log-probabilities of a canary prompt.
 
-vLLM keeps references to the tensors of layers that are not complete yet, so what is left of a bucket is cloned before its
-memory is reused; and its reload leaves the packed copy of a tied output layer as it was, so that one is packed again here. On a
-CPU it packs the experts of a mixture when it makes their kernel and at no other time, so the kernel is taken away first.
+vLLM keeps references to tensors of incomplete layers, so the remaining tensors of a bucket are cloned before its memory is
+reused. The reload does not update the packed copy of a tied output layer, so it is packed again here. On a CPU, vLLM packs the
+experts of a mixture only when it creates their kernel, so the kernel is removed first.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rl_core.weights.receiver import WeightReceiver
 
 
 class VllmWeightReceiver(WeightReceiver):
-    """One process of one replica.
+    """The receiver of one process of one replica.
 
     Args:
         worker: vLLM's worker, which holds the model.
-        context: where it computes (`device`) and which replica it belongs to (`rank`).
-        rank_in_replica: of this process among those of its replica.
-        processes: of the replica.
+        context: device (`device`) and index of the replica (`rank`).
+        rank_in_replica: rank of this process in its replica.
+        processes: number of processes of the replica.
     """
 
     def __init__(self, worker: Any, *, context: Any, rank_in_replica: int, processes: int) -> None:
@@ -52,7 +52,7 @@ class VllmWeightReceiver(WeightReceiver):
         return 1 + self.context.rank * self._processes + self._rank_in_replica
 
     def expected_weights(self) -> RefitManifest:
-        """The weights of a Transformers model of the same configuration: vLLM reads its names and knows no list of them."""
+        """Weights of a Transformers model with the same configuration, because vLLM has no list of the names it accepts."""
         if self._expected is None:
             from transformers import AutoModelForCausalLM
 
@@ -68,7 +68,7 @@ class VllmWeightReceiver(WeightReceiver):
         return self._expected
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
-        """See `GenerationInterface.prepare_refit_info`; digests are taken of weights in the form in which they travel."""
+        """See `GenerationInterface.prepare_refit_info`; digests are computed on weights as they are transferred."""
         kept = super().prepare_refit_info(info)
         self._sent_dtypes = {name: dtype for name, (_, dtype) in as_sent(info, kept if self._rounds_to else {}).items()}
         return self._sent_dtypes
@@ -89,19 +89,19 @@ class VllmWeightReceiver(WeightReceiver):
                 method.moe_kernel = None
         with self._vllm_context():
             initialize_layerwise_reload(self._model)
-        # Looked through after every bucket; finding them anew would take as long as a small bucket.
+        # Used after every bucket; looking them up again would take as long as a small bucket.
         self._layer_infos = [get_layerwise_info(layer) for layer in self._model.modules()]
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         kind = natural_kind(self._device())
-        # By CUDA IPC they are the policy's own tensors, in its own dtype.
+        # With CUDA IPC these are the policy's own tensors, in its dtype.
         rounded = {name: tensor.to(dtype_of(self._sent_dtypes[name])) for name, tensor in tensors.items()}
         for name, tensor in rounded.items():
             self._digests[name] = tensor_digest(tensor, kind=kind)
         self.load_into_vllm(rounded)
 
     def load_into_vllm(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fuse, shard, pack: vLLM's part, with nothing of the sender's memory kept."""
+        """Let vLLM fuse, shard and pack the tensors; keeps no reference to the sender's memory."""
         with self._vllm_context():
             self._model.load_weights(iter(tensors.items()))  # type: ignore[operator]
         self._clone_pending_weights()
@@ -112,8 +112,8 @@ class VllmWeightReceiver(WeightReceiver):
         incomplete = [f"{name} ({found})" for name, found in self._incomplete_layers()]
         if incomplete:
             raise WeightSyncError(
-                "vLLM took the weights of this refit and left layers as they were: " + ", ".join(incomplete[:5]) + ". "
-                "The engine would compute with weights of several versions."
+                "vLLM did not update all layers in this refit: " + ", ".join(incomplete[:5]) + ". "
+                "The engine would compute with weights of different versions."
             )
         with self._vllm_context(), _without_warnings():
             finalize_layerwise_reload(self._model, self._worker.model_config)
@@ -122,12 +122,12 @@ class VllmWeightReceiver(WeightReceiver):
         if self._device().type == "cpu":
             old += [name for name, method in _moe_methods(self._model).items() if method.moe_kernel is None]
         if old:
-            raise WeightSyncError(f"vLLM still computes with packed weights of before the refit in {', '.join(old[:5])}.")
+            raise WeightSyncError(f"vLLM still uses packed weights from before the refit in {', '.join(old[:5])}.")
         self._packed_before = {}
 
     @property
     def _model(self) -> torch.nn.Module:
-        # Out of what wraps it on a GPU to record graphs.
+        # Without the wrapper that records graphs on a GPU.
         model: torch.nn.Module = self._worker.get_model()
         return model
 
@@ -140,7 +140,7 @@ class VllmWeightReceiver(WeightReceiver):
             info = get_layerwise_info(layer)
             if not info.can_load() or not info.load_numel_total or is_deferred_attention_layer(layer):
                 continue
-            # A tied head is loaded as the embedding that it shares its tensor with; a padded vocabulary is never full.
+            # A tied head is loaded with its embedding; a padded vocabulary is never completely loaded.
             if isinstance(layer, ParallelLMHead) and name in self._tied:
                 continue
             if isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0:
@@ -166,7 +166,7 @@ class VllmWeightReceiver(WeightReceiver):
         return module in self._packed_before and module.cpu_linear is self._packed_before[module]
 
     def _undo_partial_reload(self) -> None:
-        """Put the tensors back that a reload which failed half-way had taken away: the next one sends all weights anyway."""
+        """Restore tensors that a failed reload had removed; the next reload sends all weights anyway."""
         from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
         for layer in self._model.modules():
@@ -185,7 +185,7 @@ class VllmWeightReceiver(WeightReceiver):
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """VLLM warns of every layer that no tensor was addressed to, rotary tables and tied heads too; what counts was checked."""
+    """Silence vLLM's warnings about layers without new tensors, such as rotary tables and tied heads; they were checked."""
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -196,23 +196,23 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _uniform_dtype(model: torch.nn.Module) -> str | None:
-    """The dtype that vLLM reads every weight in; None where a model has several, such as a router's bias in float32."""
+    """The dtype in which vLLM loads all weights; None if there are several, such as a router bias in float32."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    # As they were before vLLM packed them, which leaves empty parameters behind.
+    # The metadata from before packing, which leaves empty parameters.
     loaded = [tensor for layer in model.modules() for tensor in get_layerwise_info(layer).restore_metadata[0].values()]
     dtypes = {dtype_name(tensor.dtype) for tensor in loaded if tensor.dtype.is_floating_point}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _moe_methods(model: torch.nn.Module) -> dict[str, Any]:
-    """By the layer's name, what computes the experts of each mixture."""
+    """Layer name to the method that computes the experts of a mixture."""
     found = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
     return {name: method for name, method in found.items() if hasattr(method, "moe_kernel")}
 
 
 def _shared_weights(model: torch.nn.Module) -> set[str]:
-    """Names of modules whose `weight` is the parameter of a module before them."""
+    """Names of modules that share their `weight` parameter with an earlier module."""
     seen: set[int] = set()
     shared = set()
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Rows as vLLM's requests, and its finished requests as rows; knows no engine."""
+"""Converts rows to vLLM requests, and finished requests to rows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ GREEDY_TEMPERATURE = "rlcore_greedy_temperature"
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How every row is sampled.
+    """Sampling settings of all rows.
 
     Attributes:
         temperature: logits are divided by it.
-        top_p: of the likeliest tokens whose probability reaches it.
-        top_k: of the so many likeliest tokens; None for all.
-        stop_strings: those of every row.
+        top_p: cumulative probability of the most likely tokens to sample from.
+        top_k: number of most likely tokens to sample from; None for all.
+        stop_strings: stop strings of every row.
         end_ids: tokens that end a row.
-        has_tokenizer: whether the engine can read text.
+        has_tokenizer: whether the engine can detokenize.
     """
 
     temperature: float
@@ -60,17 +60,20 @@ class SamplingSettings:
 
 
 def check_stop_strings(prompts: Iterable[Prompt], *, reads_text: bool) -> None:
-    """Raise DataError, naming the row, where one has stop strings and there is no tokenizer to read text with."""
+    """Raise DataError for the first row that has stop strings if there is no tokenizer."""
     for prompt in prompts:
         if prompt.stop_strings and not reads_text:
             raise DataError(
-                f"Row {prompt.number} has stop strings {list(prompt.stop_strings)}, but there is no tokenizer to read text "
-                "with. Give one: policy.tokenizer.name."
+                f"Row {prompt.number} has stop strings {list(prompt.stop_strings)}, which require a tokenizer. "
+                "Set policy.tokenizer.name."
             )
 
 
 def engine_seeds(seeds: Iterable[int]) -> list[int]:
-    """What vLLM is given for the seeds of rows: its -1 means none, and on a CPU its draws know the lower 32 bits alone."""
+    """Row seeds as vLLM needs them.
+
+    They are mixed because a CPU uses only their lower 32 bits, and non-negative because -1 means no seed.
+    """
     mixed: list[int] = (mix(torch.tensor(list(seeds), dtype=torch.int64)) & (2**63 - 1)).tolist()
     return mixed
 
@@ -79,20 +82,20 @@ def completion_of(output: Any, *, prompt: Sequence[int], weight_version: int) ->
     """A finished `vllm.RequestOutput` as a row.
 
     Raises:
-        RLCoreError: vLLM gave the row up, or another number of log-probabilities than of tokens.
+        RLCoreError: vLLM aborted the row, or returned a wrong number of log-probabilities.
     """
     [found] = output.outputs
     if found.finish_reason not in ("stop", "length"):
         raise RLCoreError(
-            f"vLLM ended request {output.request_id} after {len(found.token_ids)} tokens with {found.finish_reason!r}, "
-            "neither a stop nor a limit: the row is no sample. Remove whatever in vllm_kwargs asks for it."
+            f"vLLM ended request {output.request_id} after {len(found.token_ids)} tokens with {found.finish_reason!r} instead "
+            "of a stop or the length limit, so the row is not a valid sample. Remove the setting in vllm_kwargs that causes it."
         )
     tokens = list(found.token_ids)
     logprobs = [] if found.logprobs is None else list(found.logprobs.logprobs)
     if len(logprobs) != len(tokens):
         raise RLCoreError(
-            f"vLLM gave {len(logprobs)} log-probabilities for the {len(tokens)} tokens of request {output.request_id}. "
-            "Training needs exactly one each; remove whatever in vllm_kwargs asks for more."
+            f"vLLM returned {len(logprobs)} log-probabilities for {len(tokens)} tokens of request {output.request_id}. "
+            "Training needs exactly one per token. Remove the setting in vllm_kwargs that changes this."
         )
     return Completion(
         prompt=prompt,

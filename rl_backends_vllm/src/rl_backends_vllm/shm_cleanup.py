@@ -1,10 +1,10 @@
-"""What vLLM and Intel's OpenMP runtime leave in shared memory and in files, and how it goes; knows no engine.
+"""Cleans up shared memory and files created by vLLM and by Intel's OpenMP runtime.
 
-A name in shared memory serves only to meet: once all have met it is taken away, those who have mapped the memory keep it, and
-nothing is left of a process that is killed. So goes the memory of the queues between the processes of a replica, that of tensor
-parallel groups on a CPU, which nobody takes away, and the page by which the OpenMP runtime registers a process. Sockets and the
-file by which process groups meet are needed as long as a replica runs; they lie in a folder of the process that holds it. What
-is killed before it could do any of this is swept by the next replica that starts, and by the end of its own engine.
+A shared memory segment needs a name only until all processes have opened it. Its name is then unlinked, so that nothing remains
+if a process is killed: this covers the message queues of a replica, the memory of tensor parallel groups on a CPU, which vLLM
+never unlinks, and the page with which the OpenMP runtime registers a process. Sockets and the rendezvous file of process groups
+are needed as long as the replica runs, and are kept in a folder per process. Files of processes that were killed earlier are
+removed when the next replica starts and when its own engine shuts down.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _QUEUES = "/dev/shm/psm_"
 _PREFIX = "rlcore-vllm-"
 _FOLDER = re.compile(rf"{_PREFIX}(\d+)-\w+")
 _MAX_FOLDER_LENGTH = 70
-"""A Unix socket's path has at most 107 characters, and the names of vLLM's have 36."""
+"""The path of a Unix socket has at most 107 characters, and vLLM's file names have 36."""
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _OWN_PROCESSES = ("VllmWorker", "EngineCore")
-"""How vLLM names its processes."""
+"""Name prefixes of vLLM's processes."""
 
 
 def unlink_shared_memory() -> None:
-    """Take the names away from the shared memory that this process has met others by."""
+    """Unlink the names of shared memory that this process has opened."""
     maps = Path("/proc/self/maps")
     mapped = maps.read_text() if maps.exists() else ""
     for path in set(_GROUP_MEMORY.findall(mapped)):
@@ -51,12 +51,12 @@ def unlink_shared_memory() -> None:
 
 
 def unlink_openmp_page(folder: Path = _SHM) -> None:
-    """Take this process's OpenMP page away: it warns of a second runtime in the process, which would have shown by now."""
+    """Unlink this process's OpenMP page, which detects a second runtime in the process; that would have happened by now."""
     (folder / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
 
 
 def remove_stale_files(pages: Path = _SHM, temporary: Path | None = None) -> list[str]:
-    """Remove the OpenMP pages and the folders of processes that are gone and were this user's; the names of those removed."""
+    """Remove OpenMP pages and folders of this user's exited processes; returns the removed names."""
     removed = []
     for path in [*pages.glob("__KMP_REGISTERED_LIB_*"), *(temporary or _temporary()).glob(f"{_PREFIX}*")]:
         named = _OPENMP_PAGE.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
@@ -66,16 +66,16 @@ def remove_stale_files(pages: Path = _SHM, temporary: Path | None = None) -> lis
             if path.stat().st_uid == os.getuid():
                 _remove(path)
                 removed.append(path.name)
-        except FileNotFoundError:  # another worker's driver was faster
+        except FileNotFoundError:  # removed by another process
             continue
     return removed
 
 
 @contextmanager
 def replica_folder() -> Iterator[Path]:
-    """The folder of this process's replica, named to vLLM while the block starts it; gone where the block fails.
+    """Create the folder of this process's replica and pass it to vLLM while the block runs; removed if the block fails.
 
-    It has one name as long as the process lives, since vLLM reads the variable once.
+    Its name is constant for the process, because vLLM reads the variable only once.
     """
     folder = _folder_of(os.getpid())
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -94,13 +94,13 @@ def replica_folder() -> Iterator[Path]:
 
 
 def remove_replica_folder() -> None:
-    """Remove the folder of this process's replica, which has ended."""
+    """Remove the folder of this process's replica after shutdown."""
     _remove(_folder_of(os.getpid()))
 
 
 @contextmanager
 def tempfiles_in_replica_folder() -> Iterator[None]:
-    """Have temporary files that this process makes in the block lie in the folder of `replica_folder`."""
+    """Create temporary files of the block in the folder of `replica_folder`."""
     before = tempfile.tempdir
     tempfile.tempdir = os.environ.get(_SOCKETS, before)
     try:
@@ -110,10 +110,10 @@ def tempfiles_in_replica_folder() -> Iterator[None]:
 
 
 def _unlink_own_queues() -> None:
-    """The creator of a queue unlinks it at a regular end, which must not fail because it is done already."""
+    """The creator of a queue would unlink it again at shutdown, which must not fail."""
     from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 
-    # Those of a worker process are held by a frame of its main loop alone.
+    # In a worker process, only a frame of its main loop references them.
     for buffer in [found for found in gc.get_objects() if type(found) is ShmRingBuffer]:
         if buffer.is_creator:
             buffer.is_creator = False
@@ -121,7 +121,7 @@ def _unlink_own_queues() -> None:
 
 
 def _unlink_own_semaphores() -> None:
-    """Those of a process that vLLM has started, which hands none on; elsewhere they are somebody else's."""
+    """Only in processes started by vLLM, which pass no semaphores on; elsewhere they may belong to others."""
     if not multiprocessing.current_process().name.startswith(_OWN_PROCESSES):
         return
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -129,7 +129,7 @@ def _unlink_own_semaphores() -> None:
     for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
         if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
             finalizer()
-    # Its bars lock other processes out, by one semaphore more for the first bar of a process.
+    # The first progress bar of a process would create another semaphore as a lock between processes.
     tqdm.set_lock(threading.RLock())
 
 
@@ -151,7 +151,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Whatever is left of it; vLLM and other drivers take their part of it away at the same time."""
+    """Remove a file or folder; vLLM and other drivers may be removing the same files."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

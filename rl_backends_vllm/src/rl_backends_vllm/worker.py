@@ -1,4 +1,4 @@
-"""One replica of vLLM as a generation worker: starts the engine, samples, streams, and passes the refit on to it."""
+"""One vLLM replica as a generation worker: starts the engine, samples, streams, and forwards refits to it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from rl_core.weights.replicas import same_digests_on_every_replica
 
 _POLL_S = 1.0
 _INCOMPLETE_WEIGHTS = (
-    "The engine has no whole set of weights: its first refit, or the one under way, has not ended. Refit it, then sample."
+    "The engine does not have complete weights: its first or current refit has not finished. Refit it, then sample."
 )
 
 
 class VllmGenerationWorker(GenerationWorker):
-    """One replica; tensor and pipeline parallel processes are the engine's own.
+    """One replica; vLLM itself starts tensor and pipeline parallel processes.
 
     Args:
-        context: which replica this is, where it computes, and with how many threads.
+        context: index of the replica, device, and number of threads.
         config: the section `policy.generation`.
     """
 
@@ -53,7 +53,7 @@ class VllmGenerationWorker(GenerationWorker):
     def setup(self) -> Mapping[str, Any]:
         config = self._config
         if config.model_name is None:
-            raise ConfigError("`policy.generation.model_name` is empty, and there is no policy to take it from: name a model.")
+            raise ConfigError("`policy.generation.model_name` is required, because there is no policy to take it from.")
         if self.context.run_in_process:
             set_process_environment(self.context.device)
         quiet_import()
@@ -86,7 +86,7 @@ class VllmGenerationWorker(GenerationWorker):
         }
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
-        # An engine that sleeps would never come to a row.
+        # A sleeping engine would never process a row.
         self.prepare_for_generation()
         self._check_weights()
         prompts = self._read(data)
@@ -142,7 +142,7 @@ class VllmGenerationWorker(GenerationWorker):
         return emptied
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> dict[str, str]:
-        """See `GenerationInterface.prepare_refit_info`; requests under way wait until the cache was emptied."""
+        """See `GenerationInterface.prepare_refit_info`; requests in progress wait until the cache has been emptied."""
         self._wake("weights")
         ran_before = not self._running.is_paused
         self._running.pause()
@@ -150,7 +150,7 @@ class VllmGenerationWorker(GenerationWorker):
         try:
             dtypes: dict[str, str] = self._running.refit("prepare_refit_info", dict(info))[0]
         except WeightSyncError:
-            if ran_before:  # nothing was loaded: the weights are what they were
+            if ran_before:  # nothing was loaded, so the weights are unchanged
                 self._resume()
             raise
         return dtypes
@@ -195,7 +195,7 @@ class VllmGenerationWorker(GenerationWorker):
     @property
     def _running(self) -> Engine:
         if self._engine is None:
-            raise WeightSyncError("The engine does not run: call setup first; after shutdown there is none.")
+            raise WeightSyncError("The engine is not running: setup was not called, or it was shut down.")
         return self._engine
 
     def _arguments(self, files: ModelFiles, load_format: str) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class VllmGenerationWorker(GenerationWorker):
             "model": files.path,
             "tokenizer": files.tokenizer_path,
             "skip_tokenizer_init": files.tokenizer_path is None,
-            # Left to itself, vLLM would run a float32 model in a coarser type.
+            # By default, vLLM would run a float32 model in lower precision.
             "dtype": own.precision or str(getattr(files.hf_config, "dtype", None) or "auto").removeprefix("torch."),
             "load_format": load_format,
             "trust_remote_code": own.trust_remote_code,
@@ -223,7 +223,7 @@ class VllmGenerationWorker(GenerationWorker):
             "logits_processors": [greedy_processor(self.context.device)] if self._config.temperature != 1.0 else None,
             "worker_extension_cls": "rl_backends_vllm.extension.RefitExtension",
             "disable_log_stats": True,
-            # The screen is the run's own.
+            # The run draws its own progress bars.
             "use_tqdm_on_load": False,
         }
         arguments |= engine_arguments(own, device=self.context.device, hf_config=files.hf_config)
@@ -233,8 +233,8 @@ class VllmGenerationWorker(GenerationWorker):
         config = self._config
         if config.stop_strings and files.tokenizer_path is None:
             raise ConfigError(
-                f"policy.generation.stop_strings is {config.stop_strings}, but {config.model_name!r} has no tokenizer to read "
-                "text with. Give one: policy.tokenizer.name."
+                f"policy.generation.stop_strings is {config.stop_strings}, which requires a tokenizer, but "
+                f"{config.model_name!r} has none. Set policy.tokenizer.name."
             )
         return SamplingSettings(
             temperature=config.temperature,
@@ -260,7 +260,7 @@ class VllmGenerationWorker(GenerationWorker):
         self._add(arrival.name, prompt, seed=seed, greedy=arrival.greedy)
 
     def _seeds(self, prompts: Sequence[Prompt]) -> list[int]:
-        # Replicas that drew from one seed would sample the same rows.
+        # With the same seed, all replicas would sample the same rows.
         seed = self._config.vllm_cfg.seed * 1_000_003 + self.context.rank
         derived: list[int] = derived_seeds(seed, self._calls, len(prompts)).tolist()
         return engine_seeds(own if prompt.seed is None else prompt.seed for prompt, own in zip(prompts, derived, strict=True))
@@ -303,5 +303,5 @@ def _start(arguments: Mapping[str, Any], *, asynchronous: bool) -> Engine:
     given = {name: value for name, value in arguments.items() if value is not None}
     try:
         return AsyncEngine(given) if asynchronous else InProcessEngine(given)
-    except ValueError as error:  # so do vLLM's own config classes complain
-        raise ConfigError(f"vLLM does not start as policy.generation.vllm_cfg and vllm_kwargs ask it to: {error}") from error
+    except ValueError as error:  # raised by vLLM's config classes
+        raise ConfigError(f"vLLM does not start with policy.generation.vllm_cfg and vllm_kwargs: {error}") from error
