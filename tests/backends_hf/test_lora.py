@@ -257,7 +257,7 @@ def test_a_family_where_peft_would_adapt_fused_experts_unasked_is_refused(peft, 
     def start(lora):
         HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path), hf={"lora": lora})).setup()
 
-    with pytest.raises(NotSupportedError, match=r"peft adapts other parameters.*Name the layers of attention alone"):
+    with pytest.raises(NotSupportedError, match=r"peft also adapts parameters other than.*Name only attention layers"):
         start({"rank": 4})
     with pytest.raises(UserError, match=r"cannot adapt .* fused"):
         start({"rank": 4, "target_modules": ["gate_proj"]})
@@ -463,10 +463,10 @@ def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(parts, model
     without = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("llama-tied")))
     without.setup()
     without.save_checkpoint(tmp_path / "whole", None)
-    with pytest.raises(CheckpointError, match=r"holds an adapter: resume with the `policy\.hf_cfg\.lora`"):
+    with pytest.raises(CheckpointError, match=r"contains an adapter: resume with the same `policy\.hf_cfg\.lora`"):
         without.load_checkpoint(tmp_path / "w", None)
     before = adapters_of(worker)
-    with pytest.raises(CheckpointError, match=r"no adapter was saved there\. It holds the weights of a whole model"):
+    with pytest.raises(CheckpointError, match=r"no adapter was saved there\. It contains the weights of a full model"):
         worker.load_checkpoint(tmp_path / "whole", None)
     with pytest.raises(CheckpointError, match="no adapter was saved"):
         worker.load_checkpoint(tmp_path / "absent", None)
@@ -474,15 +474,15 @@ def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(parts, model
         ({"rank": 2}, "`r` is 4 there and 2 here"),
         ({"alpha": 5}, "`lora_alpha` is 32 there and 5 here"),
         ({"use_dora": True}, "`use_dora` is False there"),
-        ({"target_modules": ["q_proj"]}, "in one of the two only"),
+        ({"target_modules": ["q_proj"]}, "exists in only one of the two"),
     ):
         with pytest.raises(CheckpointError, match=says):
             start(lora=lora).load_checkpoint(tmp_path / "w", None)
-    with pytest.raises(CheckpointError, match="another adapter"):
+    with pytest.raises(CheckpointError, match="a different adapter"):
         start("llama-tied", hf={"config_overrides": {"num_hidden_layers": 1}}).load_checkpoint(tmp_path / "w", None)
     tensors = tmp_path / "w" / "adapter_model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:200])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="Cannot read the adapter"):
         worker.load_checkpoint(tmp_path / "w", None)
     assert_same(adapters_of(worker), before)
 
@@ -492,13 +492,13 @@ def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(parts, model
     [
         ({"target_modules": ["q_prj"]}, "'q_prj' matches no module of the model. Did you mean 'q_proj'"),
         ({"target_modules": ["q_proj", "w1"]}, "'w1' matches no module"),
-        ({"target_modules": "q_proj"}, "as an expression for the whole name of a module matches no module"),
-        ({"target_modules": "(q_proj"}, "no regular expression"),
+        ({"target_modules": "q_proj"}, "as a regular expression for full module names matches no module"),
+        ({"target_modules": "(q_proj"}, "is not a regular expression"),
         ({"target_modules": ["lm_head"]}, "is the LM head"),
-        ({"target_modules": ["embed_tokens"]}, "is a Embedding, and adapters stand beside linear layers only"),
+        ({"target_modules": ["embed_tokens"]}, "is a Embedding, but only linear layers can be adapted"),
         ({"target_modules": ["mlp"]}, "Name the linear layers in it: down_proj, gate_proj, up_proj"),
         ({"exclude_modules": ["norms"]}, "exclude_modules`: 'norms' matches no module"),
-        ({"target_modules": ["q_proj"], "exclude_modules": ["self_attn.q_proj"]}, "takes away all"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["self_attn.q_proj"]}, "excludes all modules"),
     ],
 )
 def test_modules_that_cannot_be_adapted_are_explained(start, lora, says):
@@ -516,10 +516,10 @@ def test_modules_that_cannot_be_adapted_are_explained(start, lora, says):
         ({"lora": {"enabled": True}}, "there is no `enabled`"),
         ({"lora": {"rank": 0}}, "greater than or equal to 1"),
         ({"lora": {"dropout": 1.0}}, "less than 1"),
-        ({"lora": {"target_modules": []}}, "nothing would train"),
-        ({"lora": {}, "data_parallel": "fsdp2"}, "lora needs data_parallel: replicate"),
-        ({"lora": {}, "load_in_4bit": True}, "lora and load_in_4bit exclude each other"),
-        ({"lora": {}, "load_in_8bit": True}, "lora and load_in_8bit exclude each other"),
+        ({"lora": {"target_modules": []}}, "nothing would be trained"),
+        ({"lora": {}, "data_parallel": "fsdp2"}, "lora requires data_parallel: replicate"),
+        ({"lora": {}, "load_in_4bit": True}, "lora and load_in_4bit cannot be combined"),
+        ({"lora": {}, "load_in_8bit": True}, "lora and load_in_8bit cannot be combined"),
     ],
 )
 def test_an_invalid_section_is_an_error_with_a_reason(hf, says):

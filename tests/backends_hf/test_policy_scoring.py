@@ -162,5 +162,5 @@ def test_a_model_without_block_diagonal_packing_is_refused_for_packing_alone():
         scoring = TokenScoring(transformers.MambaForCausalLM(config).eval(), chunk_tokens=7)
     cpu = torch.device("cpu")
     probe_scoring(scoring, device=cpu, packing=False, variable_length_kernel=False)
-    with pytest.raises(NotSupportedError, match="Packed rows see each other"):
+    with pytest.raises(NotSupportedError, match="Packed rows attend to each other"):
         probe_scoring(scoring, device=cpu, packing=True, variable_length_kernel=False)

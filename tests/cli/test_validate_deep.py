@@ -55,7 +55,7 @@ DEEP = {
     ),
     "an expression for adapters that matches no layer": (
         {"policy": {"hf_cfg": {"lora": {"target_modules": ".*nothing"}}}},
-        "policy.hf_cfg.lora.target_modules: '.*nothing' as an expression",
+        "policy.hf_cfg.lora.target_modules: '.*nothing' as a regular expression",
     ),
     "a field that the model's config lacks": (
         {"policy": {"hf_cfg": {"config_overrides": {"num_layerz": 3}}}},

@@ -41,7 +41,7 @@ class HFModelConfig(Section):
     @model_validator(mode="after")
     def _check_quantization(self) -> HFModelConfig:
         if self.load_in_8bit and self.load_in_4bit:
-            raise ValueError("load_in_8bit and load_in_4bit exclude each other: keep one of them")
+            raise ValueError("load_in_8bit and load_in_4bit cannot be combined: set only one of them")
         return self
 
 
@@ -52,7 +52,7 @@ _OTHER_NAMES: Final = {
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
 }
-"""Names of these keys in peft and elsewhere that are too different to be found by spelling."""
+"""Names used by peft and others that a spelling suggestion would not find."""
 
 
 class LoRAConfig(Section):
@@ -65,10 +65,10 @@ class LoRAConfig(Section):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout probability of an adapter's inputs in training. Must be 0 for algorithms that sample from the policy."""
     target_modules: str | list[str] = ALL_LINEAR
-    """Linear layers to adapt: a list of names or ends of names (`[q_proj, v_proj]`), a regular expression for whole names, or
+    """Linear layers to adapt: a list of names or name suffixes (`[q_proj, v_proj]`), a regular expression for full names, or
     `all-linear`, which means all except the LM head."""
     exclude_modules: str | list[str] | None = None
-    """Layers among `target_modules` to leave without an adapter; names or a regular expression, as in `target_modules`."""
+    """Layers among `target_modules` to exclude; names or a regular expression, as in `target_modules`."""
     use_rslora: bool = False
     """Whether to use the scale alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
     use_dora: bool = False
@@ -83,13 +83,13 @@ class LoRAConfig(Section):
             if key in _OTHER_NAMES:
                 raise ValueError(f"`{key}` is called `{_OTHER_NAMES[key]}` here")
             if key == "enabled":
-                raise ValueError("there is no `enabled`: the section itself switches LoRA on, and `lora: null` off")
+                raise ValueError("there is no `enabled`: the section itself enables LoRA, and `lora: null` disables it")
         return given
 
     @model_validator(mode="after")
     def _check_target_modules(self) -> LoRAConfig:
         if not self.target_modules:
-            raise ValueError(f"target_modules is empty, so nothing would train: name layers, or leave it at {ALL_LINEAR!r}")
+            raise ValueError(f"target_modules is empty, so nothing would be trained: name layers, or use {ALL_LINEAR!r}")
         return self
 
 
@@ -113,14 +113,14 @@ class HFConfig(HFModelConfig):
             return self
         if self.data_parallel == "fsdp2":
             raise ValueError(
-                "lora needs data_parallel: replicate, since adapters are merged into whole weights at each refit; the "
-                "gradients and optimizer state that fsdp2 would shard are small under lora"
+                "lora requires data_parallel: replicate, because each refit merges adapters into unsharded weights; the "
+                "gradients and optimizer state that fsdp2 would shard are small with lora"
             )
         for key in ("load_in_4bit", "load_in_8bit"):
             if getattr(self, key):
                 raise ValueError(
-                    f"lora and {key} exclude each other: a refit hands on W + B A in full precision, and a W that is rounded "
-                    f"to integers cannot be summed so. Remove {key}; policy.precision: bfloat16 halves the memory of the base"
+                    f"lora and {key} cannot be combined: a refit sends W + B A in full precision, which cannot be computed "
+                    f"from a quantized W. Remove {key}; policy.precision: bfloat16 halves the memory of the base model"
                 )
         return self
 
@@ -133,7 +133,7 @@ class HFPolicyConfig(PolicyConfig):
     """Settings specific to this backend."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """Missing models and libraries, LoRA targets that the model does not have, and dropout in RL."""
+        """Missing models and libraries, LoRA targets that do not exist in the model, and dropout in RL."""
         yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
         lora = self.hf_cfg.lora
         if lora is None:
@@ -146,12 +146,12 @@ class HFPolicyConfig(PolicyConfig):
         if lora.dropout > 0 and run.algorithm.needs_generation and run.policy is self:
             yield (
                 (*at, "dropout"),
-                f"{run.algorithm_name} compares the policy that trains with the one that sampled. Those would be two models: "
-                "with dropout and without, so their ratio is not 1 even before the first step. Set it to 0.",
+                f"{run.algorithm_name} compares the training policy with the sampling policy. With dropout in one of them, "
+                "their ratio is not 1 even before the first step. Set it to 0.",
             )
 
     def deep_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """Checks the model's config and class, the requirements for loading it on this machine, and LoRA's targets."""
+        """Checks the model's config and class, the requirements for loading it on this machine, and LoRA targets."""
         from rl_backends_hf.lora import check_targets
         from rl_backends_hf.model import model_without_weights
 
@@ -167,7 +167,7 @@ class HFSamplerConfig(HFModelConfig):
     """`policy.generation.hf_cfg`."""
 
     max_model_len: int | None = Field(default=None, ge=2)
-    """Maximum number of tokens of prompt and completion; defaults to the smaller of the limits of the policy and the model."""
+    """Maximum number of tokens of prompt and completion; defaults to the smaller of the policy's and the model's limits."""
     repetition_penalty: float = Field(default=1.0, gt=0.0)
     """Divide positive logits of tokens already in the row by this value, and multiply negative ones; 1 disables it. Algorithms
     that train on samples reject other values, since the policy scores tokens without the penalty."""
@@ -178,7 +178,7 @@ class HFSamplerConfig(HFModelConfig):
     tokenizer: TokenizerConfig | None = None
     """Tokenizer used to find stop strings; defaults to that of the policy."""
     seed: int = 0
-    """Seed for rows that have no seed of their own."""
+    """Seed for rows that do not specify one."""
 
 
 class HFGenerationConfig(GenerationConfig):
@@ -199,7 +199,7 @@ class HFGenerationConfig(GenerationConfig):
         return super().logit_changes() | own
 
     def for_policy(self, policy: PolicyConfig) -> Self:
-        """This section with unset values taken from the policy: model, loading options, data type, tokenizer, length."""
+        """This section with unset values from the policy: model, loading options, data type, tokenizer and length."""
         own = self.hf_cfg
         bounds = [policy.max_total_sequence_length, own.max_model_len or policy.max_total_sequence_length]
         filled: dict[str, Any] = {
@@ -210,7 +210,7 @@ class HFGenerationConfig(GenerationConfig):
         loaded_as = getattr(policy, "hf_cfg", None)
         if self.model_name is None and isinstance(loaded_as, HFModelConfig):
             taken = ("trust_remote_code", "attn_implementation", "config_overrides")
-            # By value: a resolved config states every default, and must mean the same.
+            # Compared by value, because a resolved config contains all defaults and must mean the same.
             unset = {key for key in taken if getattr(own, key) == getattr(_DEFAULTS, key)}
             filled.update({key: getattr(loaded_as, key) for key in unset})
         return super().for_policy(policy).model_copy(update={"hf_cfg": own.model_copy(update=filled)})

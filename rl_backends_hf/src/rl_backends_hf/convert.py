@@ -1,4 +1,4 @@
-"""A checkpoint of this backend as a folder that others load: a copy, an adapter, or its merge with the base; knows no run."""
+"""Converts a checkpoint of this backend to a folder for other tools: a copy, an adapter, or the merged model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rl_core.interfaces.conversion import Conversion
 
 
 def to_folder(conversion: Conversion) -> None:
-    """Fill the output with what Transformers loads, or, where adapters are not to be merged, peft.
+    """Fill the output with a folder for Transformers or, for unmerged adapters, for peft.
 
-    Merged weights are those that a refit hands on, bit for bit.
+    Merged weights equal those of a refit, bit for bit.
 
     Raises:
-        UserError: the base is not where the checkpoint says.
-        CheckpointError: the adapter is torn, or of another model than the base.
+        UserError: the base model is not at the path in the checkpoint.
+        CheckpointError: the adapter is incomplete, or does not belong to the base model.
     """
     source, output = conversion.source, conversion.output
     if not conversion.merge or not (source / ADAPTER_CONFIG).is_file():
@@ -29,7 +29,7 @@ def to_folder(conversion: Conversion) -> None:
     policy = _policy(conversion)
     lora = policy.hf_cfg.lora
     if lora is None:
-        raise CheckpointError(f"{source} holds an adapter, and the config that is kept beside it has no `policy.hf_cfg.lora`.")
+        raise CheckpointError(f"{source} contains an adapter, but the config saved with it has no `policy.hf_cfg.lora`.")
     model = load_model(policy.model_name, options=policy.hf_cfg, dtype=DTYPES[policy.precision], head=policy.head)
     adapters = LoraAdapters(model, lora, base=policy.model_name, head=policy.head)
     adapters.load(source)
@@ -41,7 +41,7 @@ def to_folder(conversion: Conversion) -> None:
 
 
 def _policy(conversion: Conversion) -> HFPolicyConfig:
-    """The section, without what only a run needs: its engine may be of a plugin, and its kernel of a GPU, that are not here."""
+    """The policy section without settings that only a run needs, since its engine plugin or GPU kernel may be missing here."""
     given: dict[str, Any] = {**conversion.policy, "generation": None}
     if conversion.model is not None:
         given["model_name"] = conversion.model

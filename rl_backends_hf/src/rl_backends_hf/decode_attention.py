@@ -1,8 +1,8 @@
-"""Attention of one new token per row, and the masks of it; knows the kinds of layer of a config, and no model by name.
+"""Attention and masks for decoding one token per row.
 
-Transformers repeats keys and values for every query head of a group before SDPA whenever there is a mask, which copies
-the whole cache several times a token. Here the query heads of a group are the query positions of their key head, so
-nothing is copied.
+With a mask, Transformers repeats keys and values for every query head of a group before SDPA, which copies the whole cache
+several times per token. Here, the query heads of a group are treated as query positions of their key head, so nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def grouped_sdpa(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """SDPA as Transformers calls it, without repeated keys and values where one token a row is decoded.
+    """SDPA with the signature that Transformers expects, without repeating keys and values when decoding one token per row.
 
     Args:
         module: the attention layer.
@@ -61,7 +61,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, sdpa_mask)
 
 @contextmanager
 def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Run `model` with `grouped_sdpa` where it had SDPA or flash attention; its own choice is back afterwards."""
+    """Use `grouped_sdpa` instead of SDPA or flash attention in `model` while the block runs."""
     before = model.config._attn_implementation
     if before == "eager" or not model._can_set_attn_implementation():
         yield
@@ -75,12 +75,12 @@ def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayout:
-    """How the layers of a model look at what is behind them.
+    """Attention pattern of a model's layers.
 
     Attributes:
-        num_layers: layers that keep keys and values.
+        num_layers: number of layers with keys and values.
         kinds: `full_attention`, `sliding_attention` or both.
-        window: tokens that the sliding ones see.
+        window: size in tokens of the sliding window.
     """
 
     num_layers: int
@@ -89,28 +89,28 @@ class AttentionLayout:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AttentionLayout:
-        """Read it from the config.
+        """Read the layout from a model's config.
 
         Raises:
-            NotSupportedError: a layer has another kind of memory, such as a recurrent state or chunked attention.
+            NotSupportedError: a layer has other state, such as a recurrent state or chunked attention.
         """
         kinds, arguments = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
         unknown = sorted(set(kinds) - {_FULL, _SLIDING})
         windows = {entry["sliding_window"] for entry in arguments if "sliding_window" in entry}
         if unknown or len(windows) > 1:
-            found = f"layers of kind {', '.join(unknown)}" if unknown else f"several sliding windows, {sorted(windows)}"
+            found = f"layers of type {', '.join(unknown)}" if unknown else f"several sliding windows, {sorted(windows)}"
             raise NotSupportedError(
-                f"{type(model).__name__} has {found}. This sampler keeps keys and values of full and sliding-window attention "
-                "only. Use another generation backend for this model."
+                f"{type(model).__name__} has {found}. This sampler supports only full and sliding-window attention. Use "
+                "another generation backend for this model."
             )
         return cls(num_layers=len(kinds), kinds=frozenset(kinds), window=next(iter(windows), None))
 
     def mask(self, cache: SlotCache, *, eager_dtype: torch.dtype | None) -> torch.Tensor | dict[str, torch.Tensor]:
-        """[N, 1, 1, K] as the model's forward takes it, or one for each kind of layer.
+        """Mask [N, 1, 1, K] for the model's forward pass, or one mask per layer type.
 
         Args:
             cache: the rows.
-            eager_dtype: the type of the scores that an eager attention adds the mask to; None for SDPA, which takes a bool.
+            eager_dtype: dtype of scores in eager attention, to which the mask is added; None for SDPA, which takes a bool mask.
         """
         masks = {
             kind: _shaped(cache.attendable(window=self.window if kind == _SLIDING else None), eager_dtype)

@@ -1,4 +1,4 @@
-"""Training without the model's own dropout, for losses that compare log-probabilities with those of another pass."""
+"""Disables the model's own dropout in training, for losses that compare log-probabilities with those of another pass."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 def training_mode(model: nn.Module, *, learn: bool, dropout: bool) -> Iterator[None]:
     """Put `model` into the mode of one forward and backward pass.
 
-    Without dropout all modules stay in evaluation mode, in which they score: dropout, layerdrop and router noise are off, and
-    log-probabilities equal those of `get_logprobs`. Two kinds of modules still need the training flag. Layers that recompute
-    activations check it themselves; their own probabilities of dropping something are 0 while the block runs. The dropout of
-    LoRA adapters is a setting of the run (`lora.dropout`) and stays on.
+    Without dropout, all modules stay in evaluation mode, as for scoring: dropout, layerdrop and router noise are off, and
+    log-probabilities equal those of `get_logprobs`. Two kinds of modules still need the training flag: layers that recompute
+    activations check it, so their own drop probabilities are set to 0 while the block runs; and the dropout of LoRA adapters is
+    configured explicitly (`lora.dropout`), so it stays on.
 
     Args:
         model: the model.

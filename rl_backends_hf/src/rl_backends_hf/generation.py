@@ -1,4 +1,4 @@
-"""`HuggingFaceGeneration`: any causal LM of Transformers as a generation engine, in this process or over a cluster."""
+"""`HuggingFaceGeneration`: any Transformers causal LM as a generation engine, in this process or on a cluster."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 class HuggingFaceGeneration(DistributedGeneration):
-    """Samples from a causal LM of Transformers: one prefill a prompt, rows leave as they end.
+    """Samples from a Transformers causal LM: one prefill per prompt; finished rows leave the batch.
 
-    `HuggingFaceGeneration("path/to/model", max_new_tokens=64)` runs in this process; with `cluster=` it runs one replica on
-    each place of the cluster.
+    `HuggingFaceGeneration("path/to/model", max_new_tokens=64)` runs in this process; with `cluster=` it runs one replica per
+    bundle of the cluster.
 
     Args:
         model_name: name, folder or GGUF file.
-        config: the whole section `policy.generation`, in place of `model_name` and the arguments below.
+        config: the whole section `policy.generation`, instead of `model_name` and the arguments below.
         cluster: where the replicas run; without one, a single replica runs in this process.
-        num_workers: replicas; as many as the cluster has places by default.
-        deadlines: how long to wait for what.
-        tokenizer: name or folder of another tokenizer than the model's, for stop strings.
-        torch_dtype: `float32` or `bfloat16`, as text or as torch's dtype; the promised name of `precision`.
-        **fields: any field of `HFGenerationConfig`, or of its `hf_cfg`, by name: `temperature`, `top_p`, `max_new_tokens`,
+        num_workers: number of replicas; by default, one per bundle of the cluster.
+        deadlines: timeouts.
+        tokenizer: name or folder of a tokenizer other than the model's, for stop strings.
+        torch_dtype: `float32` or `bfloat16`, as text or torch dtype; alias of `precision`.
+        **fields: any field of `HFGenerationConfig` or of its `hf_cfg`, by name: `temperature`, `top_p`, `max_new_tokens`,
             `repetition_penalty`, `max_model_len` and so on.
 
     Raises:
@@ -81,21 +81,22 @@ class HuggingFaceGeneration(DistributedGeneration):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        # Here, not only in the replicas: the error then names the caller's row, and no replica has begun.
+        # Checked before dispatch, so that errors name the caller's row and no replica has started.
         read_prompts(data, self._limits())
         return super().generate(data, greedy)
 
     async def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        """Yield (row, its output) as each row ends; other tasks run in between, while this one computes in their thread.
+        """Yield (row, its output) as each row finishes. Other tasks run between rows; decoding blocks their thread.
 
         Raises:
-            NotSupportedError: the engine runs over a cluster, whose replicas answer whole calls.
+            NotSupportedError: the engine runs on a cluster, where calls return complete batches only.
         """
         if not isinstance(self.group, InProcessWorkerGroup):
             raise NotSupportedError(
-                "HuggingFaceGeneration over a cluster answers whole calls only. Use `generate`, or an engine without a cluster."
+                "HuggingFaceGeneration on a cluster does not support `generate_async`. Use `generate`, or an engine without a "
+                "cluster."
             )
         read_prompts(data, self._limits())
         worker: HFGenerationWorker = self.group.worker

@@ -1,4 +1,4 @@
-"""One replica of the Transformers engine: loads a model, samples from it, and takes the policy's weights."""
+"""One replica of the Transformers engine: loads a model, samples from it, and receives the policy's weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
     """One replica.
 
     Args:
-        context: rank, meeting point and device.
+        context: rank, master address and device.
         config: the section `policy.generation`.
     """
 
@@ -36,7 +36,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
 
     def setup(self) -> Mapping[str, Any]:
         if self._config.model_name is None:
-            raise ConfigError("`policy.generation.model_name` is empty, and there is no policy to take it from: name a model.")
+            raise ConfigError("`policy.generation.model_name` is required, because there is no policy to take it from.")
         if not self.context.run_in_process:
             torch.set_num_threads(self.context.num_threads)
         options = self._config.hf_cfg
@@ -48,7 +48,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             self._model,
             settings=SamplerSettings.from_config(self._config),
             tokenizer=_tokenizer(self._config, self._config.model_name),
-            # Replicas that drew from one seed would sample the same rows.
+            # With the same seed, all replicas would sample the same rows.
             seed=options.seed * 1_000_003 + self.context.rank,
         )
         return {
@@ -65,7 +65,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         return answer
 
     def stream(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> Iterator[tuple[int, BatchedDataDict[Any]]]:
-        """Yield (row, its output) as each row ends."""
+        """Yield (row, its output) as each row finishes."""
         self.refuse_torn_weights()
         return self._sampler.stream(data, greedy, weight_version=self.get_weight_version())
 
@@ -74,7 +74,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             torch.cuda.empty_cache()
 
     def invalidate_kv_cache(self) -> bool:
-        """True at once: keys and values live as long as one call."""
+        """True, because the KV cache exists only during a call."""
         return True
 
     def named_weights(self) -> Mapping[str, torch.Tensor]:
@@ -89,8 +89,8 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
         if is_quantized(self._model):
             raise NotSupportedError(
-                "A sampling copy with load_in_8bit or load_in_4bit cannot take the policy's weights. Remove the option from "
-                "`policy.generation.hf_cfg`; `precision: bfloat16` halves the memory of float32."
+                "A sampling model loaded with load_in_8bit or load_in_4bit cannot receive the policy's weights. Remove the "
+                "option from `policy.generation.hf_cfg`; `precision: bfloat16` needs half the memory of float32."
             )
         return super().prepare_refit_info(info)
 
@@ -99,7 +99,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
 
 
 def _tokenizer(config: HFGenerationConfig, model_name: str) -> Any:
-    """The tokenizer, or None where the model's folder has none and the config names no other."""
+    """The tokenizer, or None if the model's folder has none and the config does not name one."""
     options = config.hf_cfg
     return find_tokenizer(
         HFPolicyConfig(

@@ -1,7 +1,7 @@
-"""Keys and values of the rows being decoded, in place and without gaps; knows neither tokens nor sampling.
+"""A KV cache of rows being decoded, updated in place and without gaps.
 
-A row owns a slot, and column t of a slot holds the token at position t, so rows of different lengths need no padding on
-the left and new rows join at any time. Slots 0..N-1 are taken: a finished row's slot is filled by one from the end.
+Each row has a slot; column t of a slot holds the token at position t. Rows of different lengths therefore need no left padding,
+and new rows can join at any time. Slots 0..N-1 are in use: a row from the end moves into the slot of a finished row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_core.errors import NotSupportedError
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values [slots, heads, columns, head_dim] of one layer; hands out a view of the slots and columns in use."""
+    """Keys and values [slots, heads, columns, head_dim] of one layer; returns views of the slots and columns in use."""
 
     is_sliding = False
 
@@ -27,7 +27,7 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         shape = (self._slots.capacity, key_states.shape[1], self._slots.columns)
-        # Zeros, not garbage: a masked column weighs nothing only if what it holds is finite.
+        # Zeros, because a masked column has no effect only if its values are finite.
         self.keys = torch.zeros((*shape, key_states.shape[3]), dtype=self.dtype, device=self.device)
         self.values = torch.zeros((*shape, value_states.shape[3]), dtype=value_states.dtype, device=self.device)
         self.is_initialized = True
@@ -35,7 +35,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token of every row ([N, heads, 1, head_dim]) at its position; hand out all up to the longest row."""
+        """Write one token per row ([N, heads, 1, head_dim]) at its position; return all columns up to the longest row."""
         taken, width = self._slots.taken, self._slots.width
         flat_index = self._slots.flat_index(key_states.shape[1])
         for mine, new in ((self.keys, key_states), (self.values, value_states)):
@@ -43,7 +43,7 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[:taken, :, :width], self.values[:taken, :, :width]
 
     def load(self, other: CacheLayerMixin, *, runs: Sequence[PrefillRun]) -> None:
-        """Copy prompts from the columns of a left-padded prefill."""
+        """Copy prompts from a left-padded prefill."""
         if not self.is_initialized:
             self.lazy_initialization(other.keys, other.values)
         for run in runs:
@@ -57,7 +57,7 @@ class SlotLayer(CacheLayerMixin):
             mine[targets, :, :width] = mine[sources, :, :width]
 
     def grow(self, columns: int, *, taken: int, width: int) -> None:
-        """Make room for more columns."""
+        """Allocate more columns."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
@@ -77,7 +77,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class PrefillRun:
-    """Rows of one prompt length that go into slots side by side.
+    """Consecutive slots for rows of equal prompt length.
 
     Attributes:
         first_slot: the first slot.
@@ -90,13 +90,13 @@ class PrefillRun:
 
 
 class SlotTable:
-    """Which slots and columns are in use; shared by the layers of one cache.
+    """Slots and columns in use; shared by the layers of one cache.
 
     Attributes:
-        capacity: slots that there are.
-        taken: slots in use, the first ones.
-        columns: columns that there are.
-        width: columns in use: tokens of the longest row.
+        capacity: number of slots.
+        taken: number of slots in use, the first ones.
+        columns: number of columns.
+        width: number of columns in use: tokens of the longest row.
         positions: [taken] int64, column of each row's latest token.
     """
 
@@ -107,9 +107,9 @@ class SlotTable:
         self._flat_indices: dict[int, torch.Tensor] = {}
 
     def flat_index(self, heads: int) -> torch.Tensor:
-        """[taken * heads] int64, where each row's latest token goes in a layer seen as [slots * heads * columns, head_dim].
+        """[taken * heads] int64, index of each row's latest token in a layer viewed as [slots * heads * columns, head_dim].
 
-        One flat index for all layers: writing through it is twenty times faster than through three indices.
+        One flat index for all layers: writing with it is twenty times as fast as with three indices.
         """
         if heads not in self._flat_indices:
             device = self.positions.device
@@ -118,19 +118,19 @@ class SlotTable:
         return self._flat_indices[heads]
 
     def moved(self) -> None:
-        """Rows or columns are others than before."""
+        """Discard indices after rows or columns changed."""
         self._flat_indices.clear()
 
 
 class SlotCache(Cache):
-    """The cache that a causal LM of Transformers decodes with, one token of every row at a time.
+    """The cache with which a Transformers causal LM decodes one token per row at a time.
 
     Args:
-        num_layers: layers that keep keys and values.
-        capacity: most rows at one time.
-        first_columns: columns to begin with.
-        max_columns: most columns that a row can come to need.
-        device: where the model's input lives.
+        num_layers: number of layers with keys and values.
+        capacity: maximum number of rows at one time.
+        first_columns: initial number of columns.
+        max_columns: maximum number of columns that a row can need.
+        device: device of the model's input.
     """
 
     def __init__(self, *, num_layers: int, capacity: int, first_columns: int, max_columns: int, device: torch.device) -> None:
@@ -139,20 +139,20 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(self.slots) for _ in range(num_layers)])
 
     def add(self, prefill: Cache, *, sources: Sequence[int], lengths: Sequence[int]) -> None:
-        """Give a slot to every row of `sources`, after the slots in use.
+        """Assign a slot to every row of `sources`, after the slots in use.
 
         Args:
             prefill: keys and values of left-padded prompts.
-            sources: row of the prefill for each new slot; a prompt's row comes once for each of its samples.
-            lengths: tokens of the prompt of each new slot.
+            sources: row of the prefill for each new slot; a prompt's row occurs once per sample.
+            lengths: prompt length of each new slot.
 
         Raises:
-            NotSupportedError: the model has other layers than the cache.
+            NotSupportedError: the model has a different number of layers.
         """
         if len(prefill.layers) != len(self.layers):
             raise NotSupportedError(
-                f"The model keeps keys and values in {len(prefill.layers)} layers where its config names {len(self.layers)}: "
-                "its attention is of a kind that this sampler does not know. Use another generation backend."
+                f"The model has keys and values in {len(prefill.layers)} layers, but its config describes {len(self.layers)}: "
+                "this sampler does not support its attention. Use another generation backend."
             )
         self._ensure_columns(max(lengths))
         runs = _runs(sources, lengths, first_slot=self.slots.taken)
@@ -164,18 +164,18 @@ class SlotCache(Cache):
         self.slots.width = max(self.slots.width, max(lengths))
 
     def advance(self) -> None:
-        """Each row goes one position on; the forward that follows writes there."""
+        """Move each row to its next position, where the next forward pass writes."""
         self._ensure_columns(self.slots.width + 1)
         self.slots.positions = self.slots.positions + 1
         self.slots.width += 1
         self.slots.moved()
 
     def keep(self, slots: Sequence[int], *, width: int) -> None:
-        """Drop all rows but these; row `slots[i]` takes slot i.
+        """Drop all rows except those in `slots`; row `slots[i]` moves to slot i.
 
         Args:
-            slots: slots; those that stay where they are cost nothing.
-            width: tokens of the longest of them.
+            slots: rows that keep their slot are not copied.
+            width: tokens of the longest kept row.
         """
         moves = [(source, target) for target, source in enumerate(slots) if source != target]
         self.slots.taken, self.slots.width = len(slots), width
@@ -187,10 +187,10 @@ class SlotCache(Cache):
                 layer.move(sources, targets, width=width)
 
     def attendable(self, *, window: int | None = None) -> torch.Tensor:
-        """[N, K] bool, the columns that each row's token may look at.
+        """[N, K] bool, columns that each row's token may attend to.
 
         Args:
-            window: tokens that a sliding-window layer sees, the token itself included; all of them by default.
+            window: size of the sliding window, including the token itself; unlimited by default.
         """
         positions = self.slots.positions.unsqueeze(1)
         columns = torch.arange(self.slots.width, device=positions.device)

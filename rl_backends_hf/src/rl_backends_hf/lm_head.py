@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens, or of the top k, from chunks of the LM head.
+"""Log-probabilities of given tokens, or of the top k, computed from hidden states in chunks.
 
-The logits of N positions over a vocabulary of V are the largest tensor of a language model. Here at most `chunk` rows of them
-exist at one time, forward and backward: the backward pass computes them again. Gradients are exact.
+The logits of N positions over a vocabulary of size V are the largest tensor of a language model. Here, at most `chunk` rows of
+them exist at one time, in the forward and the backward pass, which recomputes them. Gradients are exact.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
-    """What a model family does to the LM head's output, and then the temperature.
+    """Scaling and soft cap that a model family applies to the LM head's output, followed by the temperature.
 
-    logits = cap * tanh(scale * raw / cap) / temperature, in float32; no cap where `softcap` is None.
+    logits = cap * tanh(scale * raw / cap) / temperature, in float32; no cap if `softcap` is None.
     """
 
     scale: float = 1.0
@@ -34,7 +34,7 @@ class LogitTransform:
         return logits.div_(self.temperature) if self.temperature != 1.0 else logits
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Derivative of the logits by the head's output: a number, or [n, V] float32."""
+        """Derivative of the logits with respect to the head's output: a number, or [n, V] float32."""
         constant = self.scale / self.temperature
         if self.softcap is None:
             return constant
@@ -50,13 +50,13 @@ def chunked_token_logprobs(
     transform: LogitTransform,
     chunk: int,
 ) -> torch.Tensor:
-    """Log-probability of each target token, in nats; of several at each position for the price of one pass.
+    """Log-probability of each target token, in nats; several targets per position cost one pass.
 
     Args:
-        hidden: [N, H] last hidden states, one a predicted token.
+        hidden: [N, H] last hidden states, one per predicted token.
         weight: [V, H] of the LM head; may be the embedding's.
         bias: [V] of the LM head, or None.
-        targets: [N] int64 token ids, or [N, C], C of each position.
+        targets: [N] int64 token ids, or [N, C] with C ids per position.
         transform: from the head's output to logits.
         chunk: rows of logits that exist at one time.
 
@@ -118,7 +118,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
             logits = _logits(hidden[rows], weight, bias, transform)
             normalizer[rows] = torch.logsumexp(logits, dim=-1, keepdim=True)
             logprobs[rows] = logits.gather(1, targets[rows]) - normalizer[rows]
-        # A single chunk is within the budget anyway: keep it, and the backward pass need not compute it again.
+        # A single chunk fits into memory anyway; keeping it saves its recomputation in the backward pass.
         kept = logits if len(hidden) <= chunk and any(ctx.needs_input_grad[:3]) else None
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, kept)
         ctx.transform, ctx.chunk = transform, chunk
@@ -130,7 +130,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, normalizer, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         several = len(hidden) > ctx.chunk
-        # Sums over chunks are float32, so that a bfloat16 head loses nothing by being cut up.
+        # Sums over chunks are float32, so that chunking does not reduce the precision of a bfloat16 head.
         sum_dtype = torch.float32 if several else weight.dtype
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
@@ -162,7 +162,7 @@ def _grad_of_raw(
     grad: torch.Tensor,
     transform: LogitTransform,
 ) -> torch.Tensor:
-    """Gradient [n, V] float32 by the head's output: sum over targets of grad * (one-hot of the target - softmax) * slope."""
+    """Gradient [n, V] float32 of the head's output: sum over targets of grad * (one-hot of the target - softmax) * slope."""
     slope = transform.slope(logits)
     result = torch.sub(logits, normalizer).exp_().mul_(-grad.sum(dim=1, keepdim=True))
     result.scatter_add_(1, targets, grad)

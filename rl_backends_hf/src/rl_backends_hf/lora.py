@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA) beside the frozen linear layers of a model, by peft; knows no loss, no optimizer and no other rank.
+"""Low-rank adapters (LoRA, by peft) for the frozen linear layers of a model.
 
 An adapted layer computes W x + s B A x, with W frozen, A [rank, in] and B [out, rank] trained, and s = alpha / rank (alpha /
-sqrt(rank) under rsLoRA). Hu et al. 2021, https://arxiv.org/abs/2106.09685. B begins at zero, so the model begins as its base;
-with the adapters off it *is* its base, which is therefore the reference policy at no cost. Adapters are float32 beside a base
-of any dtype: they are their own masters.
+sqrt(rank) with rsLoRA). Hu et al. 2021, https://arxiv.org/abs/2106.09685. B is initialized with zeros, so the model starts as
+its base model. With adapters disabled it *is* the base model, which therefore serves as the reference policy at no cost.
+Adapters are float32 whatever the dtype of the base, so they need no separate master weights.
 
-A scalar head is trained in full beside the adapters, float32 as they are, and kept in their files.
+A scalar head is trained in full in addition to the adapters, in float32, and saved with them.
 
-The model is never merged in place. What leaves the process is W + s B A, made for one weight at a time in a temporary tensor.
+The model is never merged in place. Exported weights are W + s B A, computed for one weight at a time in a temporary tensor.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from rl_core.weights.manifest import dtype_name, weights_of
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _NAME: Final = "default"
-"""peft's name of the only adapter; its files do not mention it."""
+"""peft's name of the only adapter; its files do not contain it."""
 _HEAD_KEY: Final = f"base_model.model.{HEAD_NAME}.weight"
-"""What peft's files call a scalar head that they hold whole."""
+"""Key in peft's files of a scalar head that is saved in full."""
 
 
 class LoraAdapters:
-    """The adapters of one model, which is changed in place: its base is frozen, its adapters are trainable.
+    """The adapters of one model, which is changed in place: its base weights are frozen, its adapters are trainable.
 
     Args:
-        model: a plain model, whole.
+        model: a plain, unsharded model.
         config: `policy.hf_cfg.lora`.
-        base: `policy.model_name`, which the adapter's files name as what they belong to.
-        head: what the model ends in; a scalar head is trained as well.
+        base: `policy.model_name`, recorded in the adapter's files as its base model.
+        head: the model's head type; a scalar head is trained too.
 
     Raises:
-        UserError: peft is not installed, or the config names modules that the model lacks or that cannot be adapted.
+        UserError: peft is not installed, or the config names modules that do not exist or cannot be adapted.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoRAConfig, *, base: str, head: Head = "tokens") -> None:
@@ -66,7 +66,7 @@ class LoraAdapters:
             r=config.rank,
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
-            # Left to expand them, peft takes `all-linear` and expressions to mean fused experts as well.
+            # peft itself would expand `all-linear` and expressions to fused experts as well.
             target_modules=config.target_modules if by_name else sorted(targets),
             exclude_modules=config.exclude_modules if by_name else None,
             use_rslora=config.use_rslora,
@@ -74,14 +74,14 @@ class LoraAdapters:
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         )
         self._uses_dora = config.use_dora
-        # A is drawn: alike on all ranks, whatever state their generators are in, and without a trace in it.
+        # A is random: draw the same on all ranks, and leave the state of their generators unchanged.
         devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
         with torch.random.fork_rng(devices=sorted(devices, key=str)):
             torch.manual_seed(config.seed)
             try:
                 self._peft_model = peft.get_peft_model(model, settings)
             except ValueError as error:
-                raise UserError(f"`policy.hf_cfg.lora`: peft {peft.__version__} cannot adapt {base} so: {error}") from error
+                raise UserError(f"`policy.hf_cfg.lora`: peft {peft.__version__} cannot adapt {base}: {error}") from error
         self._settings = self._peft_model.peft_config[_NAME]
         self._settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
         self._model = model
@@ -92,20 +92,20 @@ class LoraAdapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model is its base for as long as the block runs."""
+        """The model is its base model while the block runs."""
         with self._peft_model.disable_adapter():
             yield
 
     def manifest(self) -> RefitManifest:
-        """Name to (shape, dtype) of the base's weights, under the base's own names; none of the adapters'."""
+        """Name to (shape, dtype) of the base model's weights under its own names; adapter weights are not included."""
         live = weights_of(self._model)
         return {name: (tuple(live[key].shape), dtype_name(live[key].dtype)) for name, key in self._current_names.items()}
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of each weight as if the adapters were merged.
 
-        An adapted weight is a new tensor each time, so that nobody who keeps one holds on to the base; others are the frozen
-        base's own.
+        An adapted weight is a new tensor each time, so keeping one does not keep the base alive; other tensors are the frozen
+        base's.
 
         Args:
             names: these, in this order; all by default.
@@ -116,22 +116,22 @@ class LoraAdapters:
             yield name, weight if layer is None else self._merged(layer, weight)
 
     def merge_and_unload(self) -> None:
-        """Fold the adapters into the base and take them out: the model is a plain one again, and this object is spent."""
+        """Merge the adapters into the base and remove them, leaving a plain model. This object must not be used afterwards."""
         for layer in self._layers.values():
             weight = layer.get_base_layer().weight
             weight.data = self._merged(layer, weight.detach())
         self._peft_model.unload()
 
     def save(self, folder: Path, *, rank: int) -> None:
-        """Write the adapter from rank 0, in peft's own format: its config and one file of safetensors."""
+        """Write the adapter from rank 0 in peft's format: its config and one safetensors file."""
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        # Files that say `inference_mode: false` would have peft hand out a model that trains.
+        # With `inference_mode: false` in its files, peft would load a trainable model.
         written = copy.copy(self._settings)
         written.inference_mode = True
         if self._head is not None:
-            # Told so while the adapters are made, peft would put a wrapper and a copy in the place of the head.
+            # If set when the adapters are created, peft would replace the head with a wrapper and a copy.
             written.task_type, written.modules_to_save = _peft().TaskType.SEQ_CLS, [HEAD_NAME]
         written.save_pretrained(folder)
         save_file(
@@ -141,50 +141,50 @@ class LoraAdapters:
         )
 
     def load(self, folder: Path) -> None:
-        """Set the adapters to those in `folder`; every rank reads them.
+        """Load the adapters from `folder`; every rank reads it.
 
         Raises:
-            CheckpointError: the folder is absent, torn, or of another adapter; the adapters are as before.
+            CheckpointError: the folder is missing, incomplete, or has another adapter; the adapters are unchanged.
         """
         self._check_same_adapter(folder)
         try:
             saved = load_file(folder / ADAPTER_WEIGHTS)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"The adapter in {folder} cannot be read: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"Cannot read the adapter in {folder}: {type(error).__name__}: {error}") from error
         own = self._tensors()
         if odd := sorted(saved.keys() ^ own.keys()):
             raise CheckpointError(
-                f"{folder} is of another adapter: {odd[0]} is in one of the two only ({len(odd)} such names). Resume with the "
-                "`policy.hf_cfg.lora` and the model that wrote it."
+                f"{folder} has a different adapter: {odd[0]} exists in only one of the two ({len(odd)} such names). Resume "
+                "with the same `policy.hf_cfg.lora` and model that wrote it."
             )
         for name, tensor in own.items():
             if saved[name].shape != tensor.shape:
                 there, here = tuple(saved[name].shape), tuple(tensor.shape)
-                raise CheckpointError(f"{folder} is of another adapter: {name} is {there} there and {here} here.")
+                raise CheckpointError(f"{folder} has a different adapter: {name} is {there} there and {here} here.")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
 
     def _check_same_adapter(self, folder: Path) -> None:
-        """Compare what shapes do not show: the scale of B A."""
+        """Compare settings that shapes do not show: the scale of B A."""
         try:
             saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            whole = " It holds the weights of a whole model." if (folder / "config.json").is_file() else ""
+            whole = " It contains the weights of a full model." if (folder / "config.json").is_file() else ""
             raise CheckpointError(
-                f"{folder} holds no {ADAPTER_CONFIG}, so no adapter was saved there.{whole} Resume with the "
+                f"{folder} has no {ADAPTER_CONFIG}, so no adapter was saved there.{whole} Resume with the same "
                 "`policy.hf_cfg.lora` that wrote it."
             ) from error
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder / ADAPTER_CONFIG} is torn: {error}") from error
+            raise CheckpointError(f"Cannot read {folder / ADAPTER_CONFIG}: {error}") from error
         for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
             there, here = saved.get(key), getattr(self._settings, key)
             if there != here:
-                raise CheckpointError(f"{folder} is of another adapter: `{key}` is {there} there and {here} here.")
+                raise CheckpointError(f"{folder} has a different adapter: `{key}` is {there} there and {here} here.")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """The live adapter tensors, under the names that peft's files have."""
-        # Asked for `auto`, peft would look on the hub whether the vocabulary has grown; embeddings are never adapted here.
+        """The adapter tensors under the names of peft's files."""
+        # With `auto`, peft would check on the hub whether the vocabulary has grown; embeddings are never adapted here.
         found: dict[str, torch.Tensor] = _peft().get_peft_model_state_dict(self._peft_model, save_embedding_layers=False)
         return found if self._head is None else {**found, _HEAD_KEY: self._head.weight}
 
@@ -201,12 +201,12 @@ class LoraAdapters:
 
 
 def check_targets(model: PreTrainedModel, config: LoRAConfig, *, head: Head) -> None:
-    """Refuse names that match nothing and modules that cannot be adapted, on a model that may be without weights.
+    """Reject names that match nothing and modules that cannot be adapted.
 
     Args:
-        model: a plain model, also one on the device `meta`.
+        model: a plain model, possibly without weights (device `meta`).
         config: `policy.hf_cfg.lora`.
-        head: what the model ends in.
+        head: the model's head type.
 
     Raises:
         UserError: as `LoraAdapters`.
@@ -215,7 +215,7 @@ def check_targets(model: PreTrainedModel, config: LoRAConfig, *, head: Head) -> 
 
 
 def _names_of_base(model: nn.Module, layer_class: type) -> tuple[dict[str, str], dict[str, Any]]:
-    """The base's name of each of its weights to its present one; and of each adapted weight, to the layer that adapts it."""
+    """Map each base weight's original name to its current one, and each adapted weight's name to its layer."""
     adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}
     of_layers = {f"{name}.{key}": (name, key) for name, layer in adapted.items() for key in layer.state_dict()}
     names: dict[str, str] = {}
@@ -233,7 +233,7 @@ def _names_of_base(model: nn.Module, layer_class: type) -> tuple[dict[str, str],
 
 
 def _targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module | None) -> set[str]:
-    """Names of the linear layers to adapt; refuses names that match nothing, and modules that adapters cannot stand beside."""
+    """Names of the linear layers to adapt; rejects names that match nothing, and modules that cannot be adapted."""
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
     excluded = _matching_modules(config.exclude_modules or [], modules, linear, key="exclude_modules")
@@ -245,20 +245,20 @@ def _targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module | No
         _reject_module(name, modules[name], is_head=modules[name] is head)
     if not targets - excluded:
         raise UserError(
-            "`policy.hf_cfg.lora`: exclude_modules takes away all that target_modules names, so nothing would train."
+            "`policy.hf_cfg.lora`: exclude_modules excludes all modules of target_modules, so nothing would be trained."
         )
     return targets - excluded
 
 
 def _matching_modules(wanted: str | Sequence[str], modules: Mapping[str, nn.Module], linear: set[str], *, key: str) -> set[str]:
-    """Names of the modules that peft would take: by whole name or its end, or by an expression for the whole name."""
+    """Names of the modules that peft would match: full names or suffixes in a list, or a regular expression for full names."""
     if isinstance(wanted, str):
         try:
             found = {name for name in modules if re.fullmatch(wanted, name)}
         except re.error as error:
-            raise UserError(f"`policy.hf_cfg.lora.{key}`: {wanted!r} is no regular expression: {error}.") from error
+            raise UserError(f"`policy.hf_cfg.lora.{key}`: {wanted!r} is not a regular expression: {error}.") from error
         if not found:
-            raise _no_match_error(wanted, linear, key=key, how="as an expression for the whole name of a module ")
+            raise _no_match_error(wanted, linear, key=key, how="as a regular expression for full module names ")
         return found
     found = set()
     for each in wanted:
@@ -275,38 +275,38 @@ def _no_match_error(wanted: str, linear: set[str], *, key: str, how: str) -> Use
         f"`policy.hf_cfg.lora.{key}`: {wanted!r} {how}matches no module of the model.{did_you_mean(wanted, ends)} Its linear "
         f"layers are {', '.join(ends)} (one is {sorted(linear)[0]})."
         if linear
-        else f"`policy.hf_cfg.lora.{key}`: the model has no linear layer beside its head."
+        else f"`policy.hf_cfg.lora.{key}`: the model has no linear layer except its head."
     )
 
 
 def _reject_module(name: str, module: nn.Module, *, is_head: bool) -> None:
     if is_head and name == HEAD_NAME:
         raise UserError(
-            f"`policy.hf_cfg.lora.target_modules`: {name} is the scalar head, one row, which is trained in full beside the "
-            f"adapters. Leave it out; {ALL_LINEAR!r} means all other linear layers."
+            f"`policy.hf_cfg.lora.target_modules`: {name} is the scalar head, which is trained in full. Leave it out; "
+            f"{ALL_LINEAR!r} means all other linear layers."
         )
     if is_head:
         raise UserError(
-            f"`policy.hf_cfg.lora.target_modules`: {name} is the LM head, whose log-probabilities are computed in chunks from "
-            f"its plain matrix, without an adapter. Leave it out; {ALL_LINEAR!r} means all other linear layers."
+            f"`policy.hf_cfg.lora.target_modules`: {name} is the LM head, which cannot be adapted: log-probabilities are "
+            f"computed in chunks from its plain matrix. Leave it out; {ALL_LINEAR!r} means all other linear layers."
         )
     inside = sorted({key.rpartition(".")[2] for key, part in module.named_modules() if key and isinstance(part, nn.Linear)})
     hint = f" Name the linear layers in it: {', '.join(inside)}." if inside else ""
     raise UserError(
-        f"`policy.hf_cfg.lora.target_modules`: {name} is a {type(module).__name__}, and adapters stand beside linear layers "
-        f"only.{hint}"
+        f"`policy.hf_cfg.lora.target_modules`: {name} is a {type(module).__name__}, but only linear layers can be adapted."
+        f"{hint}"
     )
 
 
 def _check_adapted_parameters(targets: set[str], layers: Mapping[str, Any], model: PreTrainedModel) -> None:
-    """Some families' targets mean other parameters to peft (fused experts), of which a merge here would know nothing."""
+    """For some families, peft adapts other parameters than the targets (fused experts), which could not be merged here."""
     adapted = {name.removesuffix(".weight") for name in layers}
     trained = {name.partition(".lora_")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
     if odd := sorted((adapted ^ targets) | (trained ^ targets)):
         raise NotSupportedError(
-            f"`policy.hf_cfg.lora.target_modules`: for a {type(model).__name__} peft adapts other parameters than the linear "
-            f"layers that were named, such as {odd[0]}, and those cannot be merged for a refit. Name the "
-            "layers of attention alone, such as [q_proj, k_proj, v_proj, o_proj]."
+            f"`policy.hf_cfg.lora.target_modules`: for a {type(model).__name__}, peft also adapts parameters other than the "
+            f"given linear layers, such as {odd[0]}, which cannot be merged for a refit. Name only attention layers, such as "
+            "[q_proj, k_proj, v_proj, o_proj]."
         )
 
 

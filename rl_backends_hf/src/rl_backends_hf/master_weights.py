@@ -1,9 +1,10 @@
-"""The float32 weights that an optimizer steps on, behind a model of any dtype; knows no optimizer.
+"""Float32 master weights that the optimizer updates, for a model of any dtype.
 
-A bfloat16 weight has 8 bits: a step of 1e-5 times its size would be rounded away. So the optimizer sees a float32 copy of each
-weight that is not float32 itself, gradients of microbatches add up there in float32, and after a step the copy is rounded into
-the model. Bytes a parameter, with Adam: bfloat16 2 + copy 4 + gradient 4 + moments 8 = 18; float32 4 + 4 + 8 = 16.
-Under FSDP2 the sharded weights are float32 themselves and rounded as they are gathered: 16 bytes, divided by the ranks.
+A bfloat16 weight has 8 bits of precision, so a step of 1e-5 times its size would be rounded away. The optimizer therefore
+updates a float32 copy of each weight that is not float32; gradients of microbatches accumulate there in float32, and after a
+step the copy is rounded into the model. Bytes per parameter with Adam: bfloat16 2 + copy 4 + gradient 4 + moments 8 = 18;
+float32 4 + 4 +
+8 = 16. With FSDP2, the sharded weights are float32 and are rounded when gathered: 16 bytes, divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ _log = logging.getLogger(__name__)
 
 
 class MasterWeights:
-    """What the optimizer steps on: the model's own float32 parameters, and float32 copies of all others.
+    """Parameters that the optimizer updates: the model's float32 parameters, and float32 copies of all others.
 
     Args:
-        model: frozen parameters (without `requires_grad`) are left out; of tied ones there is one.
-        model_dtype: the dtype in which the weights are computed with, saved and handed on.
+        model: frozen parameters (without `requires_grad`) are excluded; tied ones occur once.
+        model_dtype: dtype in which the weights are computed with, saved and exported.
 
     Attributes:
-        parameters: name to what is stepped on.
-        are_rounded: whether what is published is a rounded form, so that the masters are state of their own.
+        parameters: name to parameter.
+        are_rounded: whether exported weights are rounded, so that the masters must be saved separately.
     """
 
     def __init__(self, model: nn.Module, *, model_dtype: torch.dtype) -> None:
@@ -45,7 +46,7 @@ class MasterWeights:
 
     @property
     def are_copies(self) -> bool:
-        """Whether any of them lies beside the model's own weight."""
+        """Whether any master is a copy of a model weight."""
         return bool(self._copies)
 
     def copy_to_model(self) -> None:
@@ -61,13 +62,13 @@ class MasterWeights:
                 master.copy_(parameter)
 
     def load_exact(self, exact: Mapping[str, torch.Tensor]) -> None:
-        """Set masters to the float32 weights that the model's were rounded from.
+        """Set masters to the float32 weights that the model's weights were rounded from.
 
-        A master that begins on the grid of its rounded form has to go half a step of that grid before anything of it is seen;
-        masters that lie anywhere between move the published weights, on average, by as much as they move themselves.
+        A master that starts exactly at its rounded value must move by half a rounding step before the model changes; masters
+        that start anywhere in between change the model, on average, by as much as they move.
 
         Args:
-            exact: by name; those that do not round to the model's weight are left out, with a warning.
+            exact: by name; values that do not round to the model's weight are ignored with a warning.
         """
         rounded = {id(master): parameter for parameter, master in self._copies}
         with torch.no_grad():
@@ -78,19 +79,21 @@ class MasterWeights:
                 if torch.equal(found.to(rounded[id(master)].dtype), rounded[id(master)]):
                     master.copy_(found)
                 else:
-                    _log.warning("%s was loaded otherwise in float32, so its master begins at the rounded weight", name)
+                    _log.warning(
+                        "%s differs from its float32 value in the checkpoint, so its master starts at the rounded weight", name
+                    )
 
     def move(self, device: torch.device) -> None:
-        """Bring the copies to `device`; the model's own parameters move with the model."""
+        """Move the copies to `device`; the model's own parameters move with the model."""
         for _, master in self._copies:
             master.data = master.data.to(device)
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """Name to gradient, of those that have one."""
+        """Name to gradient, for parameters that have one."""
         return {name: master.grad for name, master in self.parameters.items() if master.grad is not None}
 
     def clear_gradients(self) -> None:
-        """Forget all gradients."""
+        """Set all gradients to None."""
         for master in self.parameters.values():
             master.grad = None
         for parameter, _ in self._copies:
@@ -98,7 +101,7 @@ class MasterWeights:
 
 
 class _AccumulateInto:
-    """A hook that adds a parameter's new gradient to its master's, and frees it."""
+    """Hook that adds a parameter's new gradient to its master's and frees it."""
 
     def __init__(self, master: nn.Parameter) -> None:
         self._master = master

@@ -1,4 +1,4 @@
-"""Gives each microbatch the form in which the model reads it; knows no loss and no optimizer."""
+"""Converts microbatches to model inputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rl_core.training.microbatches import MicrobatchCutter
 
 
 class Microbatcher(MicrobatchCutter):
-    """Microbatches as the config asks for them, each in the form that the model reads.
+    """Splits batches into microbatches as configured, and converts them to model inputs.
 
     Args:
-        config: the policy's section.
-        device: where the model is.
+        config: the section `policy`.
+        device: device of the model.
     """
 
     def __init__(self, config: HFPolicyConfig, *, device: torch.device) -> None:
@@ -29,15 +29,15 @@ class Microbatcher(MicrobatchCutter):
         self.variable_length_kernel = config.hf_cfg.attn_implementation == "flash_attention_2" and device.type == "cuda"
 
     def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ScoringInput:
-        """The microbatch as the model reads it.
+        """The microbatch as model input.
 
         Args:
             microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
             training: score only tokens with `token_mask * sample_mask`; otherwise all.
-            candidates_key: score the tokens of this column [b, T, K] as well, at the same positions.
+            candidates_key: column [b, T, K] of further tokens to score at the same positions.
 
         Raises:
-            DataError: a row is longer than `max_total_sequence_length`, or than the batch is wide.
+            DataError: a row is longer than `max_total_sequence_length` or than the batch's width.
         """
         read = self.read(microbatch, training=training)
         ids, lengths, mask = read.input_ids, read.lengths, read.mask

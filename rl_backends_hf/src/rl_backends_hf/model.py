@@ -1,4 +1,4 @@
-"""Loads a model of Transformers from a name, a folder or a GGUF file; does not know what it will be used for."""
+"""Loads a Transformers model from a name, a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ AUTO_CLASSES: Mapping[Head, Any] = {"tokens": AutoModelForCausalLM, "scalar": Au
 
 _HUB_TIMEOUT_S = 10.0
 
-# A worker's output is part of the run's log, where the bars of several processes would run into each other.
+# Progress bars of several workers would garble the run's log.
 transformers.utils.logging.disable_progress_bar()
 
 
 def load_model(
     name: str, *, options: HFModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu", head: Head = "tokens"
 ) -> PreTrainedModel:
-    """A plain model in evaluation mode, its weights of `dtype`, on `device` (or where `device_map` puts it).
+    """Load a plain model in evaluation mode with weights of `dtype` on `device` (or as `device_map` specifies).
 
-    A GGUF file is unpacked to dense weights, so that the model trains and saves like any other.
+    A GGUF file is dequantized, so that the model trains and saves like any other.
 
     Args:
         name: name on the hub (or in its cache), folder with a `config.json`, or path of a `.gguf` file.
         options: how to load it.
         dtype: float32 or bfloat16.
-        device: where the weights go.
-        head: what the model ends in; a scalar head is taken from the model where it has one, and begins at zero otherwise.
+        device: device of the weights.
+        head: head type; a scalar head is loaded from the model if it has one, and is zero otherwise.
 
     Raises:
-        UserError: there is no such model, its head is another, or the options cannot be honoured; nothing was loaded.
+        UserError: the model does not exist, has another head, or cannot be loaded with the options; nothing was loaded.
     """
     model = _load_as_stored(name, options=options, dtype=dtype, device=device, head=head)
     return _cast(model, dtype, model.device) if _is_gguf(name) else model
@@ -61,17 +61,17 @@ def load_model(
 def load_model_with_exact_weights(
     name: str, *, options: HFModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu", head: Head = "tokens"
 ) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """A model as `load_model` returns it, and the float32 weights on the CPU that its parameters are rounded from.
+    """A model as `load_model` returns it, and the float32 weights on the CPU that its parameters were rounded from.
 
-    The weights are keyed by parameter name. There are none if the files already store `dtype`. A GGUF file is read and
+    The weights are keyed by parameter name; there are none if the files already store `dtype`. A GGUF file is read and
     dequantized once for both, because reading it takes seconds.
 
     Args:
-        name: as `load_model` takes it.
+        name: as in `load_model`.
         options: how to load it.
         dtype: float32 or bfloat16.
-        device: where the model's weights go.
-        head: what the model ends in.
+        device: device of the model's weights.
+        head: head type.
 
     Raises:
         UserError: as `load_model`.
@@ -86,7 +86,7 @@ def load_model_with_exact_weights(
 def _load_as_stored(
     name: str, *, options: HFModelConfig, dtype: torch.dtype, device: str | torch.device, head: Head
 ) -> PreTrainedModel:
-    """The model that Transformers makes of the files; one read from GGUF still refuses `save_pretrained`."""
+    """The model as Transformers loads it; `save_pretrained` still fails for one read from GGUF."""
     _check_options(options, name)
     where = _locate(name)
     config = _load_config(name, where, options)
@@ -118,15 +118,15 @@ def _load_as_stored(
 
 
 def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "tokens") -> PreTrainedModel:
-    """The model with its layers on the device `meta`: what `load_model` would give, without reading or allocating weights.
+    """The model that `load_model` would return, on the device `meta`: weights are neither read nor allocated.
 
     Args:
-        name: as `load_model` takes it.
+        name: as in `load_model`.
         options: how it would be loaded.
-        head: what it ends in.
+        head: head type.
 
     Raises:
-        UserError: as `load_model`, but for the weights.
+        UserError: as `load_model`, except for errors in the weights.
     """
     _check_options(options, name)
     config = _load_config(name, _locate(name), options)
@@ -142,13 +142,13 @@ def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "to
 
 
 def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head: Head = "tokens") -> dict[str, torch.Tensor]:
-    """The float32 parameters, on the CPU, that those of a model of `dtype` are rounded from; none where the files are of it.
+    """The float32 parameters, on the CPU, that those of a model of `dtype` were rounded from; empty if the files store `dtype`.
 
     Args:
-        name: as `load_model` takes it.
+        name: as in `load_model`.
         options: how to load it.
-        dtype: what the model was loaded as.
-        head: what it ends in.
+        dtype: dtype of the loaded model.
+        head: head type.
     """
     if not _is_gguf(name) and _load_config(name, _locate(name), options).dtype == dtype:
         return {}
@@ -157,7 +157,7 @@ def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Whether weights are packed below their dtype, so that an optimizer cannot step on them."""
+    """Whether weights are quantized, so that an optimizer cannot update them."""
     return bool(getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False))
 
 
@@ -165,12 +165,12 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute each decoder layer's activations in the backward pass.
 
     Raises:
-        NotSupportedError: the model's class cannot.
+        NotSupportedError: the model's class does not support it.
     """
     if not model.supports_gradient_checkpointing:
         raise NotSupportedError(
-            f"{type(model).__name__} has no activation checkpointing in Transformers. Set "
-            "`policy.activation_checkpointing: false`, and make microbatches smaller where memory is short."
+            f"{type(model).__name__} does not support activation checkpointing in Transformers. Set "
+            "`policy.activation_checkpointing: false`, and use smaller microbatches if memory is short."
         )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -183,21 +183,21 @@ def _check_options(options: HFModelConfig, name: str) -> None:
             raise UserError(NEEDS_BITSANDBYTES.format(key=key))
         if not torch.cuda.is_available():
             raise UserError(
-                f"`{key}` needs a CUDA GPU, and torch {torch.__version__} sees none. Load {name} without `{key}`; "
-                "`precision: bfloat16` halves the memory of float32 everywhere."
+                f"`{key}` needs a CUDA GPU, but torch {torch.__version__} finds none. Load {name} without `{key}`; "
+                "`precision: bfloat16` needs half the memory of float32 on any device."
             )
     wants_gpu = isinstance(options.device_map, str) and options.device_map.startswith("cuda")
     if wants_gpu and not torch.cuda.is_available():
         raise UserError(
-            f"`device_map: {options.device_map}` needs a CUDA GPU, and torch {torch.__version__} sees none. "
-            "Leave device_map out to use the device that the rank was given."
+            f"`device_map: {options.device_map}` needs a CUDA GPU, but torch {torch.__version__} finds none. "
+            "Leave device_map out to use the rank's device."
         )
     if options.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise UserError(NEEDS_FLASH_ATTN)
 
 
 def _locate(name: str) -> dict[str, Any]:
-    """What tells `from_pretrained` where the model is."""
+    """Arguments of `from_pretrained` that locate the model."""
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -206,13 +206,13 @@ def _locate(name: str) -> dict[str, Any]:
     if path.is_dir():
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
             raise UserError(
-                f"The folder {name} holds a LoRA adapter alone, and a model is whole weights. Merge it into its base: "
-                "`rlcore convert CHECKPOINT --to hf --merge OUTPUT`, and name OUTPUT here."
+                f"The folder {name} contains only a LoRA adapter, but a full model is required. Merge it into its base with "
+                "`rlcore convert CHECKPOINT --to hf --merge OUTPUT`, and use OUTPUT here."
             )
         if not (path / "config.json").is_file():
             raise UserError(
-                f"The folder {name} holds no config.json, so it is no model of Transformers. Give the folder that "
-                "`save_pretrained` (or `rlcore convert`) wrote."
+                f"The folder {name} has no config.json, so it is not a Transformers model. Use a folder written by "
+                "`save_pretrained` (or `rlcore convert`)."
             )
         return {"pretrained_model_name_or_path": str(path)}
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
@@ -223,15 +223,15 @@ def _locate(name: str) -> dict[str, Any]:
 
 
 def _check_hub(name: str) -> None:
-    """One quick question, since Transformers itself retries an unreachable hub for most of a minute."""
+    """One request with a short timeout; Transformers itself retries an unreachable hub for most of a minute."""
     api = HfApi()
     try:
         api.model_info(name, timeout=_HUB_TIMEOUT_S)
     except Exception as error:
         raise UserError(
-            f"No model {name!r}: no folder of that name at {Path(name).absolute()}, nothing in the hub's cache, and "
-            f"{api.endpoint} answered: {type(error).__name__}: {error}. Give the path of a model folder or of a .gguf "
-            "file, or connect to the hub (HF_ENDPOINT names another, HF_TOKEN opens gated models)."
+            f"Model {name!r} not found: there is no folder {Path(name).absolute()}, it is not in the hub's cache, and "
+            f"{api.endpoint} failed with {type(error).__name__}: {error}. Give the path of a model folder or .gguf file, or "
+            "connect to the hub (HF_ENDPOINT selects another hub, HF_TOKEN gives access to gated models)."
         ) from error
 
 
@@ -250,15 +250,15 @@ def _load_config(name: str, where: Mapping[str, Any], options: HFModelConfig) ->
 
 
 def _with_explained_errors(name: str, options: HFModelConfig, load: Any, *, head: Head = "tokens") -> Any:
-    """What `load` gives, its failures as errors of the user's."""
+    """Result of `load`; its errors are raised as UserError."""
     try:
         return load()
     except (OSError, ValueError, ImportError, KeyError) as error:
         if "trust_remote_code" in str(error) and not options.trust_remote_code:
             raise UserError(
-                f"{name} brings Python code of its own, which would run on this machine. Read it, and if you trust it "
-                "set `policy.hf_cfg.trust_remote_code: true`; or choose a model that Transformers "
-                f"{transformers.__version__} knows by itself."
+                f"{name} requires its own Python code, which would run on this machine. Review it, and if you trust it set "
+                "`policy.hf_cfg.trust_remote_code: true`; or choose a model that Transformers "
+                f"{transformers.__version__} supports natively."
             ) from error
         kind = "a causal language model" if head == "tokens" else "a model with a scalar head"
         raise UserError(
@@ -271,7 +271,7 @@ def _is_gguf(name: str) -> bool:
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
-    """The weights of a dequantized model as `dtype`, in a model without a quantization config, so that it can be saved."""
+    """A dequantized model as `dtype`, without a quantization config, so that it can be saved."""
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -292,7 +292,7 @@ def _check_not_offloaded(model: PreTrainedModel, name: str) -> None:
     offloaded = [key for key, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if offloaded:
         raise UserError(
-            f"`device_map` left {len(offloaded)} tensors of {name} (the first: {offloaded[0]}) on disk or in CPU memory for "
-            "lack of room on the GPU; such a model can be neither trained nor handed on. Use more GPUs with "
+            f"`device_map` offloaded {len(offloaded)} tensors of {name} (the first: {offloaded[0]}) to disk or CPU memory "
+            "because the GPU is too small. Such a model can be neither trained nor exported. Use more GPUs with "
             "`data_parallel: fsdp2`, a smaller model, or no device_map."
         )

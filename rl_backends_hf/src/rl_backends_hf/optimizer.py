@@ -1,4 +1,4 @@
-"""Builds the optimizer that the config names; knows parameters, no model."""
+"""Builds the configured optimizer."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rl_core.plugins.dotted import resolve
 from rl_core.training.named import call
 
 DECAY_MATRICES_ONLY = "decay_matrices_only"
-"""A keyword of ours in `optimizer.kwargs`: true spares biases and norms (all tensors of one axis) the weight decay."""
+"""Extra keyword in `optimizer.kwargs`: if true, biases and norms (all one-dimensional tensors) have no weight decay."""
 
 
 def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters.
+    """The optimizer of the trainable parameters.
 
-    Adam and AdamW of torch run fused (one pass over memory) unless `kwargs` say otherwise.
+    torch's Adam and AdamW use their fused implementation (one pass over memory) unless `kwargs` specify otherwise.
 
     Args:
-        parameters: name to parameter, those that are stepped on.
-        config: dotted name and keyword arguments.
+        parameters: name to parameter.
+        config: import path and keyword arguments.
 
     Raises:
-        UserError: the name leads nowhere, or the optimizer refuses the arguments.
+        UserError: the import path does not exist, or the optimizer rejects the arguments.
     """
     factory = resolve(config.name, key="policy.optimizer.name")
     kwargs = dict(config.kwargs)
@@ -41,5 +41,7 @@ def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: Optimi
         ]
     optimizer = call(factory, groups, kwargs, key="policy.optimizer", also=(DECAY_MATRICES_ONLY,))
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"`policy.optimizer.name`: {config.name} gave a {type(optimizer).__name__}, no torch optimizer.")
+        raise UserError(
+            f"`policy.optimizer.name`: {config.name} returned a {type(optimizer).__name__}, which is not a torch optimizer."
+        )
     return optimizer

@@ -1,8 +1,8 @@
-"""Linear layers of a model on a CPU, their weights packed for oneDNN while it samples; knows nothing of tokens.
+"""Packs the weights of linear layers for oneDNN while a model samples on a CPU.
 
-Decoding multiplies a few rows by every weight once a token. Torch's plain float32 product packs the weight anew each
-time, which costs more than the product itself; here it is packed once a call and freed after it. The product is the same
-up to the order of float32 sums.
+Decoding multiplies a few rows by every weight once per token. torch's plain float32 product packs the weight again each time,
+which costs more than the product itself; here it is packed once per call and freed afterwards. Results are equal up to the
+order of float32 sums.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from torch import nn
 
 _MIN_STEPS: Final = 12
-"""Tokens of a call from which the packing is paid back: it takes about as long as two to four plain steps."""
+"""Minimum number of decoding steps for packing, which takes about as long as two to four unpacked steps."""
 _MAX_PACKED_BYTES: Final = 4 * 2**30
-"""Of packed copies; layers beyond it are left alone, so that a large model does not need its memory twice."""
+"""Maximum size of packed copies; further layers stay unpacked, so that a large model does not need twice its memory."""
 
 
 @contextmanager
 def packed_linears(model: nn.Module, *, rows: int, steps: int) -> Iterator[None]:
-    """Run the linear layers of `model` from packed copies; they are as before afterwards.
+    """Run the linear layers of `model` with packed copies of their weights while the block runs.
 
-    A bfloat16 model on a CPU without bfloat16 instructions is computed in float32 and rounded once a layer, which is what
-    its emulated kernels do at a tenth of the speed.
+    On a CPU without bfloat16 instructions, a bfloat16 model is computed in float32 and rounded once per layer, as its emulated
+    kernels do at a tenth of the speed.
 
     Args:
-        model: any module; layers on other devices, of other types, or with a forward of their own are left alone.
-        rows: rows of the products to come.
-        steps: about how many there will be.
+        model: any module; layers on other devices, of other types, or with a custom forward are not changed.
+        rows: number of rows of the products.
+        steps: approximate number of steps.
     """
     packed: list[nn.Linear] = []
     try:

@@ -1,7 +1,7 @@
-"""How ranks share one model: whole copies, or shards (FSDP2); knows collectives, no loss and no optimizer.
+"""How ranks share one model: full copies, or shards (FSDP2).
 
-The gradient of a global batch is the *sum* over ranks: a loss is divided by the global count, so every rank holds its share
-already. FSDP2 averages by itself; that is turned off here. Reductions are float32.
+The gradient of a global batch is the *sum* over ranks, because each loss is already divided by the global count. FSDP2's
+averaging is therefore turned off. Reductions are float32.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from rl_core.cluster.process_groups import join_process_group
 from rl_core.interfaces.worker_context import WorkerContext
 
 BUCKET_BYTES = 32 * 2**20
-"""Gradients travel in flat buckets of this size."""
+"""Gradients are reduced in flat buckets of this size."""
 
 
 class Parallel(ABC):
     """The ranks that train one model.
 
     Attributes:
-        rank: this one.
-        world_size: how many.
-        device: what this one computes on.
-        shards: whether a rank holds a part of each weight only.
+        rank: of this process.
+        world_size: number of ranks.
+        device: device of this rank.
+        shards: whether each rank holds only a shard of each weight.
     """
 
     shards: bool = False
@@ -52,18 +52,18 @@ class Parallel(ABC):
 
     @abstractmethod
     def distribute(self, scoring: ScoringModel, *, trainable: bool = True) -> None:
-        """Bring a whole model to the form in which the ranks hold it.
+        """Distribute a full model over the ranks.
 
         Args:
-            scoring: the model, alike on all ranks.
-            trainable: a frozen one rests in CPU memory and comes to the device as it is used.
+            scoring: the model, identical on all ranks.
+            trainable: a frozen model is kept in CPU memory and moved to the device when used.
         """
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Make each gradient the sum over ranks, float32; collective.
+        """Sum each gradient over ranks in float32; collective.
 
-        A weight that no token reached (an expert, say) has a gradient of zeros, so that all ranks meet for it and any
-        number of ranks steps alike.
+        A weight that received no tokens (an expert, for example) gets a zero gradient, so that all ranks participate in its
+        reduction and the step does not depend on the number of ranks.
         """
         for parameter in parameters.values():
             if parameter.grad is None:
@@ -71,14 +71,14 @@ class Parallel(ABC):
 
     @abstractmethod
     def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Scalar float32, the 2-norm of the whole gradient; the same on every rank; collective."""
+        """Scalar float32, the 2-norm of the full gradient; the same on every rank; collective."""
 
     def after_forward(self, scoring: ScoringModel) -> None:
-        """Free what a pass without a backward one left gathered."""
+        """Free gathered weights after a pass without a backward pass."""
         return None
 
     def any(self, flag: torch.Tensor) -> torch.Tensor:
-        """Scalar float32, 1 where `flag` (a scalar bool) holds on any rank; collective."""
+        """Scalar float32, 1 if `flag` (a scalar bool) is true on any rank; collective."""
         flag = flag.float()
         if self.world_size > 1:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -91,7 +91,7 @@ class Parallel(ABC):
 
 
 class Replicate(Parallel):
-    """Every rank holds the whole model."""
+    """Every rank holds the full model."""
 
     def distribute(self, scoring: ScoringModel, *, trainable: bool = True) -> None:
         if not trainable:
@@ -112,11 +112,11 @@ class Replicate(Parallel):
 
 
 class FullyShard(Parallel):
-    """Weights, gradients and optimizer state are divided over the ranks: FSDP2, a unit a decoder layer, then the root.
+    """Weights, gradients and optimizer state are sharded over the ranks (FSDP2): one unit per decoder layer, then the root.
 
     Args:
         context: this rank.
-        compute_dtype: the type that float32 shards are rounded to as they are gathered.
+        compute_dtype: dtype to which float32 shards are rounded when gathered.
     """
 
     shards = True
@@ -153,13 +153,13 @@ class FullyShard(Parallel):
         return squared.sqrt()
 
     def after_forward(self, scoring: ScoringModel) -> None:
-        # The root stays gathered after a forward pass, in the hope of a backward one.
+        # The root stays gathered after a forward pass, because a backward pass is expected.
         assert isinstance(scoring, FSDPModule)
         scoring.reshard()
 
 
 def make_parallel(context: WorkerContext, mode: Literal["replicate", "fsdp2"], *, dtype: torch.dtype) -> Parallel:
-    """The chosen way, its process group joined. One rank holds all either way, and needs no group."""
+    """The configured strategy, with its process group joined. A single rank needs neither sharding nor a group."""
     if context.device == "cuda":
         torch.cuda.set_device(0)
     if context.world_size == 1:
@@ -169,12 +169,12 @@ def make_parallel(context: WorkerContext, mode: Literal["replicate", "fsdp2"], *
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, or the tensor itself where it is whole."""
+    """This rank's shard, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor; collective where it is sharded."""
+    """The full tensor; collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     gathered: torch.Tensor = tensor.full_tensor()
@@ -182,7 +182,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Set `target`, whole or sharded, to the whole tensor `value`, which every rank has."""
+    """Set `target`, sharded or not, to the full tensor `value`, which every rank has."""
     with torch.no_grad():
         if isinstance(target, DTensor):
             value = value.to(device=target.device, dtype=target.dtype)
@@ -191,7 +191,7 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their norm is at most `max_norm`; nothing waits for the device."""
+    """Scale gradients in place so that their norm is at most `max_norm`; does not synchronize with the device."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         local(gradient).mul_(scale.to(gradient.device))

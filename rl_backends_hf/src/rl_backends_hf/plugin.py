@@ -1,4 +1,4 @@
-"""Registers Transformers as policy and as generation backend; strings only, so it imports no torch."""
+"""Registers Transformers as policy and generation backend; uses strings only, so it does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rlcore_policies() -> list[Component]:
             "hf",
             target="rl_backends_hf.policy:HuggingFacePolicy",
             config="rl_backends_hf.config:HFPolicyConfig",
-            summary="Any causal LM of Transformers: one process, replicas or FSDP2",
+            summary="Any Transformers causal LM: one process, replicas or FSDP2",
             capabilities=(
                 "dynamic_batching",
                 "sequence_packing",
@@ -38,7 +38,7 @@ def rlcore_generations() -> list[Component]:
             "hf",
             target="rl_backends_hf.generation:HuggingFaceGeneration",
             config="rl_backends_hf.config:HFGenerationConfig",
-            summary="Batched decoding with Transformers, one prefill a prompt",
+            summary="Batched decoding with Transformers, one prefill per prompt",
             capabilities=("in_process", "seeds", "top_p", "top_k", "held_weight_digests", *WEIGHT_TRANSPORTS),
         )
     ]

@@ -1,4 +1,4 @@
-"""`HuggingFacePolicy`: any causal LM of Transformers as a policy, in this process or over a cluster."""
+"""`HuggingFacePolicy`: any Transformers causal LM as a policy, in this process or on a cluster."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class HuggingFacePolicy(DistributedPolicy):
-    """A causal LM of Transformers that scores, trains, samples, and hands its weights on.
+    """A Transformers causal LM that scores, trains, samples and exports its weights.
 
-    `HuggingFacePolicy("path/to/model", torch_dtype="bfloat16")` runs in this process; with `cluster=` it runs over the
-    cluster's ranks.
+    `HuggingFacePolicy("path/to/model", torch_dtype="bfloat16")` runs in this process; with `cluster=` it runs on the cluster's
+    ranks.
 
     Args:
         model_name: name, folder or GGUF file.
-        config: the whole section `policy`, in place of `model_name` and the arguments below.
+        config: the whole section `policy`, instead of `model_name` and the arguments below.
         cluster: where the workers run; without one, a single worker runs in this process.
-        num_workers: ranks; all of the cluster's by default.
-        deadlines: how long to wait for what.
+        num_workers: number of ranks; all of the cluster's by default.
+        deadlines: timeouts.
         sharding: the named grid of ranks; all of them along `data` by default.
-        torch_dtype: `float32` or `bfloat16`, as text or as torch's dtype; the promised name of `precision`.
-        name: what errors call it.
-        **fields: any field of `HFPolicyConfig`, or of its `hf_cfg`, by name: `trust_remote_code`, `device_map`,
-            `load_in_8bit`, `optimizer={...}`, `generation={...}` and so on.
+        torch_dtype: `float32` or `bfloat16`, as text or torch dtype; alias of `precision`.
+        name: used in error messages.
+        **fields: any field of `HFPolicyConfig` or of its `hf_cfg`, by name: `trust_remote_code`, `device_map`, `load_in_8bit`,
+            `optimizer={...}`, `generation={...}` and so on.
 
     Raises:
         ConfigError: a field does not exist or has a value that is not allowed.

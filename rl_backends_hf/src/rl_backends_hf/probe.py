@@ -1,7 +1,7 @@
-"""Proves at start-up, on a few tokens, that scoring does what the model itself does; knows no training.
+"""Verifies at start-up, on a few tokens, that scoring matches the model's own forward pass.
 
-Scoring assumes that the model is its head applied to its backbone, and packing that rows do not see each other. Both hold for
-most models of Transformers and break in silence for some; a wrong gradient is dearer than a few tiny forward passes.
+Scoring assumes that the model is its head applied to its backbone, and packing assumes that rows do not attend to each other.
+Some Transformers models silently violate this; a few tiny forward passes are cheap compared to wrong gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl_backends_hf.token_scoring import TokenScoring
 from rl_core.errors import NotSupportedError
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Nats, or values of about 1. A family's scale or cap that is not applied, or a row that sees another, shows as tenths."""
+"""In nats, or for values of about 1. A missing scale or soft cap, or attention between rows, shows as tenths."""
 
 _DISABLE_PACKING = "Set `policy.sequence_packing.enabled: false` and use `policy.dynamic_batching`"
 
@@ -30,14 +30,14 @@ def probe_scoring(
     variable_length_kernel: bool,
     computed_in: torch.dtype | None = None,
 ) -> None:
-    """Compare scoring with the model's own answer, and packed rows with the same rows alone.
+    """Compare scoring with the model's own output, and packed rows with the same rows alone.
 
     Args:
         scoring: the model.
-        device: where it is.
+        device: device of the model.
         packing: whether rows will be packed.
         variable_length_kernel: see `packed_input`.
-        computed_in: the type that its products are rounded to; the model's by default.
+        computed_in: dtype to which products are rounded; the model's by default.
 
     Raises:
         NotSupportedError: they differ.
@@ -54,19 +54,19 @@ def probe_scoring(
             padded,
             is_token & has_output,
             computed_in,
-            found="The model's own answer is not its head applied to its backbone",
+            found="The model's output is not its head applied to its backbone",
             advice="This backend cannot train it: use a model whose head is a plain matrix",
         )
         if packing:
             packed = _packed_outputs(scoring, ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
-            found = "Packed rows see each other in this model"
+            found = "Packed rows attend to each other in this model"
             _compare(scoring, padded, packed, is_token, computed_in, found=found, advice=_DISABLE_PACKING)
 
 
 def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, scoring.vocab_size, (2, 8), generator=generator)
-    # Transformers' classifiers read the last token that is not the one that pads.
+    # Transformers' classifiers use the last token that is not padding.
     padding = scoring.model.config.get_text_config().pad_token_id
     if padding is not None:
         ids = torch.where(ids == padding, (ids + 1) % scoring.vocab_size, ids)
@@ -75,14 +75,14 @@ def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def _random_head(scoring: ScoringModel) -> Iterator[None]:
-    """A scalar head that may begin at zero, where nothing could be told apart, has values of about 1 in this block."""
+    """Give a scalar head values of about 1 while the block runs: with an initial head of zeros, differences would not show."""
     if not isinstance(scoring, ValueScoring):
         yield
         return
     head = scoring.head
     kept = head.weight.detach().clone()
     weight = torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)) / kept.shape[1] ** 0.5
-    # The model's own forward pass has no room for a float32 head behind a bfloat16 base, as under adapters.
+    # The model's own forward pass does not support a float32 head on a bfloat16 base, as used with adapters.
     head.to(scoring.model.dtype).weight.copy_(weight)
     try:
         yield
@@ -104,7 +104,7 @@ def _packed_outputs(
 
 
 def _model_outputs(scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model says by itself [b, T], and of which tokens [b, T]."""
+    """The model's own outputs [b, T], and a mask [b, T] of the tokens that have one."""
     if isinstance(scoring, TokenScoring):
         return _model_logprobs(scoring, ids), torch.ones(ids.shape, dtype=torch.bool)
     own, has_output = torch.zeros(ids.shape, device=ids.device), torch.zeros(ids.shape, dtype=torch.bool)
@@ -135,5 +135,5 @@ def _compare(
     if not difference <= tolerance:
         raise NotSupportedError(
             f"{type(scoring.model).__name__}: {found} ({scoring.column} of a test input differ by {difference:.3g}, "
-            f"{tolerance:g} is allowed), so training would be wrong in silence. {advice}."
+            f"{tolerance:g} is allowed), so training would be silently wrong. {advice}."
         )

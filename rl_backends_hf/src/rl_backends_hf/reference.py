@@ -1,6 +1,6 @@
-"""The frozen reference policy: the initial weights, read again from their source when first asked for; knows no training.
+"""The frozen reference policy: the initial weights, loaded when first needed.
 
-Under adapters it is the policy's own model with the adapters off.
+With adapters, it is the policy's own model with the adapters disabled.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rl_backends_hf.token_scoring import TokenScoring
 
 
 class Reference(Protocol):
-    """What scores as the initial policy does."""
+    """A model with the initial policy's weights."""
 
     def on_device(self) -> AbstractContextManager[ScoringModel]:
-        """The model, ready to score on the rank's device for as long as the block runs."""
+        """The model, ready to score on the rank's device while the block runs."""
 
 
 class FrozenBase:
-    """The policy's own model with its adapters off; no second copy of the weights.
+    """The policy's own model with its adapters disabled; needs no second copy of the weights.
 
     Args:
-        scoring: the policy's model, on the rank's device while it scores.
-        adapters: those in it.
+        scoring: the policy's model.
+        adapters: its adapters.
     """
 
     def __init__(self, scoring: ScoringModel, adapters: LoraAdapters) -> None:
@@ -44,13 +44,13 @@ class FrozenBase:
 
 
 class ReferencePolicy:
-    """A second model that rests in CPU memory and visits the device while it scores.
+    """A second model that is kept in CPU memory and moved to the device while it scores.
 
-    It is read from `model_name`, not copied from the policy: so it is the initial policy after a resume as well, and costs
-    nothing before something asks for it.
+    It is loaded from `model_name`, not copied from the policy, so it is also the initial policy after a resume, and costs
+    nothing if it is not used.
 
     Args:
-        config: the policy's section.
+        config: the section `policy`.
         parallel: how the ranks share a model.
         temperature: logits are divided by it.
     """

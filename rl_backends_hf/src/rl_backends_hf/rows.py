@@ -1,4 +1,4 @@
-"""The rows of one call on their way: made of prompts, joined by prompt, put together into the answer; knows no model."""
+"""The rows of one generation call: created from prompts, grouped by prompt, and converted to the output."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rl_core.interfaces.generation import GenerationOutputSpec
 
 @dataclass(kw_only=True, eq=False)
 class Row:
-    """One completion on its way.
+    """One unfinished completion.
 
     Attributes:
-        number: place in the batch.
+        number: row index in the batch.
         prompt: its tokens.
-        seed: what its draws are made of.
-        limit: most tokens of the completion.
-        scanner: looks for its stop strings; None without any.
+        seed: of its random draws.
+        limit: maximum number of tokens of the completion.
+        scanner: searches for stop strings; None if there are none.
         completion: tokens drawn so far.
         logprobs: log-probability of each, in nats.
         stopped: ended by an end token or a stop string.
@@ -44,10 +44,10 @@ class Row:
         return self.prompt + self.completion
 
     def append(self, token: int, logprob: float, *, end_ids: frozenset[int]) -> bool:
-        """Append a token; True if the row ends with it."""
+        """Append a token; returns whether the row ends with it."""
         self.completion.append(token)
         self.logprobs.append(logprob)
-        # The scanner reads every token, so it is asked even where an end token settles the matter.
+        # The scanner must read every token, including end tokens.
         found = self.scanner is not None and self.scanner.push(token)
         self.stopped = found or token in end_ids
         return self.stopped or len(self.completion) >= self.limit
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGroup:
-    """The rows that share a prompt, and so its prefill."""
+    """Rows that share a prompt and its prefill."""
 
     prompt: list[int]
     rows: list[Row]
@@ -74,10 +74,10 @@ def read_rows(
 
     Args:
         data: see `GenerationDatumSpec`.
-        limits: what bounds every row.
-        stop_strings: those of every row, besides a row's own.
-        tokenizer: needed where there are stop strings.
-        seed: of rows that bring none, together with `call`.
+        limits: length limits of all rows.
+        stop_strings: stop strings of all rows, in addition to a row's own.
+        tokenizer: required if there are stop strings.
+        seed: for rows without a seed, combined with `call`.
         call: number of this call.
 
     Raises:
@@ -98,7 +98,7 @@ def read_rows(
 
 
 def group_by_prompt(rows: Iterable[Row]) -> list[PromptGroup]:
-    """Groups of rows with the same prompt tokens, wherever they stand in the batch; longest prompts first."""
+    """Groups of rows with the same prompt tokens; longest prompts first."""
     groups: dict[tuple[int, ...], PromptGroup] = {}
     for row in rows:
         key = tuple(row.prompt)
@@ -107,7 +107,7 @@ def group_by_prompt(rows: Iterable[Row]) -> list[PromptGroup]:
 
 
 def rows_to_output(rows: Sequence[Row], *, weight_version: int) -> BatchedDataDict[GenerationOutputSpec]:
-    """Finished rows as a `GenerationOutputSpec`, in the order given."""
+    """Finished rows as a `GenerationOutputSpec`, in the given order."""
     return to_output(
         [
             Completion(
@@ -125,7 +125,5 @@ def rows_to_output(rows: Sequence[Row], *, weight_version: int) -> BatchedDataDi
 def _scanner(prompt: Prompt, common: tuple[str, ...], tokenizer: Any) -> StopStringScanner | None:
     wanted = [*common, *prompt.stop_strings]
     if wanted and tokenizer is None:
-        raise DataError(
-            f"Row {prompt.number} has stop strings {wanted}, but there is no tokenizer to read text with. Give one."
-        )
+        raise DataError(f"Row {prompt.number} has stop strings {wanted}, which require a tokenizer. Set policy.tokenizer.name.")
     return StopStringScanner(tokenizer, wanted, prompt.tokens) if wanted else None

@@ -1,7 +1,6 @@
-"""Sampling from a causal LM of Transformers: one prefill a prompt, then all rows together, a token at a time.
+"""Samples from a Transformers causal LM: one prefill per prompt, then all rows together, one token at a time.
 
-Rows join while others are being decoded and leave when they end, so a step never computes a row that has ended. Knows
-nothing of processes, weights on their way, or config files.
+Rows join and leave the batch during decoding, so finished rows are never computed.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from rl_core.errors import NonFiniteError, NotSupportedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 
 _FIRST_NEW_COLUMNS: Final = 64
-"""Columns beyond the longest prompt that the cache begins with; it doubles when they are used up."""
+"""Initial number of cache columns beyond the longest prompt; the cache doubles when they are used up."""
 _REFILL_SHARE: Final = 8
-"""Rows join once one in so many slots is free: a prefill of few rows costs nearly what one of many does."""
+"""Rows join once one in this many slots is free, because a prefill of few rows costs nearly as much as one of many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +39,12 @@ class SamplerSettings:
 
     Attributes:
         parameters: the distribution.
-        max_new_tokens: most tokens of a completion.
-        max_model_len: most tokens of prompt and completion; the model's own limit where that is smaller, or this is None.
-        stop_strings: strings that end a completion, besides a row's own.
-        stop_token_ids: tokens that end one, besides the end-of-sequence tokens of model and tokenizer.
-        max_batch_rows: most rows decoded together.
-        prefill_tokens: most padded tokens of one prefill.
+        max_new_tokens: maximum number of tokens of a completion.
+        max_model_len: maximum number of tokens of prompt and completion; at most, and by default, the model's own limit.
+        stop_strings: strings that end a completion, in addition to a row's own.
+        stop_token_ids: tokens that end one, in addition to the end-of-sequence tokens of model and tokenizer.
+        max_batch_rows: maximum number of rows decoded together.
+        prefill_tokens: maximum number of padded tokens of one prefill.
     """
 
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
@@ -62,7 +61,7 @@ class SamplerSettings:
 
         Args:
             config: the section.
-            max_model_len: a further bound, such as the policy's `max_total_sequence_length`.
+            max_model_len: an additional limit, such as the policy's `max_total_sequence_length`.
         """
         bounds = [bound for bound in (config.hf_cfg.max_model_len, max_model_len) if bound is not None]
         return cls(
@@ -81,16 +80,16 @@ class SamplerSettings:
 
 
 class Sampler:
-    """Samples from a model whose weights may change between calls; nothing is kept from one call to the next.
+    """Samples from a model with weights that may change between calls; no state is kept between calls.
 
     Args:
-        model: a causal LM; it is called in eval mode and is as before afterwards.
+        model: a causal LM; called in eval mode, and restored afterwards.
         settings: how to sample.
-        tokenizer: the model's; needed for stop strings, and names a further end token.
-        seed: of the draws of rows that bring no `sample_seeds`.
+        tokenizer: the model's; required for stop strings, and may define another end token.
+        seed: for rows without `sample_seeds`.
 
     Raises:
-        NotSupportedError: the model's memory is of a kind that the cache does not hold.
+        NotSupportedError: the cache does not support the model's attention.
     """
 
     def __init__(
@@ -100,8 +99,8 @@ class Sampler:
         self._layout = AttentionLayout.of(model)
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise NotSupportedError(
-                f"{type(model).__name__} computes the logits of every position of a prompt (its forward has no "
-                "`logits_to_keep`), which this sampler does not do. Use another generation backend for this model."
+                f"{type(model).__name__} is not supported by this sampler: its forward has no `logits_to_keep`, so it would "
+                "compute the logits of every position of a prompt. Use another generation backend for this model."
             )
         self._end_ids = end_token_ids(model.generation_config, model.config, tokenizer, further=self.settings.stop_token_ids)
         own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -123,10 +122,10 @@ class Sampler:
         Args:
             data: prompts, see `GenerationDatumSpec`.
             greedy: take the most likely token at each position.
-            weight_version: stamped on every row.
+            weight_version: recorded with every row.
 
         Raises:
-            DataError: a prompt is empty, holds an id outside the vocabulary, or leaves no room within `max_model_len`.
+            DataError: a prompt is empty, contains an id outside the vocabulary, or leaves no tokens within `max_model_len`.
             NonFiniteError: the model's logits are NaN or infinite.
         """
         rows = self._read(data)
@@ -137,7 +136,7 @@ class Sampler:
     def stream(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, *, weight_version: int = -1
     ) -> Iterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        """Yield (row, its output) as each row ends; the weights must not change before the last."""
+        """Yield (row, its output) as each row finishes; the weights must not change before the last."""
         for row in self._decode(self._read(data), greedy=greedy):
             yield row.number, rows_to_output([row], weight_version=weight_version)
 
@@ -170,7 +169,7 @@ class Sampler:
 
 
 class _DecodeLoop:
-    """One call: the rows that wait, and those in slots."""
+    """The state of one call: waiting rows, and rows in slots."""
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ class _DecodeLoop:
         self._tokens = self._tensor([])
 
     def run(self) -> Iterator[Row]:
-        """Yield rows as they end."""
+        """Yield rows as they finish."""
         while self._waiting or self._active:
             while self._should_prefill():
                 yield from self._prefill(self._next_groups())
@@ -208,14 +207,14 @@ class _DecodeLoop:
                 yield from self._step()
 
     def _should_prefill(self) -> bool:
-        """Whether a prefill is worth its while now."""
+        """Whether enough slots are free for a prefill."""
         free = self._capacity - len(self._active)
         if not self._waiting or (self._active and free < max(1, self._capacity // _REFILL_SHARE)):
             return False
         return not self._active or len(self._waiting[0].rows) <= free
 
     def _next_groups(self) -> list[PromptGroup]:
-        """Waiting groups that fit into the free slots and one prefill; a group larger than all slots is divided."""
+        """Waiting groups that fit into the free slots and one prefill; a group larger than all slots is split."""
         free, taken = self._capacity - len(self._active), list[PromptGroup]()
         width = len(self._waiting[0].prompt)
         while self._waiting and (not taken or (len(taken) + 1) * width <= self._settings.prefill_tokens):
@@ -230,7 +229,7 @@ class _DecodeLoop:
         return taken
 
     def _prefill(self, groups: list[PromptGroup]) -> Iterator[Row]:
-        """Compute each group's prompt once, give every row a slot and its first token."""
+        """Compute each group's prompt once, and give every row a slot and its first token."""
         width = max(len(group.prompt) for group in groups)
         padding = [width - len(group.prompt) for group in groups]
         ids = self._tensor([[0] * pad + group.prompt for pad, group in zip(padding, groups, strict=True)])
@@ -266,7 +265,7 @@ class _DecodeLoop:
         yield from self._draw(logits, first=0)
 
     def _draw(self, logits: torch.Tensor, *, first: int) -> Iterator[Row]:
-        """Draw a token for the rows from slot `first` on; rows that end leave."""
+        """Draw a token for the rows from slot `first` on, and remove finished rows."""
         drawn, logprobs = next_tokens(
             logits,
             parameters=self._settings.parameters,
@@ -283,7 +282,7 @@ class _DecodeLoop:
             if not math.isfinite(logprob):
                 raise NonFiniteError(
                     f"Row {row.number}: the logits after {len(row.tokens)} tokens are NaN or infinite (log-probability "
-                    f"{logprob}). The weights are broken, or bfloat16 overflowed; look at the step before."
+                    f"{logprob}). The weights are invalid, or bfloat16 overflowed. Check the previous step."
                 )
             if row.append(token, logprob, end_ids=self._end_ids):
                 ended.append(row)
@@ -294,7 +293,7 @@ class _DecodeLoop:
         yield from ended
 
     def _drop_finished(self, kept: list[int]) -> None:
-        """Only the slots `kept` (ascending) go on; the last of them fill the holes."""
+        """Keep only the slots `kept` (ascending); the last of them fill the gaps."""
         order = _compacted(kept)
         self._active = [self._active[slot] for slot in order]
         self._cache.keep(order, width=max((len(row.tokens) - 1 for row in self._active), default=0))
@@ -302,7 +301,7 @@ class _DecodeLoop:
         self._seeds, self._tokens = self._seeds[index], self._tokens[index]
 
     def _history(self, first: int) -> torch.Tensor | None:
-        """[N, T], the tokens of each row from slot `first` on, its first one repeated as padding."""
+        """[N, T], the tokens of each row from slot `first` on, padded with its first token."""
         if self._settings.parameters.repetition_penalty == 1.0:
             return None
         held = [row.tokens for row in self._active[first:]]
@@ -314,15 +313,14 @@ class _DecodeLoop:
 
 
 def _compacted(kept: list[int]) -> list[int]:
-    """Slots in their new order: the last ones fill the holes that the others leave, so few move."""
+    """Slots in their new order: the last ones fill the gaps, so that few rows move."""
     taken = set(kept)
     movers = [slot for slot in reversed(kept) if slot >= len(kept)]
     return [target if target in taken else movers.pop() for target in range(len(kept))]
 
 
 def _without_gradients(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    # Rotary embeddings of a dynamic kind store what they compute in the module; made in inference mode, it could not be
-    # trained with afterwards.
+    # Dynamic rotary embeddings store tensors in the module; created in inference mode, they could not be used in training.
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
         return torch.no_grad()

@@ -1,7 +1,7 @@
-"""From logits to tokens and the log-probabilities that they were drawn with; knows no model and no cache.
+"""Draws tokens from logits and returns their log-probabilities under the sampling distribution.
 
-A draw is the inverse of the cumulative distribution at one uniform number, and that number is a function of the row's
-seed and of the token's position alone: a row's tokens depend neither on its neighbours nor on the order of the batch.
+A draw inverts the cumulative distribution at a uniform number that depends only on the row's seed and the token's position. A
+row's tokens therefore do not depend on other rows or on the order of the batch.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from rl_core.data.splitmix import mix, shift_right
 
 _BLOCK: Final = 256
-"""Vocabulary entries whose mass is summed together: the cumulative sum runs over blocks, then inside one block."""
+"""Vocabulary entries summed together: the cumulative sum runs over blocks, then inside one block."""
 _NUCLEUS_CANDIDATES: Final = 1024
-"""Tokens of a row that are sorted for top-p before the whole vocabulary is."""
+"""Number of tokens per row that are sorted for top-p before falling back to the whole vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParameters:
-    """The distribution that tokens are drawn from, in the order in which it is made.
+    """The distribution that tokens are drawn from, computed in this order.
 
-    1. `repetition_penalty` r on the raw logits of each token that the row already holds, prompt included: x / r where x > 0,
-       else x * r (Keskar et al. 2019, arXiv:1909.05858).
+    1. `repetition_penalty` r on the raw logits x of each token in the row, including the prompt: x / r if x > 0, else x * r
+       (Keskar et al. 2019, arXiv:1909.05858).
     2. `temperature`: logits are divided by it.
-    3. `top_k`: the k most likely tokens stay, and all that tie with the last of them.
-    4. `top_p`: of these, renormalised, the smallest set of most likely tokens with probability p stays, and all that tie
-       with the last of them.
-    5. What stays is renormalised.
+    3. `top_k`: the k most likely tokens are kept, and all that tie with the last of them.
+    4. `top_p`: of these, renormalized, the smallest set of most likely tokens with total probability of at least p is kept, and
+       all that tie with the last of them.
+    5. The kept tokens are renormalized.
 
     A greedy row takes the most likely token after step 1 and reports its log-probability after step 2.
     """
@@ -52,12 +52,12 @@ def next_tokens(
     """One token for each row and its log-probability.
 
     Args:
-        logits: [N, V] of any floating type; overwritten where it is float32.
+        logits: [N, V] of any floating type; overwritten if float32.
         parameters: the distribution.
         greedy: take the most likely token.
         seeds: [N] int64.
-        positions: [N] int64, place in the row of the token to be drawn.
-        history: [N, T] int64, the tokens that each row holds (any of them repeated as padding); needed by the penalty alone.
+        positions: [N] int64, position in the row of the token to draw.
+        history: [N, T] int64, tokens of each row (padded with any of them); used only by the repetition penalty.
 
     Returns:
         Tokens [N] int64, and log-probabilities [N] float32 in nats.
@@ -93,12 +93,12 @@ def _gather(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def _apply_repetition_penalty(scores: torch.Tensor, history: torch.Tensor, penalty: float) -> None:
     present = scores.gather(1, history)
-    # Tokens that occur twice are written twice, with the same value.
+    # Tokens that occur twice are written twice with the same value.
     scores.scatter_(1, history, torch.where(present > 0, present / penalty, present * penalty))
 
 
 def _score_threshold(scores: torch.Tensor, parameters: SamplingParameters) -> torch.Tensor:
-    """[N, 1], the lowest score that stays."""
+    """[N, 1], the lowest score that is kept."""
     vocabulary = scores.shape[1]
     floor = scores.new_full((len(scores), 1), float("-inf"))
     if parameters.top_k is not None:
@@ -117,16 +117,17 @@ def _score_threshold(scores: torch.Tensor, parameters: SamplingParameters) -> to
 
 
 def _nucleus_threshold(ranked: torch.Tensor, totals: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lowest score of the nucleus [N, 1] among the `ranked` ones, and whether these reach `top_p` [N]."""
+    """Lowest score of the nucleus [N, 1] among the `ranked` ones, and whether they reach `top_p` [N]."""
     cumulative = (ranked - totals).double().exp().cumsum(dim=-1)
     inside = (cumulative < top_p).sum(dim=-1, keepdim=True).clamp_(max=ranked.shape[1] - 1)
     return ranked.gather(1, inside), cumulative[:, -1] >= top_p
 
 
 def _inverse_cdf(mass: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [N], and the total mass [N] float64, of unnormalised `mass` [N, V].
+    """Tokens [N] and total mass [N] float64 of unnormalized `mass` [N, V].
 
-    Two levels, so that no cumulative sum runs over the vocabulary: it would be slow, and in float32 wrong in the fourth digit.
+    Uses two levels to avoid a cumulative sum over the vocabulary, which would be slow and, in float32, wrong in the fourth
+    digit.
     """
     vocabulary = mass.shape[1]
     whole = vocabulary // _BLOCK
@@ -147,6 +148,6 @@ def _inverse_cdf(mass: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _clamp_to_mass(mass: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-    """`choice` [N, 1], or the last place with mass where rounding carried it past that one."""
+    """`choice` [N, 1], or the last index with mass if rounding carried it past that."""
     indices = torch.arange(mass.shape[1], device=mass.device)
     return torch.minimum(choice, torch.where(mass > 0, indices, 0).amax(dim=-1, keepdim=True))

@@ -1,6 +1,6 @@
-"""One number a token: a model's backbone, then its head on the positions that count; knows neither heads nor losses.
+"""Computes one number per token: the model's backbone, then its head on selected positions.
 
-`ScoringModel` is what is trained and what FSDP2 has as its root. `ScoringInput` is one microbatch in one of two forms:
+`ScoringModel` is the module that is trained and the root of FSDP2. `ScoringInput` is one microbatch in one of two forms:
 *padded* [b, T], trimmed to its longest row, or *packed* [1, N], rows end to end with positions that restart.
 """
 
@@ -20,15 +20,15 @@ from rl_core.data.packed import pack_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringInput:
-    """One microbatch of M scored tokens.
+    """One microbatch with M scored tokens.
 
     Attributes:
         input_ids: [b, T'] or [1, N] int64.
-        attention: further arguments of the backbone: positions, and row borders for variable-length kernels.
-        hidden_index: [M] int64; which of the b * T' (or N) hidden states the token's number is read from.
-        targets: [M] int64; the token. Or [M, 1 + K]: the token, and K candidates in its place.
-        output_index: [M] int64; where its number belongs in the flattened [b, T].
-        shape: (b, T) of the microbatch as it came.
+        attention: further arguments of the backbone: positions, and sequence boundaries for variable-length kernels.
+        hidden_index: [M] int64; index of the hidden state (of b * T' or N) from which the token is scored.
+        targets: [M] int64, the tokens; or [M, 1 + K], each token and K candidates for its position.
+        output_index: [M] int64; index of the result in the flattened [b, T].
+        shape: (b, T) of the original microbatch.
     """
 
     input_ids: torch.Tensor
@@ -39,12 +39,12 @@ class ScoringInput:
     attention: Mapping[str, Any] = field(default_factory=dict)
 
     def scatter(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[b, T, ...] with each of the M entries of [M, ...] in its place and 0 elsewhere; gradients flow through."""
+        """[b, T, ...] with the M entries of [M, ...] at their positions and 0 elsewhere; differentiable."""
         flat = numbers.new_zeros(self.shape[0] * self.shape[1], *numbers.shape[1:])
         return flat.index_put((self.output_index,), numbers).view(*self.shape, *numbers.shape[1:])
 
     def with_candidates(self, candidates: torch.Tensor) -> ScoringInput:
-        """The same microbatch, to be scored for the tokens `candidates` [b, T, K] int64 as well."""
+        """The same microbatch, with the tokens `candidates` [b, T, K] int64 scored as well."""
         beside = candidates.to(self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
         return replace(self, targets=torch.cat([self.targets.unsqueeze(1), beside], dim=1))
 
@@ -57,17 +57,16 @@ def padded_input(
     shift: int,
     mask: torch.Tensor | None = None,
 ) -> ScoringInput:
-    """Rows beside each other, trimmed to the longest.
+    """Padded rows, trimmed to the longest.
 
-    There is no attention mask, for right padding needs none: attention is causal, so no token sees the padding behind it.
-    Without a mask the causal kernels of SDPA apply.
+    Right padding needs no attention mask, because attention is causal. Without a mask, SDPA's causal kernels apply.
 
     Args:
         input_ids: [b, T] int64, right-padded.
         lengths: [b] int64, tokens of each row.
-        device: where the model is.
+        device: device of the model.
         shift: `ScoringModel.shift`.
-        mask: [b, T]; tokens whose number is wanted; all that have one by default.
+        mask: [b, T], tokens to score; all by default.
     """
     rows, columns = _scored_tokens(input_ids, lengths, mask, shift=shift)
     width = max(int(lengths.max()), 1)
@@ -90,19 +89,19 @@ def packed_input(
     pad_multiple: int = 1,
     variable_length_kernel: bool = False,
 ) -> ScoringInput:
-    """Rows end to end in one.
+    """Rows packed end to end into one.
 
-    Transformers keeps them apart only where `position_ids` restart, *no* attention mask is given and the cache is off:
-    otherwise rows attend to each other in silence.
+    Transformers separates them only if `position_ids` restart, *no* attention mask is given and the cache is off; otherwise,
+    rows silently attend to each other.
 
     Args:
         input_ids: [b, T] int64, right-padded.
         lengths: [b] int64, tokens of each row.
-        device: where the model is.
+        device: device of the model.
         shift: `ScoringModel.shift`.
-        mask: [b, T]; tokens whose number is wanted; all that have one by default.
-        pad_multiple: each row takes a multiple of so many tokens.
-        variable_length_kernel: the attention kernel takes the borders between rows (flash attention).
+        mask: [b, T], tokens to score; all by default.
+        pad_multiple: each row is padded to a multiple of this many tokens.
+        variable_length_kernel: whether the attention kernel takes sequence boundaries (flash attention).
     """
     rows, columns = _scored_tokens(input_ids, lengths, mask, shift=shift)
     packed = pack_rows({"input_ids": input_ids, "input_lengths": lengths}, pad_multiple=pad_multiple)
@@ -128,7 +127,7 @@ def packed_input(
 def _scored_tokens(
     input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, *, shift: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of each token to be scored; no hidden state stands `shift` before the first ones of a row."""
+    """Row and column of each token to score; the first `shift` tokens of a row have no hidden state to be scored from."""
     column = torch.arange(input_ids.shape[1])
     wanted = (column < lengths.unsqueeze(1)) & (column >= shift)
     if mask is not None:
@@ -138,18 +137,18 @@ def _scored_tokens(
 
 
 class ScoringModel(nn.Module, ABC):
-    """A model of Transformers that answers with one number a token.
+    """A Transformers model that returns one number per token.
 
     Args:
         model: a backbone with a head.
     """
 
     column: ClassVar[str]
-    """What its numbers are called."""
+    """Name of the numbers."""
     shift: ClassVar[int]
-    """How many tokens before its own a token's number is read: 1 where it is a prediction, 0 where it is a judgement."""
+    """Offset from a token to the hidden state that scores it: 1 for next-token logits, 0 for a value head."""
     extra_forward_methods: ClassVar[tuple[str, ...]] = ()
-    """Methods that compute with the weights as `forward` does; FSDP2 has to know of them."""
+    """Methods besides `forward` that compute with the weights; FSDP2 must register them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -158,13 +157,13 @@ class ScoringModel(nn.Module, ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """V, token ids that the model reads."""
+        """V, number of token ids of the model's input."""
 
     @abstractmethod
     def numbers(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The head alone: [M] float32, of hidden states [M, H] and the tokens [M] whose numbers are read from them.
+        """The head's outputs [M] float32 for hidden states [M, H] and tokens [M].
 
-        A head that predicts tokens also takes several of each, [M, 1 + K], and answers with as many numbers.
+        For next-token logits, targets may also be [M, 1 + K], and the result then has the same shape.
         """
 
     def forward(
@@ -178,12 +177,12 @@ class ScoringModel(nn.Module, ABC):
         return self.numbers(self.hidden_states(input_ids, hidden_index, attention), targets)
 
     def hidden_states(self, input_ids: torch.Tensor, hidden_index: torch.Tensor, attention: Mapping[str, Any]) -> torch.Tensor:
-        """The backbone alone: last hidden states [M, H]."""
+        """The backbone's last hidden states [M, H]."""
         output = self.model.base_model(input_ids=input_ids, use_cache=False, return_dict=True, **attention)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, hidden_index)
 
     def score(self, microbatch: ScoringInput) -> torch.Tensor:
-        """Numbers [b, T] (with candidates [b, T, 1 + K]) float32 of a microbatch; 0.0 where none was wanted."""
+        """Numbers [b, T] (with candidates [b, T, 1 + K]) float32 of a microbatch; 0.0 for tokens that were not scored."""
         scored = self(microbatch.input_ids, microbatch.hidden_index, microbatch.targets, microbatch.attention)
         return microbatch.scatter(scored)

@@ -1,4 +1,4 @@
-"""Checks of `hf_cfg` that need neither torch nor the model's weights: its folder, its libraries, the layers that LoRA names."""
+"""Checks of `hf_cfg` that need neither torch nor the model's weights: model folder, libraries and LoRA's layers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NEEDS_FLASH_ATTN = (
 
 
 def model_problems(model_name: str | None, options: HFModelConfig, *, same_environment: bool) -> Iterator[tuple[Path, str]]:
-    """What is wrong with the path of a model and with how it is to be loaded, by key of the backend's section.
+    """Problems with a model's path and loading options, by key of the backend's section.
 
     Args:
-        model_name: `model_name` of the section; None if it is taken from another.
-        options: The section's `hf_cfg`.
-        same_environment: Whether the workers use this environment, so that a library that is missing here is missing there.
+        model_name: `model_name` of the section; None if it is taken from another section.
+        options: the section's `hf_cfg`.
+        same_environment: whether the workers use this Python environment, so that its libraries can be checked here.
     """
     if model_name is not None and (problem := model_path_problem(model_name)) is not None:
         yield ("model_name",), problem
@@ -46,10 +46,10 @@ def model_problems(model_name: str | None, options: HFModelConfig, *, same_envir
 def target_problems(
     model_name: str, targets: str | Sequence[str], excluded: str | Sequence[str] | None
 ) -> Iterator[tuple[str, str]]:
-    """LoRA keys that name layers which a local model does not have, or an expression that is not one.
+    """LoRA keys with layers that a local model does not have, or with an invalid regular expression.
 
-    Only the last part of a name is compared, since Transformers may load weights under a longer name than their file has.
-    An expression is matched against whole names, which only the loaded model knows: `rlcore validate --deep` does it.
+    Only the last component of a name is compared, because Transformers may load weights under a longer name than in the file.
+    Regular expressions are matched against full names, which requires loading the model: see `rlcore validate --deep`.
     """
     for key, wanted in (("target_modules", targets), ("exclude_modules", excluded)):
         if isinstance(wanted, str):
@@ -69,7 +69,7 @@ def target_problems(
 
 
 def _module_names(model_name: str) -> set[str] | None:
-    """The last parts of the names of all modules that hold weights or other modules; None if the files do not tell."""
+    """Last components of the names of all modules with weights or submodules; None if the files do not contain names."""
     names = weight_names(model_name)
     if names is None:
         return None

@@ -1,7 +1,7 @@
-"""One optimizer step over the microbatches of a global batch; knows no config and no data format.
+"""One optimizer step over the microbatches of a global batch.
 
-Nothing waits for the device before the end: losses, metrics and the gradient norm cross to the CPU once, in one tensor, and
-only then is it decided whether to step. So a NaN anywhere leaves weights and optimizer as they were.
+The device is synchronized only once, at the end: losses, metrics and the gradient norm are copied to the CPU in one tensor, and
+only then is the step taken. A NaN anywhere therefore leaves weights and optimizer unchanged.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def optimizer_step(
     parallel: Parallel,
     max_grad_norm: float | None,
 ) -> StepResult:
-    """Add up the gradients of all microbatches and ranks, clip, and step.
+    """Accumulate the gradients of all microbatches and ranks, clip, and step.
 
     Args:
         scoring: the model.
-        microbatches: each as the model reads it and as the loss sees it.
+        microbatches: each as model input and as batch for the loss.
         loss_fn: the loss.
-        counts: what the global batch is normalised by.
-        state: what steps; None to compute loss and metrics only.
+        counts: normalizers of the global batch.
+        state: optimizer state; None to compute loss and metrics only.
         parallel: the ranks.
-        max_grad_norm: clip to it; None leaves the gradient.
+        max_grad_norm: maximum gradient norm; None disables clipping.
 
     Raises:
-        NonFiniteError: on every rank, where a loss or gradient on any rank is NaN or infinite; nothing has changed.
+        NonFiniteError: on every rank, if a loss or gradient on any rank is NaN or infinite; nothing has changed.
     """
     learn = state is not None
     if state is not None:
@@ -94,7 +94,7 @@ def _forward_backward(
 
 
 def _split_candidates(scored: torch.Tensor, batch: BatchedDataDict[Any], loss_fn: LossFunction) -> torch.Tensor:
-    """The numbers [b, T] of the rows' own tokens; those of candidates go into the batch."""
+    """The numbers [b, T] of the rows' own tokens; those of candidates are added to the batch."""
     if loss_fn.candidates_key is None:
         return scored
     batch["candidate_logprobs"] = scored[..., 1:]
@@ -102,7 +102,7 @@ def _split_candidates(scored: torch.Tensor, batch: BatchedDataDict[Any], loss_fn
 
 
 def _step(state: TrainingState) -> float:
-    """Step, and say at which learning rate."""
+    """Take a step and return its learning rate."""
     lr = float(state.optimizer.param_groups[0]["lr"])
     state.optimizer.step()
     state.scheduler.step()
@@ -113,15 +113,15 @@ def _step(state: TrainingState) -> float:
 
 
 def _non_finite(losses: list[torch.Tensor], state: TrainingState | None, parallel: Parallel, *, norm: float) -> NonFiniteError:
-    """The error that names the first offender on this rank, and drops the gradients."""
-    where = "Another rank's loss is the offender; its own error names it."
+    """The error for the first non-finite value on this rank; clears the gradients."""
+    where = "The non-finite value is on another rank; see its error."
     broken = first_broken(losses)
     if broken is not None:
         where = f"The loss of microbatch {broken + 1} of {len(losses)} on rank {parallel.rank} is {float(losses[broken])}."
     else:
         for name, gradient in state.masters.gradients().items() if state is not None else ():
             if not bool(torch.isfinite(local(gradient)).all()):
-                where = f"The losses are finite; the first bad gradient on rank {parallel.rank} is that of {name}."
+                where = f"The losses are finite; the first non-finite gradient on rank {parallel.rank} is that of {name}."
                 break
     step = 1
     if state is not None:

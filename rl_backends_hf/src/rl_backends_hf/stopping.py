@@ -1,4 +1,4 @@
-"""When a row ends: end tokens, stop strings and limits; knows neither model nor batch."""
+"""Detects stop strings in a completion."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any, Final
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT_TOKENS: Final = 6
-"""Tokens before the unread ones that are decoded with them, so that spaces and pieces of a character come out right."""
+"""Number of preceding tokens decoded with the unread ones, so that spaces and partial characters are decoded correctly."""
 _WINDOW_TOKENS: Final = 24
-"""Tokens after which the window that is decoded moves on."""
+"""Number of tokens after which the decoded window is shortened."""
 _MAX_CHARACTER_BYTES: Final = 4
-"""Bytes, and so at most tokens, of a character of UTF-8."""
+"""Maximum number of bytes, and thus of tokens, of a UTF-8 character."""
 
 
 class StopStringScanner:
-    """Tells when one of some strings has appeared in a row's completion, reading each token once.
+    """Detects when a stop string has appeared in a row's completion, reading each token once.
 
-    Text is decoded with special tokens, so a special token's own text can be a stop string. A string is found wherever token
-    boundaries fall; the prompt's text does not count.
+    Text is decoded with special tokens, so a special token's text can be a stop string. Strings are found across token
+    boundaries; the prompt's text does not count.
 
     Args:
-        tokenizer: a tokenizer of Transformers.
+        tokenizer: a Transformers tokenizer.
         strings: the stop strings.
         prompt: the prompt's tokens.
     """
@@ -36,7 +36,7 @@ class StopStringScanner:
         self._unread = 0
 
     def push(self, token: int) -> bool:
-        """Read one more token; True once a stop string is complete."""
+        """Read one more token; returns whether a stop string is complete."""
         self._window.append(token)
         self._unread += 1
         text = self._decode(self._window)
@@ -50,7 +50,7 @@ class StopStringScanner:
         return False
 
     def _advance(self, seen: str, read_chars: int) -> None:
-        """All that is decoded so far has been searched; what may begin a stop string is kept."""
+        """Mark the decoded text as searched; keep the end that may start a stop string."""
         self._tail = seen[-self._overlap :] if self._overlap else ""
         self._read_chars, self._unread = read_chars, 0
         if len(self._window) > _WINDOW_TOKENS:

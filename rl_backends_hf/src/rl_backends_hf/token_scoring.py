@@ -1,4 +1,4 @@
-"""Token log-probabilities of a causal LM, from chunks of its head; knows no loss."""
+"""Token log-probabilities of a causal LM, computed in chunks of its LM head."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rl_core.errors import NotSupportedError
 
 
 class TokenScoring(ScoringModel):
-    """A causal LM that answers with log-probabilities of tokens, never with all logits.
+    """A causal LM that returns log-probabilities of tokens and never all logits at once.
 
     Args:
         model: the causal LM.
-        chunk_tokens: positions of which the LM head's logits exist at one time.
+        chunk_tokens: number of positions for which logits exist at one time.
         temperature: logits are divided by it.
 
     Raises:
-        NotSupportedError: the model has no plain LM head behind a backbone.
+        NotSupportedError: the model has no plain LM head on a backbone.
     """
 
     column = "logprobs"
@@ -35,21 +35,21 @@ class TokenScoring(ScoringModel):
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or model.base_model is model:
             raise NotSupportedError(
-                f"{type(model).__name__} has no linear LM head behind a backbone "
-                f"({type(head).__name__} behind {type(model.base_model).__name__}), so its log-probabilities cannot be "
-                "computed in chunks. Use a causal LM of Transformers with `lm_head`."
+                f"{type(model).__name__} has no linear LM head on a backbone "
+                f"({type(head).__name__} on {type(model.base_model).__name__}), so its log-probabilities cannot be "
+                "computed in chunks. Use a Transformers causal LM with `lm_head`."
             )
         self.transform = logit_transform(model.config, temperature=temperature)
         self.chunk_tokens = chunk_tokens
 
     @property
     def vocab_size(self) -> int:
-        """V, rows of the LM head."""
+        """V, number of rows of the LM head."""
         size: int = self.model.get_output_embeddings().out_features
         return size
 
     def numbers(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Log-probability [M] or [M, 1 + K] float32, in nats, of each target under the logits of its hidden state."""
+        """Log-probability [M] or [M, 1 + K] float32, in nats, of each target given its hidden state."""
         head = self.model.get_output_embeddings()
         return chunked_token_logprobs(
             hidden, head.weight, head.bias, targets, transform=self.transform, chunk=self.chunk_tokens
@@ -65,7 +65,7 @@ class TokenScoring(ScoringModel):
     def score_topk(self, microbatch: ScoringInput, k: int) -> dict[str, torch.Tensor]:
         """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch, on the CPU.
 
-        They leave the device at once, for they are k times as large as what a pass usually answers with.
+        They are moved to the CPU at once, because they are k times as large as the usual result.
         """
         ids, logprobs = self.topk(microbatch.input_ids, microbatch.hidden_index, microbatch.attention, k)
         return {
@@ -75,10 +75,10 @@ class TokenScoring(ScoringModel):
 
 
 def logit_transform(config: PretrainedConfig, *, temperature: float) -> LogitTransform:
-    """What the model's family does to its logits, by the fields that families of Transformers have for it.
+    """The scaling that the model's family applies to its logits, from the corresponding fields of Transformers configs.
 
-    Soft capping: Gemma 2, 3 and relatives. `logits_scaling` divides (Granite), save in HyperCLOVA X, where it multiplies;
-    `logit_scale` (Cohere) and `lm_head_multiplier` (Falcon-H1) multiply. The start-up probe catches whatever is missing here.
+    Soft capping: Gemma 2, 3 and relatives. `logits_scaling` divides (Granite), except in HyperCLOVA X, where it multiplies;
+    `logit_scale` (Cohere) and `lm_head_multiplier` (Falcon-H1) multiply. The start-up probe detects anything missing here.
     """
     text = config.get_text_config(decoder=True)
     scale = float(getattr(text, "logit_scale", None) or 1.0) * float(getattr(text, "lm_head_multiplier", None) or 1.0)

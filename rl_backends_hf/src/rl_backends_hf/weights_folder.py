@@ -1,4 +1,4 @@
-"""A policy's weights as others take them: one by one, or as a folder that Transformers loads; knows no optimizer, no loss."""
+"""Exports a policy's weights: one by one, or as a folder for Transformers."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from rl_core.weights.manifest import dtype_name, weights_of
 
 
 class ExportedWeights(Protocol):
-    """What of a model is handed on and kept; all of it is collective over the ranks."""
+    """Weights that are exported and saved; all methods are collective over the ranks."""
 
     def manifest(self) -> RefitManifest:
         """Name to (shape, dtype) of what `iter_weights` yields."""
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and whole tensor of each weight, under the names of the model's own folder."""
+        """Name and full tensor of each weight, under the names of the model's own folder."""
 
     def save(self, folder: Path, *, rank: int) -> None:
-        """Write what has been trained into `folder`, from rank 0."""
+        """Write the trained weights into `folder`, from rank 0."""
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; CheckpointError where the folder is absent, torn, or of another model."""
+        """Load what `save` wrote; CheckpointError if the folder is missing, incomplete, or has another model."""
 
 
 class WholeModel:
-    """A model of which all weights are trained.
+    """A model with all weights trained.
 
     Args:
-        model: whole or sharded.
-        dtype: what float32 masters of another type are rounded to.
-        head: what the model ends in.
+        model: possibly sharded.
+        dtype: dtype to which float32 master weights are rounded.
+        head: head type.
     """
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, head: Head) -> None:
@@ -71,11 +71,11 @@ class WholeModel:
 def full_weights(
     model: PreTrainedModel, *, dtype: torch.dtype, names: list[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole tensor of each weight, of tied ones the first alone; collective where they are sharded.
+    """Name and full tensor of each weight; of tied weights only the first; collective if they are sharded.
 
     Args:
-        model: whole or sharded.
-        dtype: float32 parameters that are the masters of another type are rounded to it.
+        model: possibly sharded.
+        dtype: float32 parameters that are masters of another dtype are rounded to it.
         names: these, in this order; all by default.
     """
     weights = weights_of(model)
@@ -97,14 +97,14 @@ def save_weights(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, ra
         gathered[name] = gathered[tied_to]
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict=gathered)
-    # Transformers writes down the type of the live weights, which under FSDP2 are float32 masters of rounded ones.
+    # Transformers records the dtype of the current weights, which with FSDP2 are float32 masters.
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(folder)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Each name of a tied weight that `weights_of` leaves out, to the name under which it is there."""
+    """Each name of a tied weight that `weights_of` omits, to the name under which it is included."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -115,27 +115,27 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
-    """Set the model's weights, whole or sharded, to those in `folder`; every rank reads them.
+    """Load the model's weights, sharded or not, from `folder`; every rank reads it.
 
     Raises:
-        CheckpointError: the folder is absent, torn, or of another model; the weights are as before.
+        CheckpointError: the folder is missing, incomplete, or has another model; the weights are unchanged.
     """
     if not (folder / "config.json").is_file():
-        adapter = " It holds an adapter: resume with the `policy.hf_cfg.lora` that wrote it."
+        adapter = " It contains an adapter: resume with the same `policy.hf_cfg.lora` that wrote it."
         there = adapter if (folder / "adapter_config.json").is_file() else ""
-        raise CheckpointError(f"{folder} holds no config.json, so no weights of a whole model were saved there.{there}")
+        raise CheckpointError(f"{folder} has no config.json, so it contains no full model.{there}")
     try:
         found, report = AUTO_CLASSES[head].from_pretrained(
             folder,
             dtype=model.dtype,
             output_loading_info=True,
-            # A checkpoint holds data and no code: not of the folder, not of a pickle, not of a kernel that its config names.
+            # Load data only: no code from the folder, from a pickle, or from a kernel that its config names.
             trust_remote_code=False,
             use_safetensors=True,
             attn_implementation="eager",
         )
     except Exception as error:
-        raise CheckpointError(f"The weights in {folder} cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"Cannot read the weights in {folder}: {type(error).__name__}: {error}") from error
     saved, own = weights_of(found), weights_of(model)
     _check_same_model(saved, own, report, folder)
     for name, tensor in own.items():
@@ -145,24 +145,26 @@ def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
 def _check_same_model(
     saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], report: Mapping[str, Any], folder: Path
 ) -> None:
-    torn = sorted(map(str, report.get("missing_keys", ())))
-    if torn:
-        raise CheckpointError(f"{folder} is torn: it lacks {len(torn)} tensors, the first {torn[0]}.")
+    missing = sorted(map(str, report.get("missing_keys", ())))
+    if missing:
+        raise CheckpointError(f"{folder} is incomplete: it lacks {len(missing)} tensors, the first {missing[0]}.")
     odd = sorted(saved.keys() ^ own.keys())
     if odd:
-        raise CheckpointError(f"{folder} is of another model: {odd[0]} is in one of the two only ({len(odd)} such names).")
+        raise CheckpointError(
+            f"{folder} has a different model: {odd[0]} exists in only one of the two ({len(odd)} such names)."
+        )
     for name, tensor in own.items():
         if saved[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{folder} is of another model: {name} is {tuple(saved[name].shape)} there and {tuple(tensor.shape)} here."
+                f"{folder} has a different model: {name} is {tuple(saved[name].shape)} there and {tuple(tensor.shape)} here."
             )
 
 
 def save_tokenizer(config: HFPolicyConfig, folder: Path) -> None:
-    """Write the tokenizer's files beside the weights, so that the folder is whole; nothing where the model has none.
+    """Write the tokenizer's files next to the weights; does nothing if the model has no tokenizer.
 
     Raises:
-        UserError: the tokenizer that the config names cannot be loaded.
+        UserError: the configured tokenizer cannot be loaded.
     """
     tokenizer = find_tokenizer(config)
     if tokenizer is not None:
@@ -170,10 +172,10 @@ def save_tokenizer(config: HFPolicyConfig, folder: Path) -> None:
 
 
 def find_tokenizer(config: HFPolicyConfig) -> Any:
-    """The policy's tokenizer, or None where its model's folder has none and the config names no other.
+    """The policy's tokenizer, or None if its model's folder has none and the config does not name one.
 
     Raises:
-        UserError: there should be one, and it cannot be loaded.
+        UserError: there should be one, but it cannot be loaded.
     """
     return load_tokenizer_if_there(
         config.model_name,

@@ -55,7 +55,7 @@ class VllmEngineConfig(Section):
     tokenizer: TokenizerConfig | None = None
     """Tokenizer used to find stop strings; defaults to that of the policy."""
     seed: int = 0
-    """Seed for rows that have no seed of their own."""
+    """Seed for rows that do not specify one."""
     async_engine: bool = False
     """Whether to run the engine core in a separate process, so that scheduling overlaps with processing finished rows."""
     in_flight: Literal["recompute", "restart"] = "recompute"

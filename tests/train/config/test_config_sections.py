@@ -146,7 +146,7 @@ WRONG_IN_GOOD = {
         "'spda'. Did you mean 'sdpa'?"
     ],
     ("model_name:", "hf_cfg: {load_in_8bit: true, load_in_4bit: true}\n  model_name:"): [
-        "config.yaml:5:3: policy.hf_cfg: load_in_8bit and load_in_4bit exclude each other: keep one of them."
+        "config.yaml:5:3: policy.hf_cfg: load_in_8bit and load_in_4bit cannot be combined: set only one of them."
     ],
     ("model_name:", "hf_cfg: {device_map: 3}\n  model_name:"): [
         "config.yaml:5:24: policy.hf_cfg.device_map: must be text or a mapping or null; found 3. YAML reads '3' so: write it "

@@ -45,7 +45,7 @@ def config(tmp_path):
 LATE = {
     "an expression for adapters that matches no layer": (
         ("  max_total", "  hf_cfg: {lora: {target_modules: '.*nothing'}}\n  max_total"),
-        (5, "policy.hf_cfg.lora.target_modules", "'.*nothing' as an expression for the whole name of a module matches no"),
+        (5, "policy.hf_cfg.lora.target_modules", "'.*nothing' as a regular expression for full module names matches no"),
     ),
     "an argument that the scheduler refuses": (
         ("  max_total", "  scheduler: {name: torch.optim.lr_scheduler.OneCycleLR, kwargs: {max_lr: 0.1}}\n  max_total"),
