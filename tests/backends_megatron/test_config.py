@@ -22,15 +22,15 @@ def policy(optimizer=None, **megatron):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"sequence_parallel": True}, "raise tensor_model_parallel_size"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "there is one stage"),
-        ({"num_layers_in_last_pipeline_stage": 3}, "need several stages"),
+        ({"sequence_parallel": True}, "increase tensor_model_parallel_size"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "there is only one stage"),
+        ({"num_layers_in_last_pipeline_stage": 3}, "require several stages"),
         ({"overlap_param_gather": True}, "use_distributed_optimizer"),
         ({"moe_grouped_gemm": True, "transformer_impl": "local"}, "Transformer Engine"),
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, "would not sum the gradients"),
         ({"tensor_parallel": 2}, "Extra inputs"),
-        ({"use_distributed_optimizer": True, "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 1}}}, "Adam alone"),
-        ({"optimizer": {"name": "torch.optim.Adagrad"}}, "builds the optimizer itself"),
+        ({"use_distributed_optimizer": True, "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 1}}}, "only the state of Adam"),
+        ({"optimizer": {"name": "torch.optim.Adagrad"}}, "has its own optimizers"),
         ({"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"amsgrad": True}}}, "optimizer.kwargs.amsgrad"),
     ],
 )
@@ -61,7 +61,7 @@ def test_a_cluster_too_small_for_one_model_replica_is_rejected_with_the_config(t
     if found is None:
         load_config(tmp_path / "run.yaml")
         return
-    with pytest.raises(ConfigError, match=rf"2 x 1 x 1 = 2 ranks hold one copy of the model, and the cluster has {found}"):
+    with pytest.raises(ConfigError, match=rf"2 x 1 x 1 = 2 ranks hold one copy of the model, but the cluster has {found}"):
         load_config(tmp_path / "run.yaml")
 
 
@@ -96,9 +96,9 @@ def hf(**fields):
 @pytest.mark.parametrize(
     ("model", "fields", "world", "says"),
     [
-        ({}, {"tensor_model_parallel_size": 3}, 3, "8 attention heads do not divide into 3"),
+        ({}, {"tensor_model_parallel_size": 3}, 3, "3 does not divide 8 attention heads"),
         ({"num_attention_heads": 12, "num_key_value_heads": 4}, {"tensor_model_parallel_size": 6}, 6, "4 key-value heads"),
-        ({"intermediate_size": 49}, {"tensor_model_parallel_size": 2}, 2, "49 wide"),
+        ({"intermediate_size": 49}, {"tensor_model_parallel_size": 2}, 2, "MLP's width 49"),
         ({}, {"pipeline_model_parallel_size": 3}, 3, "4 layers do not divide evenly into 3 stages"),
         ({}, {"pipeline_model_parallel_size": 8}, 8, "4 layers are too few"),
         (
@@ -107,12 +107,12 @@ def hf(**fields):
             2,
             "4 layers are too few for 2 stages of 4 chunks",
         ),
-        ({}, {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 4}, 2, "as given"),
+        ({}, {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 4}, 2, "with the given first and last stage"),
         ({}, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6, "a multiple of 4 workers"),
-        ({}, {"expert_model_parallel_size": 2}, 2, "no experts to divide"),
+        ({}, {"expert_model_parallel_size": 2}, 2, "models have no experts"),
         ({"num_experts": 4}, {"tensor_model_parallel_size": 2}, 2, "sequence_parallel"),
-        ({"num_experts": 4}, {"expert_model_parallel_size": 3}, 3, "4 experts do not divide into 3"),
-        ({"num_experts": 4}, {"expert_model_parallel_size": 2}, 3, "do not divide the 3 ranks"),
+        ({"num_experts": 4}, {"expert_model_parallel_size": 3}, 3, "3 does not divide 4 experts"),
+        ({"num_experts": 4}, {"expert_model_parallel_size": 2}, 3, "does not divide the 3 ranks"),
         (
             {"num_experts": 4},
             {
@@ -122,10 +122,10 @@ def hf(**fields):
                 "expert_tensor_parallel_size": 2,
             },
             4,
-            "gloo lacks",
+            "gloo does not support",
         ),
-        ({}, {"transformer_impl": "transformer_engine"}, 1, "Transformer Engine runs on GPUs, and these ranks have CPUs"),
-        ({"num_experts": 4}, {"moe_grouped_gemm": True}, 1, "moe_grouped_gemm.*these ranks have CPUs; leave it out"),
+        ({}, {"transformer_impl": "transformer_engine"}, 1, "Transformer Engine requires GPUs, but these ranks run on CPUs"),
+        ({"num_experts": 4}, {"moe_grouped_gemm": True}, 1, "moe_grouped_gemm.*these ranks run on CPUs; leave it out"),
     ],
 )
 def test_a_division_that_the_model_does_not_allow_is_refused_with_the_reason(model, fields, world, says):

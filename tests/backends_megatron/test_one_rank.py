@@ -76,7 +76,7 @@ def test_the_scores_of_samples_are_those_that_they_were_drawn_with(policy):
     ("columns", "error", "says"),
     [
         ({"input_lengths": torch.tensor([3, 0, 5])}, DataError, "Row 1 has input length 0"),
-        ({"stop_strings": [["a"], None, None]}, DataError, "no tokenizer"),
+        ({"stop_strings": [["a"], None, None]}, DataError, "require a tokenizer"),
     ],
 )
 def test_prompts_that_cannot_be_completed_are_refused(policy, columns, error, says):
@@ -98,7 +98,7 @@ def test_without_a_reference_it_says_which_key_to_set(policy):
 
 def test_a_second_policy_in_the_same_process_is_refused(policy):
     policy()
-    with pytest.raises(Exception, match="shut the other policy down first"):
+    with pytest.raises(Exception, match="shut down the other policy first"):
         policy().wait_ready()
 
 
@@ -115,7 +115,7 @@ def test_weights_under_the_wrong_name_or_shape_are_refused(policy, models, tmp_p
             made.load_checkpoint(folder)
     weights = tmp_path / "w" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(Exception, match="is torn"):
+    with pytest.raises(Exception, match="is incomplete or corrupt"):
         made.load_checkpoint(tmp_path / "w")
 
 
@@ -169,12 +169,12 @@ HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_fa
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"model_type": "gpt2"}, NotSupportedError, "'gpt2', and the Megatron backend has tables for llama, mistral"),
+        ({"model_type": "gpt2"}, NotSupportedError, "'gpt2', but the Megatron backend supports llama, mistral"),
         ({"attention_bias": True}, NotSupportedError, "`attention_bias: True` in its config.json"),
         ({"num_hidden_layers": 4, "hidden_act": "gelu"}, NotSupportedError, "`hidden_act: 'gelu'`"),
-        ({"intermediate_size": 49}, ConfigError, "49 wide, which does not divide into 2"),
+        ({"intermediate_size": 49}, ConfigError, "2 does not divide the MLP's width 49"),
         ({"rope_parameters": YARN}, NotSupportedError, "rotary positions of type 'yarn'"),
-        ({"rope_parameters": HALF_TURNED}, NotSupportedError, "turns only a part of each head"),
+        ({"rope_parameters": HALF_TURNED}, NotSupportedError, "partial rotary embeddings"),
     ],
 )
 def test_an_unsupported_model_is_rejected_before_anything_starts(models, tmp_path, change, error, says):
@@ -198,7 +198,7 @@ def test_missing_weights_and_invalid_optimizers_are_rejected_before_anything_sta
     with pytest.raises(UserError, match=r"policy\.scheduler\.name"):
         MegatronPolicy(str(folder), tensor_model_parallel_size=2, scheduler={"name": "cosin"})
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         MegatronPolicy(str(folder), tensor_model_parallel_size=2)
 
 
@@ -206,9 +206,9 @@ def test_missing_weights_and_invalid_optimizers_are_rejected_before_anything_sta
     ("arguments", "says"),
     [
         ({"model_name": "no/such/folder/here"}, "does not exist"),
-        ({"model_name": "model.gguf"}, "reads safetensors"),
+        ({"model_name": "model.gguf"}, "reads only safetensors"),
         ({"model_name": "m", "tensor_model_parallel": 2}, "Did you mean 'tensor_model_parallel_size'"),
-        ({"model_name": "m", "sequence_parallel": True}, "raise tensor_model_parallel_size"),
+        ({"model_name": "m", "sequence_parallel": True}, "increase tensor_model_parallel_size"),
         ({}, "needs a model"),
     ],
 )
@@ -247,7 +247,7 @@ def test_another_version_of_megatron_is_refused(monkeypatch):
 
     cpu_shim.check_megatron()
     monkeypatch.setattr(cpu_shim, "version", lambda name: "0.17.0")
-    with pytest.raises(UserError, match=r"0.17.0 is installed, and this backend is written for 0.16.1"):
+    with pytest.raises(UserError, match=r"0.17.0 is installed, but this backend requires 0.16.1"):
         cpu_shim.check_megatron()
 
 

@@ -1,4 +1,4 @@
-"""Megatron-Core as policy backend; imports nothing heavy before `MegatronPolicy` is asked for."""
+"""Megatron-Core as policy backend; importing it loads nothing heavy until `MegatronPolicy` is accessed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MegatronPolicy"]
 
-# Said in every process, and nobody's to act on: of packages whose layers this backend replaces, and of Megatron's own calls.
+# Irrelevant warnings of every process: about packages that this backend does not need, and about Megatron's own calls.
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

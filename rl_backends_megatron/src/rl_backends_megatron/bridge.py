@@ -1,8 +1,8 @@
-"""Weights between a Hugging Face checkpoint and this rank's model chunks, both ways, by the tables in `families`.
+"""Converts weights between a Hugging Face checkpoint and this rank's model chunks, using the tables in `families`.
 
-Loading reads what this rank holds and nothing else. Exporting streams (name, whole tensor) to every rank, one Megatron
-parameter at a time: gathered over tensor-parallel ranks, split, broadcast over pipeline stages, and for experts gathered over
-their ranks. A round trip is exact to the bit.
+Loading reads only what this rank needs. Exporting streams (name, full tensor) to every rank, one Megatron parameter at a time:
+gathered over tensor-parallel ranks, split, broadcast over pipeline stages, and for experts gathered over expert-parallel ranks.
+A round trip is exact to the bit.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rl_backends_megatron.weight_layouts import Sizes, Source
 from rl_core.errors import CheckpointError, NotSupportedError
 
 SetWeight = Callable[[torch.nn.Parameter, torch.Tensor], object]
-"""Sets a weight to the values of a tensor of its shape, of any float type and on any device."""
+"""Sets a weight to the values of a tensor of the same shape, of any float dtype and on any device."""
 
 _PLACEHOLDER = re.compile(r"\\\{(layer|expert)\\\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What one Megatron parameter becomes.
+    """The tensors that one Megatron parameter is exported as.
 
     Attributes:
-        names: the Hugging Face tensors; for an expert's parameter one tuple a rank of experts, else one.
-        shapes: of one tuple's tensors.
-        is_expert: whether it belongs to an expert.
+        names: the Hugging Face tensors; one tuple per expert-parallel rank for an expert's parameter, else one.
+        shapes: shapes of one tuple's tensors.
+        is_expert: whether the parameter belongs to an expert.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -43,7 +43,7 @@ class Export:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter that this rank holds (a part of)."""
+    """A parameter, or a shard of one, on this rank."""
 
     parameter: torch.nn.Parameter
     weight: Weight
@@ -51,15 +51,15 @@ class LocalParameter:
 
 
 class Bridge:
-    """One model's weights between the two worlds; making one is collective.
+    """Maps one model's weights between Megatron and Hugging Face. Its construction is collective.
 
     Args:
-        chunks: this rank's model chunks, unwrap (no data-parallel wrapper).
+        chunks: this rank's model chunks without data-parallel wrapper.
         family: the model's tables.
         sizes: of the model.
         ranks: the process groups.
-        tied: whether the output layer is the embedding.
-        num_experts: of a mixture.
+        tied: whether the output layer shares the embedding's weights.
+        num_experts: number of experts, for a mixture.
     """
 
     def __init__(
@@ -74,28 +74,28 @@ class Bridge:
 
     @torch.no_grad()
     def load(self, source: Source, into: SetWeight = torch.Tensor.copy_) -> None:
-        """Set this rank's weights from `source`.
+        """Load this rank's weights from `source`.
 
         Args:
             source: the checkpoint.
-            into: sets a weight to values of the checkpoint's own type.
+            into: sets a weight to values of the checkpoint's dtype.
 
         Raises:
-            CheckpointError: a tensor is missing, or of another shape.
+            CheckpointError: a tensor is missing or has another shape.
         """
         for held in self._local:
             group = self._tensor_group(held.weight)
             part = held.weight.layout.load(source, held.names, group.rank(), group.size(), held.parameter.shape, self._sizes)
             if part.shape != held.parameter.shape:
                 raise CheckpointError(
-                    f"{', '.join(held.names)} give {tuple(part.shape)} on this rank, and the model needs "
-                    f"{tuple(held.parameter.shape)}: the weights are of another model than its config.json."
+                    f"{', '.join(held.names)} have shape {tuple(part.shape)} on this rank, but the model needs "
+                    f"{tuple(held.parameter.shape)}: the weights do not match config.json."
                 )
             into(held.parameter, part)
 
     @property
     def manifest(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape of every tensor of the whole model, in the order of `export`."""
+        """Name to shape of every tensor of the full model, in the order of `export`."""
         found: dict[str, tuple[int, ...]] = {}
         for stage in self._exports:
             for export in stage:
@@ -111,12 +111,12 @@ class Bridge:
         value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data,
         dtype: torch.dtype | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole tensor) on every rank; collective.
+        """Yield (name, full tensor) on every rank; collective.
 
         Args:
             names: these, in the manifest's order; all by default.
-            value: what to export of each parameter.
-            dtype: of what `value` gives; that of the weights by default.
+            value: returns the tensor to export for each parameter.
+            dtype: dtype of what `value` returns; that of the weights by default.
         """
         dtype = dtype or self._local[0].parameter.dtype
         wanted = None if names is None else set(names)
@@ -140,7 +140,7 @@ class Bridge:
         value: Callable[..., torch.Tensor],
         dtype: torch.dtype,
     ) -> Iterator[list[torch.Tensor]]:
-        """For each chosen tensor: that of each rank of experts, or the one."""
+        """For each chosen tensor: those of all expert-parallel ranks, or the single one."""
         device = self._local[0].parameter.device
         parts: list[torch.Tensor] = []
         if held is not None:
@@ -174,7 +174,7 @@ class Bridge:
 
     def _parameters_of(self, chunk: Any) -> Iterator[LocalParameter]:
         for name, parameter in chunk.named_parameters():
-            # The number in the name counts from the chunk's first layer, the layer's own from the model's.
+            # The index in the name counts from the chunk's first layer; `layer_number` counts from the model's.
             local = re.match(r"decoder\.layers\.(\d+)\.", name)
             layer = chunk.decoder.layers[int(local[1])].layer_number - 1 if local else None
             yield self._match(name, parameter, layer)
@@ -194,11 +194,11 @@ class Bridge:
                 names = ("model.embed_tokens.weight",)
             return LocalParameter(parameter, weight, names)
         raise NotSupportedError(
-            f"Megatron-Core built a parameter {name}, which the model's table in rl_backends_megatron.families does not name."
+            f"Megatron-Core created a parameter {name}, which is missing in the model's table in rl_backends_megatron.families."
         )
 
     def _collect_exports(self) -> list[list[Export]]:
-        """What every pipeline stage exports."""
+        """Exports of every pipeline stage."""
         own = [self._export_of(held) for held in self._exported]
         if self._ranks.expert.size() > 1:
             of_experts: list[Any] = [None] * self._ranks.expert.size()

@@ -1,4 +1,4 @@
-"""The section `policy` of the Megatron backend, and which of its keys exclude each other. Does not import torch."""
+"""The section `policy` of the Megatron backend and its consistency checks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class MegatronConfig(Section):
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the tokenizer."""
     seed: int = 0
-    """Seed of `generate` for rows that have no seed of their own."""
+    """Seed of `generate` for rows that do not specify one."""
     distributed_timeout_s: float = Field(default=600.0, gt=0.0)
     """Timeout of collective operations between ranks, in seconds."""
 
@@ -100,18 +100,18 @@ class MegatronConfig(Section):
     def _check_parallel_sizes(self) -> Self:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
-                "sequence_parallel divides activations over the tensor-parallel ranks, and there is one: raise "
+                "sequence_parallel shards activations over tensor-parallel ranks, but there is only one: increase "
                 "tensor_model_parallel_size, or leave sequence_parallel out"
             )
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
             raise ValueError(
-                "virtual_pipeline_model_parallel_size cuts pipeline stages into chunks, and there is one stage: raise "
-                "pipeline_model_parallel_size, or leave it out"
+                "virtual_pipeline_model_parallel_size splits pipeline stages into chunks, but there is only one stage: "
+                "increase pipeline_model_parallel_size, or leave it out"
             )
         uneven = self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage
         if uneven and self.pipeline_model_parallel_size == 1:
             raise ValueError(
-                "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need several stages: raise "
+                "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage require several stages: increase "
                 "pipeline_model_parallel_size, or leave them out"
             )
         return self
@@ -120,19 +120,18 @@ class MegatronConfig(Section):
     def _check_option_requirements(self) -> Self:
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError(
-                "overlap_param_gather gathers weights that use_distributed_optimizer has divided, and Megatron-Core wants "
-                "overlap_grad_reduce with it: set both, or leave overlap_param_gather out"
+                "overlap_param_gather requires use_distributed_optimizer and overlap_grad_reduce: set both, or leave "
+                "overlap_param_gather out"
             )
         if self.expert_model_parallel_size == 1 and self.expert_tensor_ranks != self.tensor_model_parallel_size:
             raise ValueError(
-                f"expert_tensor_parallel_size {self.expert_tensor_ranks} is not tensor_model_parallel_size "
-                f"{self.tensor_model_parallel_size}, and experts are not divided: Megatron-Core would not sum the gradients of "
-                "experts that several ranks have. Leave it out, or raise expert_model_parallel_size"
+                f"expert_tensor_parallel_size {self.expert_tensor_ranks} differs from tensor_model_parallel_size "
+                f"{self.tensor_model_parallel_size} without expert parallelism: Megatron-Core would not sum the gradients of "
+                "experts that several ranks hold. Leave it out, or increase expert_model_parallel_size"
             )
         if self.moe_grouped_gemm and self.transformer_impl == "local":
             raise ValueError(
-                "moe_grouped_gemm needs the kernels of Transformer Engine: leave it out, or set "
-                "transformer_impl: transformer_engine"
+                "moe_grouped_gemm requires Transformer Engine: leave it out, or set transformer_impl: transformer_engine"
             )
         return self
 
@@ -145,10 +144,10 @@ class MegatronPolicyConfig(PolicyConfig):
     """Settings specific to this backend."""
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
-        """A cluster whose ranks do not hold whole copies of the model, and parallelism that a local model does not support."""
+        """A number of ranks that does not fit the parallelism, and parallelism that a local model does not support."""
         if (problem := model_path_problem(self.model_name)) is not None:
             yield ("model_name",), problem
-        # Parts that were made from Python have places of their own.
+        # Components created in Python bring their own cluster.
         if "cluster" not in run.model_fields_set:
             return
         megatron = self.megatron_cfg
@@ -158,7 +157,7 @@ class MegatronPolicyConfig(PolicyConfig):
             yield (
                 ("megatron_cfg",),
                 f"tensor x pipeline x context = {sizes}{megatron.context_parallel_size} = {needed} ranks hold one copy of the "
-                f"model, and the cluster has {ranks}: give it a multiple of {needed} (`cluster.backend: ray`, "
+                f"model, but the cluster has {ranks}: use a multiple of {needed} (`cluster.backend: ray`, "
                 "`cluster.num_nodes` x `cluster.workers_per_node`).",
             )
             return
@@ -171,26 +170,26 @@ class MegatronPolicyConfig(PolicyConfig):
                 yield ("megatron_cfg", key), reason
 
     def data_ranks(self, cluster: ClusterConfig) -> int:
-        """Number of whole copies of the model in the cluster."""
+        """Number of copies of the model in the cluster."""
         return max(1, super().data_ranks(cluster) // self.megatron_cfg.ranks_per_replica)
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:
         if self.optimizer.name not in OPTIMIZER_KEYS:
             raise ValueError(
-                f"optimizer.name {self.optimizer.name!r}: Megatron-Core builds the optimizer itself, since it divides its "
-                f"state over ranks. It has {', '.join(OPTIMIZER_KEYS)}"
+                f"optimizer.name {self.optimizer.name!r} is not supported: Megatron-Core has its own optimizers, which shard "
+                f"their state over ranks: {', '.join(OPTIMIZER_KEYS)}"
             )
         if self.optimizer.name not in ADAMS and self.megatron_cfg.use_distributed_optimizer:
             raise ValueError(
-                f"megatron_cfg.use_distributed_optimizer: Megatron-Core divides the state of Adam alone, and optimizer.name is "
-                f"{self.optimizer.name!r}. Take {' or '.join(ADAMS)}, or leave use_distributed_optimizer out"
+                f"megatron_cfg.use_distributed_optimizer: Megatron-Core shards only the state of Adam, but optimizer.name is "
+                f"{self.optimizer.name!r}. Use {' or '.join(ADAMS)}, or leave use_distributed_optimizer out"
             )
         allowed = OPTIMIZER_KEYS[self.optimizer.name]
         for key in self.optimizer.kwargs:
             if key not in allowed:
                 raise ValueError(
-                    f"optimizer.kwargs.{key}: {self.optimizer.name} under Megatron-Core takes {', '.join(allowed)}; leave "
+                    f"optimizer.kwargs.{key}: {self.optimizer.name} in Megatron-Core supports {', '.join(allowed)}; leave "
                     "it out, or use the backend `hf`"
                 )
         return self
@@ -200,7 +199,7 @@ _SHAPE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "nu
 
 
 def _read_model_config(model_name: str) -> SimpleNamespace | None:
-    """The config.json of a model folder; None if it is missing, or lacks the values needed here."""
+    """The config.json of a model folder; None if it is missing or lacks the values needed here."""
     try:
         found = json.loads((file_path(model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

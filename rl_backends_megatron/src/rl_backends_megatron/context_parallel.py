@@ -1,7 +1,7 @@
-"""Which tokens of a row a context-parallel rank holds, and log-probabilities brought together from all; knows no model.
+"""Distribution of a row's tokens over context-parallel ranks, and summation of their log-probabilities.
 
-A row of length L, a multiple of 2n, is cut into 2n chunks; rank r of n has chunks r and 2n-1-r. A late chunk attends to much
-and an early one to little, so the pairs cost the same (Megatron-Core's layout).
+A row of length L, a multiple of 2n, is split into 2n chunks; rank r of n has chunks r and 2n-1-r. Late chunks attend to many
+tokens and early ones to few, so all pairs cost the same (Megatron-Core's layout).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 
 def row_shard(length: int, ranks: int, rank: int) -> torch.Tensor:
-    """[length / ranks] int64; the positions of a row that the rank holds, in the order in which it holds them.
+    """[length / ranks] int64, positions of a row on the rank, in the order of its tensors.
 
     Args:
-        length: tokens of the row, a multiple of twice the ranks.
-        ranks: of the context-parallel group.
-        rank: which one.
+        length: tokens of the row, a multiple of twice the number of ranks.
+        ranks: size of the context-parallel group.
+        rank: rank in the group.
     """
     chunk = length // (2 * ranks)
     late = 2 * ranks - 1 - rank
@@ -27,7 +27,7 @@ def row_shard(length: int, ranks: int, rank: int) -> torch.Tensor:
 
 
 def packed_shard(lengths: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
-    """The same for rows that are packed end to end: positions in the whole packed row."""
+    """As `row_shard` for rows packed end to end: positions in the packed row."""
     parts, start = [], 0
     for length in lengths:
         parts.append(row_shard(length, ranks, rank) + start)
@@ -36,10 +36,10 @@ def packed_shard(lengths: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
 
 
 def sum_over_ranks(values: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over a group, where each rank then computes the same from it: gradients come back as they are, not summed.
+    """Sum over a group whose ranks compute the same result from it; gradients are passed back unchanged, not summed.
 
     Args:
-        values: any shape; each rank has its own part filled in, and zeros elsewhere.
+        values: any shape; each rank fills in its own entries, and zeros elsewhere.
         group: the process group.
     """
     total: torch.Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""A folder of Transformers as weights of this backend, each tensor by the model's table; knows no run and no training.
+"""Converts a Transformers folder to weights of this backend with the model's table.
 
-What this backend saves as weights is a folder of Transformers whatever the division over ranks was, so the way back is a copy
-and needs no function. What is proven here is that the tables account for the whole model: every tensor that the model needs is
-there, and none is left over.
+Weights saved by this backend are a Transformers folder for any parallelism, so the reverse conversion is a copy and needs no
+function. The conversion verifies that the table covers the whole model: all tensors that the model needs exist, and all
+existing ones are used.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _SINGLE_RANK = WorkerContext(
 )
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 _EXACT_IN_FLOAT32 = ("F32", "BF16", "F16")
-# A tied matrix, which some writers store twice.
+# A tied matrix, which some tools store twice.
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def to_megatron(conversion: Conversion) -> None:
-    """Fill the output with weights that `MegatronPolicy.load_checkpoint` takes, and the tokenizer's files.
+    """Fill the output with weights that `MegatronPolicy.load_checkpoint` accepts, and the tokenizer's files.
 
     One rank holds the model once, without gradients or optimizer, and writes it shard by shard. No value is rounded: weights
-    that are all bfloat16 stay so, any other mixture of float types becomes float32.
+    that are all bfloat16 stay bfloat16, any other mixture of float dtypes becomes float32.
 
     Raises:
-        UserError: adapters are to be merged, or a base is named for them.
-        NotSupportedError: there is no table for the model, or its folder has tensors that the table does not name.
-        CheckpointError: the folder is torn.
+        UserError: an option for adapters is set.
+        NotSupportedError: there is no table for the model, or the folder has tensors that are missing in the table.
+        CheckpointError: the folder is incomplete or corrupt.
     """
     _reject_adapter_options(conversion)
     with SafetensorsFolder(conversion.source) as source:
@@ -69,26 +69,25 @@ def _reject_adapter_options(conversion: Conversion) -> None:
     option = "--merge" if conversion.merge else "--model" if conversion.model is not None else None
     if option is not None:
         raise UserError(
-            f"`{option}` is about adapters, and {conversion.source} holds whole weights, which are converted as they are: "
-            "leave it out. A checkpoint of adapters becomes whole weights by `rlcore convert --to hf --merge`, and then `--to "
-            "megatron` takes those."
+            f"`{option}` applies only to adapters, but {conversion.source} contains full weights: leave it out. To convert "
+            "adapters, merge them first with `rlcore convert --to hf --merge`, then convert the result with `--to megatron`."
         )
 
 
 def _precision(source: SafetensorsFolder, folder: Path) -> str:
-    """The type that holds every value of the folder as it is."""
+    """The dtype that represents all values of the folder exactly."""
     types = {name: source.dtype(name) for name in source.names}
     for name, dtype in types.items():
         if dtype not in _EXACT_IN_FLOAT32:
             raise NotSupportedError(
-                f"{folder} has {name} as {dtype}, so it is quantized, and the Megatron backend trains float32 or bfloat16. "
-                "Convert the model that it was quantized from."
+                f"{folder} stores {name} as {dtype}, so it is quantized, but the Megatron backend trains float32 or bfloat16. "
+                "Convert the original model instead."
             )
     return "bfloat16" if set(types.values()) == {"BF16"} else "float32"
 
 
 def _check_all_used(model: LoadedModel) -> None:
-    """Refuse tensors that would be lost."""
+    """Reject folders with tensors that would be lost."""
     used = model.bridge.manifest
     with SafetensorsFolder(model.folder) as source:
         # Old checkpoints keep the rotary buffer, which the config determines.
@@ -98,7 +97,7 @@ def _check_all_used(model: LoadedModel) -> None:
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise NotSupportedError(
-            f"{model.folder} has tensors that the Megatron backend's {model.hf.model_type} does not: {', '.join(left[:3])}"
-            f"{more}. They would be lost. Convert the folder of the plain model, or add them to the model's table "
-            "(docs/adding_a_model.md)."
+            f"{model.folder} has tensors that the Megatron backend's {model.hf.model_type} does not have: "
+            f"{', '.join(left[:3])}{more}. They would be lost. Convert the folder of the plain model, or add them to the "
+            "model's table (docs/adding_a_model.md)."
         )

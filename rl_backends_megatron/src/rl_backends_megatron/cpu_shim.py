@@ -1,13 +1,13 @@
-"""The one room that lets the unmodified wheel of Megatron-Core run without CUDA; a null context where there is CUDA.
+"""Lets the unmodified wheel of Megatron-Core run without CUDA; does nothing if CUDA is available.
 
-Megatron-Core 0.16.1 asks for the device "cuda" by name in some fifty places. Inside `with cpu_shim():` such a request means
-the CPU. Two kinds of accommodation: the device argument of any torch call, by a `TorchFunctionMode` (1.4 us a call), and four
-module attributes that no argument reaches. All of them are private to that version, so the version is checked, and
-`check_megatron` asserts at start that what is touched exists: here, and in the rooms `gpt` (the end of a forward pass),
-`optimizer` (which entries of a weight a rank steps), `optimizer_state` and `training_state` (how a checkpoint is written and
-read). Nothing else of Megatron is changed.
+Megatron-Core 0.16.1 uses the device "cuda" by name in about fifty places. Inside `with cpu_shim():`, it means the CPU. Two
+mechanisms are used: a `TorchFunctionMode` replaces device arguments of torch calls (1.4 us per call), and four module
+attributes that no argument reaches are replaced. All of them are private to this version, so the version is checked, and
+`check_megatron` asserts at start that everything that is changed exists: here, and in the modules `gpt` (end of a forward
+pass), `optimizer` (entries of a weight that a rank updates), `optimizer_state` and `training_state` (reading and writing
+checkpoints). Nothing else of Megatron is changed.
 
-The mode belongs to a thread: enter it in the thread that calls Megatron, around building models and optimizers, forward and
+The mode applies to one thread: enter it in the thread that calls Megatron, around building models and optimizers, forward and
 backward passes, optimizer steps and distributed checkpoints.
 """
 
@@ -48,16 +48,16 @@ _REQUIRED_NAMES: Final[Mapping[str, Sequence[str]]] = {
 
 
 def check_megatron() -> None:
-    """Make sure that the installed Megatron-Core is the one that this room knows.
+    """Check that the installed Megatron-Core is the supported version.
 
     Raises:
-        UserError: it is another version, or it lacks what is touched here.
+        UserError: it is another version, or lacks names that are changed here.
     """
     found = version("megatron-core")
     if found != MEGATRON_VERSION:
         raise UserError(
-            f"megatron-core {found} is installed, and this backend is written for {MEGATRON_VERSION}: it relies on names "
-            f"that no version promises. Install it with `pip install megatron-core=={MEGATRON_VERSION}`."
+            f"megatron-core {found} is installed, but this backend requires {MEGATRON_VERSION}, because it relies on private "
+            f"names. Install it with `pip install megatron-core=={MEGATRON_VERSION}`."
         )
     for module_name, names in _REQUIRED_NAMES.items():
         module = importlib.import_module(module_name)
@@ -66,15 +66,16 @@ def check_megatron() -> None:
             for part in name.split("."):
                 if not hasattr(owner, part):
                     raise UserError(
-                        f"{module_name} has no {name}, though megatron-core says it is {found}: the installation is changed "
-                        f"or torn. Reinstall it with `pip install --force-reinstall --no-deps megatron-core=={found}`."
+                        f"{module_name} has no {name}, although megatron-core reports version {found}: the installation is "
+                        f"modified or incomplete. Reinstall it with `pip install --force-reinstall --no-deps "
+                        f"megatron-core=={found}`."
                     )
                 owner = getattr(owner, part)
 
 
 @contextmanager
 def cpu_shim() -> Iterator[None]:
-    """Inside, "cuda" means the CPU; nothing happens where torch sees a CUDA device."""
+    """Make "cuda" mean the CPU while the block runs; does nothing if torch finds a CUDA device."""
     _define_missing_name()
     if torch.cuda.is_available():
         yield
@@ -94,7 +95,7 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Every torch call of a forward pass comes through here, nearly all of them with nothing to change.
+        # Every torch call of a forward pass comes through here; nearly all need no change.
         if kwargs:
             kwargs = _on_cpu(kwargs)
         if func is _CUDA_METHOD:
@@ -123,7 +124,7 @@ def _is_cuda(device: Any) -> bool:
 
 @cache
 def _define_missing_name() -> None:
-    # 0.16.1 reads this name unguarded in the router wherever Transformer Engine is absent, on GPUs as well.
+    # Without Transformer Engine, also on GPUs, the router of 0.16.1 uses this name although it is undefined.
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
         utils.te_general_gemm = None  # type: ignore[attr-defined]
@@ -132,17 +133,17 @@ def _define_missing_name() -> None:
 @cache
 def _replace_attributes() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    # Recomputation saves the device's random state; there is no dropout here, so there is nothing to save.
+    # Recomputation saves the device's random state, which is not needed without dropout.
     random._get_cuda_rng_state = lambda *args, **kwargs: None
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
-    # Anything but None: then no CUDA stream is made.
+    # With any value except None, no CUDA stream is created.
     dispatcher.cuda_dtoh_stream = False
     dispatcher._maybe_dtoh_and_synchronize = _splits_on_host
 
 
 def _splits_on_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """What the dispatcher does at its copy point, without a stream: split sizes as arrays."""
+    """The dispatcher's work at its copy point without a stream: split sizes as arrays."""
     if point == self.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             value = getattr(self, name)

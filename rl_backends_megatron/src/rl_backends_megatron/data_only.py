@@ -1,7 +1,7 @@
-"""Loads a folder of Megatron's distributed checkpoint as data: nothing that it contains is run.
+"""Loads a Megatron distributed checkpoint as data only, without running code from it.
 
-Megatron reads `.metadata` with pickle, `common.pt` by torch's default and entries of bytes without restriction. Its strategies
-make the reader and the planner themselves, from two names of their module, so those are exchanged for as long as one loads.
+Megatron reads `.metadata` with pickle, `common.pt` with torch's default and byte entries without restriction. Its strategies
+create the reader and the planner from two names of their module, which are replaced while loading.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from rl_core.training.data_only import DataOnlyBytes, DataOnlyReader, read_metad
 
 
 def load_as_data(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What `dist_checkpointing.load` returns; collective.
+    """As `dist_checkpointing.load`; collective.
 
     Args:
         requested: the sharded state to fill.
-        folder: what `dist_checkpointing.save` wrote, in the format torch_dist.
+        folder: written by `dist_checkpointing.save` in the format torch_dist.
 
     Raises:
         CheckpointError: a file would have run code, or is damaged.
     """
-    # Inside Megatron the error would be one of several ranks' tracebacks.
+    # Raised inside Megatron, the error would be hidden among the tracebacks of several ranks.
     read_metadata(folder)
     with _data_only_strategies():
         found: dict[str, Any] = dist_checkpointing.load(
@@ -51,11 +51,11 @@ class _DataOnlyCommonStrategy(TorchCommonLoadStrategy):
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} does not exist, so there is no training state to continue from.") from error
         except Exception as error:
-            raise CheckpointError(f"{path} was not loaded: {type(error).__name__}: {error}. Use another checkpoint.") from error
+            raise CheckpointError(f"Cannot load {path}: {type(error).__name__}: {error}. Use another checkpoint.") from error
 
 
 class _CachingReader(DataOnlyReader):
-    """Megatron asks twice for the metadata of one load."""
+    """Megatron reads the metadata twice per load."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -68,7 +68,7 @@ class _CachingReader(DataOnlyReader):
 
 
 class _DataOnlyPlanner(DataOnlyBytes, strategies.MCoreLoadPlanner):
-    """Megatron's planner, which loads entries of bytes as data."""
+    """Megatron's planner, loading byte entries as data."""
 
 
 @contextmanager

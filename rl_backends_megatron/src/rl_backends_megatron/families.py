@@ -1,7 +1,7 @@
-"""The tables: for each family of models, how its config and its weights' names are Megatron-Core's.
+"""Tables that map each model family's config and weight names to Megatron-Core's.
 
-A family is a row in `FAMILIES`: the `model_type` of its config.json, what its config adds to that of a Llama, what it must not
-ask for, and its weights. Adding a model is adding a row (docs/adding_a_model.md); nothing else knows a model by name.
+A family is an entry in `FAMILIES`: the `model_type` of its config.json, its config fields beyond those of a Llama, config
+values that are supported, and its weights. To add a model, add an entry (docs/adding_a_model.md); no other module names models.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Weight:
     """One Megatron parameter.
 
     Attributes:
-        megatron: its name; `{layer}` and `{expert}` stand for numbers of the whole model. Several where Transformer Engine
-            merges layers and calls it otherwise.
-        hf: the tensors of a Hugging Face checkpoint that it is made of, with the same placeholders.
-        layout: how.
+        megatron: its name; `{layer}` and `{expert}` are indices in the full model. Several if Transformer Engine merges layers
+            under a different name.
+        hf: the tensors of a Hugging Face checkpoint that it consists of, with the same placeholders.
+        layout: how they are combined.
     """
 
     megatron: tuple[str, ...]
@@ -44,17 +44,16 @@ class Family:
     """Models with one `model_type`.
 
     Attributes:
-        weights: every parameter.
+        weights: all parameters.
         config: fields of Megatron's TransformerConfig, beyond those of a Llama, from the Hugging Face config.
-        embedding_scale: what token embeddings are multiplied by, from the Hugging Face config.
-        refused: name of a config field to the values with which the model is the one described here; another value would be
-            computed wrongly.
+        embedding_scale: factor of token embeddings, from the Hugging Face config.
+        supported: config field to its supported values; models with other values are rejected.
     """
 
     weights: tuple[Weight, ...]
     config: Callable[[Any], dict[str, Any]] = lambda hf: {}
     embedding_scale: Callable[[Any], float] = lambda hf: 1.0
-    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 _LAYER = "decoder.layers.{layer}."
@@ -130,7 +129,7 @@ def _mixture(hf: Any, *, experts: int, ffn: int, softmax_first: bool) -> dict[st
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by the tanh of a cubic (Hendrycks and Gimpel 2016)."""
+    """GELU approximated with the tanh of a cubic (Hendrycks and Gimpel 2016)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -139,13 +138,13 @@ _PLAIN = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (Fals
 _NO_WINDOW = {"use_sliding_window": (False,)}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(weights=(*_OUTSIDE, *_ATTENTION, *_MLP), refused=_PLAIN),
-    "mistral": Family(weights=(*_OUTSIDE, *_ATTENTION, *_MLP), refused={**_PLAIN, "sliding_window": (None,)}),
+    "llama": Family(weights=(*_OUTSIDE, *_ATTENTION, *_MLP), supported=_PLAIN),
+    "mistral": Family(weights=(*_OUTSIDE, *_ATTENTION, *_MLP), supported={**_PLAIN, "sliding_window": (None,)}),
     "gemma": Family(
         weights=(*_OUTSIDE, *_ATTENTION, *_MLP),
         config=lambda hf: {"activation_func": _GELU[hf.hidden_act], "layernorm_zero_centered_gamma": True},
         embedding_scale=lambda hf: hf.hidden_size**0.5,
-        refused={
+        supported={
             "hidden_act": tuple(_GELU),
             "attention_bias": (False,),
             "use_bidirectional_attention": (None, False),
@@ -154,12 +153,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         weights=(*_OUTSIDE, *_ATTENTION, *_QKV_BIAS, *_MLP),
         config=lambda hf: {"add_qkv_bias": True},
-        refused={"hidden_act": ("silu",), **_NO_WINDOW},
+        supported={"hidden_act": ("silu",), **_NO_WINDOW},
     ),
     "qwen3": Family(
         weights=(*_OUTSIDE, *_ATTENTION, *_QK_NORM, *_MLP),
         config=lambda hf: {"qk_layernorm": True},
-        refused={**_PLAIN, **_NO_WINDOW},
+        supported={**_PLAIN, **_NO_WINDOW},
     ),
     "qwen3_moe": Family(
         weights=(*_OUTSIDE, *_ATTENTION, *_QK_NORM, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
@@ -169,12 +168,12 @@ FAMILIES: dict[str, Family] = {
                 hf, experts=hf.num_experts, ffn=hf.moe_intermediate_size, softmax_first=not getattr(hf, "norm_topk_prob", False)
             ),
         },
-        refused={**_PLAIN, **_NO_WINDOW, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        supported={**_PLAIN, **_NO_WINDOW, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     ),
     "mixtral": Family(
         weights=(*_OUTSIDE, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
         config=lambda hf: _mixture(hf, experts=hf.num_local_experts, ffn=hf.intermediate_size, softmax_first=False),
-        refused={**_PLAIN, "sliding_window": (None,)},
+        supported={**_PLAIN, "sliding_window": (None,)},
     ),
 }
 
@@ -186,20 +185,20 @@ def family_of(hf: Any, *, model_name: str) -> Family:
     """The family of a Hugging Face config.
 
     Raises:
-        NotSupportedError: there is none, or this model differs from its family's description.
+        NotSupportedError: there is none, or the model has unsupported config values.
     """
     family = FAMILIES.get(hf.model_type)
     if family is None:
         raise NotSupportedError(
-            f"{model_name} is a {hf.model_type!r}, and the Megatron backend has tables for {', '.join(FAMILIES)}."
+            f"{model_name} has model type {hf.model_type!r}, but the Megatron backend supports {', '.join(FAMILIES)}."
             f"{did_you_mean(hf.model_type, sorted(FAMILIES))} Add one (docs/adding_a_model.md), or use `backend: hf`."
         )
-    for name, described in family.refused.items():
+    for name, described in family.supported.items():
         found = getattr(hf, name, described[0])
         if found not in described:
             raise NotSupportedError(
-                f"{model_name} has `{name}: {found!r}` in its config.json, and the Megatron backend computes a "
-                f"{hf.model_type} with {' or '.join(map(repr, described))}. Use `backend: hf`."
+                f"{model_name} has `{name}: {found!r}` in its config.json, but the Megatron backend supports "
+                f"{hf.model_type} only with {' or '.join(map(repr, described))}. Use `backend: hf`."
             )
     _check_rotary_positions(hf, model_name)
     return family
@@ -209,11 +208,11 @@ def _check_rotary_positions(hf: Any, model_name: str) -> None:
     kind = hf.rope_parameters["rope_type"]
     if kind not in _ROPE_TYPES:
         raise NotSupportedError(
-            f"{model_name} has rotary positions of type {kind!r}; the Megatron backend has {', '.join(_ROPE_TYPES)}. Use "
-            "`backend: hf`."
+            f"{model_name} has rotary positions of type {kind!r}, but the Megatron backend supports only "
+            f"{', '.join(_ROPE_TYPES)}. Use `backend: hf`."
         )
     if hf.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise NotSupportedError(
-            f"{model_name} turns only a part of each head by its position (`partial_rotary_factor`), and the Megatron backend "
-            "turns all of it. Use `backend: hf`."
+            f"{model_name} uses partial rotary embeddings (`partial_rotary_factor`), which the Megatron backend does not "
+            "support. Use `backend: hf`."
         )

@@ -1,4 +1,4 @@
-"""Megatron's GPT with its head apart: the last stage gives hidden states, logits are made where wanted; knows no loss.
+"""Megatron's GPT with a separate head: the last stage returns hidden states; only selected positions get logits.
 
 Prompts and padding are not trained on, and their logits would be the largest tensors of a step.
 """
@@ -15,11 +15,11 @@ from rl_backends_megatron.scalar_head import ScalarHead
 
 
 class HeadlessGPT(GPTModel):
-    """A `GPTModel` whose forward pass ends before its output layer; built with the same arguments, and some more.
+    """A `GPTModel` whose forward pass ends before the output layer. Takes the same arguments and these.
 
     Args:
-        scalar: end in one number a token, and not in logits.
-        embedding_scale: token embeddings are multiplied by it; the output layer is not, where it shares their matrix.
+        scalar: end in a scalar head instead of logits.
+        embedding_scale: factor of token embeddings; not applied to an output layer that shares their matrix.
     """
 
     scalar: bool
@@ -28,28 +28,28 @@ class HeadlessGPT(GPTModel):
         super().__init__(*args, **kwargs)
         self.scalar = scalar
         if self.pre_process and embedding_scale != 1.0:
-            # Rounded to the type of the weights first, as in Transformers.
+            # Rounded to the weights' dtype first, as in Transformers.
             scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
             self.embedding.register_forward_hook(lambda module, given, embedded: embedded * scale)
         self._sequence_parallel = bool(self.config.sequence_parallel)
         if scalar and self.post_process:
             self.output_layer: Any = ScalarHead(self.config)
         elif self.post_process:
-            # The sequence is brought together here, before positions are picked, and not in the layer.
+            # The sequence is gathered in `apply_head`, before positions are selected, instead of in the layer.
             self.output_layer.sequence_parallel = False
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 
     def apply_head(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [M, V' / R] of the model's dtype, this rank's columns; of a scalar head, values [M] float32.
+        """Logits [M, V' / R] of the model's dtype, this rank's columns; for a scalar head, values [M] float32.
 
         Args:
-            hidden: [L, b, H] of the last stage, or this rank's part along L under sequence parallelism.
-            positions: [M] int64, counted along [b, L].
+            hidden: [L, b, H] of the last stage, or this rank's shard along L with sequence parallelism.
+            positions: [M] int64, flat indices into [b, L].
         """
         if self._sequence_parallel:
-            # Gradients come back whole from the output layer, so each rank takes its part of them.
+            # The output layer returns full gradients, so each rank takes its shard of them.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )

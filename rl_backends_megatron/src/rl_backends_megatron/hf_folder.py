@@ -1,4 +1,4 @@
-"""A model folder of Transformers: its config, its tensors read in part from safetensors, and writing one; knows no Megatron."""
+"""Reads and writes a Transformers model folder: config and safetensors, which can be read partially."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _SHARD_BYTES = 4 * 2**30
 
 
 def find_folder(name: str, *, weights: bool = True) -> Path:
-    """The folder of a model, fetched from the hub where it is no folder here.
+    """The folder of a model, downloaded from the hub if it is not a local folder.
 
     Args:
         name: folder, or name on the hub (or in its cache).
-        weights: fetch them as well as the config.
+        weights: whether to download weights, not only the config.
 
     Raises:
-        UserError: there is no such model in safetensors.
+        UserError: there is no such model with safetensors.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"The folder {name} holds no config.json, so it is no model of Transformers.")
+            raise UserError(f"The folder {name} has no config.json, so it is not a Transformers model.")
         return path
     if path.suffix == ".gguf":
         raise UserError(
-            f"{name} is a GGUF file, and the Megatron backend reads safetensors. Load it once with Transformers and write it "
+            f"{name} is a GGUF file, but the Megatron backend reads only safetensors. Load it with Transformers and write it "
             "with `save_pretrained`, or use `backend: hf`."
         )
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
@@ -48,9 +48,9 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise UserError(
-            f"No model {name!r}: no folder of that name at {path.absolute()}, and the hub answered: {type(error).__name__}: "
-            f"{error}. Give the path of a model folder, or connect to the hub (HF_ENDPOINT names another, HF_TOKEN opens "
-            "gated models)."
+            f"Model {name!r} not found: there is no folder {path.absolute()}, and the hub failed with {type(error).__name__}: "
+            f"{error}. Give the path of a model folder, or connect to the hub (HF_ENDPOINT selects another hub, HF_TOKEN gives "
+            "access to gated models)."
         ) from error
 
 
@@ -58,22 +58,22 @@ def read_config(folder: Path) -> Any:
     """The Hugging Face config in a folder.
 
     Raises:
-        UserError: it is of no kind that Transformers knows.
+        UserError: Transformers does not support it.
     """
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"The config.json in {folder} cannot be read: {type(error).__name__}: {error}") from error
+        raise UserError(f"Cannot read config.json in {folder}: {type(error).__name__}: {error}") from error
 
 
 class SafetensorsFolder:
-    """The tensors in a folder, read from disk as they are asked for; a context manager.
+    """The tensors in a folder, read from disk on access; a context manager.
 
     Args:
-        folder: holds `model.safetensors`, or shards with their index.
+        folder: contains `model.safetensors`, or shards with their index.
 
     Raises:
-        CheckpointError: there are none, or one is torn.
+        CheckpointError: there are none, or one is incomplete or corrupt.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,11 +93,11 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> Sequence[str]:
-        """All tensors' names."""
+        """Names of all tensors."""
         return tuple(self._files)
 
     def dtype(self, name: str) -> str:
-        """Its type, by the name that safetensors has for it."""
+        """The tensor's dtype, as named by safetensors."""
         found: str = self._read(name).get_dtype()
         return found
 
@@ -107,19 +107,19 @@ class SafetensorsFolder:
         return tensor
 
     def read_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Its entries from `start` to `stop` along `dim`, and no others from disk."""
+        """Entries from `start` to `stop` along `dim`; reads only these from disk."""
         tensor: torch.Tensor = self._read(name)[(slice(None),) * dim + (slice(start, stop),)]
         return tensor
 
     def size(self, name: str, dim: int) -> int:
-        """Its length along `dim`."""
+        """The tensor's length along `dim`."""
         length: int = self._read(name).get_shape()[dim]
         return length
 
     def _read(self, name: str) -> Any:
         if name not in self._files:
             raise CheckpointError(
-                f"{self._folder} has no tensor {name}, which its config.json calls for: it is torn, or of another model."
+                f"{self._folder} has no tensor {name}, which its config.json requires: it is incomplete, or has another model."
             )
         file = self._files[name]
         if file not in self._open:
@@ -128,12 +128,12 @@ class SafetensorsFolder:
 
 
 def write_folder(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], config: Any) -> None:
-    """Write weights as they come, in shards of some gigabytes, and the config; from one rank.
+    """Write weights in shards of at most a few gigabytes, then the config; from one rank.
 
     Args:
-        folder: made where it is not there.
-        weights: name and whole tensor; taken to the CPU one after the other.
-        config: the Hugging Face config; written last, so a folder with one is whole.
+        folder: created if it does not exist.
+        weights: name and full tensor; copied to the CPU one by one.
+        config: the Hugging Face config; written last, so a folder with a config is complete.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("model*.safetensors"), folder / _INDEX, folder / "config.json"):
@@ -159,7 +159,7 @@ def _write_shard(folder: Path, tensors: dict[str, torch.Tensor], number: int) ->
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    """The names that Transformers looks for: one file, or shards that know their number, and an index."""
+    """Rename files to the names that Transformers expects: one file, or numbered shards and an index."""
     if len(shards) == 1:
         (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
         return
@@ -173,14 +173,14 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
-    """Name of each tensor to the file that it is in."""
+    """Name of each tensor to its file."""
     if (folder / _INDEX).is_file():
         return _indexed_files(folder)
     single = folder / "model.safetensors"
     if not single.is_file():
         raise CheckpointError(
-            f"{folder} holds neither model.safetensors nor {_INDEX}. Weights in another form can be rewritten by "
-            "Transformers: `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`."
+            f"{folder} has neither model.safetensors nor {_INDEX}. Convert weights in other formats with Transformers: "
+            "`AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`."
         )
     with _opened(single) as tensors:
         return dict.fromkeys(tensors.keys(), single.name)
@@ -190,18 +190,18 @@ def _indexed_files(folder: Path) -> dict[str, str]:
     try:
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / _INDEX} is torn: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"Cannot read {folder / _INDEX}: {type(error).__name__}: {error}") from error
     files = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(
-            f"{folder / _INDEX} has no `weight_map` of tensors to the names of their files, so it is torn, or no index. Fetch "
-            "the folder again, or write it anew with `save_pretrained`."
+            f"{folder / _INDEX} has no valid `weight_map` of tensor names to file names. Download the folder again, or write "
+            "it again with `save_pretrained`."
         )
     absent = sorted({file for file in files.values() if not (folder / file).is_file()})
     if absent:
         raise CheckpointError(
-            f"{folder} lacks {len(absent)} of the {len(set(files.values()))} files that its {_INDEX} names, the first "
-            f"{absent[0]}. Fetch it again."
+            f"{folder} lacks {len(absent)} of the {len(set(files.values()))} files listed in its {_INDEX}, the first "
+            f"{absent[0]}. Download it again."
         )
     return files
 
@@ -210,4 +210,4 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is torn: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is incomplete or corrupt: {type(error).__name__}: {error}") from error

@@ -1,8 +1,8 @@
-"""The two layers that Megatron-Core has from Transformer Engine alone, in plain torch: RMSNorm and packed, CP-aware attention.
+"""Replacements for Transformer Engine's RMSNorm and its attention for packed rows and context parallelism.
 
-They replace `WrappedTorchNorm`, which refuses sequence parallelism, and `DotProductAttention`, which refuses
-packed rows and context parallelism. Context parallelism here gathers all keys and values of the group and attends under a dense
-mask: right for tests and moderate lengths; for long rows on GPUs take Transformer Engine, which passes keys round a ring.
+They replace `WrappedTorchNorm`, which does not support sequence parallelism, and `DotProductAttention`, which supports neither
+packed rows nor context parallelism. With context parallelism, all keys and values of the group are gathered and a dense mask is
+used: suitable for tests and moderate lengths. For long rows on GPUs, use Transformer Engine, which has ring attention.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rl_backends_megatron.context_parallel import row_shard
 
 _SHORT: Final = 256
-"""Tokens of a row up to which the CPU's backward pass through attention is faster in float32 than in bfloat16: four times as
-fast at 128, the same at 400."""
+"""Row length up to which the CPU's backward pass through attention is faster in float32 than in bfloat16: four times as fast at
+128 tokens, equally fast at 400."""
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight, normalised in float32 (Zhang and Sennrich 2019).
+    """x / rms(x) * weight, normalized in float32 (Zhang and Sennrich 2019).
 
-    Under `layernorm_zero_centered_gamma` it is x / rms(x) * (1 + weight).
+    With `layernorm_zero_centered_gamma`, it is x / rms(x) * (1 + weight).
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -38,27 +38,27 @@ class RMSNorm(torch.nn.Module):
         self._zero_centered = config.layernorm_zero_centered_gamma
         ones = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight = torch.nn.Parameter(ones)
-        # `finalize_model_grads` reads it: each rank saw a part of the tokens, so this gradient is summed over them.
+        # Tells `finalize_model_grads` to sum this gradient over ranks, because each rank processed only some tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalised along the last axis, of the dtype of `x`."""
+        """Normalized along the last axis, with the dtype of `x`."""
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         if self._zero_centered:
-            # One is added in float32: in bfloat16 it would swallow small weights.
+            # Added in float32, because bfloat16 would lose small weights.
             return (h * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * h.to(x.dtype)
 
 
 class SdpaCoreAttention(MegatronModule):
-    """Causal attention by `scaled_dot_product_attention`, over padded [s, b, heads, d] or packed [t, heads, d] rows.
+    """Causal attention with `scaled_dot_product_attention` for padded [s, b, heads, d] or packed [t, heads, d] rows.
 
-    The arguments are those that Megatron-Core builds any core attention with.
+    The arguments are those with which Megatron-Core builds any core attention.
     """
 
     flash: bool | None = None
-    """Require a flash kernel (true), use the plain one (false), or whatever is fastest; set by `attention_class`."""
+    """Require a flash kernel (true), use the plain one (false), or the fastest (None); set by `attention_class`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class SdpaCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """[s, b, heads * d], or [t, heads, d] where rows are packed. Padding is on the right, so no mask is read."""
+        """[s, b, heads * d], or [t, heads, d] for packed rows. Padding is on the right, so no mask is needed."""
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if self.cp is not None:
             return self._attend_context_parallel(query, key, value, packed_seq_params if packed else None)
@@ -101,10 +101,10 @@ class SdpaCoreAttention(MegatronModule):
         return self._attend(query, key, value, None).reshape(query.size(0), query.size(1), self.hidden_per_partition)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """[s, b, heads, d]; causal where there is no mask."""
+        """[s, b, heads, d]; causal if there is no mask."""
         dtype = query.dtype
         if query.device.type == "cpu" and dtype == torch.bfloat16 and len(query) <= _SHORT:
-            # Without a gradient as well, so that a step scores its rows as the pass before it did.
+            # Also without gradients, so that scoring and training compute the same values.
             query, key, value = query.float(), key.float(), value.float()
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         with self._kernel():
@@ -121,7 +121,7 @@ class SdpaCoreAttention(MegatronModule):
     def _attend_context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Any
     ) -> torch.Tensor:
-        """This rank's queries against everyone's keys; gradients of keys and values go back to their ranks."""
+        """This rank's queries with the keys and values of all ranks, whose gradients are returned to their ranks."""
         assert self.cp is not None
         ranks = self.cp.size()
         key, value = (
@@ -145,12 +145,12 @@ class SdpaCoreAttention(MegatronModule):
 
 
 def attention_class(flash: bool | None) -> type[SdpaCoreAttention]:
-    """The attention, held to the kernel that the config names."""
+    """The attention class with the configured kernel."""
     return type("SdpaCoreAttention", (SdpaCoreAttention,), {"flash": flash})
 
 
 def _token_positions(lengths: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
-    """[2, t]; row and position of each token that the rank holds."""
+    """[2, t], row and position of each token on the rank."""
     parts = []
     for row, length in enumerate(lengths):
         positions = row_shard(length, ranks, rank)

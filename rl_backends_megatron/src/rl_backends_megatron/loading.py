@@ -1,4 +1,4 @@
-"""A model of Hugging Face on these ranks: chunks built, weights read, bridge made; knows no training."""
+"""Builds a Hugging Face model on these ranks and loads its weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rl_core.training.heads import refuse_other_head
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """This rank's part of a model.
+    """This rank's share of a model.
 
     Attributes:
-        folder: where it is read from.
+        folder: its folder.
         hf: its Hugging Face config.
         chunks: the layers.
-        bridge: its weights under Hugging Face names.
-        scalar: whether it ends in a scalar head.
+        bridge: maps its weights to Hugging Face names.
+        scalar: whether it has a scalar head.
     """
 
     folder: Path
@@ -38,26 +38,26 @@ class LoadedModel:
     scalar: bool
 
     def load_initial_weights(self, into: SetWeight = torch.Tensor.copy_) -> None:
-        """Set the weights to those of the model's own folder; a scalar head that it does not have is zero.
+        """Load the weights from the model's own folder; a missing scalar head is initialized with zeros.
 
         Args:
-            into: sets one.
+            into: sets one weight.
 
         Raises:
-            CheckpointError: the folder is torn, or its weights are of another model than its config.
+            CheckpointError: the folder is incomplete, or its weights do not match its config.
         """
         with SafetensorsFolder(self.folder) as source:
             self.bridge.load(source_with_head(source, self.hf) if self.scalar else source, into)
 
     def load_weights(self, folder: Path, into: SetWeight = torch.Tensor.copy_) -> None:
-        """Set the weights to those in another folder.
+        """Load the weights from another folder.
 
         Args:
-            folder: holds safetensors.
-            into: sets one.
+            folder: contains safetensors.
+            into: sets one weight.
 
         Raises:
-            CheckpointError: the folder is torn, or of another model.
+            CheckpointError: the folder is incomplete or has another model.
         """
         with SafetensorsFolder(folder) as source:
             self.bridge.load(source, into)
@@ -70,11 +70,11 @@ class LoadedModel:
 
 
 def load_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
-    """The model that the config names, with its weights, on the rank's device; collective.
+    """The configured model with its weights on the rank's device; collective.
 
     Raises:
-        UserError: there is no such model, no table for its family, or its head is another.
-        CheckpointError: its weights are torn.
+        UserError: the model does not exist, its family is not supported, or it has another head.
+        CheckpointError: its weights are incomplete or corrupt.
     """
     model = build_model(config, ranks)
     model.load_initial_weights()
@@ -82,10 +82,10 @@ def load_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
 
 
 def build_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
-    """The model that the config names, whose weights are not set yet, on the rank's device; collective.
+    """The configured model on the rank's device, without initialized weights; collective.
 
     Raises:
-        UserError: there is no such model, no table for its family, or its head is another.
+        UserError: the model does not exist, its family is not supported, or it has another head.
     """
     folder = find_folder(config.model_name)
     hf = read_config(folder)

@@ -1,9 +1,9 @@
-"""Log-probabilities, entropy and the most likely tokens from logits whose vocabulary is divided over ranks, never gathered.
+"""Log-probabilities, entropy and top k tokens from logits whose vocabulary is sharded over ranks, without gathering them.
 
 With z the logits over T, m their maximum, s = sum exp(z - m): log p(y) = z_y - m - log s, and the entropy is H = log s - sum p
 (z - m). Per position, the ranks exchange a maximum and a few sums, and for the top k their own top k, which contain the global
-ones. Padding columns of the vocabulary are masked out. Megatron-Core's own cross entropy
-overwrites its logits, counts padding columns, takes one target a position, and has no entropy.
+ones. Padding columns of the vocabulary are masked. Megatron-Core's own cross entropy overwrites its logits, counts padding
+columns, takes one target per position, and does not compute the entropy.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def vocab_parallel_logprobs(
     chunk: int = 1024,
     entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each target, and the entropy of each distribution where it is asked for, in nats.
+    """Log-probability of each target, and optionally the entropy of each distribution, in nats.
 
     Args:
-        logits: [N, V' / R] any float type; this rank's columns, left as they are.
-        targets: [N] int64 token ids below `vocab_size`, or [N, C], C of each position.
+        logits: [N, V' / R] any float type; this rank's columns, not modified.
+        targets: [N] int64 token ids below `vocab_size`, or [N, C] with C per position.
         group: the R tensor-parallel ranks.
         vocab_size: V; columns from there to V' are padding.
         temperature: logits are divided by it.
         chunk: positions computed at one time, in float32.
-        entropy: compute it as well.
+        entropy: whether to compute the entropy.
 
     Returns:
         [N] or [N, C] float32, and [N] float32 or None, the same on every rank and differentiable in `logits`.
@@ -64,7 +64,7 @@ def vocab_parallel_topk(
     """
     first, own = group.rank() * logits.size(1), min(k, logits.size(1))
     ids = torch.empty(len(logits), own, dtype=torch.int64, device=logits.device)
-    # The last column is the logarithm of this rank's part of the normalizer.
+    # The last column is this rank's contribution to the normalizer, as a logarithm.
     scores = torch.empty(len(logits), own + 1, dtype=torch.float32, device=logits.device)
     with torch.no_grad():
         for start in range(0, len(logits), chunk):
@@ -96,13 +96,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         column = (targets - first).clamp(0, logits.size(1) - 1)
         highest = _max_logits(logits, vocab_size - first, temperature, chunk)
         _reduce_over_ranks(highest, dist.ReduceOp.MAX, group)
-        # Of each position: the logits of its targets, the sum of powers, and that of powers times logits.
+        # Per position: logits of its targets, sum of exponentials, and sum of exponentials times logits.
         sums = torch.zeros(len(logits), targets.size(1) + 2, dtype=torch.float32, device=logits.device)
         for start in range(0, len(logits), chunk):
             rows = slice(start, start + chunk)
             z = _scaled(logits[rows], vocab_size - first, temperature).sub_(highest[rows, None])
             sums[rows, :-2] = z.gather(1, column[rows]).masked_fill(~local[rows], 0.0)
-            # In place wherever it can be: on a CPU, pages of a new tensor of this size cost more than the sums in them.
+            # In place if possible: on a CPU, allocating a tensor of this size costs more than computing its sums.
             power = z.exp() if with_entropy else z.exp_()
             sums[rows, -2] = power.sum(1)
             if with_entropy:
@@ -138,20 +138,20 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _reduce_over_ranks(own: torch.Tensor, op: Any, group: Any) -> None:
-    """Reduce in place over the ranks; one rank alone need not wake the threads of its process group."""
+    """Reduce in place over the ranks. A single rank skips it, to avoid waking threads of its process group."""
     if group.size() > 1:
         dist.all_reduce(own, op=op, group=group)
 
 
 def _gather_ranks(own: torch.Tensor, group: Any) -> torch.Tensor:
-    """[N, R, k] of [N, k] on each of the R ranks."""
+    """[N, R, k] from [N, k] on each of the R ranks."""
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own, group=group)
     return torch.stack(parts, dim=1)
 
 
 def _scaled(logits: torch.Tensor, limit: int, temperature: float) -> torch.Tensor:
-    """[n, V' / R] float32, a copy; minus infinity on padding columns, those from `limit` on."""
+    """[n, V' / R] float32, a copy; minus infinity in padding columns, those from `limit` on."""
     z = logits.float() / temperature if temperature != 1.0 else logits.to(torch.float32, copy=True)
     if limit < z.size(1):
         z[:, max(0, limit) :] = float("-inf")
@@ -159,7 +159,7 @@ def _scaled(logits: torch.Tensor, limit: int, temperature: float) -> torch.Tenso
 
 
 def _max_logits(logits: torch.Tensor, limit: int, temperature: float, chunk: int) -> torch.Tensor:
-    """[N] float32; the largest logit of this rank's columns, minus infinity where all of them are padding."""
+    """[N] float32, the largest logit of this rank's columns; minus infinity if all of them are padding."""
     if limit <= 0 or not len(logits):
         return torch.full((len(logits),), float("-inf"), dtype=torch.float32, device=logits.device)
     return torch.cat([part.amax(1).float() / temperature for part in logits[:, :limit].split(chunk)])

@@ -1,4 +1,4 @@
-"""Gives each microbatch the form in which Megatron reads it; knows no loss and no optimizer."""
+"""Converts microbatches to model inputs for Megatron."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rl_core.training.microbatches import MicrobatchCutter
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInput:
-    """One microbatch on one rank, with M predicted (by a scalar head: judged) tokens.
+    """One microbatch on one rank, with M scored tokens.
 
     Attributes:
-        input_ids: [b, L] or, packed, [1, N] int64; the tokens that this context-parallel rank holds.
-        position_ids: of the same shape; rotary positions are counted by Megatron itself.
-        packing: borders between packed rows; None where rows are padded.
-        hidden_index: [M] int64; which of the b * L (or N) logits predicts the token.
-        targets: [M] int64; the token. Or [M, 1 + K]: the token, and K candidates in its place.
-        output_index: [M] int64; where its log-probability belongs in the flattened [b, T].
-        shape: (b, T) of the microbatch as it came.
+        input_ids: [b, L] or, packed, [1, N] int64; the tokens of this context-parallel rank.
+        position_ids: of the same shape; Megatron itself computes rotary positions.
+        packing: boundaries of packed rows; None for padded rows.
+        hidden_index: [M] int64; index of the hidden state (of b * L or N) from which the token is scored.
+        targets: [M] int64, the tokens; or [M, 1 + K], each token and K candidates for its position.
+        output_index: [M] int64; index of the result in the flattened [b, T].
+        shape: (b, T) of the original microbatch.
     """
 
     input_ids: torch.Tensor
@@ -39,40 +39,40 @@ class ModelInput:
     shape: tuple[int, int]
 
     def with_candidates(self, candidates: torch.Tensor) -> ModelInput:
-        """The same microbatch, to be scored for the tokens `candidates` [b, T, K] int64 as well."""
+        """The same microbatch, with the tokens `candidates` [b, T, K] int64 scored as well."""
         beside = candidates.to(self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
         return replace(self, targets=torch.cat([self.targets.unsqueeze(1), beside], dim=1))
 
 
 class Microbatcher(MicrobatchCutter):
-    """Microbatches as the config asks for them, each in the form that this rank reads.
+    """Splits batches into microbatches as configured, and converts them to inputs of this rank.
 
     Args:
-        config: the policy's section.
-        ranks: rows are divided over those of the context axis.
+        config: the section `policy`.
+        ranks: rows are sharded over the context-parallel ranks.
     """
 
     def __init__(self, config: MegatronPolicyConfig, ranks: Ranks) -> None:
         super().__init__(config)
         self._config, self._ranks = config, ranks
-        # A token is predicted from the one before it, and judged once it is read.
+        # Next-token logits are at the previous token, values at the token itself.
         self._shift = 1 if config.head == "tokens" else 0
         megatron = config.megatron_cfg
-        # Sequence parallelism cuts what a rank holds of a row into equal parts, context parallelism a row into 2n chunks.
+        # Sequence parallelism shards a rank's tokens equally, context parallelism splits a row into 2n chunks.
         self._multiple = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
         if megatron.context_parallel_size > 1:
             self._multiple *= 2 * megatron.context_parallel_size
 
     def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ModelInput:
-        """The microbatch as this rank's model reads it.
+        """The microbatch as input of this rank's model.
 
         Args:
             microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
             training: score only tokens with `token_mask * sample_mask`; otherwise all.
-            candidates_key: score the tokens of this column [b, T, K] as well, at the same positions.
+            candidates_key: column [b, T, K] of further tokens to score at the same positions.
 
         Raises:
-            DataError: a row is longer than `max_total_sequence_length`, or than the batch is wide.
+            DataError: a row is longer than `max_total_sequence_length` or than the batch's width.
         """
         read = self.read(microbatch, training=training)
         ids, lengths = read.input_ids, read.lengths
@@ -81,7 +81,7 @@ class Microbatcher(MicrobatchCutter):
         return formed if candidates_key is None else formed.with_candidates(microbatch[candidates_key])
 
     def _padded(self, ids: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> ModelInput:
-        """Rows beside each other: attention is causal, so no token sees the padding behind it, and no mask is needed."""
+        """Padded rows. Attention is causal and padding is on the right, so no mask is needed."""
         width = -(-max(int(lengths.max()), 1) // self._multiple) * self._multiple
         wide = torch.nn.functional.pad(ids[:, :width], (0, max(0, width - ids.shape[1])))
         group = self._ranks.context
@@ -94,7 +94,7 @@ class Microbatcher(MicrobatchCutter):
         return self._on_device(wide[:, held], positions, None, hidden_index, ids, rows, columns)
 
     def _packed(self, ids: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> ModelInput:
-        """Rows end to end; attention takes their borders, and rotary positions restart there."""
+        """Rows end to end; attention takes their boundaries, and rotary positions restart there."""
         own = self._config.sequence_packing.sequence_length_pad_multiple
         multiple = torch.lcm(torch.tensor(own), torch.tensor(self._multiple)).item()
         packed = pack_rows({"input_ids": ids, "input_lengths": lengths}, pad_multiple=int(multiple))
@@ -144,7 +144,7 @@ class Microbatcher(MicrobatchCutter):
 
 
 def filler_microbatch(microbatch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """A microbatch of one token that trains nothing: the interleaved schedule wants a multiple of the stages."""
+    """A microbatch of one token that has no effect: the interleaved schedule needs a multiple of the stages."""
     filler = microbatch.slice(0, 1)
     filler["input_lengths"] = torch.ones_like(filler["input_lengths"])
     return filler
@@ -153,7 +153,7 @@ def filler_microbatch(microbatch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 def _scored_tokens(
     ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, *, shift: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of each token to be scored; the first of a row has no predictor."""
+    """Row and column of each token to score; the first `shift` tokens of a row have no hidden state to be scored from."""
     column = torch.arange(ids.shape[1])
     wanted = (column < lengths.unsqueeze(1)) & (column >= shift)
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Builds this rank's part of a model for Megatron-Core from a Hugging Face config; knows no weights and no optimizer."""
+"""Builds this rank's share of a model in Megatron-Core from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """This rank's part of a model.
+    """This rank's share of a model.
 
     Attributes:
-        modules: one HeadlessGPT, or several where the pipeline is interleaved; their weights are not set yet.
-        config: Megatron's, which schedules read hooks from; each `Chunks` has its own.
+        modules: one HeadlessGPT, or several with an interleaved pipeline; their weights are not initialized.
+        config: Megatron's config, which also contains the hooks of schedules; not shared between models.
     """
 
     modules: list[HeadlessGPT]
@@ -42,12 +42,12 @@ class Chunks:
 
 
 def head_dim(hf: Any) -> int:
-    """Entries of one attention head."""
+    """Size of one attention head."""
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
 def sizes_of(hf: Any) -> Sizes:
-    """What weight layouts need to know."""
+    """Sizes for weight layouts."""
     return Sizes(
         num_heads=hf.num_attention_heads,
         num_groups=hf.num_key_value_heads,
@@ -57,21 +57,21 @@ def sizes_of(hf: Any) -> Sizes:
 
 
 def is_tied(hf: Any, config: MegatronPolicyConfig) -> bool:
-    """Whether the model ends in the matrix that it begins with."""
+    """Whether the output layer shares the embedding's weights."""
     return bool(hf.tie_word_embeddings) and config.head == "tokens"
 
 
 def padded_vocab_size(vocab_size: int, config: MegatronPolicyConfig) -> int:
-    """V, rounded up so that every tensor-parallel rank has as many rows."""
+    """V, rounded up so that all tensor-parallel ranks have equally many rows."""
     multiple = config.megatron_cfg.make_vocab_size_divisible_by * config.megatron_cfg.tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
 def uses_transformer_engine(config: MegatronPolicyConfig, *, device: str) -> bool:
-    """Whether layers are Transformer Engine's.
+    """Whether to use Transformer Engine's layers.
 
     Raises:
-        NotSupportedError: they are asked for, and cannot be.
+        NotSupportedError: they are configured, but not available.
     """
     wanted = config.megatron_cfg.transformer_impl
     installed = importlib.util.find_spec("transformer_engine") is not None
@@ -90,7 +90,7 @@ def uses_transformer_engine(config: MegatronPolicyConfig, *, device: str) -> boo
 
 
 def build_chunks(hf: Any, family: Family, config: MegatronPolicyConfig, *, device: str) -> Chunks:
-    """This rank's layers, without the checkpoint's weights; enter the device seam around it."""
+    """This rank's layers, without the checkpoint's weights; call it inside `cpu_shim`."""
     engine = uses_transformer_engine(config, device=device)
     transformer = _transformer_config(hf, family, config, on_gpu=device == "cuda", engine=engine)
     virtual = config.megatron_cfg.virtual_pipeline_model_parallel_size
@@ -109,15 +109,15 @@ def _transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # With `perform_initialization=False` weights are not marked as tensor parallel, and the gradient norm leaves out
-        # every shard but the first, in silence. So: initialise, by doing nothing.
+        # With `perform_initialization=False`, weights would not be marked as tensor parallel, and the gradient norm would
+        # silently omit all shards except the first. So enable it, with functions that do nothing.
         "perform_initialization": True,
         "init_method": _keep,
         "output_layer_init_method": _keep,
-        # The loss is divided by its global count already: gradients are summed, never averaged.
+        # The loss is already divided by its global count, so gradients are summed and not averaged.
         "calculate_per_token_loss": True,
         "moe_grouped_gemm": config.megatron_cfg.moe_grouped_gemm,
-        # Settings of Transformer Engine, by environment variables: left alone where its layers are not used.
+        # Sets environment variables of Transformer Engine, so it is set only if its layers are used.
         "attention_backend": _ATTENTION[config.megatron_cfg.use_flash_attention] if engine else AttnBackend.auto,
         **family.config(hf),
     }
@@ -147,7 +147,7 @@ def _shape(hf: Any) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
-        # Fusions compile; what they save is small beside a compiler in every worker.
+        # Fusions are compiled, which costs more in every worker than they save.
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -170,11 +170,11 @@ def _parallelism(config: MegatronPolicyConfig, *, on_gpu: bool) -> dict[str, Any
         "context_parallel_size": megatron.context_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": megatron.expert_tensor_ranks,
-        # Microbatches differ in width; the only dispatcher that allows it is refused or accepted for dense models too.
+        # Microbatches differ in width, which only this dispatcher allows; Megatron checks it for dense models too.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_sync": on_gpu,
-        # Interleaved with two stages and batched sends, variable lengths deadlock.
+        # Variable lengths deadlock in an interleaved pipeline of two stages with batched sends.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
@@ -233,7 +233,7 @@ def _local_spec(transformer: TransformerConfig, config: MegatronPolicyConfig, st
     attention.core_attention = attention_class(config.megatron_cfg.use_flash_attention)
     if transformer.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    # The last norm is chosen outside the layer's spec, so the whole block is given.
+    # The final norm is not part of the layer's spec, so specify the whole block.
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(transformer, vp_stage=stage), layer_norm=RMSNorm
     )
@@ -248,7 +248,7 @@ def _engine_spec(transformer: TransformerConfig) -> Any:
 
 
 def _inverse_frequencies(hf: Any, own: torch.Tensor) -> torch.Tensor:
-    """Those of Transformers: Megatron-Core has Llama 3's scaling alone, with constants of its own."""
+    """Transformers' frequencies, because Megatron-Core supports only Llama 3's scaling, with hard-coded constants."""
     kind = hf.rope_parameters["rope_type"]
     if kind == "default":
         return own

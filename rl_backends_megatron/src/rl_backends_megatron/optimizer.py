@@ -1,9 +1,9 @@
-"""Builds Megatron's data-parallel wrapper and optimizer, and the learning-rate schedule; steps; knows no loss.
+"""Builds Megatron's data-parallel wrapper and optimizer and the learning-rate schedule, and takes steps.
 
-Megatron-Core divides optimizer state over ranks, so it builds the optimizer itself, from the same names and arguments as any
-other backend. Beside it stands a *proxy*: the same class of torch on one number, which the schedule of torch acts on; what it
-does to the proxy's group is copied to Megatron's groups before each step. So every schedule of torch works, and the arguments
-are checked by the class that they are of.
+Megatron-Core shards optimizer state over ranks, so it builds the optimizer itself, from the same names and arguments as other
+backends. A *proxy*, the same torch optimizer class for a single number, is what torch's schedule acts on; the settings of its
+parameter group are copied to Megatron's groups before each step. All torch schedules therefore work, and torch's own classes
+check the arguments.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from rl_core.training.optimizer_settings import OptimizerSettings
 from rl_core.training.schedules import build_scheduler
 
 _COPIED_SETTINGS = ("betas", "momentum", "eps")
-"""What a schedule or a resume may change besides the learning rate and the weight decay."""
+"""Settings, besides learning rate and weight decay, that a schedule or a resume may change."""
 
 
 class TrainableModel:
-    """What steps, and how; making one is collective. Enter the device seam around every call.
+    """Model chunks with gradients, optimizer and schedule. Its construction is collective; make all calls inside `cpu_shim`.
 
     Args:
         chunks: this rank's model chunks; their config gets the hooks of the data-parallel wrapper.
         config: the section `policy`.
 
     Attributes:
-        models: the chunks inside their wrappers, which is what schedules run.
-        optimizer: Megatron's.
-        weight_version: optimizer steps taken.
+        models: the wrapped chunks, which schedules run.
+        optimizer: Megatron's optimizer.
+        weight_version: number of optimizer steps taken.
     """
 
     def __init__(self, chunks: Chunks, config: MegatronPolicyConfig) -> None:
@@ -51,7 +51,7 @@ class TrainableModel:
             bucket_size=megatron.ddp_bucket_size,
         )
         self.models = [
-            # Chunks but the first have had their turn when the first bucket is due, so they are summed in one.
+            # All chunks except the first have finished when the first bucket is reduced, so they use a single bucket.
             DistributedDataParallel(chunks.config, wrapping, module, disable_bucketing=number > 0)
             for number, module in enumerate(chunks.modules)
         ]
@@ -65,13 +65,13 @@ class TrainableModel:
         self.optimizer = get_megatron_optimizer(
             _settings(config), self.models, config_overrides=_no_decay_overrides(config.optimizer)
         )
-        # One pass over memory in place of ten. On GPUs torch has a pass over all tensors at once anyway.
+        # One pass over memory instead of ten. On GPUs, torch processes all tensors in one pass anyway.
         self._fuses = not torch.cuda.is_available()
         self.weight_version = 0
 
     @property
     def sub_optimizers(self) -> list[Any]:
-        """Megatron's optimizers, one for each kind of process group (experts have one of their own)."""
+        """Megatron's optimizers, one per kind of process group (experts have a separate one)."""
         return list(getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer])
 
     def clear_gradients(self) -> None:
@@ -81,16 +81,16 @@ class TrainableModel:
         self.optimizer.zero_grad()
 
     def gradient_norm(self) -> float:
-        """2-norm of the whole gradient after a backward pass, the same on every rank; collective."""
+        """2-norm of the full gradient after a backward pass, the same on every rank; collective."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     def step(self, norm: float, max_norm: float | None) -> float:
-        """Clip, step, and publish; collective.
+        """Clip, step, and update the model's weights; collective.
 
         Args:
-            norm: what `gradient_norm` gave.
-            max_norm: clip to it; None leaves the gradient.
+            norm: result of `gradient_norm`.
+            max_norm: maximum gradient norm; None disables clipping.
 
         Returns:
             The learning rate of the step.
@@ -102,45 +102,45 @@ class TrainableModel:
         lr = float(self._proxy.param_groups[0]["lr"])
         self._apply_proxy_settings()
         self.optimizer.step_with_ready_grads()
-        # Without gradients the proxy stays where it is; torch wants it to step before its schedule.
+        # Without gradients the proxy does not change; torch requires a step before the schedule's.
         self._proxy.step()
         self._proxy_settings.scheduler.step()
         self.weight_version += 1
         return lr
 
     def complete_weights(self) -> None:
-        """Make every rank's weights whole and present where their gathering overlaps the next forward pass; collective."""
+        """Finish gathering the weights if gathering overlaps the next forward pass; collective."""
         if self._overlaps_gather:
             for model in self.models:
                 model.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def set_weight(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-        """Set a weight of the model, and the float32 one behind it that is stepped on.
+        """Set a weight of the model and its float32 master weight.
 
-        The latter is not taken from the former: one that begins on the grid of its rounded form has to go half a step of that
-        grid before anything of it is seen.
+        The master is not copied from the model's weight: one that starts exactly at its rounded value must move by half a
+        rounding step before the model changes.
 
         Args:
-            parameter: of any rank's chunk.
+            parameter: of a chunk of this rank.
             values: of its shape.
         """
         parameter.copy_(values)
-        # Megatron's handle: None where another data-parallel rank has it, absent where the weight is float32 itself.
+        # Megatron's master weight: None if it is on another data-parallel rank, missing if the weight itself is float32.
         master = getattr(parameter, "main_param", None)
         if master is not None:
             master.copy_(values if master.shape == values.shape else values.flatten()[self._local_slice(parameter)])
 
     def schedule_state(self) -> dict[str, Any]:
-        """The optimizer's settings, the schedule's position, and the learning rate of the next step."""
+        """The optimizer's settings, the schedule's state, and the learning rate of the next step."""
         return self._proxy_settings.state_dict()
 
     def load_schedule_state(self, state: dict[str, Any], *, steps: int, source: str) -> None:
-        """Continue from `schedule_state` under the present settings; see `OptimizerSettings.load_state_dict`."""
+        """Continue from `schedule_state` with the current settings; see `OptimizerSettings.load_state_dict`."""
         self._proxy_settings.load_state_dict(state, steps=steps, source=source)
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of this rank's float32 weights and optimizer state, under Megatron's names of the weights."""
+        """Name and tensor of this rank's float32 weights and optimizer state, under Megatron's weight names."""
         names: dict[int, str] = {}
         for model in self.models:
             for name, parameter in model.module.named_parameters():
@@ -156,7 +156,7 @@ class TrainableModel:
                             yield f"{key} of {name}", value
 
     def move_state(self, device: torch.device | str) -> None:
-        """Bring the optimizer's state to `device`; weights and their float32 copies stay."""
+        """Move the optimizer's state to `device`; weights and their float32 copies are not moved."""
         for part in self.sub_optimizers:
             for state in part.state.values():
                 for key, value in state.items():
@@ -165,23 +165,23 @@ class TrainableModel:
                         state[key] = value.to(device)
 
     def free_gradients(self) -> None:
-        """Give the memory of all gradients back, four bytes a parameter, until `restore_gradients`."""
+        """Free the memory of all gradients, four bytes per parameter, until `restore_gradients`."""
         for model in self.models:
             model.offload_grad_buffers(synchronize=False, empty_cache=False)
 
     def restore_gradients(self) -> None:
-        """Take it again, with gradients of zero; nothing where it is there."""
+        """Allocate gradients again, set to zero; does nothing if they are allocated."""
         for model in self.models:
             model.restore_grad_buffers(synchronize=False)
 
     def _local_slice(self, parameter: torch.nn.Parameter) -> slice:
-        """Which of its entries, counted flat, this data-parallel rank steps."""
+        """The parameter's flat entries that this data-parallel rank updates."""
         part = next(part for part in self.sub_optimizers if parameter in part.model_param_gbuf_map)
         found = part._get_model_param_range_map(parameter)["param"]
         return slice(found.start, found.end)
 
     def _apply_proxy_settings(self) -> None:
-        # Megatron's own scheduler would apply the factors; without it they are ours to apply.
+        # These factors are otherwise applied by Megatron's own scheduler.
         proxy = self._proxy.param_groups[0]
         for group in self.optimizer.param_groups:
             group["lr"] = proxy["lr"] * group.get("lr_mult", 1.0)
@@ -192,7 +192,7 @@ class TrainableModel:
 
 
 class FrozenModel:
-    """In the place of a `TrainableModel`, for a model that only scores (`policy.frozen`): no gradients, no optimizer.
+    """Replaces `TrainableModel` for a model that only scores (`policy.frozen`): no gradients, no optimizer.
 
     Args:
         chunks: this rank's model chunks, which are frozen.
@@ -206,14 +206,14 @@ class FrozenModel:
             module.requires_grad_(False)
 
     def clear_gradients(self) -> None:
-        """There are none."""
+        """Do nothing: there are no gradients."""
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """There is none."""
+        """Empty: there is no optimizer state."""
         return iter(())
 
     def complete_weights(self) -> None:
-        """They always are."""
+        """Do nothing: weights are always complete."""
 
     @torch.no_grad()
     def set_weight(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
@@ -221,20 +221,20 @@ class FrozenModel:
         parameter.copy_(values)
 
     def move_state(self, device: torch.device | str) -> None:
-        """There is none."""
+        """Do nothing: there is no optimizer state."""
 
     def free_gradients(self) -> None:
-        """There are none."""
+        """Do nothing: there are no gradients."""
 
     def restore_gradients(self) -> None:
-        """There are none."""
+        """Do nothing: there are no gradients."""
 
 
 def check_optimizer(config: MegatronPolicyConfig) -> None:
-    """Make sure that the optimizer and the schedule take the arguments that they are given.
+    """Check the arguments of optimizer and schedule.
 
     Raises:
-        UserError: one of them refuses.
+        UserError: one of them rejects its arguments.
     """
     build_scheduler(_proxy(config.optimizer), config.scheduler)
 
@@ -264,7 +264,7 @@ def _settings(config: MegatronPolicyConfig) -> MegatronOptimizerConfig:
 
 
 def _no_decay_overrides(config: OptimizerConfig) -> dict[Any, Any]:
-    """Which parameters are spared the weight decay: none, as in torch, or all of one axis where the config says so."""
+    """Overrides for parameters without weight decay: none, as in torch, or all one-dimensional ones if configured."""
     if not config.kwargs.get("decay_matrices_only", False):
         return {}
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate

@@ -1,14 +1,14 @@
-"""What Megatron-Core 0.16.1 needs so that its optimizers' state is saved and loaded whole; knows optimizers, no folders.
+"""Corrections that Megatron-Core 0.16.1 needs to save and load its optimizers' state completely.
 
-Three things, wrong in silence where they are not wrong aloud:
+Without them, three things go wrong, mostly silently:
 
-- It is written for fused optimizers, which have state from the start and count steps once for all parameters. Those of torch
-  have none before the first step, and count for each parameter. Unmended, loading fails, or gives all parameters *one* counter,
-  which a step then raises once for each of them (an error of 3.5e-4 in the next update).
-- The distributed optimizer lays state out for a checkpoint without the padding between gradient buckets, and then reads it at
-  places that count the padding. With several buckets, every parameter behind the first is saved shifted.
-- Where experts are divided over ranks, they have an optimizer of their own. Tensors are saved under names of the whole model,
-  but what is kept once for an optimizer (groups, the count of steps) in another form for one than for two.
+- Megatron expects fused optimizers, which have state from the start and one step count for all parameters. torch's optimizers
+  have no state before the first step, and a count per parameter. Loading then fails, or gives all parameters *one* shared
+  counter, which each of them increments in a step (an error of 3.5e-4 in the next update).
+- The distributed optimizer saves state without the padding between gradient buckets, but reads it at offsets that include the
+  padding. With several buckets, every parameter after the first bucket is saved shifted.
+- With expert parallelism, experts have a separate optimizer. Tensors are saved under names of the full model, but values saved
+  once per optimizer (groups, step count) have a different form for one optimizer than for two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def init_state(part: Any) -> None:
-    """Give every parameter the state that it has before the first step; nothing where the optimizer is not one of torch.
+    """Give every parameter its initial optimizer state; does nothing for optimizers that are not torch's.
 
     Args:
         part: one of Megatron's optimizers.
@@ -40,7 +40,7 @@ def init_state(part: Any) -> None:
 
 
 def separate_step_counters(part: Any) -> None:
-    """Give every parameter a step counter of its own."""
+    """Give every parameter its own step counter."""
     if not isinstance(part.optimizer, _OF_TORCH):
         return
     for state in part.optimizer.state.values():
@@ -49,22 +49,22 @@ def separate_step_counters(part: Any) -> None:
 
 
 def match_layout(requested: Mapping[Any, Any], found: Mapping[Any, Any], *, steps: int) -> dict[Any, Any]:
-    """A loaded state as the present optimizers read it, whether as many wrote it or not.
+    """A loaded state in the form that the current optimizers read, even if a different number of optimizers saved it.
 
     Args:
-        requested: their own state, which was requested for; of several optimizers, by number.
-        found: what was loaded: tensors in the form of `requested`, and beside them what was saved once for an optimizer.
-        steps: that those who wrote it had taken.
+        requested: the current optimizers' own state; by index if there are several.
+        found: the loaded state: tensors in the form of `requested`, and values saved once per optimizer.
+        steps: number of steps that had been taken when it was saved.
     """
     several = all(isinstance(key, int) for key in requested)
     if all(isinstance(key, int) == several for key in found):
         return _set_step_counts(dict(found), 0)
-    # Groups hold settings, which the schedule sets before each step; so those of the present optimizers will do.
+    # Groups contain settings, which the schedule sets before each step, so the current optimizers' groups can be used.
     return _set_step_counts(_fill_missing(found, requested), steps)
 
 
 def _fill_missing(found: Any, requested: Any) -> Any:
-    """`found`, and of `requested` what is not there; a list comes without its plain values, and in its full length."""
+    """`found`, completed with entries of `requested`; lists are loaded at full length, but without plain values."""
     if isinstance(requested, Mapping):
         have = found or {}
         return {key: _fill_missing(have.get(key), value) for key, value in requested.items()}
@@ -74,7 +74,7 @@ def _fill_missing(found: Any, requested: Any) -> Any:
 
 
 def _set_step_counts(state: dict[Any, Any], steps: int) -> dict[Any, Any]:
-    """A loaded state, in index, with its count of steps put where a checkpoint left it out: it does so with zero, too."""
+    """Set the step counts that a checkpoint omits, which it also does if they are zero; changes and returns `state`."""
     entries = state.get("state")
     for group in state.get("param_groups", ()):
         if "step" in group and steps:
@@ -91,7 +91,7 @@ def _set_step_counts(state: dict[Any, Any], steps: int) -> dict[Any, Any]:
 
 @contextmanager
 def patched_state_io(parts: Sequence[Any]) -> Iterator[None]:
-    """Inside, distributed optimizers give and take their state whole."""
+    """Make distributed optimizers save and load complete state while the block runs."""
     divided = [part for part in parts if isinstance(part, DistributedOptimizer)]
     for part in divided:
         part.get_parameter_state_dp_zero = partial(_with_padding, part, part.get_parameter_state_dp_zero)
@@ -106,7 +106,7 @@ def patched_state_io(parts: Sequence[Any]) -> Iterator[None]:
 
 
 def _with_padding(part: Any, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The gathered state of every buffer, with the padding between its buckets."""
+    """The gathered state of every buffer, including the padding between its buckets."""
     found = gather(*args, **kwargs)
     for number, buffer in enumerate(part.buffers):
         if found is None or len(buffer.buckets) == 1:

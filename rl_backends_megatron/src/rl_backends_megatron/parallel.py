@@ -1,4 +1,4 @@
-"""The ranks' meeting: process groups of Megatron-Core by the named axes, joined and left; knows no model."""
+"""Creates and destroys Megatron-Core's process groups."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rl_core.interfaces.worker_context import WorkerContext
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The process groups that this rank belongs to.
+    """The process groups of this rank.
 
     Attributes:
-        device: what this rank computes on.
-        tensor: shares each matrix.
-        pipeline: has the other layers.
-        context: shares each row.
-        expert: has the other experts.
-        expert_tensor: shares each matrix of an expert.
-        rank: in the world.
-        world_size: of the world.
+        device: device of this rank.
+        tensor: ranks that share each matrix.
+        pipeline: ranks with the other layers.
+        context: ranks that share each row.
+        expert: ranks with the other experts.
+        expert_tensor: ranks that share each matrix of an expert.
+        rank: global rank.
+        world_size: number of ranks.
     """
 
     device: torch.device
@@ -43,21 +43,21 @@ class Ranks:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether logits, and so losses, appear here."""
+        """Whether logits and losses are computed here."""
         last: bool = self.pipeline.rank() == self.pipeline.size() - 1
         return last
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds on any rank of the world; collective."""
+        """Whether `flag` is true on any rank; collective."""
         number = torch.tensor([float(flag)], device=self.device)
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return bool(number.item() > 0)
 
     def from_last_stage(self, value: Any) -> Any:
-        """What the last pipeline stage has, on every stage; collective over the pipeline.
+        """The last pipeline stage's value, on every stage; collective over the pipeline.
 
         Args:
-            value: a picklable object; read on the last stage only.
+            value: a picklable object; used on the last stage only.
         """
         if self.pipeline.size() == 1:
             return value
@@ -67,7 +67,7 @@ class Ranks:
         return box[0]
 
     def tensor_from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` as the last pipeline stage has it; of one shape and dtype everywhere, on any device; collective."""
+        """The last pipeline stage's tensor, of the same shape and dtype on all stages, on any device; collective."""
         if self.pipeline.size() == 1:
             return tensor
         sent = tensor.to(self.device)
@@ -77,22 +77,22 @@ class Ranks:
 
 
 def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
-    """Meet the other ranks and form groups: tensor-parallel ranks are neighbours, pipeline stages lie farthest apart.
+    """Join the process groups. Tensor-parallel ranks are adjacent; pipeline stages are farthest apart.
 
     Raises:
-        UserError: this process belongs to a process group already, or Megatron-Core is another than expected.
+        UserError: this process already has a process group, or Megatron-Core has another version than required.
     """
     check_megatron()
     if dist.is_initialized():
         raise UserError(
-            "This process has a torch.distributed process group already, and Megatron-Core keeps its own for the whole "
-            "process: shut the other policy down first, or give this one a cluster (`cluster.backend: ray`)."
+            "This process already has a torch.distributed process group, but Megatron-Core needs its own for the whole "
+            "process: shut down the other policy first, or run this one on a cluster (`cluster.backend: ray`)."
         )
-    # Megatron takes a GPU wherever torch sees one, so in this process the device is not a matter of choice.
+    # Megatron uses a GPU whenever torch finds one, so the device of this process cannot be chosen.
     on_gpu = torch.cuda.is_available()
     if on_gpu and context.device == "cpu" and not context.run_in_process:
         raise UserError(
-            "The policy's ranks were given CPUs, and torch sees a GPU, which Megatron-Core would take. Set "
+            "The policy's ranks were assigned CPUs, but torch finds a GPU, which Megatron-Core would use. Set "
             "`cluster.use_gpus: true`, or CUDA_VISIBLE_DEVICES='' to train on CPUs."
         )
     if on_gpu:
@@ -109,7 +109,7 @@ def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
             expert_tensor_parallel_size=config.expert_tensor_ranks,
             distributed_timeout_minutes=max(1, round(config.distributed_timeout_s / 60)),
         )
-        # The tracker for inference keeps no device state: there is no dropout whose draws would have to agree.
+        # The tracker for inference has no device state, which is only needed for dropout.
         tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True)
     return Ranks(
         device=torch.device("cuda:0" if on_gpu else "cpu"),
@@ -124,7 +124,7 @@ def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
 
 
 def leave() -> None:
-    """Forget the groups; calling it twice is fine."""
+    """Destroy the groups; may be called twice."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

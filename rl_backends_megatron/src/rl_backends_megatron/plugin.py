@@ -1,4 +1,4 @@
-"""Registers Megatron-Core as policy backend; strings only, so it imports no torch."""
+"""Registers Megatron-Core as policy backend; uses strings only, so it does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`MegatronPolicy`: a model of Hugging Face trained by Megatron-Core, over a cluster or in this process."""
+"""`MegatronPolicy`: a Hugging Face model trained with Megatron-Core, on a cluster or in this process."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 
 class MegatronPolicy(DistributedPolicy):
-    """A causal LM that Megatron-Core scores and trains under tensor, pipeline, context, expert and data parallelism.
+    """A causal LM that Megatron-Core scores and trains with tensor, pipeline, context, expert and data parallelism.
 
     `MegatronPolicy(model_name="path/to/model", tensor_model_parallel_size=2, sequence_parallel=True)` starts two workers on
-    this machine's Ray; `cluster=` names another place. A single rank without a cluster runs in this process, whose
-    torch.distributed it takes for itself until `shutdown`.
+    this machine's Ray; use `cluster=` to run elsewhere. A single rank without a cluster runs in this process and uses its
+    torch.distributed exclusively until `shutdown`.
 
     Args:
         model_name: name, or folder with safetensors.
-        config: the whole section `policy`, in place of `model_name` and the arguments below.
+        config: the whole section `policy`, instead of `model_name` and the arguments below.
         cluster: where the workers run.
-        num_workers: ranks; all of the cluster's by default.
-        deadlines: how long to wait for what.
-        torch_dtype: `float32` or `bfloat16`, as text or as torch's dtype; the promised name of `precision`.
-        name: what errors call it.
-        **fields: any field of `MegatronPolicyConfig`, or of its `megatron_cfg`, by name.
+        num_workers: number of ranks; all of the cluster's by default.
+        deadlines: timeouts.
+        torch_dtype: `float32` or `bfloat16`, as text or torch dtype; alias of `precision`.
+        name: used in error messages.
+        **fields: any field of `MegatronPolicyConfig` or of its `megatron_cfg`, by name.
 
     Raises:
-        ConfigError: a field does not exist, or the model cannot be divided as asked.
-        UserError: there is no such model, or its optimizer cannot be.
-        CheckpointError: its folder has no weights, or torn ones.
+        ConfigError: a field does not exist, or the model does not support the parallelism.
+        UserError: the model does not exist, or the optimizer's arguments are invalid.
+        CheckpointError: its folder has no weights, or incomplete ones.
     """
 
     checkpoint_conversions = {"megatron": "rl_backends_megatron.convert:to_megatron"}  # noqa: RUF012
@@ -85,10 +85,10 @@ class MegatronPolicy(DistributedPolicy):
         )
         check_optimizer(section)
         if Path(section.model_name).expanduser().is_dir():
-            # The ranks would say the same, each for itself, a minute later. From the hub they fetch what is not here yet.
+            # Otherwise each rank would report the same error a minute later. Models on the hub are downloaded by the ranks.
             with SafetensorsFolder(folder):
                 pass
-        # A whole config comes from a YAML, which says itself where workers run.
+        # With a complete config, the run's YAML determines where workers run.
         alone = cluster is None and config is None and ranks > 1
         self._own_cluster = _cluster_of(ranks) if alone else None
         super().__init__(
@@ -99,14 +99,14 @@ class MegatronPolicy(DistributedPolicy):
             deadlines=deadlines,
             sharding=grid(section.megatron_cfg, ranks),
             name=name,
-            # Kernels then start in the order of their calls, so that those of communication overlap the ones they should.
+            # Makes kernels start in the order of their calls, so that communication overlaps the intended computation.
             env_vars={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         )
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Sample by whole forward passes, one a token, without a cache: for tests and small runs."""
+        """Sample with a full forward pass per token, without a cache: for tests and small runs."""
         self.wait_ready()
         rows = at_the_door(data, [key for key in ROW_KEYS if key in data or key in ("input_ids", "input_lengths")])
         shards = with_filler_rows(rows, self.data_ranks).shard_by_batch_size(self.data_ranks)
@@ -124,7 +124,7 @@ class MegatronPolicy(DistributedPolicy):
 
 
 def grid(megatron: MegatronConfig, ranks: int) -> NamedSharding:
-    """The named grid of ranks, in Megatron's own order: tensor-parallel ranks are neighbours, then context, data, pipeline."""
+    """The named grid of ranks in Megatron's order: tensor-parallel ranks are adjacent, then context, data, pipeline."""
     return NamedSharding.grid(
         pipeline=megatron.pipeline_model_parallel_size,
         data=ranks // megatron.ranks_per_replica,

@@ -1,4 +1,4 @@
-"""The frozen reference policy: the initial weights, read again from their source when first asked for; knows no training."""
+"""The frozen reference policy: the initial weights, loaded when first needed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rl_backends_megatron.parallel import Ranks
 
 
 class ReferencePolicy:
-    """A second model, divided over the ranks as the policy is; it rests in CPU memory and visits the device while it scores.
+    """A second model, sharded like the policy. It is kept in CPU memory and moved to the device while it scores.
 
-    It is read from `model_name`, not copied from the policy: so it is the initial policy after a resume as well, and costs
-    nothing before something asks for it. Making one is collective.
+    It is loaded from `model_name`, not copied from the policy, so it is also the initial policy after a resume, and costs
+    nothing if it is not used. Its construction is collective.
 
     Args:
-        config: the policy's section.
+        config: the section `policy`.
         ranks: the ranks.
     """
 
@@ -31,7 +31,7 @@ class ReferencePolicy:
 
     @contextmanager
     def on_device(self) -> Iterator[list[Any]]:
-        """The chunks, on the rank's device for as long as the block runs."""
+        """The chunks, on the rank's device while the block runs."""
         for model in self._models:
             model.to(self._device)
         try:

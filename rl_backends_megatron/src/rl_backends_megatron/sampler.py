@@ -1,7 +1,7 @@
-"""Samples from the parallel model by whole forward passes, one a token, without a cache: for tests and small runs.
+"""Samples from the parallel model with a full forward pass per token, without a cache: for tests and small runs.
 
-Every rank of a replica draws the same token, since the last stage draws it and hands it on. A row's draws depend on its seed
-and its own tokens alone.
+The last stage draws each token and broadcasts it to all ranks of the replica. A row's draws depend only on its seed and its own
+tokens.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass
 class Row:
-    """One completion on its way.
+    """One unfinished completion.
 
     Attributes:
         prompt: its tokens.
-        limit: most tokens of the completion.
+        limit: maximum number of tokens of the completion.
         stop_strings: strings that end it.
-        generator: what it is drawn with.
-        tokens: drawn so far.
-        logprobs: of each, in nats.
+        generator: random generator of its draws.
+        tokens: tokens drawn so far.
+        logprobs: log-probability of each, in nats.
         stopped: ended by an end token or a stop string.
         done: stopped, or at its limit.
     """
@@ -53,20 +53,20 @@ class Row:
 
 
 class Sampler:
-    """Decodes the rows of one call after another.
+    """Samples the rows of one call after another.
 
     Args:
-        config: the section `policy.generation`, whichever backend it names.
+        config: the section `policy.generation` of any backend.
         ranks: the ranks.
         vocab_size: V, without padding.
         end_ids: tokens that end a row.
-        max_model_len: most tokens of prompt and completion.
-        seed: of rows that bring none.
-        multiple: rows are padded to a multiple of so many tokens.
+        max_model_len: maximum number of tokens of prompt and completion.
+        seed: for rows without a seed.
+        multiple: rows are padded to a multiple of this many tokens.
         decode: token ids to text, for stop strings; None without a tokenizer.
 
     Raises:
-        NotSupportedError: the config changes the distribution other than by the temperature, such as by top-p.
+        NotSupportedError: the config changes the distribution other than by temperature, such as by top-p.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Sampler:
         if changes:
             settings = ", ".join(f"{dotted(key)}: {'null' if value is None else value}" for key, value in changes.items())
             raise NotSupportedError(
-                "MegatronPolicy.generate samples from the whole, unchanged distribution: set "
-                f"{settings} in `policy.generation`, or name a generation backend there."
+                "MegatronPolicy.generate supports only the unmodified distribution: set "
+                f"{settings} in `policy.generation`, or choose a generation backend there."
             )
         if ranks.context.size() > 1:
             raise NotSupportedError(
-                "MegatronPolicy.generate does not run under context parallelism: set context_parallel_size to 1, or name a "
-                "generation backend under `policy.generation`."
+                "MegatronPolicy.generate does not support context parallelism: set context_parallel_size to 1, or choose a "
+                "generation backend in `policy.generation`."
             )
         self._config, self._ranks = config, ranks
         self._vocab_size, self._max_model_len, self._seed, self._multiple = vocab_size, max_model_len, seed, multiple
@@ -105,7 +105,7 @@ class Sampler:
         """Complete this rank's rows; see `GenerationInterface.generate`. Collective over all ranks of the policy."""
         rows = self._read(data)
         self._calls += 1
-        # Experts are shared by replicas with other rows, so all of them go on until the last one has done.
+        # Replicas with other rows share the experts, so all of them continue until the last one has finished.
         while self._ranks.any(any(not row.done for row in rows)):
             drawn = self._draw(models, rows, greedy=greedy)
             for row, token, logprob in zip(rows, drawn[0].tolist(), drawn[1].tolist(), strict=True):
@@ -114,9 +114,9 @@ class Sampler:
         return _to_output(rows, weight_version)
 
     def _draw(self, models: Sequence[Any], rows: Sequence[Row], *, greedy: bool) -> torch.Tensor:
-        """[2, B] float64; the next token of each row and its log-probability, the same on every rank of the replica."""
+        """[2, B] float64, the next token of each row and its log-probability, the same on every rank of the replica."""
         inputs = self._input(rows)
-        # An interleaved pipeline wants a multiple of its stages.
+        # An interleaved pipeline needs a multiple of its number of stages.
         copies = self._ranks.pipeline.size() if len(models) > 1 else 1
         found = forward(models, [inputs] * copies, lambda logits, _: self._gather_vocab(logits))
         drawn = torch.zeros(2, len(rows), dtype=torch.float64)
@@ -128,7 +128,7 @@ class Sampler:
         return self._ranks.tensor_from_last_stage(drawn.to(self._ranks.device)).cpu()
 
     def _gather_vocab(self, logits: torch.Tensor) -> torch.Tensor:
-        """[B, V] of [B, V' / R], gathered over the tensor-parallel ranks."""
+        """[B, V] from [B, V' / R], gathered over the tensor-parallel ranks."""
         parts = [torch.empty_like(logits) for _ in range(self._ranks.tensor.size())]
         dist.all_gather(parts, logits.contiguous(), group=self._ranks.tensor)
         return torch.cat(parts, dim=1)[:, : self._vocab_size]
@@ -169,7 +169,7 @@ class Sampler:
             vocab_size=self._vocab_size, max_model_len=self._max_model_len, max_new_tokens=self._config.max_new_tokens
         )
         prompts = read_prompts(data, limits)
-        # Replicas that drew from one seed would sample the same rows.
+        # With the same seed, all replicas would sample the same rows.
         seed = self._seed * 1_000_003 + parallel_state.get_data_parallel_rank()
         derived: list[int] = derived_seeds(seed, self._calls, len(prompts)).tolist()
         return [
@@ -185,7 +185,9 @@ class Sampler:
     def _stop_strings(self, prompt: Prompt) -> list[str]:
         strings = [*(self._config.stop_strings or ()), *prompt.stop_strings]
         if strings and self._decode is None:
-            raise DataError(f"Row {prompt.number} has stop strings {strings}, but the model's folder has no tokenizer.")
+            raise DataError(
+                f"Row {prompt.number} has stop strings {strings}, which require a tokenizer. Set policy.tokenizer.name."
+            )
         return strings
 
 

@@ -1,7 +1,7 @@
-"""What `head: scalar` changes: the model ends in one number a token, in the layout of Transformers' sequence classification.
+"""Scalar heads (`head: scalar`): one number per token, in the layout of Transformers' sequence classification.
 
-The head is a matrix [1, H] without bias, `score.weight`, which every tensor-parallel rank of the last stage has whole. Where
-the folder is of a causal LM it begins at zero, so that all values are 0 before the first step. Knows no loss.
+The head is a matrix [1, H] without bias, `score.weight`, replicated on all tensor-parallel ranks of the last stage. For the
+folder of a causal LM it is initialized with zeros, so that all values are 0 before the first step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OUTPUT: Final = "output_layer.weight"
 
 
 class ScalarHead(torch.nn.Module):
-    """In the place of the output layer: a number for each hidden state.
+    """Output layer that returns one number per hidden state.
 
     Args:
         config: Megatron's.
@@ -32,12 +32,12 @@ class ScalarHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(zeros)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[M] float32 of [M, H]; in float32, for bfloat16 has steps of a hundredth around 2."""
+        """[M] float32 from [M, H]; computed in float32, because bfloat16 has steps of about 0.01 near 2."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
 class SourceWithHead:
-    """A source of tensors that has a head of zeros where the folder has none.
+    """A tensor source that adds a head of zeros if the folder has none.
 
     Args:
         source: the folder.
@@ -55,28 +55,28 @@ class SourceWithHead:
         return tensor
 
     def read_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Its entries from `start` to `stop` along `dim`."""
+        """Entries from `start` to `stop` along `dim`."""
         tensor: torch.Tensor = self._source.read_slice(name, dim, start, stop)
         return tensor
 
     def size(self, name: str, dim: int) -> int:
-        """Its length along `dim`."""
+        """The tensor's length along `dim`."""
         length: int = self._source.size(name, dim)
         return length
 
 
 def source_with_head(source: Any, hf: Any) -> Source:
-    """The folder's tensors, and a head."""
+    """The folder's tensors and a head."""
     return SourceWithHead(source, hf.hidden_size)
 
 
 def with_scalar_head(family: Family) -> Family:
-    """The family's tables, with the scalar head in the place of the output layer."""
+    """The family's tables with the scalar head instead of the output layer."""
     others = tuple(weight for weight in family.weights if _OUTPUT not in weight.megatron)
     return replace(family, weights=(*others, Weight((_OUTPUT,), (_HEAD,), Replicated())))
 
 
 def describe_classifier(hf: Any) -> None:
-    """Say in a config that is to be saved that the model is a classifier of one label."""
+    """Mark a config as a classifier with one label, before it is saved."""
     hf.num_labels = 1
     hf.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf.model_type]]

@@ -1,4 +1,4 @@
-"""Runs microbatches through the pipeline, and turns what its last stage ends in into a number a token; knows no loss."""
+"""Runs microbatches through the pipeline, and converts the last stage's output to one number per token."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rl_backends_megatron.microbatches import ModelInput
 from rl_backends_megatron.parallel import Ranks
 
 HeadFn = Callable[[torch.Tensor], torch.Tensor]
-"""From the last stage's hidden states to the logits of the predicted tokens, or the values of the judged ones."""
+"""From the last stage's hidden states to logits or values of the scored tokens."""
 
 
 class LogprobHead:
-    """From the last stage's logits to log-probabilities of tokens.
+    """Converts the last stage's logits to log-probabilities of tokens.
 
     Args:
-        ranks: the vocabulary is divided over `tensor`, rows over `context`.
+        ranks: the vocabulary is sharded over `tensor`, rows over `context`.
         vocab_size: V, without padding.
         temperature: logits are divided by it.
-        chunk_tokens: positions of which float32 logits exist at one time.
+        chunk_tokens: number of positions for which float32 logits exist at one time.
     """
 
     def __init__(self, ranks: Ranks, *, vocab_size: int, temperature: float, chunk_tokens: int) -> None:
@@ -34,11 +34,11 @@ class LogprobHead:
         self._vocab_size, self._temperature, self._chunk = vocab_size, temperature, chunk_tokens
 
     def __call__(self, logits: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        """Log-probabilities [b, T] float32 of a microbatch, on every rank of the stage; 0.0 where none was wanted.
+        """Log-probabilities [b, T] float32 of a microbatch, on every rank of the stage; 0.0 for tokens that were not scored.
 
         Args:
-            logits: [M, V' / R] of the M predicted tokens.
-            inputs: what they were computed from; with K candidates beside each token, the answer is [b, T, 1 + K].
+            logits: [M, V' / R] of the M scored tokens.
+            inputs: their microbatch; with K candidates per token, the result is [b, T, 1 + K].
         """
         picked, _ = vocab_parallel_logprobs(
             logits,
@@ -53,7 +53,7 @@ class LogprobHead:
     def topk(self, logits: torch.Tensor, inputs: ModelInput, *, k: int) -> dict[str, torch.Tensor]:
         """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch, on the CPU.
 
-        They leave the device at once, for they are k times as large as what a pass usually answers with.
+        They are moved to the CPU at once, because they are k times as large as the usual result.
         """
         ids, logprobs = vocab_parallel_topk(
             logits,
@@ -70,27 +70,27 @@ class LogprobHead:
 
 
 class ValueHead:
-    """From the last stage's values to those of tokens.
+    """Converts the last stage's values to values of tokens.
 
     Args:
-        ranks: rows are divided over `context`.
+        ranks: rows are sharded over `context`.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def __call__(self, values: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        """Values [b, T] float32 of a microbatch, on every rank of the stage; 0.0 where none was wanted.
+        """Values [b, T] float32 of a microbatch, on every rank of the stage; 0.0 for tokens that were not scored.
 
         Args:
-            values: [M] of the M judged tokens.
-            inputs: what they were computed from.
+            values: [M] of the M scored tokens.
+            inputs: their microbatch.
         """
         return _scatter(values, inputs, self._ranks)
 
 
 Head = LogprobHead | ValueHead
-"""From what the model ends in to a number for each token."""
+"""From the model's output to one number per token."""
 
 
 def _scatter(numbers: torch.Tensor, inputs: ModelInput, ranks: Ranks) -> torch.Tensor:
@@ -101,12 +101,12 @@ def _scatter(numbers: torch.Tensor, inputs: ModelInput, ranks: Ranks) -> torch.T
 
 
 def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[[torch.Tensor, int], Any]) -> list[Any]:
-    """What `read` makes of each microbatch's logits; an empty list on all but the last stage. Without gradients.
+    """Results of `read` for each microbatch's logits, without gradients; an empty list on all stages except the last.
 
     Args:
         models: this rank's chunks.
-        inputs: every rank of the pipeline has the same.
-        read: takes the logits and the number of a microbatch.
+        inputs: the same on every rank of the pipeline.
+        read: takes a microbatch's logits and index.
     """
     for model in models:
         model.eval()
@@ -121,22 +121,22 @@ def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[
 def forward_backward(
     models: Sequence[Any], inputs: Sequence[ModelInput], loss_of: Callable[[torch.Tensor, int], tuple[torch.Tensor, Any]]
 ) -> list[Any]:
-    """Add up gradients of all microbatches, over data- and context-parallel ranks too.
+    """Accumulate gradients of all microbatches, also over data- and context-parallel ranks.
 
     Args:
-        models: this rank's chunks, in their data-parallel wrappers.
-        inputs: every rank of the pipeline has the same.
-        loss_of: takes the logits and the number of a microbatch; gives its loss, and what to hand back.
+        models: this rank's chunks in their data-parallel wrappers.
+        inputs: the same on every rank of the pipeline.
+        loss_of: takes a microbatch's logits and index; returns its loss and a result.
 
     Returns:
-        What `loss_of` handed back; an empty list on all but the last stage.
+        The results of `loss_of`; an empty list on all stages except the last.
     """
     for model in models:
         model.train()
 
     def consume(head_fn: HeadFn, number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         loss, answer = loss_of(head_fn(hidden), number)
-        # A count of no tokens: the gradient is not divided by anything more.
+        # A token count of zero: the gradient is not divided again.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), answer
 
     return _run(models, inputs, consume, learn=True)
@@ -154,7 +154,7 @@ def _run(models: Sequence[Any], inputs: Sequence[ModelInput], consume: Callable[
         data_iterator=iterators if len(models) > 1 else iterators[0],
         model=list(models) if len(models) > 1 else models[0],
         num_microbatches=len(inputs),
-        # Lengths are sent along with each microbatch; these only have to be possible.
+        # Sizes are sent with each microbatch; these only have to be valid.
         seq_length=inputs[0].input_ids.shape[1],
         micro_batch_size=inputs[0].input_ids.shape[0],
         forward_only=not learn,

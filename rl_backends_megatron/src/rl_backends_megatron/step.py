@@ -1,7 +1,7 @@
-"""One optimizer step over the microbatches of a global batch; knows no config and no data format.
+"""One optimizer step over the microbatches of a global batch.
 
-A step is taken only when every loss and the gradient norm are known to be finite on every rank: a NaN anywhere leaves weights
-and optimizer as they were.
+The step is taken only if all losses and the gradient norm are finite on every rank, so a NaN anywhere leaves weights and
+optimizer unchanged.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def optimizer_step(
     ranks: Ranks,
     max_grad_norm: float | None,
 ) -> StepResult:
-    """Add up the gradients of all microbatches and ranks, clip, and step.
+    """Accumulate the gradients of all microbatches and ranks, clip, and step.
 
     Args:
         models: this rank's chunks.
-        inputs: each microbatch as the model reads it; those beyond `batches` train nothing.
-        batches: each microbatch as the loss sees it.
+        inputs: each microbatch as model input; those beyond `batches` have no effect on training.
+        batches: each microbatch as batch for the loss.
         loss_fn: the loss.
-        counts: what the global batch is normalised by.
-        trainable: what steps; None to compute loss and metrics only.
-        head: from what the model ends in to a number for each token.
+        counts: normalizers of the global batch.
+        trainable: model and optimizer; None to compute loss and metrics only.
+        head: from the model's output to one number per token.
         ranks: the ranks.
-        max_grad_norm: clip to it; None leaves the gradient.
+        max_grad_norm: maximum gradient norm; None disables clipping.
 
     Raises:
-        NonFiniteError: on every rank, where a loss or gradient on any rank is NaN or infinite; nothing has changed.
+        NonFiniteError: on every rank, if a loss or gradient on any rank is NaN or infinite; nothing has changed.
     """
     loss_of = _loss_of(inputs, batches, loss_fn, counts, head, ranks)
     norm = 0.0
@@ -97,16 +97,16 @@ def _loss_of(
 def _split_candidates(
     scored: torch.Tensor, batch: BatchedDataDict[Any], loss_fn: LossFunction
 ) -> tuple[torch.Tensor, BatchedDataDict[Any]]:
-    """The numbers [b, T] of the rows' own tokens, and the batch, with those of candidates where the loss has some."""
+    """The numbers [b, T] of the rows' own tokens, and the batch with those of candidates if the loss uses them."""
     if loss_fn.candidates_key is None:
         return scored, batch
-    # In a new dict, which goes when the loss is known: the batches outlive the step, and would keep its graphs.
+    # In a new dict that is freed after the loss: the batches outlive the step and would keep its graphs in memory.
     return scored[..., 0], BatchedDataDict({**batch, "candidate_logprobs": scored[..., 1:]})
 
 
 def _non_finite(losses: Sequence[float], trainable: TrainableModel | None, ranks: Ranks, *, norm: float) -> NonFiniteError:
-    """The error that names the first offender on this rank, and drops the gradients."""
-    where = "The losses of this rank are finite; the error of another rank names an offender, or a gradient overflowed."
+    """The error for the first non-finite value on this rank; clears the gradients."""
+    where = "The losses on this rank are finite; see the errors of other ranks, or a gradient overflowed."
     broken = first_broken(losses)
     if broken is not None:
         where = f"The loss of microbatch {broken + 1} of {len(losses)} on rank {ranks.rank} is {losses[broken]}."

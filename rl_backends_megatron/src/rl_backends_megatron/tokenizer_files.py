@@ -1,4 +1,4 @@
-"""The tokenizer that goes with a policy's model, if there is one; knows no weights."""
+"""Finds the tokenizer of a policy's model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rl_core.data.tokenizer import load_tokenizer_if_there
 
 
 def find_tokenizer(config: MegatronPolicyConfig) -> Any:
-    """The policy's tokenizer, or None where its model's folder has none and the config names no other.
+    """The policy's tokenizer, or None if its model's folder has none and the config does not name one.
 
     Raises:
-        DataError: there should be one, and it cannot be loaded.
+        DataError: there should be one, but it cannot be loaded.
     """
     return load_tokenizer_if_there(
         config.model_name,

@@ -1,8 +1,8 @@
-"""How tensors of a Hugging Face checkpoint become one Megatron tensor, divided over ranks, and back; knows no model's names.
+"""How tensors of a Hugging Face checkpoint are combined into one Megatron tensor, sharded over ranks, and converted back.
 
-A layout is one answer to four questions: which part of the source tensors does a rank need (`load`), how are ranks' parts put
-together (`join`), what were the source tensors (`split`), and what shapes have they (by `split` of a tensor without data).
-Adding a model needs a new layout only where it merges tensors in a new way.
+A layout defines what a rank reads of the source tensors (`load`), how the ranks' shards are joined (`join`), and how the result
+is split into source tensors (`split`, also used for their shapes). A new model needs a new layout only if it combines tensors
+in a new way.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import torch
 
 
 class Source(Protocol):
-    """Where tensors are read from, whole or in part."""
+    """Reads tensors completely or partially."""
 
     def whole(self, name: str) -> torch.Tensor:
         """The tensor."""
 
     def read_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Its entries from `start` to `stop` along `dim`; fewer where the tensor ends before."""
+        """Entries from `start` to `stop` along `dim`; fewer if the tensor ends before."""
 
     def size(self, name: str, dim: int) -> int:
-        """Its length along `dim`."""
+        """The tensor's length along `dim`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What layouts need to know of a model.
+    """Model sizes for layouts.
 
     Attributes:
-        num_heads: query heads.
-        num_groups: key and value heads.
-        head_dim: entries of one head.
+        num_heads: number of query heads.
+        num_groups: number of key and value heads.
+        head_dim: size of one head.
         vocab_size: V, without padding.
     """
 
@@ -46,10 +46,10 @@ class Sizes:
 
 
 class WeightLayout(ABC):
-    """See the page above.
+    """A weight layout; see the module docstring.
 
     Attributes:
-        dim: along which ranks divide the Megatron tensor; None where each has all of it.
+        dim: along which the Megatron tensor is sharded; None if it is replicated.
     """
 
     dim: int | None = None
@@ -58,10 +58,10 @@ class WeightLayout(ABC):
     def load(
         self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
     ) -> torch.Tensor:
-        """This rank's part of the Megatron tensor, of `shape`; reads no more of the source than it needs."""
+        """This rank's shard of the Megatron tensor, of `shape`; reads only what it needs."""
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole Megatron tensor."""
+        """The full Megatron tensor."""
         return parts[0] if self.dim is None else torch.cat(list(parts), self.dim)
 
     def split(self, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ class WeightLayout(ABC):
 
 
 class Replicated(WeightLayout):
-    """One tensor, which every rank has."""
+    """One tensor, replicated on every rank."""
 
     def load(
         self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
@@ -79,7 +79,7 @@ class Replicated(WeightLayout):
 
 
 class Sharded(WeightLayout):
-    """One tensor, cut into equal parts along one dimension."""
+    """One tensor, split into equal shards along one dimension."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -93,7 +93,7 @@ class Sharded(WeightLayout):
 
 
 class Vocabulary(WeightLayout):
-    """[V, H], rows divided; zero rows behind it, so that ranks have equally many."""
+    """[V, H] with sharded rows, padded with zero rows so that all ranks have equally many."""
 
     dim = 0
 
@@ -109,7 +109,7 @@ class Vocabulary(WeightLayout):
 
 
 class QueryKeyValue(WeightLayout):
-    """Queries, keys and values (weights or biases) in one: for each key head its queries, the key, the value; rows divided."""
+    """Queries, keys and values (weights or biases) in one, sharded by rows: per key head its queries, the key, the value."""
 
     dim = 0
 
@@ -122,7 +122,7 @@ class QueryKeyValue(WeightLayout):
                 rows = source.size(name, 0) // ranks
                 parts.append(source.read_slice(name, 0, rank * rows, (rank + 1) * rows))
             return _by_group(parts, sizes.num_groups // ranks)
-        # Fewer key heads than ranks: the cut goes through a group.
+        # Fewer key heads than ranks: groups are split.
         whole = _by_group([source.whole(name) for name in names], sizes.num_groups)
         return whole[rank * shape[0] : (rank + 1) * shape[0]]
 
@@ -134,7 +134,7 @@ class QueryKeyValue(WeightLayout):
 
 
 class GateAndUp(WeightLayout):
-    """The two input matrices of a gated MLP, one above the other on each rank: [gate_r; up_r]."""
+    """The two input matrices of a gated MLP, stacked on each rank: [gate_r; up_r]."""
 
     dim = 0
 
