@@ -323,7 +323,7 @@ def test_the_promised_constructor_takes_fields_of_policy_and_of_hf_cfg(model_fol
     [
         ({"model_name": "m", "max_gradnorm": 1.0}, "Did you mean 'max_grad_norm'"),
         ({"model_name": "m", "torch_dtype": "float16"}, "precision.*float32.*bfloat16"),
-        ({"model_name": "m", "load_in_4bit": True, "load_in_8bit": True}, "exclude each other"),
+        ({"model_name": "m", "load_in_4bit": True, "load_in_8bit": True}, "cannot be combined"),
         ({"model_name": "m", "generation": {"temperature": -1}}, "temperature"),
         ({"model_name": "m", "config": HFPolicyConfig(model_name="m")}, "beside it"),
         ({}, "needs a model"),
