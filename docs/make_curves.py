@@ -1,4 +1,4 @@
-"""Draws a metric of one run or several as a small SVG for the documents; it knows no algorithm.
+"""Draws a metric of one run or several as a small SVG for the documents.
 
     python docs/make_curves.py docs/curves/grpo-reward.svg reward/mean runs/grpo_addition
 

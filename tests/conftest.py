@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
-# Ray makes its workers nicer than everything else, so that beside any other work they would get next to nothing.
+# Ray gives its workers a low priority, so that next to any other work they would get hardly any CPU time.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # A shell that starts the suite in the background has it ignore Ctrl-C, and every process that a test starts would too.
@@ -124,11 +124,11 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def local_ray(_shared_ray):
-    """The clusters of the module come and go on one local Ray, which the next module may find still there."""
+    """The clusters of the module are created and removed on one local Ray, which the next module may reuse."""
     _shared_ray.hold()
 
 
 @pytest.fixture(scope="module")
 def no_ray(_shared_ray):
-    """The module starts a Ray of its own kind."""
+    """The module starts its own Ray."""
     _shared_ray.let_go()

@@ -116,7 +116,7 @@ def counts_of(rows: BatchedDataDict, steps: int = 1) -> list[GlobalCounts]:
 
 
 def make_context(rank: int = 0, world_size: int = 1, port: int = 0) -> WorkerContext:
-    """One CPU rank; with several, in processes of their own."""
+    """One CPU rank; several run in separate processes."""
     return WorkerContext(
         rank=rank,
         world_size=world_size,
@@ -189,7 +189,7 @@ def largest_relative_error(found, expected) -> float:
 
 @pytest.fixture(scope="session")
 def parts():
-    """The functions of this room, for tests that cannot import it."""
+    """The functions of this module, for tests that cannot import it."""
     import types
 
     return types.SimpleNamespace(**{key: value for key, value in globals().items() if not key.startswith("_")})

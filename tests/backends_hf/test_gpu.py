@@ -23,7 +23,7 @@ ADAMW = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3, "eps": 1e-3}}
 
 @pytest.fixture
 def start(parts, model_folder):
-    """A worker of its own on a tiny model, set up on a device."""
+    """A separate worker with a tiny model on a device."""
 
     def started(device, kind="llama-tied", **fields):
         context = dataclasses.replace(parts.make_context(), device=device)
@@ -36,7 +36,7 @@ def start(parts, model_folder):
 
 @pytest.fixture
 def train(parts):
-    """`STEPS` optimizer steps, each on rows of its own; the results of the last."""
+    """`STEPS` optimizer steps, each on different rows; the results of the last."""
 
     def trained(worker, first=0):
         for step in range(first, first + STEPS):
@@ -98,7 +98,7 @@ def test_rows_packed_for_flash_attention_score_as_padded_rows_by_sdpa(start, par
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Folder of a model of about a hundred million parameters, whose memory can be told from rounding."""
+    """Folder of a model with about a hundred million parameters, enough to measure its memory."""
     folder = tmp_path_factory.mktemp("large")
     config = transformers.LlamaConfig(
         vocab_size=32_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16

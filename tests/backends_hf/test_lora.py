@@ -48,7 +48,7 @@ def peft():
 
 @pytest.fixture
 def start(peft, parts, model_folder):
-    """A worker of its own with adapters on a tiny model, set up."""
+    """A separate worker with adapters on a tiny model."""
 
     def started(kind="llama-tied", *, lora=None, hf=None, **fields):
         given = {"hf": {"lora": {"rank": 4, **(lora or {})}, **(hf or {})}, "optimizer": ADAM, **fields}
@@ -312,7 +312,7 @@ def test_the_reference_is_the_base_without_a_second_copy(parts, start, tmp_path,
     for each in (worker, resumed):
         assert torch.equal(each.get_logprobs(rows, reference=True)["logprobs"], initial)
         assert not torch.equal(each.get_logprobs(rows)["logprobs"], initial)
-    # The adapters go on learning after they were switched off.
+    # The adapters continue learning after they were disabled.
     assert train(worker, parts, 2)[0].grad_norm == train(resumed, parts, 2)[0].grad_norm > 0
     with pytest.raises(NotSupportedError, match="has no reference"):
         start(hf={"reference": False}).get_logprobs(rows, reference=True)

@@ -23,7 +23,7 @@ MICROBATCHING = {
 
 
 class WeightedCandidates(LossFunction):
-    """A weighted sum over candidates and the row's own tokens; every weight is a number of its own."""
+    """A weighted sum over candidates and the row's own tokens; all weights differ."""
 
     required_keys = frozenset({"weights"})
     candidates_key = "wanted"

@@ -14,7 +14,7 @@ from rl_core.errors import UserError
 from rl_core.training.optimizer_settings import OptimizerSettings
 
 ELSEWHERE = torch.device("meta")
-"""A device that every machine has beside its CPU; it keeps no numbers."""
+"""A device that every machine has in addition to its CPU; it stores no data."""
 
 
 def state_after_a_step(**options):

@@ -17,7 +17,7 @@ from rl_core.training.schedules import build_scheduler
 
 @pytest.fixture
 def start(parts, model_folder):
-    """A worker of its own on a tiny model, set up."""
+    """A separate worker with a tiny model."""
 
     def started(kind="llama-tied", **fields):
         worker = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder(kind), **fields))

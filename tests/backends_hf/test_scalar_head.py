@@ -41,7 +41,7 @@ def classifier_folder(model_folder, tmp_path_factory):
 
 @pytest.fixture
 def start(parts):
-    """A worker of its own on the folder, set up."""
+    """A separate worker with the model of the folder."""
 
     def started(folder, **fields):
         worker = HFPolicyWorker(parts.make_context(), parts.make_config(folder, **{**parts.VALUE_FIELDS, **fields}))
@@ -220,7 +220,7 @@ def test_a_full_head_with_adapters_has_the_gradient_of_plain_autograd(parts, cla
     rows = parts.make_rows()
     model = plain(classifier_folder("llama"))
     plain_loss(model, rows).backward()
-    # All but the head and what adapters stand beside is frozen, and B = 0 leaves the model as it is.
+    # Everything but head and adapters is frozen, and B = 0 leaves the model unchanged.
     worker = start(classifier_folder("llama"), hf={"lora": {"rank": 2}}, optimizer=parts.SGD)
     before = snapshot(worker)
     worker.train(rows, parts.SquaredValues(), counts=parts.counts_of(rows))

@@ -74,7 +74,7 @@ class Rank:
         torch.save(found, self.out / f"{self.mode}-gradients-{self.rank}.pt")
 
     def checkpoint(self) -> None:
-        """Go on from one rank's checkpoint; take a step; write one; poison; and go on from what was written."""
+        """Resume one rank's checkpoint, take a step, save, corrupt the state, and resume the saved checkpoint."""
         for precision in ("float32", "bfloat16"):
             folder = self.out / precision
             rows = make_rows(seed=9)

@@ -126,7 +126,7 @@ class SquaredError(LossFunction):
 
 
 class WeightedCandidates(LossFunction):
-    """A weighted sum over candidates and the row's own tokens; every weight is a number of its own."""
+    """A weighted sum over candidates and the row's own tokens; all weights differ."""
 
     required_keys = frozenset({"candidate_weights"})
     candidates_key = "candidates"
@@ -168,7 +168,7 @@ def plain_distributions(model, rows, *, temperature: float = 1.0) -> torch.Tenso
 
 def squared_error(values, mask, targets):
     """Its sum over the rows."""
-    # Of the place in the row alone: a microbatch may be cut to the width of its rows.
+    # Depends only on the position in the row: a microbatch may be cut to the width of its rows.
     place = torch.arange(values.shape[1]) / 32
     return (0.5 * (values - targets.unsqueeze(1)) ** 2 * mask * (1 + place)).sum()
 
@@ -202,7 +202,7 @@ def make_rows(num_rows: int = 8, width: int = 21, *, seed: int = 5) -> BatchedDa
 
 
 def make_prompts() -> BatchedDataDict:
-    """Three prompts of unequal lengths, each with a limit of its own."""
+    """Three prompts of unequal lengths, each with a different limit."""
     ids = torch.tensor([[5, 9, 11, 0, 0], [7, 8, 0, 0, 0], [60, 61, 62, 63, 64]])
     return BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([3, 2, 5]), max_new_tokens=torch.tensor([4, 2, 3]))
 
@@ -223,7 +223,7 @@ def counts_of(rows: BatchedDataDict) -> list[GlobalCounts]:
 
 
 def make_context(rank: int = 0, world_size: int = 1, port: int = 0) -> WorkerContext:
-    """One CPU rank in a process of its own."""
+    """One CPU rank in a separate process."""
     return WorkerContext(
         rank=rank, world_size=world_size, local_rank=rank, node_rank=0, master_address="127.0.0.1", master_port=port
     )

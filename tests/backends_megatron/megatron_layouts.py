@@ -132,7 +132,7 @@ CANDIDATES = [
     "tp2", "tp2-budget", "tp2-sp-packed", "pp2", "pp2-packed", "interleaved", "dp2-distributed", "cp2", "cp2-packed", "ep2",
     "tp2-pp2-packed", "tp2-cp2-packed",
 ]  # fmt: skip
-"""Layouts that tell the likeliest tokens, and learn from several at each position."""
+"""Layouts for tests of top-k tokens and candidates."""
 
 MASTERS = [
     "tp2-sp", "pp2", "interleaved-distributed", "dp2-overlap", "ep2-distributed", "moe-dp2", "value-pp2", "tp2-pp2-tied",

@@ -67,7 +67,7 @@ def vocabulary_case(vocab_size: int):
 
 
 def shares_of_masters(worker: MegatronPolicyWorker) -> dict[tuple[int, str], torch.Tensor | None]:
-    """By chunk and Megatron's name: what this rank steps of each weight, flat and float32; None where it steps nothing."""
+    """By chunk and Megatron's name: the part of each weight that this rank updates, flat and float32; None if empty."""
     found = {}
     for number, chunk in enumerate(worker._model.chunks.modules):
         for name, parameter in chunk.named_parameters():
@@ -157,7 +157,7 @@ class Rank:
         torch.save(found, self.out / f"{name}-{self.rank}.pt")
 
     def candidates(self, name: str) -> None:
-        """The likeliest tokens, and one gradient through candidates, at a temperature."""
+        """Top-k tokens and one gradient through candidates, at a temperature."""
         layout = LAYOUTS[name]
         one = FLAT_ADAM if layout.megatron.get("use_distributed_optimizer") else SGD
         sampling = {"backend": "megatron", "temperature": 0.8}
@@ -233,7 +233,7 @@ class Rank:
         torch.save(found, self.out / f"vocabulary-{self.rank}.pt")
 
     def several(self, part: torch.Tensor, group: Any, vocab_size: int):
-        """Log-probabilities of several targets and their gradient; the six likeliest of all, and all."""
+        """Log-probabilities of several targets and their gradient; the top six of all, and all."""
         part = part.requires_grad_()
         shape = {"group": group, "vocab_size": vocab_size, "temperature": 0.7, "chunk": 4}
         targets, weights = several_case(vocab_size)
@@ -263,7 +263,7 @@ class Rank:
             torch.save(found, folder / f"{self.rank}.pt")
 
     def resume(self, saved: str, name: str) -> None:
-        """Go on from a checkpoint of another layout: the third step, and back to the start."""
+        """Resume a checkpoint of another layout: the third step, and back to the start."""
         layout = LAYOUTS[name]
         for precision in ("float32", "bfloat16"):
             folder = self.out / f"saved-{saved}-{precision}"
@@ -293,7 +293,7 @@ class Rank:
         return ""
 
     def step(self, worker: MegatronPolicyWorker, layout: Layout, number: int):
-        """One step on rows of their own."""
+        """One step on separate rows."""
         rows = make_rows(seed=100 + number)
         return worker.train(self.shard(layout, rows)[0], NLL(), counts=counts_of(rows))[0]
 

@@ -99,7 +99,7 @@ def answered(split, number):
 
 
 def pairs(split, number):
-    """Sums that carry, with the right answer and that of a pupil who forgets to."""
+    """Sums that carry, with the correct answer and the answer without carries."""
     found, data = [], sums(split, 4 * number)
     for problem in map(data.problem, range(len(data))):
         wrong = add_without_carrying(problem.left, problem.right)
@@ -242,6 +242,6 @@ def test_supervised_training_lowers_the_loss_on_unseen_answers(two_ranks):
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])
 def test_preference_training_generalizes_to_unseen_pairs(loss, two_ranks):
     steps = dpo(two_ranks(), {"name": loss}, max_num_steps=10, **WATCHED)
-    # Ties of a policy with its own copy count half; without a reference, the pupil prefers what it says itself.
+    # Ties of a policy with its own copy count half; without a reference, the policy prefers its own answers.
     assert steps[0]["validation/accuracy"] <= 0.5
     assert steps[-1]["validation/accuracy"] > 0.9

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def pair(models):
-    """The same tiny model by Megatron over two ranks of a cluster of its own, and by Transformers in this process."""
+    """The same tiny model by Megatron over two ranks of a separate cluster, and by Transformers in this process."""
     from rl_backends_hf import HuggingFacePolicy
     from rl_backends_megatron import MegatronPolicy
 
@@ -93,7 +93,7 @@ def test_exported_weights_equal_those_of_the_transformers_policy(pair, models):
 
 
 class DeadlyOnRankOne(LossFunction):
-    """Kills the process that computes it, where that is rank 1."""
+    """Kills the process that computes it on rank 1."""
 
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
         if torch.distributed.get_rank() == 1:

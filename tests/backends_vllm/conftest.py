@@ -39,7 +39,7 @@ def tokenizer(readable):
 
 
 class Engines:
-    """Engines in this process by their settings: the one that runs, where it has them, else another in its place."""
+    """Engines in this process by their settings: the running engine if it has these settings, else a new one."""
 
     def __init__(self, model):
         self._model, self._running = model, {}

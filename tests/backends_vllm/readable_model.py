@@ -62,7 +62,7 @@ def batch_of(*prompts, **columns):
 
 
 def random_batch(rows=8, longest=20, *, seed=0, **columns):
-    """Prompts of unequal lengths, and seeds of their own."""
+    """Prompts of unequal lengths, with different seeds."""
     numbers = random.Random(seed)
     prompts = [[numbers.randrange(2, VOCABULARY) for _ in range(numbers.randint(1, longest))] for _ in range(rows)]
     return batch_of(*prompts, **{"sample_seeds": torch.arange(rows) * 7 + 1000 * seed, **columns})
@@ -87,7 +87,7 @@ def plain_scores(model, tokens, *, temperature):
 
 
 def expected_logprobs(model, output, *, temperature):
-    """Of the completions of all rows, one after the other."""
+    """Log-probabilities of the completions of all rows, concatenated."""
     return torch.cat([plain_scores(model, t, temperature=temperature)[p - 1 :] for p, t, _ in rows_of(output)])
 
 
@@ -96,7 +96,7 @@ def found_logprobs(output):
 
 
 def filtered_logprob(logits, token, *, temperature, top_k, top_p):
-    """Of one token under the definition of top-k, then top-p, in float64; None where it is filtered out."""
+    """Log-probability of one token after top-k, then top-p, by definition, in float64; None if it is filtered out."""
     scores = [float(x) / temperature for x in logits]
     kept = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_k]
     weights = {i: math.exp(scores[i] - scores[kept[0]]) for i in kept}

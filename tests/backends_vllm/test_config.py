@@ -100,7 +100,7 @@ def test_the_canary_cannot_be_off_since_vllm_transforms_weights_after_they_have_
     assert mistake.startswith("5:19: policy.generation.refit_canary: the engine 'vllm' must be checked by the canary.")
 
 
-def test_every_argument_that_is_refused_exists_and_each_is_refused_with_the_place_where_it_is_set():
+def test_every_forbidden_argument_exists_and_is_rejected_with_the_key_that_replaces_it():
     assert OWNED.keys() <= known_engine_arguments()
     for name, reason in OWNED.items():
         with pytest.raises(ValidationError, match=re.escape(f"vllm_kwargs cannot set {name}: {reason}")):

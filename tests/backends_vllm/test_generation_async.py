@@ -53,7 +53,7 @@ def engine(engines, kind):
 
 @pytest.fixture(scope="module")
 def long(engines, kind):
-    """Tokens that take the engine two seconds, however fast the machine is: time enough to do something beside them."""
+    """Tokens that take the engine two seconds, however fast the machine is: enough time to do something meanwhile."""
     few = random_batch(rows=5, max_new_tokens=torch.full((5,), 50))
     engine = engines(**kind)
     engine.generate(few)
@@ -70,7 +70,7 @@ def requests_in(engine):
 
 
 class Trained:
-    """A policy with the readable model's weights, which change as a whole when it is asked to."""
+    """A policy with the readable model's weights, which change completely on request."""
 
     def __init__(self, model, folder):
         self.policy = HuggingFacePolicy(
@@ -426,7 +426,7 @@ def test_a_plain_mapping_configures_a_replica_on_a_cluster(cluster, readable):
 
 
 def lives(pid):
-    """Whether it is there and is no zombie, which Ray takes away when it comes to it."""
+    """Whether the process exists and is not a zombie that Ray has yet to reap."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -96,7 +96,7 @@ def test_rows_without_seeds_differ_within_a_call_and_between_calls(engine):
     assert len({tuple(row) for row in rows}) == 8
 
 
-def test_each_row_ends_at_the_first_token_that_completes_a_stop_string_of_its_own(engine, tokenizer):
+def test_each_row_ends_at_the_first_token_that_completes_one_of_its_stop_strings(engine, tokenizer):
     batch = random_batch(rows=10)
     free = completions(engine.generate(batch))
     texts = [tokenizer.decode(row) for row in free]

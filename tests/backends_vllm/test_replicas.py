@@ -96,7 +96,7 @@ def family_of(engine):
 def held_by(processes):
     """What they have mapped, opened or bound in shared memory and in the folder for temporary files, but for Ray's own.
 
-    The libraries that they have mapped are no leftovers, wherever they are installed.
+    Libraries that they have mapped do not count, wherever they are installed.
     """
     found = set()
     for process in processes:
@@ -109,7 +109,7 @@ def held_by(processes):
 
 
 def lives(process):
-    """Whether it is there and is no zombie, which its parent takes away when it comes to it."""
+    """Whether the process exists and is not a zombie that its parent has yet to reap."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -151,7 +151,7 @@ def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(pat
         again = engine.generate(rows(9))
         assert engine.restarts == 2
         assert torch.equal(again["output_ids"], undisturbed["output_ids"])
-        # The third ends regularly, without a word about names that are gone already.
+        # The third ends regularly, without messages about names that no longer exist.
         third = family_of(engine)
         held |= held_by(third)
         log = Path(engine.group._actors[0].identity.log_file)

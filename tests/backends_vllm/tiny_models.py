@@ -62,7 +62,7 @@ def take_step(policy, seed):
 
 
 def plain_logprobs(model, output, temperature=0.8):
-    """Of each sampled token, by a plain forward pass of each row alone."""
+    """Log-probability of each sampled token, by a separate forward pass for each row."""
     found = []
     for ids, length, sampled in zip(
         output["output_ids"], output["unpadded_sequence_lengths"], output["generation_lengths"], strict=True

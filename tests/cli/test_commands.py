@@ -20,7 +20,7 @@ def rlcore(*arguments):
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_the_help_of_every_command_shows_an_example_on_a_line_of_its_own(command):
+def test_the_help_of_every_command_shows_an_example_on_a_separate_line(command):
     result = rlcore(command, "--help")
     assert result.returncode == 0, result.stderr
     assert re.search(rf"^  Example:\n      rlcore {command}\b", result.stdout, flags=re.MULTILINE)

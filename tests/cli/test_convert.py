@@ -60,7 +60,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted(peft, tmp_path_factory):
-    """A checkpoint of a run that trained adapters beside a bfloat16 base."""
+    """A checkpoint of a run that trained adapters on a bfloat16 base."""
     lora = {"rank": 4, "alpha": 32, "target_modules": ["q_proj", "up_proj"]}
     return short_run(tmp_path_factory.mktemp("adapted"), {"hf_cfg": {"lora": lora}, "precision": "bfloat16"})
 
@@ -180,7 +180,7 @@ def test_wrong_input_is_explained_and_leaves_nothing_behind(whole, tmp_path):
 
 
 class Sideways:
-    """A policy backend of another distribution that has a format of its own."""
+    """A policy backend of another distribution that has its own format."""
 
     checkpoint_conversions = {"sideways": f"{__name__}:sideways"}  # noqa: RUF012
 

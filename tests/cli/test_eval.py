@@ -56,7 +56,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Folder of a short run in this process; its config is beside it."""
+    """Folder of a short run in this process; its config is next to it."""
     from rl_train.runtime.launch import train
 
     folder = tmp_path_factory.mktemp("eval")

@@ -35,7 +35,7 @@ def test_a_key_without_a_config():
     assert lines[6] == "  defined   rl_core.config.policy_sections:GenerationConfig"
 
 
-def test_a_key_in_a_config_says_what_it_holds_and_where_that_is_from():
+def test_a_key_in_a_config_shows_its_value_and_origin():
     lines = explain("policy.max_total_sequence_length", "--config", GRPO).stdout.splitlines()
     number = next(n for n, line in enumerate(GRPO.read_text().splitlines(), 1) if "max_total_sequence_length" in line)
     assert lines[0] == "policy.max_total_sequence_length = 16"

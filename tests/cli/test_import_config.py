@@ -421,7 +421,7 @@ def test_a_distillation_config_keeps_its_meaning(folder, tmp_path):
 
 
 def imported_with(folder, tmp_path, changes, base="grpo.yaml"):
-    """A config of theirs with some keys changed, imported."""
+    """A NeMo RL config with some keys changed, imported."""
     tree = {"defaults": str(folder / base)}
     for key, value in changes.items():
         *way, last = key.split(".")

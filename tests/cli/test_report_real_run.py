@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 CORE = ROOT / "rl_core" / "src" / "rl_core"
 AREAS = ("algorithms", "rollouts", "weights", "dispatch")
-"""The rooms of the core that record metrics."""
+"""The packages of the core that record metrics."""
 
 
 @pytest.fixture(scope="module")

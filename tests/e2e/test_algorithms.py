@@ -114,7 +114,7 @@ def test_training_with_rewards_generalizes_to_unseen_sums(name, tmp_path, monkey
 
 
 def write_pairs(path, split, number):
-    """Sums that carry, with the right answer and that of a pupil who forgets to."""
+    """Sums that carry, with the correct answer and the answer without carries."""
     sums = ArithmeticDataset({"num_samples": 4 * number, "min_digits": 2, "split": split})
     rows = []
     for index in range(len(sums)):
@@ -159,7 +159,7 @@ ALWAYS_LOSSES = ("dpo", "simpo")
 )
 def test_preference_training_generalizes_to_unseen_pairs(name, tmp_path):
     steps = run(tmp_path, preferences(tmp_path, loss_fn=PREFERENCE_LOSSES[name]))
-    # Ties of a policy with its own copy count half; without a reference, the pupil prefers what it says itself.
+    # Ties of a policy with its own copy count half; without a reference, the policy prefers its own answers.
     assert steps[0]["validation/accuracy"] <= 0.5
     assert steps[10]["validation/accuracy"] > 0.9
 

@@ -61,7 +61,7 @@ def laid_over(base, changes):
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """The pupil after 80 batches of right sums: it forgets to carry less often."""
+    """The student after 80 batches of correct sums: it drops the carry less often."""
     folder = tmp_path_factory.mktemp("teacher")
     start(
         folder,
@@ -138,7 +138,7 @@ def test_a_model_with_itself_as_teacher_has_zero_loss_at_any_temperature(tmp_pat
             "policy": {"generation": {"temperature": 0.6}, "optimizer": {"kwargs": {"lr": 1.0e-9}}},
         },
     )
-    # A teacher that scored at another temperature than the pupil would be tenths of a nat away.
+    # A teacher that scored at another temperature than the student would be tenths of a nat away.
     assert abs(steps[0]["validation/kl_forward"]) < 1e-5
     assert abs(steps[1]["distillation/kl_reverse"]) < 1e-5
     assert steps[0]["validation/argmax_agreement"] == 1.0

@@ -153,7 +153,7 @@ PLANS = {
 
 
 def learnt_by_a_critic(**fields):
-    """Values of rows of several lengths before and after two passes over them, and what was told of those."""
+    """Values of rows of several lengths before and after two epochs over them, and the reported metrics."""
     draw = torch.Generator().manual_seed(5)
     lengths, column = torch.randint(7, 13, (8,), generator=draw), torch.arange(12)
     ids = torch.randint(4, 14, (8, 12), generator=draw)

@@ -249,7 +249,7 @@ class MyEnvConfig(TypedDict):
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)
 class MyEnvironment(EnvironmentInterface):
-    """Of the reference's form: wrapped in ray.remote, configured by a dict."""
+    """In the form of the reference: wrapped in ray.remote, configured by a dict."""
 
     def __init__(self, cfg: MyEnvConfig):
         self.cfg = cfg

@@ -49,7 +49,7 @@ SECTIONS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A model of bytes, with a template that says no tools."""
+    """A model of bytes, with a template without tool support."""
     folder = tmp_path_factory.mktemp("model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))

@@ -15,7 +15,7 @@ def answered(completion: str, question: str = "?") -> list[Message]:
 
 
 class MathGrader:
-    """A `MathEnvironment` and the pairs (expected answer, completion) that it is asked about."""
+    """A `MathEnvironment` and the pairs (expected answer, completion) to grade."""
 
     def __init__(self, environment: MathEnvironment) -> None:
         self.environment = environment

@@ -35,7 +35,7 @@ def confusion(rows, graded, *, label="label"):
 WRITTEN_FALSE_NEGATIVES = [
     ("4", r"\boxed{four}"),  # numbers in words are not read
     ("12", r"\boxed{twelve}"),
-    ("10", r"\boxed{\approx 10}"),  # a sign without a left side is no formula
+    ("10", r"\boxed{\approx 10}"),  # a sign without a left side is not a formula
     (r"1 \text{ m}", r"\boxed{100 \text{ cm}}"),  # units are compared, not converted
     (r"\text{June 20}", r"\boxed{\text{20 June}}"),  # words are compared as texts
 ]
@@ -58,7 +58,7 @@ def test_the_default_rule_agrees_with_every_label_of_the_sampled_corpus(grader):
 GRADED_OTHERWISE_WITHOUT_BOX = {  # the ends of the completions
     "which is the sum of 3 and 9.",  # the last number is an operand again
     "If Ana has 3 + ",  # a second sum was cut off
-    "there are 18 eggs in a pack.",  # an empty box stands before the number
+    "there are 18 eggs in a pack.",  # an empty box comes before the number
     "So, the result is \\boxed{}\\boxed{}",
     "So, the final answer to this problem is ",  # cut off before the answer
     "10, 20, 24, 30, etc. 20 is",  # the false positive: cut off at a number that happens to be the answer

@@ -53,7 +53,7 @@ def words():
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """Folders of a reward model, a causal LM, and others that are no reward models, by name."""
+    """Folders of a reward model, a causal LM and other models that are not reward models, by name."""
     root, tokenizer = tmp_path_factory.mktemp("reward-models"), words()
     config = transformers.LlamaConfig(**SHAPE, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng():

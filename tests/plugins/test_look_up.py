@@ -108,7 +108,7 @@ def test_plugins_with_the_same_name_are_distinguished_by_distribution(site):
     )
 
 
-def test_one_name_of_two_kinds_is_no_duplicate(site):
+def test_one_name_for_two_kinds_is_not_a_duplicate(site):
     assert site.look_up("policy", "hf") == "rl_backends_hf.policy:HuggingFacePolicy"
     assert site.look_up("generation", "hf") == "rl_backends_hf.generation:HuggingFaceGeneration"
 

@@ -1,4 +1,4 @@
-"""Every config key has an effect: the code that it configures reads it, and where it is cheap, a change is observed.
+"""Every config key has an effect: the code that it configures reads it, and if it is cheap, a change is observed.
 
 A key without an entry in one of the tables below fails, so a new key comes with the folder that reads it.
 """
@@ -177,7 +177,7 @@ def test_every_key_is_read_by_the_code_that_it_configures():
     unread = []
     for model, names in keys_by_model().items():
         declared = Path(inspect.getfile(model))
-        # A declaration is no use; a property of the model that algorithms read is.
+        # A declaration does not count as use; a property of the model that algorithms read is.
         own = {node.attr for node in ast.walk(ast.parse(declared.read_text())) if isinstance(node, ast.Attribute)}
         found = own.union(*(read_in(place) for place in READERS.get(model.__name__, ())))
         unread += [f"{model.__name__}.{name}" for name in names if name not in found]
@@ -311,7 +311,7 @@ OBSERVED = [
     ("simpo", loss_of, "label_smoothing", 0.2, {}),
     ("orpo", loss_of, "preference_loss_weight", 0.7, {}),
 ]
-"""Component, what is observed, the key, another value, and the keys that it needs beside it."""
+"""Component, what is observed, the key, another value, and the other keys that it needs."""
 
 
 @pytest.mark.parametrize(("component", "observe", "key", "value", "beside"), OBSERVED, ids=[f"{c[0]}-{c[2]}" for c in OBSERVED])

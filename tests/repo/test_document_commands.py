@@ -24,7 +24,7 @@ PAGES = [
     *sorted((ROOT / "examples").rglob("*.yaml")),
 ]
 OURS = {"rl_core", "rl_train", "rl_backends_hf", "rl_backends_megatron", "rl_backends_vllm", "rl_envs", "rlcore_cli"}
-THEIRS = """
+NEMO_RL = """
 grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 5}
 policy: {model_name: some/model, generation: {backend: vllm, max_new_tokens: 16}}
 data: {train: {dataset_name: ResponseDataset, data_path: train.jsonl}}
@@ -109,18 +109,18 @@ def test_the_commands_of_the_readme_run_in_their_order(monkeypatch, tmp_path, ca
             "max_total_sequence_length": 16,
             "generation": {"max_new_tokens": 5},
         },
-        # The model of the quickstart knows digits alone.
+        # The quickstart model only has digits in its vocabulary.
         "data": {"prompt": {"prompt_config": None}},
         "env": {"math": {"num_workers": 1, "require_box": False}},
         "cluster": {"backend": "in_process", "workers_per_node": 1},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(small))
-    (tmp_path / "theirs.yaml").write_text(THEIRS)
+    (tmp_path / "nemo_rl.yaml").write_text(NEMO_RL)
     rows = [{"question": f"{a}+{a + 1}=", "expected_answer": str(2 * a + 1)} for a in range(10, 60)]
     for name, own in {"train.jsonl": rows[8:], "test.jsonl": rows[:8]}.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in own))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the command itself sets it, for good
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # otherwise the command sets it permanently
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     done = []

@@ -25,6 +25,7 @@ _STRING = r'[rRbBfFuU]{0,2}(?:"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"|\'(?:\\.
 _SOURCE_TEXT = re.compile(rf"(?P<comment>#[^\n]*)|(?P<string>{_STRING})|def (?P<test>test_\w+)", re.DOTALL)
 _TOML_TEXT = re.compile(rf"(?P<comment>#[^\n]*)|(?P<string>{_STRING})", re.DOTALL)
 _MARKERS = re.compile(r'[#"]')
+_EXPRESSION = re.compile(r"\{[^{}\n]*\}")
 _IN_WORD = re.compile(r"[\w`]")
 """Before or after a match: part of a longer word, or of an identifier in backticks."""
 
@@ -80,7 +81,9 @@ def _text_of(found, *, in_tests):
         return "\x01" + found["test"].replace("_", " ") + "\x01"
     if in_tests and not text.startswith('"""'):
         return "\x01" + "\n" * text.count("\n")  # a value that a test passes or expects
-    return _MARKERS.sub(" ", text.removeprefix("f"))
+    if text[0] in "fF":
+        text = _EXPRESSION.sub("\x02", text[1:])
+    return _MARKERS.sub(" ", text)
 
 
 def uses_in(path, content, phrases):

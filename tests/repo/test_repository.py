@@ -38,7 +38,7 @@ def test_versions_are_literal_and_in_lockstep():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_distribution_is_typed_and_has_a_readme_of_its_own(package):
+def test_every_distribution_is_typed_and_has_a_readme(package):
     [source] = (ROOT / package / "src").iterdir()
     assert (source / "py.typed").is_file()
     assert len((ROOT / package / "README.md").read_text().splitlines()) > 5

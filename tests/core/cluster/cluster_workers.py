@@ -100,7 +100,7 @@ class Worker:
         return x + 1
 
     def spawn(self):
-        """Starts a child in a session of its own and a forked one; their pids."""
+        """Starts a child in a new session and a forked one; returns their pids."""
         own_session = subprocess.Popen(["sleep", "600"], start_new_session=True)
         forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         forked.start()
@@ -139,7 +139,7 @@ def wait_until(condition, timeout_s=120.0):
 
 
 def lives(process):
-    """Whether that process, or one of that pid, is there and is no zombie."""
+    """Whether a process with this pid exists and is not a zombie."""
     try:
         process = psutil.Process(process) if isinstance(process, int) else process
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

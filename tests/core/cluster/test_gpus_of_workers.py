@@ -52,7 +52,7 @@ def test_groups_that_share_a_bundle_see_its_gpu_and_no_other():
         assert one.run_all("computes") == other.run_all("computes") == [512.0]
 
 
-def test_every_rank_has_a_gpu_of_its_own():
+def test_every_rank_has_its_own_gpu():
     count = torch.cuda.device_count()
     with RayVirtualCluster([count], use_gpus=True) as cluster, RayWorkerGroup(cluster, Looks) as group:
         found = group.run_all("gpus")

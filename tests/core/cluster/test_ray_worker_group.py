@@ -212,7 +212,7 @@ def test_a_stopped_worker_is_reported_as_unresponsive_and_killed(cluster):
 
 
 def test_a_dead_worker_is_reported_as_the_cause_instead_of_its_hanging_peers(pair, monkeypatch):
-    # A busy machine may see the death late; once it is seen, nobody waits.
+    # A busy machine may see the death late; then no call waits.
     monkeypatch.setattr(ray_calls, "_GRACE_S", 120.0)
     with pytest.raises(WorkerDiedError) as caught:
         pair.run_all("die_on", 1)
@@ -235,7 +235,7 @@ def test_a_dead_worker_is_replaced_before_the_next_call_while_restarts_last(clus
             group.run_all("add", 1)
 
 
-def test_what_a_worker_started_ends_with_it_even_in_a_session_of_its_own(cluster):
+def test_child_processes_of_a_worker_end_with_it_even_in_another_session(cluster):
     with RayWorkerGroup(cluster, Worker, num_workers=1) as group:
         pids = group.run_one("spawn")
         assert all(psutil.pid_exists(pid) for pid in pids)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from template_styles import CHATML
 
-# The machine is shared: a slow example is no fault of the code.
+# The machine is shared, so a slow example is not an error.
 settings.register_profile("shared", deadline=None, max_examples=60)
 settings.load_profile("shared")
 

@@ -75,7 +75,7 @@ def test_a_completion_must_end_with_the_assistant_and_a_template_is_for_texts(re
         read({"question": [ASKED]}, output_key=None, prompt="generic/math")
 
 
-def test_conversations_and_questions_without_the_key_of_their_answer_are_told_which_it_is(read, chat_tokenizer):
+def test_rows_without_an_answer_key_are_errors_that_name_the_key(read, chat_tokenizer):
     with pytest.raises(DataError, match="Where there is none to give, say `output_key: null`"):
         read({"messages": [ASKED, ANSWERED]}, input_key="messages")
     with pytest.raises(DataError, match="Conversations are read with `input_key: messages` and `output_key: null`"):

@@ -88,7 +88,7 @@ def test_the_ranks_together_see_the_rows_of_one_rank_in_every_batch(rows, ranks,
     assert numbers_by_step(ranks) == numbers_by_step(1)
 
 
-def test_a_state_is_json_and_goes_on_in_a_loader_of_another_batch_size():
+def test_a_state_is_json_and_can_be_resumed_with_another_batch_size():
     stopped = loader_of(12, batch_size=4)
     seen = list(itertools.islice(stopped.forever(), 2))
     resumed = loader_of(12, batch_size=2)

@@ -152,7 +152,7 @@ def test_the_single_field_of_a_template_takes_the_input_key(tmp_path):
         dataset_of(tmp_path, {"task": "6*7?"}, prompt="generic/math")
 
 
-def test_a_tokenizer_of_a_folder_pads_on_the_right_and_with_eos_where_it_has_no_padding_token(tmp_path, chat_tokenizer):
+def test_a_tokenizer_without_a_padding_token_pads_with_eos_on_the_right(tmp_path, chat_tokenizer):
     chat_tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path, chat_template="{{ messages[0]['content'] }}")
     assert loaded.padding_side == "right"

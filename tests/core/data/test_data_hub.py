@@ -62,7 +62,7 @@ def hub():
 
 
 def environment(hub, home: Path, **more: str) -> dict[str, str]:
-    """Of a process that knows no other hub and no other cache; the library reads it once, when it is imported."""
+    """Environment of a process that uses only this hub and cache; the library reads it once, at import."""
     own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     return {**kept, "HF_HUB_DISABLE_TELEMETRY": "1", **own, **more}
@@ -84,7 +84,7 @@ for keys in json.loads(sys.argv[1]):
 
 
 def loaded(asked: list[dict], env: dict[str, str]) -> list:
-    """What a process of its own makes of each config."""
+    """The result of a separate process for each config."""
     done = subprocess.run(
         [sys.executable, "-c", LOAD, json.dumps(asked)], env=env, capture_output=True, text=True, timeout=240, check=False
     )

@@ -115,7 +115,7 @@ def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
     return {name: tokenizer_of(style) for name, style in STYLES.items()}
 
 
-# White space at the ends is what some templates strip; at a beginning it merges with the header, which has a test of its own.
+# White space at the ends is what some templates strip; at a beginning it merges with the header, which has a separate test.
 WORDS = st.text("abc def?\n", max_size=12).map(str.strip).filter(bool)
 ENDS = st.sampled_from(["", " ", "\n"])
 

@@ -63,7 +63,7 @@ def test_decreasing_packers_stay_within_their_proven_bounds_of_the_optimum(lengt
 
 
 def test_modified_first_fit_decreasing_pairs_small_rows_where_first_fit_decreasing_wastes_a_bin():
-    # 53 + 23 + 23 and 52 + 26 + 22 fill two bins of 100; first fit puts the 26 beside the 53.
+    # 53 + 23 + 23 and 52 + 26 + 22 fill two bins of 100; first fit puts the 26 next to the 53.
     lengths = [53, 52, 26, 23, 23, 22]
     assert len(get_packer("MODIFIED_FIRST_FIT_DECREASING", 100).pack(lengths)) == 2
     assert len(get_packer("first_fit_decreasing", 100).pack(lengths)) == 3

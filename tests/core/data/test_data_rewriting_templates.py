@@ -1,6 +1,6 @@
 """Templates that rewrite earlier turns: prompts are rendered as a whole, and only sampled tokens are trained.
 
-Each template here is small and has one habit of published ones. Beside it stands the same by hand: texts, and which of them a
+Each template here is small and has one habit of published ones. Next to it is the same by hand: texts, and which of them a
 model samples. Masks are 0 or 1, so that the comparison is exact.
 """
 
@@ -171,7 +171,7 @@ def test_reasoning_that_the_prompt_opens_and_the_template_strips_follows_the_pro
         conversation_datum({"messages": [*log, *log]}, idx=0, tokenizer=tokenizer)
 
 
-def test_reasoning_in_a_field_of_its_own_that_only_the_last_answer_keeps_is_not_lost_silently():
+def test_reasoning_fields_that_only_the_last_answer_keeps_are_not_lost_silently():
     keeps = "{% if loop.last and m['reasoning_content'] %}{{ '<think>' + m['reasoning_content'] + '</think>' }}{% endif %}"
     tokenizer = tokenizer_of(style(keeps, "{{ '<|im_end|>\n' }}", ASKS, None))
     answer = {"role": "assistant", "content": "seven", "reasoning_content": "so"}

@@ -12,7 +12,7 @@ from rl_train.data.processors import conversation_datum, prompt_datum
 from rl_train.rollouts.turns import TurnFormatter
 
 IM = ("<|im_start|>", "<think>", "</think>", "<|im_end|>")
-# Thinks unless it is told not to; then prompts have empty reasoning. A text with braces and quotes tests the literals.
+# Thinks unless thinking is disabled; then prompts have empty reasoning. A text with braces and quotes tests the literals.
 THINKS = (
     "\n"
     + CHATML.replace("assistant\n{%", "assistant\n{% if not (thinks | default(true)) %}<think></think>{% endif %}{%")

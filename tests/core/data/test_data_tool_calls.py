@@ -76,7 +76,7 @@ def test_all_formats_of_tools_and_calls_give_the_same_record(read, row):
     assert record["tools"] == [WEATHER]
 
 
-def test_tables_give_the_same_calls_and_tools_as_lines_though_each_has_keys_of_its_own(read, tmp_path):
+def test_tables_give_the_same_calls_and_tools_as_lines_with_different_keys_per_row(read, tmp_path):
     asks = {"role": "assistant", "content": "", "tool_calls": [{"id": "2", "type": "function", "function": {}}]}
     asks["tool_calls"][0]["function"] = {"name": "clock", "arguments": {"zone": 1}}
     rows = [{"messages": TALK, "tools": [WEATHER, CLOCK]}, {"messages": [ASKED, asks], "tools": [CLOCK]}]

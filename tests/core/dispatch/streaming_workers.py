@@ -14,7 +14,7 @@ from rl_core.errors import DataError, UserError
 DIES, FAILS, IS_BAD, SLEEPS = -1, -2, -3, -5
 """First tokens of rows that do so when they arrive."""
 FOREVER = 10**9
-"""Ticks of a row that ends when it is told to, and not before."""
+"""Number of ticks of a row that ends only on request."""
 TICK_S = 0.01
 
 

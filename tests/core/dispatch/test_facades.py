@@ -159,7 +159,7 @@ class Picky(EnvironmentInterface):
 
 
 class ThreeShares(InProcessPool):
-    """One instance that is asked about a batch in three shares."""
+    """One instance that gets a batch in three shards."""
 
     num_actors = 3
 

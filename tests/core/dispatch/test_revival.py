@@ -32,7 +32,7 @@ MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
 
 def lives(pid):
-    """Whether it is there and is no zombie, which Ray takes away when it comes to it."""
+    """Whether the process exists and is not a zombie that Ray has yet to reap."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -103,7 +103,7 @@ def prompts(rows=24):
 
 
 def assert_same_rows(found, expected):
-    """Tokens depend on a row's seed alone; log-probabilities may differ in their last bits with the rows decoded beside it."""
+    """Tokens depend on a row's seed alone; log-probabilities may differ in their last bits with the other rows of the batch."""
     for key in ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "truncated", "weight_version"):
         assert torch.equal(found[key], expected[key]), key
     torch.testing.assert_close(found["logprobs"], expected["logprobs"], atol=1e-5, rtol=0)

@@ -68,7 +68,7 @@ def evaluate(loss, batch, student):
 
 
 def by_hand(p, q, form, beyond):
-    """The divergence of two lists of V probabilities on the K likeliest of p, by its definition, in Python floats."""
+    """The divergence of two lists of V probabilities on the top K of p, by definition, in Python floats."""
     top = sorted(range(V), key=lambda token: -p[token])[:K]
     if beyond == "bucket":
         a, b = [p[i] for i in top], [q[i] for i in top]

@@ -86,7 +86,7 @@ def test_padding_other_rows_and_prompt_tokens_do_not_change_advantages(rows, gam
             assert torch.equal(packed, alone[torch.tensor([token[0] for token in row])])
 
 
-def test_each_row_may_have_a_lambda_of_its_own():
+def test_each_row_can_have_its_own_lambda():
     rewards, values, mask = torch.tensor([[0.0, 0.0, 1.0]] * 2), torch.tensor([[0.25, 0.5, 0.5]] * 2), torch.ones(2, 3)
     found = generalized_advantages(rewards, values, mask, gamma=1.0, lam=torch.tensor([0.0, 1.0]))
     assert found.tolist() == [[0.25, 0.0, 0.5], [0.75, 0.5, 0.5]]

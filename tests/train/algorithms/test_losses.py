@@ -203,7 +203,7 @@ def one_row(*, now, before, advantage, said=None):
 
 
 def test_clip_higher_by_hand():
-    # ratio e^0.4 = 1.4918 is held at 1.28 where the advantage is 2, and passes where it is -2
+    # ratio e^0.4 = 1.4918 is clipped to 1.28 if the advantage is 2, and not clipped if it is -2
     loss, metrics = ClippedPGLossFn(DAPOLossConfig())(*one_row(now=[-1.0], before=[-1.4], advantage=2.0))
     assert float(loss) == pytest.approx(-2.56)
     assert float(metrics["ratio/clipped_frac"]) == 1.0

@@ -59,7 +59,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_cannot_be_resolved_is_reported_once_and_where_it_is_written(files, good, text):
+def test_unresolvable_references_are_reported_once_with_their_line(files, good, text):
     assert files.errors(with_length(good, f"'{text}'")) == [
         f"config.yaml:8:21: policy.generation.max_new_tokens: {WRONG[text]}"
     ]

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def model(files):
-    """A model folder beside the config."""
+    """A model folder next to the config."""
     folder = files.folder / "models" / "tiny"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")

@@ -144,7 +144,7 @@ def test_resuming_with_another_length_reports_both_learning_rates():
     assert "which is 240 optimizer steps now and was 120. It continues at optimizer step 111" in message
     assert f"with a learning rate of {lr * 130 / 235:.3g}; at the former length it would be {lr * 10 / 115:.3g}" in message
     assert list(schedule_changes(run, {"policy": 240}, {"policy": 110})) == []
-    # One with a length of its own follows no run.
+    # A schedule with its own length does not depend on the run.
     assert list(schedule_changes(with_schedule_lengths(run), {"policy": 120}, {"policy": 110})) == []
 
 

@@ -103,7 +103,7 @@ def test_wandb_is_offline_despite_environment_variables_and_resumes_under_the_sa
 
 @contextmanager
 def nobody_is_called(folder, *own_server):
-    """An environment in which every way out is one door, at which nobody may have knocked."""
+    """An environment in which all connections go to one local port, and the test fails if there is one."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         url = f"http://127.0.0.1:{door.getsockname()[1]}"
         # Bare, since libraries keep quiet by themselves where a variable tells them of a test or of CI.

@@ -97,7 +97,7 @@ def test_scores_of_two_prompts_worked_by_hand(evaluation_of, tokenizer):
             "truncated_frac": 0.0,
         }
     )
-    # Of the two prompts' 1/2 and 1/4 the standard deviation is sqrt(2)/8, over sqrt(2).
+    # The standard deviation of the two prompts' 1/2 and 1/4 is sqrt(2)/8, over sqrt(2).
     assert found.metrics["mean@4"].standard_error == pytest.approx(1 / 8)
     assert (found.num_prompts, found.samples_per_prompt, found.max_length) == (2, 4, 2)
     assert found.num_cut_prompts == 1

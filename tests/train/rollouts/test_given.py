@@ -18,7 +18,7 @@ MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
 
 class Numbered(RolloutSource):
-    """Rollouts that are their own number, in place of an engine: what is tested is who is asked."""
+    """Rollouts that consist of their own number, instead of an engine: the test is about which source is used."""
 
     def __init__(self):
         self.drawn = 0
@@ -55,7 +55,7 @@ def source(tokenizer):
 def test_the_policy_samples_in_the_configured_fraction_of_steps(source, fraction):
     samples = source(fraction).samples
     drawn = [samples(step) for step in range(4000)]
-    # Four standard deviations of a draw of 4000; none where it is certain.
+    # Four standard deviations of a draw of 4000; 0 if it is certain.
     assert sum(drawn) / 4000 == pytest.approx(fraction, abs=4 * (fraction * (1 - fraction) / 4000) ** 0.5)
 
 

@@ -73,7 +73,7 @@ def expected(ordinals, stream=SampleStream.TRAINING):
     }
 
 
-def test_several_draws_of_one_step_have_seeds_of_their_own(collector, prompts):
+def test_several_draws_of_one_step_have_different_seeds(collector, prompts):
     # As dynamic sampling draws: again and again for step 1, past the end of the epoch.
     seeds, _ = drawn(collector, prompts(2), 5)
     assert len(set(seeds)) == 5 * 2 * GROUP * TURNS

@@ -142,13 +142,13 @@ def test_bad_rows_of_the_validation_data_are_counted_with_those_of_the_training_
         ),
     ],
 )
-def test_what_is_no_data_is_told_with_what_to_give(given, says, registry, tmp_path, monkeypatch):
+def test_invalid_data_is_an_error_that_says_what_to_give(given, says, registry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=says):
         read_given(given, None, registry, wants_pairs=False)
 
 
-def test_a_name_that_is_no_path_is_one_of_the_hub(registry, monkeypatch):
+def test_a_name_that_is_not_a_path_is_a_hub_name(registry, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="dataset nobody/nothing cannot be loaded: Couldn't reach 'nobody/nothing' on the Hub"):
         read_given("nobody/nothing", None, registry, wants_pairs=False)
@@ -188,7 +188,7 @@ def test_a_csv_file_is_named_as_one_and_not_as_broken_json(registry, tmp_path):
         read_given({"dataset_name": "jsonl", "path": str(path)}, None, registry, wants_pairs=False)
 
 
-def test_a_csv_file_in_a_folder_of_its_own_is_read(registry, tmp_path):
+def test_a_csv_file_in_a_separate_folder_is_read(registry, tmp_path):
     (tmp_path / "rows.csv").write_text("question,expected_answer\nOne and one?,two\n")
     section = {"dataset_name": "huggingface", "path": str(tmp_path)}
     _, train, _ = read_given(section, None, registry, wants_pairs=False)

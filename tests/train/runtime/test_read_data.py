@@ -126,7 +126,7 @@ def test_a_split_holds_the_same_rows_out_of_one_dataset_and_of_a_mixture_and_tra
     assert [text for text in (t.split("=")[0] + "=" for t in checked) if text.startswith("1")] == wanted
 
 
-def test_the_prompt_of_data_is_for_every_dataset_that_says_nothing_itself(lines, registry, tmp_path):
+def test_the_prompt_of_data_applies_to_every_dataset_without_its_own(lines, registry, tmp_path):
     (tmp_path / "p.yaml").write_text('system: "0"\nuser: "{question}="\n')
     path = lines("rows", {"question": "1+2", "expected_answer": "3"})
     prompt = PromptConfig(prompt_config=str(tmp_path / "p.yaml"))
@@ -162,7 +162,7 @@ def test_sections_that_say_the_same_twice_or_nothing_are_refused(tmp_path, keys,
         DataConfig(**{key: value for name in keys for key, value in given[name].items()})
 
 
-def test_rows_that_cannot_be_tokenised_are_told_by_place_or_left_out_counted_and_logged(lines, registry, tokenizer, caplog):
+def test_rows_that_cannot_be_tokenized_are_errors_with_location_or_are_skipped_and_counted(lines, registry, tokenizer, caplog):
     rows = [*answered(sums(1, 3)), {"question": "1+2+3+4+5+6+7+8+9=", "answer": "45"}, "{", *answered(sums(2, 3))]
     keys = {"output_key": None, "response_key": "answer"}
     path = lines("rows", *rows)
@@ -268,9 +268,7 @@ def test_a_source_from_python_needs_no_config(tokenizer):
 
 
 @pytest.mark.parametrize("form", ["one dataset", "a share of it", "a mixture"])
-def test_a_resume_goes_on_with_the_same_rows_in_any_file_and_is_refused_with_others_or_another_order(
-    form, lines, registry, tokenizer
-):
+def test_a_resume_needs_the_same_rows_in_the_same_order_in_any_file(form, lines, registry, tokenizer):
     rows = answered(sums(1, 20))
     keys = {"output_key": None, "response_key": "answer"}
 
@@ -306,7 +304,7 @@ def test_a_dataset_of_which_every_row_is_dropped_is_refused_and_one_kept_row_is_
             conversation_loader(source, run_of(data), tokenizer, batch_size=2, shuffle=True)
 
 
-def test_what_a_template_refuses_is_told_before_the_first_step_though_only_a_later_row_has_it(lines, registry, tokenizer):
+def test_template_errors_of_later_rows_are_reported_before_the_first_step(lines, registry, tokenizer):
     from copy import deepcopy
 
     strict = deepcopy(tokenizer)

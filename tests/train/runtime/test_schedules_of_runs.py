@@ -124,7 +124,7 @@ def test_a_run_that_is_made_longer_continues_on_the_schedule_of_its_new_length_a
     assert "It continues at optimizer step 10 with a learning rate of 4.29e-07; at the former length it would be 0." in said
 
 
-def test_a_schedule_with_a_length_of_its_own_keeps_it_when_the_run_is_made_longer(config_of, capsys):
+def test_a_schedule_with_its_own_length_keeps_it_in_a_longer_run(config_of, capsys):
     def sft(steps):
         scheduler = {"name": "linear", "kwargs": {"num_training_steps": 20}}
         section = {"max_num_steps": steps, "global_batch_size": 5}
@@ -142,7 +142,7 @@ def test_models_that_are_only_examined_need_no_length_either(config_of):
         assert pair.policy.weight_version == pair.generation.weight_version == 0
 
 
-def test_a_run_that_epochs_end_goes_on_under_the_schedule_that_it_had(config_of):
+def test_a_run_ended_by_epochs_resumes_with_its_schedule(config_of):
     config = {
         **RUNS["sft"],
         "sft": {"max_num_steps": 100, "max_num_epochs": 1, "global_batch_size": 6},

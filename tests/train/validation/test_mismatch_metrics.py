@@ -56,7 +56,7 @@ def test_the_mean_is_over_all_tokens_and_the_largest_is_the_largest_of_all(train
     assert metrics["mismatch/mult_prob_error"] == pytest.approx(sum(math.exp(abs(x)) for x in d) / len(d), abs=1e-5)
 
 
-def test_what_is_masked_out_is_no_mismatch(policy):
+def test_masked_tokens_do_not_count_as_mismatch(policy):
     trainer = policy()
     batch = rows_for(trainer, [[0.0, 5.0], [0.0, 0.25]])
     batch["token_mask"][0, 2] = 0.0

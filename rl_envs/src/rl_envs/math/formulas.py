@@ -81,7 +81,7 @@ def _is_zero(difference: Any) -> bool:
 
 
 def _values(formula: Any, other: Any) -> list[Any]:
-    """The formula's values at points that depend only on the variables; None where it is undefined."""
+    """The formula's values at points that depend only on the variables; None at points where the formula is undefined."""
     symbols = sorted(formula.free_symbols | other.free_symbols, key=str)
     if not symbols:
         return [_number_at(formula, {})]
