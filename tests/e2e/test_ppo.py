@@ -16,7 +16,7 @@ from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.algorithms import MseValueLossFn, PPOTrainer
 from rl_train.algorithms.critic import assign_credit, critic_rows
-from rl_train.algorithms.passes import train_in_passes
+from rl_train.algorithms.epochs import train_in_passes
 from rl_train.algorithms.ppo_config import GAEConfig
 from rl_train.runtime import launch
 

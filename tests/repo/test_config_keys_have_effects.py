@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_core.config.fields import all_fields
+from rl_core.config.introspection import all_fields
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.catalogue import catalogue
+from rl_train.config.schema_index import catalogue
 
 ROOT = Path(__file__).parents[2]
 OURS = ("core", "train", "hf", "megatron", "vllm", "envs")

@@ -13,7 +13,7 @@ import typer
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.catalogue import catalogue
+from rl_train.config.schema_index import catalogue
 from rlcore_cli.main import COMMANDS, app, main
 
 ROOT = Path(__file__).parents[2]

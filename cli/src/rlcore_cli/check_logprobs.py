@@ -14,7 +14,7 @@ import typer
 from rlcore_cli.arguments import AsJson, Config, Overrides
 
 if TYPE_CHECKING:
-    from rl_train.runtime.pair import Pair, PairPlan
+    from rl_train.runtime.policy_and_engine import Pair, PairPlan
     from rl_train.validation import LogProbabilityAgreement
 
 
@@ -41,8 +41,8 @@ def check_logprobs(
     prepare_process()
     # Workers print to standard output too; with --json it must contain the JSON only.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
-        from rl_train.runtime.examine import agreement_of
-        from rl_train.runtime.pair import plan_pair
+        from rl_train.runtime.diagnose import agreement_of
+        from rl_train.runtime.policy_and_engine import plan_pair
 
         plan = plan_pair(config, overrides or [], num_prompts=num_prompts)
         with plan.started() as pair:

@@ -40,8 +40,8 @@ def diagnose(
 
     found: list[Diagnosis] = []
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
-        from rl_train.runtime.examine import diagnose as all_diagnoses
-        from rl_train.runtime.pair import plan_pair
+        from rl_train.runtime.diagnose import diagnose as all_diagnoses
+        from rl_train.runtime.policy_and_engine import plan_pair
 
         for diagnosis in all_diagnoses(plan_pair(config, overrides or [], num_prompts=num_prompts)):
             found.append(diagnosis)

@@ -14,7 +14,7 @@ from rlcore_cli.arguments import Config, Overrides
 from rlcore_cli.check_logprobs import prepare_process
 
 if TYPE_CHECKING:
-    from rl_train.rollouts.scores import Scores
+    from rl_train.rollouts.eval_metrics import Scores
     from rl_train.runtime.evaluate import Evaluated, EvaluationPlan, Pass, Told
 
 TABLE_WIDTH = 200

@@ -10,10 +10,10 @@ import typer
 from rlcore_cli.arguments import Overrides
 
 if TYPE_CHECKING:
-    from rl_core.config.fields import Field
-    from rl_train.config.catalogue import Catalogue
+    from rl_core.config.introspection import Field
     from rl_train.config.loader import LoadedConfig
-    from rl_train.config.parts import Part
+    from rl_train.config.schema_index import Catalogue
+    from rl_train.config.section_resolver import Part
 
 
 _LONGEST_DEFAULT = 32
@@ -43,8 +43,8 @@ def explain(
     from rl_core.errors import ConfigError
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
-    from rl_train.config.catalogue import catalogue
     from rl_train.config.loader import load_config
+    from rl_train.config.schema_index import catalogue
 
     if overrides and config is None:
         raise ConfigError(f"Overrides ({', '.join(overrides)}) need a config file: give it with --config.")
@@ -56,7 +56,7 @@ def explain(
 
 
 def _explain_in(loaded: LoadedConfig, key: str) -> None:
-    from rl_core.config.fields import find_field
+    from rl_core.config.introspection import find_field
 
     value: object = loaded.redacted
     path = tuple(key.split("."))
@@ -86,8 +86,8 @@ def _print_leaves(loaded: LoadedConfig, section: object, key: str) -> None:
 
 
 def _explain_anywhere(all_sections: Catalogue, key: str, component: str | None) -> None:
-    from rl_core.config.fields import all_fields
-    from rl_core.config.written import dotted
+    from rl_core.config.introspection import all_fields
+    from rl_core.config.source_tree import dotted
 
     path = tuple(key.split("."))
     parts = [part for part in all_sections.parts if _matches(part, path)]
@@ -119,7 +119,7 @@ def _explain_anywhere(all_sections: Catalogue, key: str, component: str | None) 
 
 def _holds_named_sections(path: tuple[str, ...], part: Part) -> bool:
     from rl_core.plugins.component import Kind
-    from rl_train.config.catalogue import ANY
+    from rl_train.config.schema_index import ANY
 
     return part.path[:-1] == path and (part.path[-1] == ANY or part.kind is Kind.LOGGER)
 
@@ -138,7 +138,7 @@ def _named(component: str, parts: list[Part], key: str) -> list[Part]:
 
 def _print_sections(key: str, parts: list[Part]) -> None:
     """Prints the keys of one section; for several components, their common keys and one line for each component."""
-    from rl_core.config.fields import all_fields
+    from rl_core.config.introspection import all_fields
     from rlcore_cli.listing import print_table
 
     is_child = parts[0].path[:-1] == tuple(key.split("."))
@@ -177,7 +177,7 @@ def _print_field(field: Field, parts: list[Part]) -> None:
 
 
 def _default(field: Field) -> str:
-    from rl_core.config.fields import NOTHING
+    from rl_core.config.introspection import NOTHING
 
     if field.default is NOTHING:
         return "none (required)"
@@ -192,7 +192,7 @@ def _print_keys(fields: list[Field]) -> None:
 
 def _short_default(field: Field) -> str:
     """The default for a table: `section` for a section; long values are shortened."""
-    from rl_core.config.fields import NOTHING
+    from rl_core.config.introspection import NOTHING
 
     if field.default is NOTHING:
         return "required"
@@ -203,7 +203,7 @@ def _short_default(field: Field) -> str:
 
 
 def _matches(part: Part, path: tuple[str, ...]) -> bool:
-    from rl_train.config.catalogue import ANY
+    from rl_train.config.schema_index import ANY
 
     return len(part.path) == len(path) and all(a in (b, ANY) for a, b in zip(part.path, path, strict=True))
 

@@ -63,7 +63,7 @@ def _write(text: str, output: Path) -> None:
 def _errors(text: str) -> list[str]:
     """The errors of `rlcore validate`, without source locations because the file is generated."""
     from rl_core.config.diagnostics import InvalidConfigError
-    from rl_core.config.written import dotted
+    from rl_core.config.source_tree import dotted
     from rl_train.config.loader import load_config
 
     with tempfile.TemporaryDirectory() as folder:

@@ -32,9 +32,9 @@ def schema(
     from rl_core.plugins.component import did_you_mean
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
-    from rl_train.config.catalogue import catalogue
     from rl_train.config.json_schema import json_schema
     from rl_train.config.reference import reference
+    from rl_train.config.schema_index import catalogue
 
     registry = Registry(discover())
     wanted = None if plugins is None else [name.strip() for name in plugins.split(",")]

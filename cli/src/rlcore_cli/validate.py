@@ -73,7 +73,7 @@ def _check_deep(loaded: LoadedConfig) -> None:
 
 
 def _print_errors(error: InvalidConfigError, config: Path, *, as_json: bool) -> None:
-    from rl_core.config.written import dotted
+    from rl_core.config.source_tree import dotted
 
     if as_json:
         rows = [
@@ -116,8 +116,8 @@ def _summary(loaded: LoadedConfig) -> list[str]:
 
 def _warnings(loaded: LoadedConfig) -> list[str]:
     """Settings that are valid but probably not intended."""
-    from rl_core.config.written import dotted
-    from rl_train.config.schedule_lengths import schedule_warnings
+    from rl_core.config.source_tree import dotted
+    from rl_train.config.lr_schedule_checks import schedule_warnings
 
     return [f"{dotted(path)}: {message}" for path, message in schedule_warnings(loaded.run)]
 

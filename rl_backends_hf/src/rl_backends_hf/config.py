@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rl_backends_hf.static_checks import model_problems, target_problems
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_core.plugins.requirements import unmet_needs
 
 if TYPE_CHECKING:

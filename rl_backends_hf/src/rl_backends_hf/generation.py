@@ -14,7 +14,7 @@ from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.completions import RowLimits, read_prompts
+from rl_core.data.generation_io import RowLimits, read_prompts
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import NotSupportedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec

@@ -9,7 +9,7 @@ import torch
 
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
-from rl_core.plugins.dotted import resolve
+from rl_core.plugins.import_path import resolve
 from rl_core.training.named import call
 
 DECAY_MATRICES_ONLY = "decay_matrices_only"

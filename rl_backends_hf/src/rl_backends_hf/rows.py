@@ -8,8 +8,8 @@ from typing import Any
 
 from rl_backends_hf.stopping import StopStringScanner
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.completions import Completion, Prompt, RowLimits, read_prompts, to_output
-from rl_core.data.splitmix import derived_seeds
+from rl_core.data.generation_io import Completion, Prompt, RowLimits, read_prompts, to_output
+from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import DataError
 from rl_core.interfaces.generation import GenerationOutputSpec
 

@@ -23,7 +23,7 @@ from rl_backends_hf.packed_linears import packed_linears
 from rl_backends_hf.rows import PromptGroup, Row, group_by_prompt, read_rows, rows_to_output
 from rl_backends_hf.sampling import SamplingParameters, next_tokens
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.completions import RowLimits, end_token_ids
+from rl_core.data.generation_io import RowLimits, end_token_ids
 from rl_core.errors import NonFiniteError, NotSupportedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from rl_core.data.splitmix import mix, shift_right
+from rl_core.data.stateless_rng import mix, shift_right
 
 _BLOCK: Final = 256
 """Vocabulary entries summed together: the cumulative sum runs over blocks, then inside one block."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl_core.data.packed import pack_rows
+from rl_core.data.packed_layout import pack_rows
 
 
 @dataclass(frozen=True, kw_only=True)

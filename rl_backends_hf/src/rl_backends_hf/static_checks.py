@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_core.config.model_paths import model_path_problem, weight_names
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_core.plugins.component import did_you_mean
 
 if TYPE_CHECKING:

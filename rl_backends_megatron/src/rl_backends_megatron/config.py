@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from rl_core.config.model_paths import model_path_problem
 from rl_core.config.schema import PolicyConfig, Section
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 
 if TYPE_CHECKING:
     from rl_core.config.schema import ClusterConfig, RunConfig

@@ -12,7 +12,7 @@ from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.context_parallel import packed_shard, row_shard
 from rl_backends_megatron.parallel import Ranks
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.packed import pack_rows
+from rl_core.data.packed_layout import pack_rows
 from rl_core.training.microbatches import MicrobatchCutter
 
 

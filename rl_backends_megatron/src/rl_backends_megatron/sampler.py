@@ -18,10 +18,10 @@ from rl_backends_megatron.microbatches import ModelInput
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scoring import forward
 from rl_core.config.schema import GenerationConfig
-from rl_core.config.written import dotted
+from rl_core.config.source_tree import dotted
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.completions import Completion, Prompt, RowLimits, read_prompts, to_output
-from rl_core.data.splitmix import derived_seeds
+from rl_core.data.generation_io import Completion, Prompt, RowLimits, read_prompts, to_output
+from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import DataError, NotSupportedError
 
 Decode = Callable[[Sequence[int]], str]

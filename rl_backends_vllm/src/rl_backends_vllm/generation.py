@@ -13,7 +13,7 @@ from rl_backends_vllm.worker import VllmGenerationWorker
 from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.completions import RowLimits, read_prompts
+from rl_core.data.generation_io import RowLimits, read_prompts
 from rl_core.dispatch.generation import ROW_KEYS, DistributedGeneration
 from rl_core.dispatch.rows import at_the_door
 from rl_core.dispatch.streaming import RowStream

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_backends_vllm.engine import Engine, FailedRequest
 from rl_backends_vllm.requests import completion_of
-from rl_core.data.completions import Completion
+from rl_core.data.generation_io import Completion
 from rl_core.errors import RLCoreError
 
 _PAUSED_WAIT_S = 0.01

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rl_core.data.completions import Completion, Prompt
-from rl_core.data.splitmix import mix
+from rl_core.data.generation_io import Completion, Prompt
+from rl_core.data.stateless_rng import mix
 from rl_core.errors import DataError, RLCoreError
 
 GREEDY_TEMPERATURE = "rlcore_greedy_temperature"

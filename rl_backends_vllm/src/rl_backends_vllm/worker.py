@@ -20,8 +20,8 @@ from rl_backends_vllm.model_folder import ModelFiles, model_files
 from rl_backends_vllm.requests import SamplingSettings, check_stop_strings, engine_seeds
 from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_files, replica_folder, unlink_openmp_page
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.completions import Completion, Prompt, RowLimits, end_token_ids, read_prompts, to_output
-from rl_core.data.splitmix import derived_seeds
+from rl_core.data.generation_io import Completion, Prompt, RowLimits, end_token_ids, read_prompts, to_output
+from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import ConfigError, DataError, RLCoreError, WeightSyncError
 from rl_core.interfaces.worker import Arrival, GenerationWorker
 from rl_core.interfaces.worker_context import WorkerContext

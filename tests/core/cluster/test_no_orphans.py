@@ -16,7 +16,7 @@ import psutil
 import pytest
 from cluster_workers import lives, wait_until
 
-from rl_core.cluster import guard
+from rl_core.cluster import orphan_reaper
 
 pytestmark = pytest.mark.ray
 
@@ -125,8 +125,8 @@ def test_a_ray_process_without_readable_environment_is_identified_by_its_logs(tm
         agent = subprocess.Popen(["ray::Agent", "600"], executable="sleep", env={}, stderr=log)
         bystander = subprocess.Popen(["sleep", "600"], env={}, stderr=log)
     try:
-        assert guard.marked_processes("RLCORE_TEST", str(tmp_path)) == [agent.pid]
-        guard.sweep("RLCORE_TEST", str(tmp_path))
+        assert orphan_reaper.marked_processes("RLCORE_TEST", str(tmp_path)) == [agent.pid]
+        orphan_reaper.sweep("RLCORE_TEST", str(tmp_path))
         assert agent.wait(timeout=60) == -signal.SIGKILL
         assert lives(bystander.pid)
     finally:

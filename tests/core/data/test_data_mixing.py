@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
+from rl_train.data.concat import Joined
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.joined import Joined
 from rl_train.data.mixing import Mixture
 
 NAMES = "abcd"

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.data.packed import pack_rows, pack_values, unpack_rows
-from rl_core.data.packing import PackingAlgorithm, SequencePacker, get_packer
+from rl_core.data.bin_packing import PackingAlgorithm, SequencePacker, get_packer
+from rl_core.data.packed_layout import pack_rows, pack_values, unpack_rows
 from rl_core.errors import DataError
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=40)

@@ -8,7 +8,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.packing import PackingAlgorithm
+from rl_core.data.bin_packing import PackingAlgorithm
 from rl_core.errors import DataError
 
 BUDGET = 24

@@ -6,7 +6,7 @@ import torch
 from rl_core.config.schema import PolicyConfig, SchedulerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, UserError
-from rl_core.plugins.dotted import resolve
+from rl_core.plugins.import_path import resolve
 from rl_core.training.microbatches import MicrobatchCutter
 from rl_core.training.named import call
 from rl_core.training.schedules import build_scheduler

@@ -28,7 +28,7 @@ from rl_core.errors import DeadlineExceededError, MissingCapabilityError, Weight
 from rl_core.weights.by_reference import ByReferenceTransport
 from rl_core.weights.collective import CollectiveTransport
 from rl_core.weights.disk import DiskTransport
-from rl_core.weights.ledger import RefitLedger
+from rl_core.weights.refit_progress import RefitLedger
 from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer, choose_transport
 

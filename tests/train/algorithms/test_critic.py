@@ -6,8 +6,8 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import check_batch
 from rl_train.algorithms.critic import assign_credit, critic_rows
+from rl_train.algorithms.epochs import train_in_passes
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
-from rl_train.algorithms.passes import train_in_passes
 from rl_train.algorithms.ppo_config import GAEConfig
 
 

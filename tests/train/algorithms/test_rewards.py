@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rl_core.config.schema import DataConfig, GenerationConfig, LossConfig, PolicyConfig, RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.grpo_config import GRPOConfig
-from rl_train.algorithms.rewarded_config import RewardScalingConfig
+from rl_train.algorithms.policy_gradient_config import RewardScalingConfig
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages, overlong_punishment, scale_rewards
 
 

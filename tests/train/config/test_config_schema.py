@@ -8,9 +8,9 @@ import yaml
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.catalogue import catalogue
 from rl_train.config.json_schema import json_schema
 from rl_train.config.reference import reference
+from rl_train.config.schema_index import catalogue
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -86,8 +86,8 @@ def test_the_reference_page_is_current():
 
 
 def test_every_key_of_every_section_has_a_docstring():
-    from rl_core.config.fields import all_fields
-    from rl_core.config.written import dotted
+    from rl_core.config.introspection import all_fields
+    from rl_core.config.source_tree import dotted
 
     sections = catalogue(Registry(discover()), plugins=["core", "train", "hf", "megatron", "vllm", "envs"])
     silent = {

@@ -25,7 +25,7 @@ from rl_train.metrics.logger_config import MlflowConfig, TensorBoardConfig, Wand
 from rl_train.metrics.mlflow import MlflowLogger
 from rl_train.metrics.tensorboard import TensorBoardLogger
 from rl_train.metrics.wandb import WandbLogger
-from rl_train.runtime.parts import Builder
+from rl_train.runtime.workers import Builder
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_addition.yaml"
 

@@ -10,8 +10,8 @@ from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import collate_datums
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import judge
+from rl_train.rollouts.eval_metrics import grouped, score, usual_ks
 from rl_train.rollouts.evaluate import Evaluation
-from rl_train.rollouts.scores import grouped, score, usual_ks
 
 
 def datum(tokenizer, index, task="judge", cut=False):

@@ -11,7 +11,7 @@ from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import collate_datums, conversation_datum
 from rl_train.rollouts.batches import TrainingBatches
-from rl_train.rollouts.given import SampledOrGiven
+from rl_train.rollouts.mixed_source import SampledOrGiven
 from rl_train.rollouts.source import Rollouts, RolloutSource
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"

@@ -15,7 +15,7 @@ from rl_core.plugins.registry import Registry
 from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
 from rl_train.runtime.data import read_data
-from rl_train.runtime.given_data import read_given
+from rl_train.runtime.python_data import read_given
 
 ASKED, ANSWERED = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 ROWS = {

@@ -29,7 +29,7 @@ from rl_train.data.processors import conversation_datum
 from rl_train.runtime.build import Loaders
 from rl_train.runtime.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
 from rl_train.runtime.evaluate import plan_evaluation
-from rl_train.runtime.pair import plan_pair
+from rl_train.runtime.policy_and_engine import plan_pair
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

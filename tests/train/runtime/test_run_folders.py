@@ -11,7 +11,7 @@ from rl_core.errors import CheckpointError, UserError
 from rl_train.checkpoints.ownership import read_identity
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.config.loader import load_config
-from rl_train.runtime.folder import choose_start, claim
+from rl_train.runtime.run_folder import choose_start, claim
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

@@ -10,7 +10,7 @@ from rl_core.config.optimizer_steps import optimizer_steps
 from rl_core.errors import ConfigError
 from rl_train.config.loader import load_config
 from rl_train.runtime.launch import train
-from rl_train.runtime.pair import plan_pair
+from rl_train.runtime.policy_and_engine import plan_pair
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "addition" / "model"

@@ -10,7 +10,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.runtime.launch import train
-from rl_train.runtime.parts import Builder
+from rl_train.runtime.workers import Builder
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "addition" / "model")
 POLICY = {"backend": "hf", "model_name": MODEL, "max_total_sequence_length": 16}

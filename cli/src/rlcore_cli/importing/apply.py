@@ -15,8 +15,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from rl_core.config.diagnostics import Problems, listed, show
-from rl_core.config.fields import NOTHING
-from rl_core.config.written import Path, Place, Written, dotted
+from rl_core.config.introspection import NOTHING
+from rl_core.config.source_tree import Path, Place, Written, dotted
 from rl_core.errors import ConfigError
 from rl_train.config.interpolation import escape, resolve
 from rl_train.config.sources import read_sources

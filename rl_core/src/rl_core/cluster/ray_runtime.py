@@ -19,7 +19,8 @@ import psutil
 import ray
 from ray._private import ray_constants, services
 
-from rl_core.cluster import daemons, guard
+from rl_core.cluster import daemons
+from rl_core.cluster import orphan_reaper
 from rl_core.rendezvous import loopback
 
 MARKER = "RLCORE_RAY"
@@ -78,7 +79,7 @@ class _Runtime:
         elif ray.is_initialized() and _session() == self.session:
             ray.shutdown()
         if self._temp_dir is not None:
-            guard.sweep(MARKER, str(self._temp_dir))
+            orphan_reaper.sweep(MARKER, str(self._temp_dir))
             self._guard.terminate()
             self._guard.wait()
             shutil.rmtree(self._temp_dir, ignore_errors=True)  # a killed daemon may still write its last line
@@ -91,7 +92,7 @@ class _Runtime:
             return
         # Readable by this user alone. Ray opens the folder that it is given to everybody, so it is given one inside.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="rlcore-ray-"))
-        self._guard = guard.start_guard(MARKER, str(self._temp_dir), folder=str(self._temp_dir))
+        self._guard = orphan_reaper.start_guard(MARKER, str(self._temp_dir), folder=str(self._temp_dir))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray's daemons inherit the mark, their workers from them; the driver's own later children must not.
         with _variables(**{MARKER: str(self._temp_dir)}), _on_loopback(), _daemons_in_own_session():

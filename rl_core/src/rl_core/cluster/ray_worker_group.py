@@ -11,9 +11,9 @@ from typing import Any
 import ray
 
 from rl_core.cluster import daemons
+from rl_core.cluster.bundle_allocator import Places, strategy_of
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
-from rl_core.cluster.places import Places, strategy_of
 from rl_core.cluster.ray_calls import PendingRayCall, collect
 from rl_core.cluster.remote_actor import Flight, RemoteActor, own_options, pack_worker, wait_gone
 from rl_core.cluster.sharding import NamedSharding

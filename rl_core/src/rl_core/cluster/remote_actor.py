@@ -15,7 +15,8 @@ import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_core.cluster import daemons, guard, stacks
+from rl_core.cluster import daemons, stacks
+from rl_core.cluster import orphan_reaper
 from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
 from rl_core.cluster.deadlines import Unanswered
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
@@ -203,7 +204,7 @@ def wait_gone(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
         time.sleep(0.02)
     if here:
         # Ray asks a process to exit; one that is stopped does not hear it. With it goes what it started.
-        guard.sweep(MARKER, *(actor.marker for actor in here))
+        orphan_reaper.sweep(MARKER, *(actor.marker for actor in here))
 
 
 class Flight:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.runtime_needs import RuntimeNeeds
 from rl_core.config.section import Section
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 
 if TYPE_CHECKING:
     from rl_core.config.schema import RunConfig

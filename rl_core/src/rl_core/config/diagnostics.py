@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from rl_core.config.secrets import Secrets
-from rl_core.config.written import Path, Place, dotted
+from rl_core.config.source_tree import Path, Place, dotted
 from rl_core.errors import ConfigError
 
 _LONGEST_VALUE = 60

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from rl_core.config.written import Place
+from rl_core.config.source_tree import Place
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from rl_core.config.diagnostics import Problems
-from rl_core.config.fields import all_fields
+from rl_core.config.introspection import all_fields
+from rl_core.config.source_tree import Path, Place, written_from
 from rl_core.config.validation import Validator
-from rl_core.config.written import Path, Place, written_from
 from rl_core.errors import ConfigError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 
 if TYPE_CHECKING:
     from rl_core.config.schema import RunConfig

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_core.config.diagnostics import Problems, listed, nearest, show
-from rl_core.config.fields import (
+from rl_core.config.introspection import (
     Field,
     Model,
     allows_bool,
@@ -20,7 +20,7 @@ from rl_core.config.fields import (
     find_field,
     inner_annotation,
 )
-from rl_core.config.written import Path, Written, dotted
+from rl_core.config.source_tree import Path, Written, dotted
 
 _MOST_KEYS_LISTED = 30
 _WRONG_VALUE = {

@@ -14,8 +14,8 @@ import torch
 
 from rl_core.data.answer_spans import LocatedText, Render, locate_trained
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.chat_template import check_names, form_for, render, with_calls_read
 from rl_core.data.padding import cat_right_padded
-from rl_core.data.rendering import check_names, form_for, render, with_calls_read
 from rl_core.data.schema import pad_value
 from rl_core.data.split_encoding import encode, encode_pieces
 from rl_core.errors import DataError

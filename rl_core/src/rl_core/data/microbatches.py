@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
 
-from rl_core.data.packing import PackingAlgorithm, get_packer
+from rl_core.data.bin_packing import PackingAlgorithm, get_packer
 from rl_core.errors import DataError
 
 

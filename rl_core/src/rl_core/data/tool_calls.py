@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_core.data.shown import shown
+from rl_core.data.formatting import shown
 from rl_core.data.strict_json import read_json
 from rl_core.errors import DataError
 

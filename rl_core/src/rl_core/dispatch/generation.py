@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.completions import refuse_text
-from rl_core.dispatch.group import OverWorkers
-from rl_core.dispatch.revival import Revival
+from rl_core.data.generation_io import refuse_text
 from rl_core.dispatch.rows import at_the_door
 from rl_core.dispatch.text import TextGeneration
+from rl_core.dispatch.worker_facade import OverWorkers
+from rl_core.dispatch.worker_restarts import Revival
 from rl_core.errors import WeightSyncError, WorkerDiedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rl_core.interfaces.worker import GenerationWorker

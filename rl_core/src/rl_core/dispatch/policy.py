@@ -12,9 +12,9 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.optimizer_steps import rows_per_optimizer_step
 from rl_core.config.schema import DeadlineConfig, PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
 from rl_core.dispatch.text import TextGeneration
+from rl_core.dispatch.worker_facade import OverWorkers
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NotSupportedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.loss import LossFunction

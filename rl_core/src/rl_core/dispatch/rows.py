@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.completions import refuse_text
+from rl_core.data.generation_io import refuse_text
 from rl_core.data.padding import lengths_from_attention_mask
 from rl_core.errors import DataError
 from rl_core.interfaces.worker import GlobalCounts

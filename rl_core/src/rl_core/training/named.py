@@ -14,7 +14,7 @@ def call(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also:
     """What `factory(first, **kwargs)` gives.
 
     Args:
-        factory: what `rl_core.plugins.dotted.resolve` found.
+        factory: what `rl_core.plugins.import_path.resolve` found.
         first: its first argument.
         kwargs: those of the config.
         key: the section of the config; errors begin with it.

@@ -12,7 +12,7 @@ from rl_core.config.schedules import SCHEDULES, constant
 from rl_core.config.schema import SchedulerConfig
 from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
-from rl_core.plugins.dotted import resolve
+from rl_core.plugins.import_path import resolve
 from rl_core.training.named import call, check_arguments
 
 

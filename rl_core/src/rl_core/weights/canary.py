@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.splitmix import derived_seeds
+from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface

@@ -17,8 +17,8 @@ from rl_core.interfaces.policy import RefitManifest
 from rl_core.weights.collective import WeightCollective
 from rl_core.weights.fingerprint import combine, natural_kind
 from rl_core.weights.handles import open_handles
-from rl_core.weights.ledger import RefitLedger, forms_of
 from rl_core.weights.manifest import refuse_differences
+from rl_core.weights.refit_progress import RefitLedger, forms_of
 
 if TYPE_CHECKING:
     from rl_core.interfaces.worker_context import WorkerContext

@@ -10,7 +10,7 @@ from pydantic import Field
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.runtime_needs import RecordNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig, RunConfig
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
 
 

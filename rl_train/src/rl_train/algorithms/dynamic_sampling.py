@@ -15,7 +15,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_train.algorithms.grpo_config import GRPOConfig
-from rl_train.algorithms.rewarded_config import RewardedConfig
+from rl_train.algorithms.policy_gradient_config import RewardedConfig
 from rl_train.rollouts.source import Rollouts, RolloutSource
 
 Batch = BatchedDataDict[Any]

@@ -18,8 +18,8 @@ from __future__ import annotations
 from rl_train.algorithms.dynamic_sampling import draw_rollouts
 from rl_train.algorithms.estimators import make_estimator
 from rl_train.algorithms.grpo_config import GRPOConfig
+from rl_train.algorithms.logprobs import PolicyScores
 from rl_train.algorithms.losses.reduce import row_means
-from rl_train.algorithms.policy_scores import PolicyScores
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages
 from rl_train.algorithms.validation import validate
 from rl_train.rollouts.records import rollout_records

@@ -10,10 +10,10 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.schema import RunConfig, Section
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
-from rl_train.algorithms.rewarded_config import RewardedConfig, RewardShapingConfig
+from rl_train.algorithms.policy_gradient_config import RewardedConfig, RewardShapingConfig
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo")
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from rl_train.algorithms.critic import assign_credit, critic_metrics, critic_rows
 from rl_train.algorithms.dynamic_sampling import draw_once
+from rl_train.algorithms.epochs import train_in_passes
+from rl_train.algorithms.logprobs import PolicyScores
 from rl_train.algorithms.losses.reduce import row_means
 from rl_train.algorithms.losses.value import MseValueLossFn
-from rl_train.algorithms.passes import train_in_passes
-from rl_train.algorithms.policy_scores import PolicyScores
 from rl_train.algorithms.ppo_config import PPOConfig
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages
 from rl_train.algorithms.validation import validate

@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.runtime_needs import RuntimeNeeds
 from rl_core.config.schema import RunConfig, Section
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_core.errors import ConfigError
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
 from rl_train.algorithms.losses.value_config import MseValueLossConfig
-from rl_train.algorithms.rewarded_config import RewardedConfig
+from rl_train.algorithms.policy_gradient_config import RewardedConfig
 
 VALUE_LOSS = "mse_value"
 

@@ -8,7 +8,7 @@ import torch
 
 from rl_core.config.schema import RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.algorithms.rewarded_config import RewardedConfig, RewardScalingConfig
+from rl_train.algorithms.policy_gradient_config import RewardedConfig, RewardScalingConfig
 
 OVERLONG = "overlong"
 """The part of a reward that is the punishment for length."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config.diagnostics import Problems, nearest
 from rl_core.config.section import Section
-from rl_core.config.written import Written
+from rl_core.config.source_tree import Written
 from rl_core.errors import PluginError, UnknownComponentError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry

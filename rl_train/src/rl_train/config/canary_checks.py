@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_core.config.schema import RunConfig
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 

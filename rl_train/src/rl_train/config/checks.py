@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rl_core.config.diagnostics import show
 from rl_core.config.schema import GenerationConfig, PolicyConfig, RunConfig
-from rl_core.config.written import Path, dotted
+from rl_core.config.source_tree import Path, dotted
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
@@ -15,10 +15,10 @@ from rl_core.plugins.requirements import unmet_needs
 from rl_train.config.canary_checks import canary_conflicts
 from rl_train.config.component_checks import Finding, component_conflicts, models_of
 from rl_train.config.data_checks import data_conflicts
+from rl_train.config.lr_schedule_checks import schedule_conflicts
 from rl_train.config.optimizer_checks import optimizer_conflicts, unused_by_frozen
-from rl_train.config.parts import COMPANIONS, Layout
 from rl_train.config.resource_checks import in_process_conflicts
-from rl_train.config.schedule_lengths import schedule_conflicts
+from rl_train.config.section_resolver import COMPANIONS, Layout
 from rl_train.config.transport_checks import transport_conflicts
 
 

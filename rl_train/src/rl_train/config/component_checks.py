@@ -13,8 +13,8 @@ from rl_core.config.schema import (
     PolicyConfig,
     RunConfig,
 )
-from rl_core.config.written import Path
-from rl_train.config.parts import COMPANIONS
+from rl_core.config.source_tree import Path
+from rl_train.config.section_resolver import COMPANIONS
 
 Finding = tuple[Path, str]
 """The wrong key, and what is wrong with it."""

@@ -7,7 +7,7 @@ from pathlib import Path as FilePath
 
 from rl_core.config.diagnostics import listed
 from rl_core.config.schema import RunConfig
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
 

@@ -12,9 +12,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConfBaseException
 
 from rl_core.config.diagnostics import Problems, nearest
-from rl_core.config.fields import NOTHING
+from rl_core.config.introspection import NOTHING
 from rl_core.config.secrets import escaped
-from rl_core.config.written import Path, Place, Written, dotted
+from rl_core.config.source_tree import Path, Place, Written, dotted
 
 _OPEN = "???"
 _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*(?:\.\w+)+)\s*\}")

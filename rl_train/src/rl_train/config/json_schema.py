@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from rl_core.config.fields import Model
+from rl_core.config.introspection import Model
 from rl_core.plugins.component import Kind
-from rl_train.config.catalogue import Catalogue
-from rl_train.config.parts import BASES, COMPANIONS, SECTIONS
+from rl_train.config.schema_index import Catalogue
+from rl_train.config.section_resolver import BASES, COMPANIONS, SECTIONS
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
 _PATH = {"type": "string", "pattern": r"[.:]"}

@@ -18,19 +18,19 @@ from pydantic import BaseModel
 from rl_core.config.diagnostics import Problems
 from rl_core.config.schema import EnvironmentConfig, RunConfig
 from rl_core.config.secrets import Secrets
+from rl_core.config.source_tree import Path, Place, Written, dotted
 from rl_core.config.validation import Validator
-from rl_core.config.written import Path, Place, Written, dotted
 from rl_core.plugins.component import Component
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.config.aliases import expand_shorthands
 from rl_train.config.checks import cross_check
 from rl_train.config.component_checks import Finding
 from rl_train.config.interpolation import escape, resolve
-from rl_train.config.locating import locate_paths
 from rl_train.config.overrides import Override, apply_overrides
-from rl_train.config.parts import Layout, choose_parts
+from rl_train.config.path_resolution import locate_paths
 from rl_train.config.provenance import Origin, trace
-from rl_train.config.shorthands import expand_shorthands
+from rl_train.config.section_resolver import Layout, choose_parts
 from rl_train.config.sources import read_sources
 from rl_train.config.usage_checks import unused_sections
 

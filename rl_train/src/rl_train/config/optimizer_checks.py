@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.config.diagnostics import listed, show
 from rl_core.config.policy_sections import OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.config.schedules import SCHEDULES
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.torch_arguments import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config.diagnostics import Problems, show
-from rl_core.config.written import Path, Place, Written, dotted
+from rl_core.config.source_tree import Path, Place, Written, dotted
 from rl_train.config.yaml_reader import read_yaml
 
 _SHAPE = re.compile(r"(?P<plus>\+{0,2})(?P<key>[^=]*)=(?P<value>.*)", re.DOTALL)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.config.written import Path, Place, Written, dotted
-from rl_train.config.parts import Layout
+from rl_core.config.source_tree import Path, Place, Written, dotted
+from rl_train.config.section_resolver import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rl_core.config.fields import NOTHING, Field, Model, all_fields
-from rl_core.config.written import Path, dotted
-from rl_train.config.catalogue import ANY, Catalogue
-from rl_train.config.parts import COMPANIONS, Part
+from rl_core.config.introspection import NOTHING, Field, Model, all_fields
+from rl_core.config.source_tree import Path, dotted
+from rl_train.config.schema_index import ANY, Catalogue
+from rl_train.config.section_resolver import COMPANIONS, Part
 
 _SLOTS = (("policy", "generation"), ("data", "train"), ("data", "validation"), ("data", "mix"))
 _TOLD_WITH_TRAIN = (("data", "validation"), ("data", "mix"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 
 from rl_core.config.schema import RunConfig
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_train.config.component_checks import models_of
 
 _IN_PROCESS = "cluster.backend is in_process, which runs one worker of each kind in this process"

@@ -10,7 +10,7 @@ import os
 import pathlib
 
 from rl_core.config.diagnostics import Problems, nearest, show
-from rl_core.config.written import Place, Written, merge
+from rl_core.config.source_tree import Place, Written, merge
 from rl_train.config.yaml_reader import read_yaml
 
 LARGEST_FILE = 1 << 20

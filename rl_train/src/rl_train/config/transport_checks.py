@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rl_core.config.diagnostics import listed
 from rl_core.config.schema import RunConfig
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry

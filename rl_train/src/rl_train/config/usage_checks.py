@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_core.config.schema import RunConfig
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 
 
 def unused_sections(run: RunConfig) -> Iterator[tuple[Path, str]]:

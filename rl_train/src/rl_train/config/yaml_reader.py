@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from rl_core.config.diagnostics import Problems, show
-from rl_core.config.written import Path, Place, Written
+from rl_core.config.source_tree import Path, Place, Written
 
 MAX_DEPTH = 50
 MAX_VALUES = 10_000

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError
-from rl_train.data.joined import Joined
+from rl_train.data.concat import Joined
 
 _SAVED = ("state.json", "dataset_dict.json")
 """What `save_to_disk` leaves in a folder: of one split, of several."""

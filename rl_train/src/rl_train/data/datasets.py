@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rl_core.data.shown import shown
+from rl_core.data.formatting import shown
 from rl_core.data.tool_calls import check_tool_use, read_tools, tools_of
 from rl_core.errors import DataError
 from rl_core.interfaces.dataset import Record

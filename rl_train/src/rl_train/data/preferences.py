@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, NotRequired, TypedDict
 
-from rl_core.data.shown import shown
+from rl_core.data.formatting import shown
 from rl_core.data.tool_calls import check_tool_use, tools_of
 from rl_core.errors import DataError
 from rl_train.data.conversations import Messages, kind_of, read_messages

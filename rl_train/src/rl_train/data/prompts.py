@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from rl_core.data.shown import shown
+from rl_core.data.formatting import shown
 from rl_core.errors import DataError
 
 PACKAGED = Path(__file__).parent / "prompt_configs"

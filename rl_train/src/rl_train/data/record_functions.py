@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_core.data.shown import shown
+from rl_core.data.formatting import shown
 from rl_core.data.tool_calls import from_text
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.component import is_path
-from rl_core.plugins.dotted import resolve
+from rl_core.plugins.import_path import resolve
 
 RecordFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 

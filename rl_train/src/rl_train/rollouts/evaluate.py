@@ -10,7 +10,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import judge
-from rl_train.rollouts.scores import grouped, score, usual_ks
+from rl_train.rollouts.eval_metrics import grouped, score, usual_ks
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
 from rl_train.rollouts.summary import ask_environments, summarize
@@ -63,7 +63,7 @@ class Evaluation:
         `validation/accuracy` is the mean of what the environments call accuracy, `validation/reward` the mean reward; neither
         is there without an environment. With
         several samples of each prompt, `validation/pass@k` and `validation/cons@k` where they can be told, see
-        `rl_train.rollouts.scores.score`.
+        `rl_train.rollouts.eval_metrics.score`.
         """
         trajectories = self.play()
         found = summarize(trajectories) | ask_environments(trajectories, self.collector.environments)

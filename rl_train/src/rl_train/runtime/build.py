@@ -12,7 +12,7 @@ from typing import Any
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.durations import parse_duration
 from rl_core.config.schema import RunConfig
-from rl_core.config.written import dotted
+from rl_core.config.source_tree import dotted
 from rl_core.data.tokenizer import load_policy_tokenizer, load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
@@ -21,23 +21,23 @@ from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
-from rl_train.config.parts import COMPANIONS
-from rl_train.config.schedule_lengths import (
+from rl_train.config.lr_schedule_checks import (
     schedule_conflicts,
     schedule_lengths,
     schedule_warnings,
 )
+from rl_train.config.section_resolver import COMPANIONS
 from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
-from rl_train.rollouts.given import SampledOrGiven
+from rl_train.rollouts.mixed_source import SampledOrGiven
 from rl_train.rollouts.source import OnDemandSource
 from rl_train.run import Run
 from rl_train.runtime.data import BadRows, Source, conversation_loader, preference_loader, prompt_loader, read_data
-from rl_train.runtime.folder import checkpoint_store
 from rl_train.runtime.late_errors import blaming
-from rl_train.runtime.parts import Builder, Workers, make_cluster
+from rl_train.runtime.run_folder import checkpoint_store
+from rl_train.runtime.workers import Builder, Workers, make_cluster
 
 _log = logging.getLogger("rlcore")
 

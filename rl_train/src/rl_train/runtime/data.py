@@ -13,12 +13,12 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.messages import DatumSpec
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.registry import Registry
-from rl_train.config.shorthands import with_prompt
+from rl_train.config.aliases import with_prompt
+from rl_train.data.concat import Joined
 from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.dataset_config import OnBadRow, OnTooLong
 from rl_train.data.holdout import Chosen, held_out, place_of
-from rl_train.data.joined import Joined
 from rl_train.data.mixing import Mixture
 from rl_train.data.processors import (
     check_made_by,

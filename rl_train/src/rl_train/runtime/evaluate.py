@@ -18,13 +18,13 @@ from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import judge
+from rl_train.rollouts.eval_metrics import Group, Scores, grouped, score, usual_ks
 from rl_train.rollouts.evaluate import Evaluation
-from rl_train.rollouts.scores import Group, Scores, grouped, score, usual_ks
 from rl_train.rollouts.summary import ask_environments
 from rl_train.runtime.build import make_collector
+from rl_train.runtime.checkpoint_paths import GivenWeights, find_weights
 from rl_train.runtime.data import prompt_loader, read_data
-from rl_train.runtime.given_weights import GivenWeights, find_weights
-from rl_train.runtime.parts import Builder, make_cluster
+from rl_train.runtime.workers import Builder, make_cluster
 
 Told = Callable[[str, int, int], None]
 """Given what is under way, how much of it is done, and how much there is."""

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rl_train.rollouts.eval_metrics import Group, Scores
 from rl_train.rollouts.records import rollout_records
-from rl_train.rollouts.scores import Group, Scores
 from rl_train.runtime.evaluate import Evaluated, EvaluationPlan, Pass, Weights
-from rl_train.runtime.origins import environment
+from rl_train.runtime.run_provenance import environment
 
 FORMAT = 1
 """Of the JSON; it grows where a key is taken away or changes its meaning."""

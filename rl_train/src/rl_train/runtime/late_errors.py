@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rl_core.config.diagnostics import InvalidConfigError, Problem
-from rl_core.config.written import Path, dotted
+from rl_core.config.source_tree import Path, dotted
 from rl_core.errors import UserError, WorkerError
 from rl_train.config.loader import LoadedConfig
-from rl_train.config.parts import COMPANIONS
+from rl_train.config.section_resolver import COMPANIONS
 
 _QUOTED_KEY = re.compile(r"`([A-Za-z_]\w*(?:\.[\w-]+)*)(?:: [^`]*)?`")
 """How messages name keys: `policy.optimizer.name`, `lr`, or with a value, `head: scalar`."""

@@ -21,16 +21,16 @@ from rl_train.checkpoints.config_changes import config_changes, described
 from rl_train.checkpoints.disk_space import explain_full_disk
 from rl_train.checkpoints.state import read_state, resumable_state
 from rl_train.config.loader import LoadedConfig, load_config
-from rl_train.config.parts import COMPANIONS
+from rl_train.config.lr_schedule_checks import schedule_changes
 from rl_train.config.resource_checks import machine_conflicts
-from rl_train.config.schedule_lengths import schedule_changes
+from rl_train.config.section_resolver import COMPANIONS
 from rl_train.metrics.console import ConsoleLogger
 from rl_train.metrics.jsonl import METRICS, JsonlLogger
 from rl_train.run import Run
 from rl_train.runtime.build import build_run
-from rl_train.runtime.folder import choose_start, claim
 from rl_train.runtime.late_errors import locating
-from rl_train.runtime.origins import write_origins
+from rl_train.runtime.run_folder import choose_start, claim
+from rl_train.runtime.run_provenance import write_origins
 from rl_train.runtime.status import Status
 from rl_train.runtime.stopping import StopSignals
 

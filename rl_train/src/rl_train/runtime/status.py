@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from rl_core.dispatch.group import OverWorkers
+from rl_core.dispatch.worker_facade import OverWorkers
 from rl_core.errors import RLCoreError, RunInterrupted, StopReason, UserError
 
 STATUS = "status.json"

@@ -21,10 +21,10 @@ from rl_core.config.schema import (
     PolicyConfig,
     RunConfig,
 )
-from rl_core.config.written import dotted
+from rl_core.config.source_tree import dotted
 from rl_core.data.tokenizer import load_policy_tokenizer
-from rl_core.dispatch.group import OverWorkers
 from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.worker_facade import OverWorkers
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
@@ -34,12 +34,12 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.checks import section_conflicts
-from rl_train.config.parts import COMPANIONS
+from rl_train.config.section_resolver import COMPANIONS
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.runtime.build import Loaders, connect, refuse_other_tokenizers
-from rl_train.runtime.folder import claim, start_in
-from rl_train.runtime.given_data import read_given, section_from
-from rl_train.runtime.parts import Builder, Workers
+from rl_train.runtime.python_data import read_given, section_from
+from rl_train.runtime.run_folder import claim, start_in
+from rl_train.runtime.workers import Builder, Workers
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster

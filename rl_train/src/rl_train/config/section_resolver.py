@@ -12,8 +12,8 @@ from typing import Any
 
 from rl_core.config import schema
 from rl_core.config.diagnostics import Problems, show
-from rl_core.config.fields import NOTHING, Field, Model, all_fields, find_field
-from rl_core.config.written import Path, Written
+from rl_core.config.introspection import NOTHING, Field, Model, all_fields, find_field
+from rl_core.config.source_tree import Path, Written
 from rl_core.errors import InvalidComponentError, PluginError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry

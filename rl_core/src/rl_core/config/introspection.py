@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from rl_core.config.diagnostics import show
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 
 Model = type[BaseModel]
 

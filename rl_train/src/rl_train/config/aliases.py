@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_core.config.written import Path, Written
+from rl_core.config.source_tree import Path, Written
 
 if TYPE_CHECKING:
     from rl_core.config.schema import DataConfig, DatasetConfig

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig, RunConfig, Section
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 from rl_train.algorithms.losses.config import MOST_ERROR, ClippedPGLossConfig, NLLLossConfig
 from rl_train.algorithms.losses.preference_config import PreferenceLossConfig
 

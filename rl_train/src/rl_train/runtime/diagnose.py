@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.dispatch.group import OverWorkers
+from rl_core.dispatch.worker_facade import OverWorkers
 from rl_core.errors import NotSupportedError, WeightSyncError
 from rl_train.diagnostics.by_model_name import USUAL_ERROR
 from rl_train.diagnostics.chat_template import check_chat_template
@@ -14,7 +14,7 @@ from rl_train.diagnostics.embedding_weights import read_embeddings
 from rl_train.diagnostics.embeddings import check_tied_embeddings, check_untrained_embeddings
 from rl_train.diagnostics.length_limit import check_length_limit
 from rl_train.diagnostics.model_files import ModelFiles, read_model_files
-from rl_train.runtime.pair import Pair, PairPlan
+from rl_train.runtime.policy_and_engine import Pair, PairPlan
 from rl_train.validation import LogProbabilityAgreement, compare_log_probabilities
 
 

@@ -15,9 +15,9 @@ from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import wait_together
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig, RunConfig
-from rl_core.config.written import dotted
-from rl_core.dispatch.group import OverWorkers, device_here
+from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.worker_facade import OverWorkers, device_here
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
@@ -29,8 +29,8 @@ from rl_core.plugins.registry import Registry
 from rl_core.weights.canary import Canary, CanaryCalibration, Retempering, make_canary
 from rl_core.weights.synchronizer import WeightSynchronizer
 from rl_train.config.canary_checks import HELD_DIGESTS, without_canary
-from rl_train.config.parts import COMPANIONS
-from rl_train.config.schedule_lengths import with_schedule_lengths
+from rl_train.config.lr_schedule_checks import with_schedule_lengths
+from rl_train.config.section_resolver import COMPANIONS
 from rl_train.config.transport_checks import IN_PROCESS_TRANSPORTS, MANY_NODES_TRANSPORTS, ONE_NODE_TRANSPORTS
 from rl_train.rollouts.environment_pool import EnvironmentPool
 

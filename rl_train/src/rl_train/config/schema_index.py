@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rl_core.config.fields import Field, Model, find_field
-from rl_core.config.written import Path
+from rl_core.config.introspection import Field, Model, find_field
+from rl_core.config.source_tree import Path
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind
 from rl_core.plugins.record import Status
 from rl_core.plugins.registry import Registry
-from rl_train.config.parts import SECTIONS, Part, section_of
+from rl_train.config.section_resolver import SECTIONS, Part, section_of
 
 ANY = "<name>"
 """Placeholder for a key that the user chooses: the task of `env.<name>`."""

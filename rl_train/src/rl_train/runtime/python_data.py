@@ -16,8 +16,8 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.dataset import Dataset
 from rl_core.plugins.component import Kind
 from rl_core.plugins.registry import Registry
-from rl_train.config.parts import section_of
-from rl_train.config.shorthands import expand_data_paths
+from rl_train.config.aliases import expand_data_paths
+from rl_train.config.section_resolver import section_of
 from rl_train.data.arrow_rows import ArrowRows, is_split, is_table
 from rl_train.data.dataset_config import (
     HuggingFaceSource,

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from rl_core.config.optimizer_steps import OptimizerSteps, optimizer_steps
 from rl_core.config.schedules import SCHEDULES
 from rl_core.config.schema import RunConfig, SchedulerConfig
-from rl_core.config.written import Path
+from rl_core.config.source_tree import Path
 
 LENGTH, WARMUP = "num_training_steps", "num_warmup_steps"
 _TRAINED = ("policy", "value")

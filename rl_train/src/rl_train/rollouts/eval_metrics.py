@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_train.rollouts.correctness import Judgement
-from rl_train.rollouts.estimators import Estimate, consensus_at_k, estimate, pass_at_k
+from rl_train.rollouts.pass_at_k import Estimate, consensus_at_k, estimate, pass_at_k
 from rl_train.rollouts.trajectory import Trajectory
 
 

@@ -14,7 +14,7 @@ from rl_train.checkpoints.damage import damage_error, verify_checkpoint
 from rl_train.checkpoints.manifest import read_manifest
 from rl_train.checkpoints.state import read_state
 from rl_train.checkpoints.store import CheckpointStore
-from rl_train.runtime.origins import CONFIG
+from rl_train.runtime.run_provenance import CONFIG
 
 MODEL_FILE = "config.json"
 """What every folder of Hugging Face has."""

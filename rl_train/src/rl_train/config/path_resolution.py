@@ -6,8 +6,8 @@ from typing import Any
 
 from rl_core.config.diagnostics import Problems, show
 from rl_core.config.paths import PathRule, folders, locate, looks_like_path
-from rl_core.config.written import Path, Written
-from rl_train.config.parts import Layout
+from rl_core.config.source_tree import Path, Written
+from rl_train.config.section_resolver import Layout
 
 
 def locate_paths(values: dict[str, Any], layout: Layout, *, written: Written, problems: Problems) -> None:

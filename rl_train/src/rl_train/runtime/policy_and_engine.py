@@ -21,7 +21,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.rollouts.seeds import sample_seed
 from rl_train.runtime.data import prompt_loader, read_data
-from rl_train.runtime.parts import Builder, make_cluster
+from rl_train.runtime.workers import Builder, make_cluster
 
 Message = dict[str, str]
 
