@@ -152,7 +152,7 @@ class WorkerProxy:
 
     restarts = 0
 
-    def revive(self, cause: Exception | None = None) -> bool:
+    def restart_dead(self, cause: Exception | None = None) -> bool:
         return False
 
     @property

@@ -256,7 +256,7 @@ class Rank:
             worker.save_checkpoint(folder / "w", folder / "o")
             found: dict[str, Any] = {"masters": whole_masters(worker) if precision == "bfloat16" else {}}
             found["result"] = self.step(worker, layout, 2)
-            found["poisoned"] = self.poison(worker, layout)
+            found["poisoned"] = self.mark_invalid(worker, layout)
             found["version"] = worker.get_weight_version()
             found["weights"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
             worker.shutdown()
@@ -282,7 +282,7 @@ class Rank:
             worker.shutdown()
             torch.save(found, folder / f"{name}-{self.rank}.pt")
 
-    def poison(self, worker: MegatronPolicyWorker, layout: Layout) -> str:
+    def mark_invalid(self, worker: MegatronPolicyWorker, layout: Layout) -> str:
         """What comes of a loss that is not a number on one rank."""
         rows = make_rows(seed=3)
         last = self.world - 1 if layout.megatron.get("pipeline_model_parallel_size", 1) > 1 else 1

@@ -15,8 +15,8 @@ from rl_core.errors import ConfigError
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.algorithms import MseValueLossFn, PPOTrainer
-from rl_train.algorithms.critic import assign_credit, critic_rows
-from rl_train.algorithms.epochs import train_in_passes
+from rl_train.algorithms.critic import compute_gae_targets, critic_rows
+from rl_train.algorithms.epochs import train_epochs
 from rl_train.algorithms.ppo_config import GAEConfig
 from rl_train.runtime import launch
 
@@ -165,8 +165,8 @@ def learnt_by_a_critic(**fields):
         str(MODEL), head="scalar", optimizer=CRITIC["optimizer"], **{**LIMITS, "train_micro_batch_size": 8, **fields}
     )
     rows["prev_values"] = critic.get_values(rows)["values"]
-    rows["returns"] = assign_credit(rows, GAEConfig(bootstrap_truncated=True)).returns
-    told = train_in_passes(critic, critic_rows(rows), MseValueLossFn(), passes=2, seed=(1, 1))
+    rows["returns"] = compute_gae_targets(rows, GAEConfig(bootstrap_truncated=True)).returns
+    told = train_epochs(critic, critic_rows(rows), MseValueLossFn(), passes=2, seed=(1, 1))
     after = critic.get_values(rows)["values"]
     critic.shutdown()
     return after, told

@@ -15,7 +15,7 @@ import torch
 from rl_core.config.introspection import all_fields
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.schema_index import catalogue
+from rl_train.config.schema_index import schema_index
 
 ROOT = Path(__file__).parents[2]
 OURS = ("core", "train", "hf", "megatron", "vllm", "envs")
@@ -90,7 +90,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "RewardModelEnvironmentConfig": ("rl_envs/reward_model",),
     "RewardScalingConfig": ("rl_train/algorithms",),
     "RewardShapingConfig": ("rl_train/algorithms",),
-    "RewardedConfig": ("rl_train/algorithms",),
+    "PolicyGradientConfig": ("rl_train/algorithms",),
     "RowsConfig": ROWS,
     "SFTConfig": ("rl_train/algorithms",),
     "SchedulerConfig": ("rl_core/training",),
@@ -143,7 +143,7 @@ def registry():
 def keys_by_model():
     """The names of the keys that each model declares."""
     found = defaultdict(set)
-    for section in catalogue(registry(), plugins=OURS).parts:
+    for section in schema_index(registry(), plugins=OURS).parts:
         for field in all_fields(section.model, prefix=section.path):
             if field.model is None:
                 found[field.owner].add(field.name)
@@ -168,7 +168,7 @@ def read_in(place):
 def test_every_model_of_the_config_says_who_reads_its_keys():
     models = {model.__name__ for model in keys_by_model()}
     assert models - set(READERS) == set(), "say in READERS which folder reads the keys of these models"
-    installed = {section.component.name for section in catalogue(registry(), plugins=OURS).parts if section.component}
+    installed = {section.component.name for section in schema_index(registry(), plugins=OURS).parts if section.component}
     if {"hf", "megatron", "vllm", "math"} <= installed:
         assert set(READERS) - models == set(), "these models are gone"
 

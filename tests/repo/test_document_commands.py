@@ -13,7 +13,7 @@ import typer
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.schema_index import catalogue
+from rl_train.config.schema_index import schema_index
 from rlcore_cli.main import COMMANDS, app, main
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def commands(page):
 SHOWN = [(page.relative_to(ROOT).as_posix(), words) for page in PAGES for words in commands(page)]
 
 
-CATALOGUE = catalogue(Registry(discover()))
+CATALOGUE = schema_index(Registry(discover()))
 
 
 def test_the_documents_show_every_command():

@@ -14,7 +14,7 @@ import typer
 from rlcore_cli.arguments import AsJson, Config, Overrides
 
 if TYPE_CHECKING:
-    from rl_train.runtime.policy_and_engine import Pair, PairPlan
+    from rl_train.runtime.policy_and_engine import PolicyAndEngine, PolicyAndEnginePlan
     from rl_train.validation import LogProbabilityAgreement
 
 
@@ -42,9 +42,9 @@ def check_logprobs(
     # Workers print to standard output too; with --json it must contain the JSON only.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         from rl_train.runtime.diagnose import agreement_of
-        from rl_train.runtime.policy_and_engine import plan_pair
+        from rl_train.runtime.policy_and_engine import plan_policy_and_engine
 
-        plan = plan_pair(config, overrides or [], num_prompts=num_prompts)
+        plan = plan_policy_and_engine(config, overrides or [], num_prompts=num_prompts)
         with plan.started() as pair:
             agreement, precision = agreement_of(pair, plan), pair.engine_precision()
     failures = agreement.failures(threshold)
@@ -63,20 +63,20 @@ def prepare_process() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def _backends(pair: Pair, precision: str) -> dict[str, str]:
+def _backends(pair: PolicyAndEngine, precision: str) -> dict[str, str]:
     policy, engine = pair.config.policy, pair.config.policy.generation
     assert engine is not None
     return {"policy": f"{policy.backend} {policy.precision}", "engine": f"{engine.backend} {precision}", "refit": pair.refit}
 
 
-def _print_head(agreement: LogProbabilityAgreement, backends: dict[str, str], pair: Pair) -> None:
+def _print_head(agreement: LogProbabilityAgreement, backends: dict[str, str], pair: PolicyAndEngine) -> None:
     engine = pair.config.policy.generation
     assert engine is not None
     print(f"policy {backends['policy']}, engine {backends['engine']}; weights synchronized by {pair.refit} and verified")
     print(f"{agreement.num_tokens} tokens of {agreement.num_rows} completions at temperature {engine.temperature:g}\n")
 
 
-def _print_numbers(agreement: LogProbabilityAgreement, plan: PairPlan, threshold: float) -> None:
+def _print_numbers(agreement: LogProbabilityAgreement, plan: PolicyAndEnginePlan, threshold: float) -> None:
     from rlcore_cli.listing import print_table
 
     worst = agreement.worst

@@ -36,23 +36,26 @@ def diagnose(
         rlcore check model config.yaml policy.generation.max_new_tokens=512 --num-prompts 16
     """
     prepare_process()
-    from rl_train.diagnostics import Verdict
+    from rl_train.diagnostics import DiagnosisStatus
 
     found: list[Diagnosis] = []
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         from rl_train.runtime.diagnose import diagnose as all_diagnoses
-        from rl_train.runtime.policy_and_engine import plan_pair
+        from rl_train.runtime.policy_and_engine import plan_policy_and_engine
 
-        for diagnosis in all_diagnoses(plan_pair(config, overrides or [], num_prompts=num_prompts)):
+        for diagnosis in all_diagnoses(plan_policy_and_engine(config, overrides or [], num_prompts=num_prompts)):
             found.append(diagnosis)
             if not as_json:
                 _print(diagnosis)
     if as_json:
         print(json.dumps(plain([asdict(diagnosis) for diagnosis in found]), indent=2))
-    counts = {verdict: sum(diagnosis.verdict is verdict for diagnosis in found) for verdict in Verdict}
+    ok, warnings, failed = (
+        sum(diagnosis.verdict is status for diagnosis in found)
+        for status in (DiagnosisStatus.OK, DiagnosisStatus.WARNING, DiagnosisStatus.FAILED)
+    )
     if not as_json:
-        print(f"\n{counts[Verdict.OK]} ok, {counts[Verdict.WARNING]} warnings, {counts[Verdict.FAILED]} failed")
-    if counts[Verdict.FAILED]:
+        print(f"\n{ok} ok, {warnings} warnings, {failed} failed")
+    if failed:
         raise typer.Exit(1)
 
 

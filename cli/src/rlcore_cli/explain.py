@@ -12,8 +12,8 @@ from rlcore_cli.arguments import Overrides
 if TYPE_CHECKING:
     from rl_core.config.introspection import Field
     from rl_train.config.loader import LoadedConfig
-    from rl_train.config.schema_index import Catalogue
-    from rl_train.config.section_resolver import Part
+    from rl_train.config.schema_index import SchemaIndex
+    from rl_train.config.section_resolver import SectionSchema
 
 
 _LONGEST_DEFAULT = 32
@@ -44,7 +44,7 @@ def explain(
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
     from rl_train.config.loader import load_config
-    from rl_train.config.schema_index import catalogue
+    from rl_train.config.schema_index import schema_index
 
     if overrides and config is None:
         raise ConfigError(f"Overrides ({', '.join(overrides)}) need a config file: give it with --config.")
@@ -52,7 +52,7 @@ def explain(
     if config is not None:
         _explain_in(load_config(config, overrides or [], registry=registry, for_training=False), key)
     else:
-        _explain_anywhere(catalogue(registry), key, component)
+        _explain_anywhere(schema_index(registry), key, component)
 
 
 def _explain_in(loaded: LoadedConfig, key: str) -> None:
@@ -85,7 +85,7 @@ def _print_leaves(loaded: LoadedConfig, section: object, key: str) -> None:
     print_table(rows)
 
 
-def _explain_anywhere(all_sections: Catalogue, key: str, component: str | None) -> None:
+def _explain_anywhere(all_sections: SchemaIndex, key: str, component: str | None) -> None:
     from rl_core.config.introspection import all_fields
     from rl_core.config.source_tree import dotted
 
@@ -106,7 +106,7 @@ def _explain_anywhere(all_sections: Catalogue, key: str, component: str | None) 
     if not found:
         known = {dotted(field.path) for part in all_sections.parts for field in all_fields(part.model, prefix=part.path)}
         raise _no_key(key, [*known, *(dotted(part.path) for part in all_sections.parts)], where="the installed plugins")
-    by_declaration: dict[tuple[object, ...], list[tuple[Part, Field]]] = {}
+    by_declaration: dict[tuple[object, ...], list[tuple[SectionSchema, Field]]] = {}
     for part, field in found:
         by_declaration.setdefault((field.owner, field.name, repr(field.default)), []).append((part, field))
     for group in by_declaration.values():
@@ -117,14 +117,14 @@ def _explain_anywhere(all_sections: Catalogue, key: str, component: str | None) 
             _print_keys(list(all_fields(field.model, depth=0)))
 
 
-def _holds_named_sections(path: tuple[str, ...], part: Part) -> bool:
+def _holds_named_sections(path: tuple[str, ...], part: SectionSchema) -> bool:
     from rl_core.plugins.component import Kind
     from rl_train.config.schema_index import ANY
 
     return part.path[:-1] == path and (part.path[-1] == ANY or part.kind is Kind.LOGGER)
 
 
-def _named(component: str, parts: list[Part], key: str) -> list[Part]:
+def _named(component: str, parts: list[SectionSchema], key: str) -> list[SectionSchema]:
     from rl_core.errors import ConfigError
     from rl_core.plugins.component import did_you_mean
 
@@ -136,7 +136,7 @@ def _named(component: str, parts: list[Part], key: str) -> list[Part]:
     return chosen
 
 
-def _print_sections(key: str, parts: list[Part]) -> None:
+def _print_sections(key: str, parts: list[SectionSchema]) -> None:
     """Prints the keys of one section; for several components, their common keys and one line for each component."""
     from rl_core.config.introspection import all_fields
     from rlcore_cli.listing import print_table
@@ -162,7 +162,7 @@ def _print_sections(key: str, parts: list[Part]) -> None:
     print(f"\nTo see the keys of one: rlcore explain {key} --component {rows[0][0].strip()}")
 
 
-def _print_field(field: Field, parts: list[Part]) -> None:
+def _print_field(field: Field, parts: list[SectionSchema]) -> None:
     rows = {
         "meaning": " ".join((field.info.description or "").split()),
         "type": field.type_name,
@@ -202,13 +202,13 @@ def _short_default(field: Field) -> str:
     return text if len(text) <= _LONGEST_DEFAULT else f"{text[: _LONGEST_DEFAULT - 3]}..."
 
 
-def _matches(part: Part, path: tuple[str, ...]) -> bool:
+def _matches(part: SectionSchema, path: tuple[str, ...]) -> bool:
     from rl_train.config.schema_index import ANY
 
     return len(part.path) == len(path) and all(a in (b, ANY) for a, b in zip(part.path, path, strict=True))
 
 
-def _reader(part: Part) -> str:
+def _reader(part: SectionSchema) -> str:
     if part.component is None or part.kind is None:
         return f"the core (section {part.path[0]})"
     return f"{part.kind.label} {part.component.name} ({part.component.target})"

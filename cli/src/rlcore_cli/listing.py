@@ -50,7 +50,7 @@ def list_backends(
     rows = [_of_registration(r) for r in manager.registrations if r.kind in kinds]
     rows += _absent_rows(Registry(manager), kinds)
     rows.sort(key=lambda row: (kinds.index(row["kind"]), row["name"]))
-    rows += [_of_broken(plugin) for plugin in manager.troubled if not plugin.components]
+    rows += [_of_broken(plugin) for plugin in manager.broken if not plugin.components]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -205,9 +205,9 @@ def _print_timings(plugins: Sequence[Plugin]) -> None:
 
 
 def _print_troubles(manager: PluginManager) -> None:
-    troubled = manager.troubled
-    if troubled:
-        noun = "plugin does" if len(troubled) == 1 else "plugins do"
-        print(f"\n{len(troubled)} {noun} not work. To see why: rlcore doctor {troubled[0].name}")
+    broken = manager.broken
+    if broken:
+        noun = "plugin does" if len(broken) == 1 else "plugins do"
+        print(f"\n{len(broken)} {noun} not work. To see why: rlcore doctor {broken[0].name}")
     for warning in manager.warnings:
         print(f"warning: {warning}")

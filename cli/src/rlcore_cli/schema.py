@@ -34,7 +34,7 @@ def schema(
     from rl_core.plugins.registry import Registry
     from rl_train.config.json_schema import json_schema
     from rl_train.config.reference import reference
-    from rl_train.config.schema_index import catalogue
+    from rl_train.config.schema_index import schema_index
 
     registry = Registry(discover())
     wanted = None if plugins is None else [name.strip() for name in plugins.split(",")]
@@ -42,7 +42,7 @@ def schema(
     for name in wanted or ():
         if name not in known:
             raise PluginError(f"No plugin is named {name!r}.{did_you_mean(name, known)} Plugins: {', '.join(known)}.")
-    sections = catalogue(registry, plugins=wanted)
+    sections = schema_index(registry, plugins=wanted)
     for sentence in sections.unusable:
         print(f"warning: omitted: {sentence}", file=sys.stderr)
     text = (

@@ -9,7 +9,7 @@ import typer
 from rlcore_cli.arguments import Config, Overrides
 
 if TYPE_CHECKING:
-    from rl_train.runtime.launch import Finished
+    from rl_train.runtime.launch import RunResult
 
 DRAWN = (("validation/accuracy", "validation accuracy"), ("validation/loss", "validation loss"), ("reward/mean", "mean reward"))
 """Metrics whose curves are printed at the end, if the run recorded them."""
@@ -50,7 +50,7 @@ def train(
     _print_results(finished)
 
 
-def _print_results(finished: Finished) -> None:
+def _print_results(finished: RunResult) -> None:
     from rlcore_cli.curve import draw, read_series
     from rlcore_cli.report.scales import format_duration
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rl_backends_hf.static_checks import model_problems, target_problems
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.requirements import unmet_needs
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class HFPolicyConfig(PolicyConfig):
     hf_cfg: HFConfig = Field(default_factory=HFConfig)
     """Settings specific to this backend."""
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         """Missing models and libraries, LoRA targets that do not exist in the model, and dropout in RL."""
         yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
         lora = self.hf_cfg.lora
@@ -150,7 +150,7 @@ class HFPolicyConfig(PolicyConfig):
                 "their ratio is not 1 even before the first step. Set it to 0.",
             )
 
-    def deep_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def deep_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         """Checks the model's config and class, the requirements for loading it on this machine, and LoRA targets."""
         from rl_backends_hf.lora import check_targets
         from rl_backends_hf.model import model_without_weights
@@ -188,14 +188,14 @@ class HFGenerationConfig(GenerationConfig):
     hf_cfg: HFSamplerConfig = Field(default_factory=HFSamplerConfig)
     """Settings specific to this backend."""
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         """Missing models and libraries."""
         yield from super().conflicts(run)
         yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
 
-    def logit_changes(self) -> dict[Path, Any]:
+    def logit_changes(self) -> dict[KeyPath, Any]:
         """The repetition penalty, if it is set."""
-        own: dict[Path, Any] = {} if self.hf_cfg.repetition_penalty == 1.0 else {("hf_cfg", "repetition_penalty"): 1.0}
+        own: dict[KeyPath, Any] = {} if self.hf_cfg.repetition_penalty == 1.0 else {("hf_cfg", "repetition_penalty"): 1.0}
         return super().logit_changes() | own
 
     def for_policy(self, policy: PolicyConfig) -> Self:

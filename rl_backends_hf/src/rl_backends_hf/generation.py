@@ -14,7 +14,7 @@ from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import RowLimits, read_prompts
+from rl_core.data.generation_io import LengthLimits, read_prompts
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import NotSupportedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
@@ -104,8 +104,8 @@ class HuggingFaceGeneration(DistributedGeneration):
             yield row, output
             await asyncio.sleep(0)
 
-    def _limits(self) -> RowLimits:
-        return RowLimits(
+    def _limits(self) -> LengthLimits:
+        return LengthLimits(
             vocab_size=self.facts["vocab_size"],
             max_model_len=self.facts["max_model_len"],
             max_new_tokens=self.config.max_new_tokens,

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_backends_hf.stopping import StopStringScanner
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import Completion, Prompt, RowLimits, read_prompts, to_output
+from rl_core.data.generation_io import Completion, LengthLimits, Prompt, read_prompts, to_output
 from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import DataError
 from rl_core.interfaces.generation import GenerationOutputSpec
@@ -64,7 +64,7 @@ class PromptGroup:
 def read_rows(
     data: Mapping[str, Any],
     *,
-    limits: RowLimits,
+    limits: LengthLimits,
     stop_strings: Sequence[str] = (),
     tokenizer: Any = None,
     seed: int = 0,

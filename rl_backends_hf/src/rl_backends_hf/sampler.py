@@ -23,7 +23,7 @@ from rl_backends_hf.packed_linears import packed_linears
 from rl_backends_hf.rows import PromptGroup, Row, group_by_prompt, read_rows, rows_to_output
 from rl_backends_hf.sampling import SamplingParameters, next_tokens
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import RowLimits, end_token_ids
+from rl_core.data.generation_io import LengthLimits, end_token_ids
 from rl_core.errors import NonFiniteError, NotSupportedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 
@@ -107,7 +107,7 @@ class Sampler:
         bounds = [bound for bound in (self.settings.max_model_len, own_limit) if bound is not None]
         self.max_model_len = min(bounds, default=2**31)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        self.limits = RowLimits(
+        self.limits = LengthLimits(
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             max_new_tokens=self.settings.max_new_tokens,

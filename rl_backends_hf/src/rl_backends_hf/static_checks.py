@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_core.config.model_paths import model_path_problem, weight_names
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ NEEDS_FLASH_ATTN = (
 )
 
 
-def model_problems(model_name: str | None, options: HFModelConfig, *, same_environment: bool) -> Iterator[tuple[Path, str]]:
+def model_problems(model_name: str | None, options: HFModelConfig, *, same_environment: bool) -> Iterator[tuple[KeyPath, str]]:
     """Problems with a model's path and loading options, by key of the backend's section.
 
     Args:

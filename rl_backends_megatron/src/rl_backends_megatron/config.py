@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from rl_core.config.model_paths import model_path_problem
 from rl_core.config.schema import PolicyConfig, Section
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
     from rl_core.config.schema import ClusterConfig, RunConfig
@@ -143,7 +143,7 @@ class MegatronPolicyConfig(PolicyConfig):
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     """Settings specific to this backend."""
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         """A number of ranks that does not fit the parallelism, and parallelism that a local model does not support."""
         if (problem := model_path_problem(self.model_name)) is not None:
             yield ("model_name",), problem

@@ -20,7 +20,7 @@ from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import ROW_KEYS
 from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.dispatch.rows import at_the_door, with_filler_rows
+from rl_core.dispatch.rows import pad_rows_to_multiple, select_columns
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.training.heads import refuse_other_head
 
@@ -108,8 +108,8 @@ class MegatronPolicy(DistributedPolicy):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Sample with a full forward pass per token, without a cache: for tests and small runs."""
         self.wait_ready()
-        rows = at_the_door(data, [key for key in ROW_KEYS if key in data or key in ("input_ids", "input_lengths")])
-        shards = with_filler_rows(rows, self.data_ranks).shard_by_batch_size(self.data_ranks)
+        rows = select_columns(data, [key for key in ROW_KEYS if key in data or key in ("input_ids", "input_lengths")])
+        shards = pad_rows_to_multiple(rows, self.data_ranks).shard_by_batch_size(self.data_ranks)
         deadline_s = self._deadlines.generate_s
         results = self.group.run_sharded("generate", shards, greedy=greedy, deadline_s=deadline_s)
         output: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)

@@ -20,7 +20,7 @@ from rl_backends_megatron.scoring import forward
 from rl_core.config.schema import GenerationConfig
 from rl_core.config.source_tree import dotted
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import Completion, Prompt, RowLimits, read_prompts, to_output
+from rl_core.data.generation_io import Completion, LengthLimits, Prompt, read_prompts, to_output
 from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import DataError, NotSupportedError
 
@@ -165,7 +165,7 @@ class Sampler:
         row.done = row.stopped or len(row.tokens) >= row.limit
 
     def _read(self, data: BatchedDataDict[Any]) -> list[Row]:
-        limits = RowLimits(
+        limits = LengthLimits(
             vocab_size=self._vocab_size, max_model_len=self._max_model_len, max_new_tokens=self._config.max_new_tokens
         )
         prompts = read_prompts(data, limits)

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rl_backends_vllm.engine_arguments import OWNED, known_engine_arguments
 from rl_core.config.model_paths import model_path_problem
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class VllmConfig(GenerationConfig):
             )
         return self
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         """Checks that the model exists."""
         yield from super().conflicts(run)
         if self.model_name is not None and (problem := model_path_problem(self.model_name)) is not None:

@@ -13,9 +13,9 @@ from rl_backends_vllm.worker import VllmGenerationWorker
 from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import RowLimits, read_prompts
+from rl_core.data.generation_io import LengthLimits, read_prompts
 from rl_core.dispatch.generation import ROW_KEYS, DistributedGeneration
-from rl_core.dispatch.rows import at_the_door
+from rl_core.dispatch.rows import select_columns
 from rl_core.dispatch.streaming import RowStream
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 
@@ -89,13 +89,13 @@ class VllmGeneration(DistributedGeneration):
         """Yield (row, its output) as each row finishes; closing the iterator cancels the others.
 
         Rows in progress at a refit continue with the new weights or restart (`vllm_cfg.in_flight`); a row is marked with the
-        weight version that it started with. If a replica dies, the call fails; the next `generate`, refit or `revive` replaces
+        weight version that it started with. If a replica dies, the call fails; the next `generate`, refit or `restart_dead` replaces
         the replica, which streams again once it has the policy's weights.
         """
         self._check_rows(data)
         if self._without_weights:
             self._bring_weights()
-        rows = at_the_door(data, [key for key in ROW_KEYS if key in data or key == "input_lengths"])
+        rows = select_columns(data, [key for key in ROW_KEYS if key in data or key == "input_lengths"])
         async for row, output in self._stream.rows(rows, greedy=greedy):
             yield row, output
 
@@ -106,7 +106,7 @@ class VllmGeneration(DistributedGeneration):
 
     def _check_rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> None:
         """Check rows before dispatch, so that errors name the caller's row and no replica has started."""
-        limits = RowLimits(
+        limits = LengthLimits(
             vocab_size=self.facts["vocab_size"],
             max_model_len=self.facts["max_model_len"],
             max_new_tokens=self.config.max_new_tokens,

@@ -20,10 +20,10 @@ from rl_backends_vllm.model_folder import ModelFiles, model_files
 from rl_backends_vllm.requests import SamplingSettings, check_stop_strings, engine_seeds
 from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_files, replica_folder, unlink_openmp_page
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import Completion, Prompt, RowLimits, end_token_ids, read_prompts, to_output
+from rl_core.data.generation_io import Completion, LengthLimits, Prompt, end_token_ids, read_prompts, to_output
 from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import ConfigError, DataError, RLCoreError, WeightSyncError
-from rl_core.interfaces.worker import Arrival, GenerationWorker
+from rl_core.interfaces.worker import GenerationRequest, GenerationWorker
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.weights.receiver import NO_VERSION
 from rl_core.weights.replicas import same_digests_on_every_replica
@@ -74,7 +74,7 @@ class VllmGenerationWorker(GenerationWorker):
         unlink_openmp_page()
         self._has_weights = load_format != "dummy"
         model = self._engine.config.model_config
-        self._limits = RowLimits(
+        self._limits = LengthLimits(
             vocab_size=model.get_vocab_size(), max_model_len=model.max_model_len, max_new_tokens=config.max_new_tokens
         )
         return {
@@ -103,8 +103,8 @@ class VllmGenerationWorker(GenerationWorker):
             raise
         return to_output([done[name] for name in names])
 
-    def exchange(
-        self, arrivals: Sequence[Arrival], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
+    def poll(
+        self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
         self._requests.cancel(cancelled)
         refused: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
@@ -251,7 +251,7 @@ class VllmGenerationWorker(GenerationWorker):
         check_stop_strings(prompts, reads_text=self._sampling.has_tokenizer)
         return prompts
 
-    def _start_request(self, arrival: Arrival) -> None:
+    def _start_request(self, arrival: GenerationRequest) -> None:
         if not self._running.is_paused:
             self.prepare_for_generation()
             self._check_weights()

@@ -39,7 +39,7 @@ def test_a_worker_that_raises_ends_the_wait_of_a_settled_call(trio):
 
 
 def test_a_rank_is_named_with_its_host_and_process(trio):
-    assert trio.who(2) == f"rank 2 (data=2) of 'trio', host {os.uname().nodename}, pid {trio.pids()[2]}"
+    assert trio.describe_rank(2) == f"rank 2 (data=2) of 'trio', host {os.uname().nodename}, pid {trio.pids()[2]}"
 
 
 def test_a_death_in_one_group_explains_the_failure_that_another_saw_first(cluster, trio, tmp_path, monkeypatch):
@@ -60,6 +60,6 @@ def test_a_group_in_this_process_answers_for_its_one_rank():
     with InProcessWorkerGroup(Worker, name="alone") as alone:
         assert alone.submit_some("add", {0: (1, 2)}).settle() == [3]
         assert alone.submit_one("add", 4).settle() == [4]
-        assert alone.who(0) == "rank 0 of 'alone', in this process"
+        assert alone.describe_rank(0) == "rank 0 of 'alone', in this process"
         with pytest.raises(UserError):
             alone.submit_some("add", {1: (1,)})

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
-from rl_train.data.concat import Joined
+from rl_train.data.concat import ConcatDataset
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.mixing import Mixture
 
@@ -25,8 +25,8 @@ def mixture_of(members) -> Mixture:
     )
 
 
-def rows_of(mixture: Mixture) -> Joined:
-    return Joined([[(name, row) for row in range(size)] for name, size in mixture.sizes.items()])
+def rows_of(mixture: Mixture) -> ConcatDataset:
+    return ConcatDataset([[(name, row) for row in range(size)] for name, size in mixture.sizes.items()])
 
 
 def loader_of(mixture: Mixture, **settings) -> BatchedDataLoader:

@@ -26,7 +26,7 @@ class TickingWorker:
         self.left = {}
         self.calls = self.ticks = 0
 
-    def exchange(self, arrivals, *, cancelled=(), wait_s=0.1):
+    def poll(self, arrivals, *, cancelled=(), wait_s=0.1):
         self.calls += 1
         for name in cancelled:
             self.left.pop(name, None)

@@ -8,7 +8,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import _by_prompt
 from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
+from rl_core.dispatch.rows import global_counts, pad_rows_to_multiple, select_columns
 from rl_core.errors import ConfigError, DataError, NonFiniteError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, LossFunction
 from rl_core.interfaces.worker import PolicyWorker, StepResult
@@ -108,13 +108,13 @@ def test_an_attention_mask_is_converted_to_lengths():
     data = BatchedDataDict(
         {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "other": [1, 2]}
     )
-    assert at_the_door(data, ("input_ids", "input_lengths"))["input_lengths"].tolist() == [2, 3]
+    assert select_columns(data, ("input_ids", "input_lengths"))["input_lengths"].tolist() == [2, 3]
     with pytest.raises(DataError, match="`token_mask`"):
-        at_the_door(data, ("input_ids", "token_mask"))
+        select_columns(data, ("input_ids", "token_mask"))
 
 
 def test_padding_rows_have_no_weight():
-    filled = with_filler_rows(rows(5), 4)
+    filled = pad_rows_to_multiple(rows(5), 4)
     assert filled.size == 8
     assert filled["sample_mask"].tolist() == [1.0] * 5 + [0.0] * 3
     assert [c.valid_toks for c in global_counts(filled, 4)] == [16.0, 4.0]

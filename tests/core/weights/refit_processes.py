@@ -84,7 +84,7 @@ class ProcessEngine(ProcessPolicy):
 
     restarts = 0
 
-    def revive(self, cause=None):
+    def restart_dead(self, cause=None):
         return False
 
     def update_weights_from_collective(self):

@@ -23,7 +23,7 @@ from tiny_refit_workers import (
 )
 
 from rl_core.errors import WeightSyncError
-from rl_core.weights.collective import CollectiveTransport, WeightCollective, call_off
+from rl_core.weights.collective import CollectiveTransport, WeightCollective, abort_rendezvous
 from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer, free_loopback_port
 
@@ -167,7 +167,7 @@ def test_a_rank_that_joins_after_an_abort_is_released_immediately():
     started = time.monotonic()
     with ThreadPoolExecutor(1) as beside:
         joining = beside.submit(ranks[0].join)
-        call_off(ip, port)
+        abort_rendezvous(ip, port)
         with pytest.raises(WeightSyncError, match="another rank died"):
             joining.result()
     with pytest.raises(WeightSyncError, match="another rank died"):

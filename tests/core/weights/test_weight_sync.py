@@ -28,7 +28,7 @@ from rl_core.errors import DeadlineExceededError, MissingCapabilityError, Weight
 from rl_core.weights.by_reference import ByReferenceTransport
 from rl_core.weights.collective import CollectiveTransport
 from rl_core.weights.disk import DiskTransport
-from rl_core.weights.refit_progress import RefitLedger
+from rl_core.weights.refit_progress import RefitProgress
 from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer, choose_transport
 
@@ -141,7 +141,7 @@ def test_weights_are_cast_to_the_engines_precision_and_verified_in_it():
 
 
 def test_a_tensor_with_an_unexpected_dtype_is_rejected():
-    ledger = RefitLedger({"a": ((2,), "float32")}, {"a": "bfloat16"})
+    ledger = RefitProgress({"a": ((2,), "float32")}, {"a": "bfloat16"})
     ledger.admit("one", 1, {"a": ((2,), "bfloat16")})
     ledger.admit("one", 1, {"a": ((2,), "float32")})
     with pytest.raises(WeightSyncError, match=r"'a' arrived as float16 \[2\]; the manifest says float32 \[2\]"):

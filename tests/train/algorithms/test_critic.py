@@ -5,8 +5,8 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import check_batch
-from rl_train.algorithms.critic import assign_credit, critic_rows
-from rl_train.algorithms.epochs import train_in_passes
+from rl_train.algorithms.critic import compute_gae_targets, critic_rows
+from rl_train.algorithms.epochs import train_epochs
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
 from rl_train.algorithms.ppo_config import GAEConfig
 
@@ -29,7 +29,7 @@ PLAIN = {"normalize_advantages": False}
 
 
 def test_gae_uses_the_next_sampled_token_and_puts_the_reward_on_the_last_token():
-    found = assign_credit(two_turns(), GAEConfig(lam=0.0, **PLAIN))
+    found = compute_gae_targets(two_turns(), GAEConfig(lam=0.0, **PLAIN))
     # Row 0: states 0.1, 0.2, 0.4, 0.5 (before tokens 1, 2, 4, 5); row 1: states 0.3, 0.6.
     assert found.advantages[0].tolist() == pytest.approx([0, 0.1, 0.2, 0, 0.1, 0.5, 0])
     assert found.advantages[1].tolist() == pytest.approx([0, 0, 0.3, -1.6, 0, 0, 0])
@@ -37,7 +37,7 @@ def test_gae_uses_the_next_sampled_token_and_puts_the_reward_on_the_last_token()
 
 def test_returns_are_aligned_with_the_positions_of_the_value_head():
     batch = two_turns()
-    found = assign_credit(batch, GAEConfig(lam=1.0, **PLAIN))
+    found = compute_gae_targets(batch, GAEConfig(lam=1.0, **PLAIN))
     assert found.returns[0].tolist() == pytest.approx([1, 1, 0, 1, 1, 0, 0])
     assert found.returns[1].tolist() == pytest.approx([0, -1, -1, 0, 0, 0, 0])
     batch["returns"] = found.returns
@@ -47,21 +47,21 @@ def test_returns_are_aligned_with_the_positions_of_the_value_head():
 
 
 def test_a_truncated_answer_ends_with_zero_or_a_bootstrapped_value():
-    assert assign_credit(two_turns(), GAEConfig(lam=1.0, gamma=0.5, **PLAIN)).advantages[1, 3] == pytest.approx(-1 - 0.6)
-    found = assign_credit(two_turns(), GAEConfig(lam=1.0, gamma=0.5, bootstrap_truncated=True, **PLAIN))
+    assert compute_gae_targets(two_turns(), GAEConfig(lam=1.0, gamma=0.5, **PLAIN)).advantages[1, 3] == pytest.approx(-1 - 0.6)
+    found = compute_gae_targets(two_turns(), GAEConfig(lam=1.0, gamma=0.5, bootstrap_truncated=True, **PLAIN))
     assert found.advantages[1, 3] == pytest.approx(-1 + 0.5 * 0.8 - 0.6)
     assert found.advantages[0, 5] == pytest.approx(1 - 0.5)
 
 
 def test_penalties_are_rewards_of_their_tokens():
     penalties = torch.tensor([[5.0, 0.1, 0.2, 5.0, 0.3, 0.4, 5.0], [0.0] * 7])
-    found = assign_credit(two_turns(token_penalties=penalties), GAEConfig(lam=1.0, **PLAIN))
+    found = compute_gae_targets(two_turns(token_penalties=penalties), GAEConfig(lam=1.0, **PLAIN))
     assert found.returns[0].tolist() == pytest.approx([0, 0.1, 0, 0.3, 0.6, 0, 0], abs=1e-7)
 
 
 def test_advantages_are_normalised_over_the_tokens_of_rows_that_are_trained():
     kept = torch.tensor([1.0, 0.0])
-    found = assign_credit(two_turns(sample_mask=kept), GAEConfig(lam=0.0))
+    found = compute_gae_targets(two_turns(sample_mask=kept), GAEConfig(lam=0.0))
     four = torch.tensor([0.1, 0.2, 0.1, 0.5], dtype=torch.float64)
     expected = (four - four.mean()) / four.std(correction=0)
     assert found.advantages[0, [1, 2, 4, 5]].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
@@ -71,13 +71,13 @@ def test_advantages_are_normalised_over_the_tokens_of_rows_that_are_trained():
 
 
 def test_critic_and_policy_can_use_different_lambdas():
-    apart = assign_credit(two_turns(), GAEConfig(lam=0.0, value_lam=1.0, **PLAIN))
-    assert torch.equal(apart.advantages, assign_credit(two_turns(), GAEConfig(lam=0.0, **PLAIN)).advantages)
-    assert torch.equal(apart.returns, assign_credit(two_turns(), GAEConfig(lam=1.0, **PLAIN)).returns)
+    apart = compute_gae_targets(two_turns(), GAEConfig(lam=0.0, value_lam=1.0, **PLAIN))
+    assert torch.equal(apart.advantages, compute_gae_targets(two_turns(), GAEConfig(lam=0.0, **PLAIN)).advantages)
+    assert torch.equal(apart.returns, compute_gae_targets(two_turns(), GAEConfig(lam=1.0, **PLAIN)).returns)
     # Four tokens and two: 1 - 1 / (1/2 n) is a half and nothing.
-    adaptive = assign_credit(two_turns(), GAEConfig(length_adaptive_alpha=0.5, **PLAIN)).advantages
-    assert torch.equal(adaptive[0], assign_credit(two_turns(), GAEConfig(lam=0.5, **PLAIN)).advantages[0])
-    assert torch.equal(adaptive[1], assign_credit(two_turns(), GAEConfig(lam=0.0, **PLAIN)).advantages[1])
+    adaptive = compute_gae_targets(two_turns(), GAEConfig(length_adaptive_alpha=0.5, **PLAIN)).advantages
+    assert torch.equal(adaptive[0], compute_gae_targets(two_turns(), GAEConfig(lam=0.5, **PLAIN)).advantages[0])
+    assert torch.equal(adaptive[1], compute_gae_targets(two_turns(), GAEConfig(lam=0.0, **PLAIN)).advantages[1])
 
 
 class Told:
@@ -110,7 +110,7 @@ class Told:
 def test_each_epoch_is_one_call_with_an_order_from_seed_and_step():
     rows = BatchedDataDict(input_ids=torch.arange(8).reshape(8, 1))
     one, again, other = Told(), Told(), Told()
-    found = train_in_passes(one, rows, ClippedPGLossFn(), passes=3, seed=(5, 2))
+    found = train_epochs(one, rows, ClippedPGLossFn(), passes=3, seed=(5, 2))
     assert one.calls == ["prepare", "train", "train", "train", "finish"]
     assert found == {
         "loss": 2.0,
@@ -123,7 +123,7 @@ def test_each_epoch_is_one_call_with_an_order_from_seed_and_step():
     }
     assert all(sorted(order) == list(range(8)) for order in one.orders)
     assert len({tuple(order) for order in one.orders}) == 3
-    train_in_passes(again, rows, ClippedPGLossFn(), passes=3, seed=(5, 2))
-    train_in_passes(other, rows, ClippedPGLossFn(), passes=3, seed=(5, 3))
+    train_epochs(again, rows, ClippedPGLossFn(), passes=3, seed=(5, 2))
+    train_epochs(other, rows, ClippedPGLossFn(), passes=3, seed=(5, 3))
     assert again.orders == one.orders
     assert not set(map(tuple, other.orders)) & set(map(tuple, one.orders))

@@ -10,7 +10,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.json_schema import json_schema
 from rl_train.config.reference import reference
-from rl_train.config.schema_index import catalogue
+from rl_train.config.schema_index import schema_index
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -18,7 +18,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def validator():
-    schema = json_schema(catalogue(Registry(discover())))
+    schema = json_schema(schema_index(Registry(discover())))
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
 
@@ -80,7 +80,7 @@ def test_keys_carry_their_docstrings(validator):
 
 
 def test_the_reference_page_is_current():
-    sections = catalogue(Registry(discover()), plugins=["core", "train", "hf", "megatron", "vllm", "envs"])
+    sections = schema_index(Registry(discover()), plugins=["core", "train", "hf", "megatron", "vllm", "envs"])
     page = (ROOT / "docs" / "config_reference.md").read_text()
     assert page == reference(sections, plugins="core,hf,megatron,vllm,envs"), "the page names the command that makes it"
 
@@ -89,7 +89,7 @@ def test_every_key_of_every_section_has_a_docstring():
     from rl_core.config.introspection import all_fields
     from rl_core.config.source_tree import dotted
 
-    sections = catalogue(Registry(discover()), plugins=["core", "train", "hf", "megatron", "vllm", "envs"])
+    sections = schema_index(Registry(discover()), plugins=["core", "train", "hf", "megatron", "vllm", "envs"])
     silent = {
         dotted(f.path) for part in sections.parts for f in all_fields(part.model, prefix=part.path) if not f.info.description
     }

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl_core.config.diagnostics import Problems
-from rl_core.config.source_tree import Place
+from rl_core.config.source_tree import SourceLocation
 from rl_train.config.yaml_reader import read_yaml
 
 SCALARS = """1 -3 0x1F 0b11 012 1_000 1:30 1.5 .5 1e-5 1E3 -2.5e+10 1e5 .inf -.inf .nan true no On off yes null ~ text
@@ -15,7 +15,7 @@ SCALARS = """1 -3 0x1F 0b11 012 1_000 1:30 1.5 .5 1e-5 1E3 -2.5e+10 1e5 .inf -.i
 
 def read(text):
     problems = Problems()
-    root = read_yaml(text, place=Place("c.yaml", 1, 1, "c.yaml"), problems=problems)
+    root = read_yaml(text, place=SourceLocation("c.yaml", 1, 1, "c.yaml"), problems=problems)
     return root, [str(problem) for problem in problems.found]
 
 

@@ -11,7 +11,7 @@ from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import collate_datums, conversation_datum
 from rl_train.rollouts.batches import TrainingBatches
-from rl_train.rollouts.mixed_source import SampledOrGiven
+from rl_train.rollouts.mixed_source import MixedRolloutSource
 from rl_train.rollouts.source import Rollouts, RolloutSource
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -46,7 +46,7 @@ def source(tokenizer):
         rows = [conversation_datum(sums[i], idx=i, tokenizer=tokenizer) for i in range(len(sums))]
         loader = BatchedDataLoader(rows, batch_size=4, seed=seed, drop_last=True, collate=collate_datums)
         given = TrainingBatches(loader, pad_token_id=tokenizer.pad_token_id)
-        return SampledOrGiven(Numbered(), given, sampled_fraction=fraction, seed=seed)
+        return MixedRolloutSource(Numbered(), given, sampled_fraction=fraction, seed=seed)
 
     return make
 

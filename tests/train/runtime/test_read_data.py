@@ -26,10 +26,10 @@ from rl_train.algorithms.sft_config import SFTConfig
 from rl_train.config.loader import load_config
 from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
 from rl_train.data.processors import conversation_datum
-from rl_train.runtime.build import Loaders
+from rl_train.runtime.build import DataLoaders
 from rl_train.runtime.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
 from rl_train.runtime.evaluate import plan_evaluation
-from rl_train.runtime.policy_and_engine import plan_pair
+from rl_train.runtime.policy_and_engine import plan_policy_and_engine
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
@@ -346,7 +346,7 @@ def test_an_evaluation_asks_what_a_split_holds_out_and_an_examination_what_it_le
     plan = plan_evaluation(path)
     assert plan.dataset_name == "mix of one, two"
     assert len(plan.prompts.dataset) == len(held_out.records)
-    asked = {question[0]["content"] for question in plan_pair(path, num_prompts=20).prompts.questions}
+    asked = {question[0]["content"] for question in plan_policy_and_engine(path, num_prompts=20).prompts.questions}
     assert asked <= {record["messages"][0]["content"] for record in train.records}
     assert len(asked) == 20
 
@@ -364,7 +364,7 @@ def test_the_fraction_of_unknown_tokens_is_a_metric_and_a_warning(
     )
     train, _ = read_data(data, registry)
     with caplog.at_level(logging.INFO, logger="rlcore"):
-        loaders = Loaders(run_of(data, global_batch_size=2), tokenizer, train=train, validation=None)
+        loaders = DataLoaders(run_of(data, global_batch_size=2), tokenizer, train=train, validation=None)
     assert loaders.unknown_tokens.fraction == pytest.approx(fraction)
     assert loaders.unknown_tokens.rows == 4
     levels = {record.levelname: record.getMessage() for record in caplog.records}

@@ -10,7 +10,7 @@ from rl_core.config.optimizer_steps import optimizer_steps
 from rl_core.errors import ConfigError
 from rl_train.config.loader import load_config
 from rl_train.runtime.launch import train
-from rl_train.runtime.policy_and_engine import plan_pair
+from rl_train.runtime.policy_and_engine import plan_policy_and_engine
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "addition" / "model"
@@ -138,7 +138,7 @@ def test_a_schedule_with_its_own_length_keeps_it_in_a_longer_run(config_of, caps
 
 
 def test_models_that_are_only_examined_need_no_length_either(config_of):
-    with plan_pair(config_of(RUNS["grpo"]), num_prompts=2).started() as pair:
+    with plan_policy_and_engine(config_of(RUNS["grpo"]), num_prompts=2).started() as pair:
         assert pair.policy.weight_version == pair.generation.weight_version == 0
 
 

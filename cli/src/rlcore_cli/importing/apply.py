@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from rl_core.config.diagnostics import Problems, listed, show
 from rl_core.config.introspection import NOTHING
-from rl_core.config.source_tree import Path, Place, Written, dotted
+from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.errors import ConfigError
 from rl_train.config.interpolation import escape, resolve
 from rl_train.config.sources import read_sources
@@ -58,7 +58,7 @@ class Line:
 
     key: str
     value: Any
-    location: Place | None
+    location: SourceLocation | None
     decision: Decision
     targets: tuple[str, ...] = ()
 
@@ -137,7 +137,7 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
     return Imported(values=_in_order(_tree(ours)), lines=tuple(lines), added=added)
 
 
-def _resolved(written: Written, problems: Problems) -> dict[str, Any]:
+def _resolved(written: Node, problems: Problems) -> dict[str, Any]:
     """The plain values. `???` and `${oc.env:...}` are kept for the user to fill in."""
     written = _with_environment_held(written)
     missing = [path for path, leaf in written.leaves() if leaf.value == MISSING]
@@ -159,7 +159,7 @@ def _resolved(written: Written, problems: Problems) -> dict[str, Any]:
     return released
 
 
-def _with_environment_held(written: Written) -> Written:
+def _with_environment_held(written: Node) -> Node:
     """The tree with `${oc.env:...}` hidden from the resolver, except as an argument of another interpolation.
 
     The variable may be unset on this machine, and its value (a secret, a local folder) must not be written to the new config.
@@ -188,7 +188,7 @@ def _with_environment_released(value: Any) -> Any:
     return _HELD.sub(r"${oc.env:\1}", value) if isinstance(value, str) else value
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(item, (*path, key))
@@ -199,7 +199,7 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _line(path: Path, value: Any, written: Written, table: Table, foreign: ForeignConfig) -> Line:
+def _line(path: KeyPath, value: Any, written: Node, table: Table, foreign: ForeignConfig) -> Line:
     key = dotted(path)
     decision = _decide(key, value, table, foreign)
     location = written.nearest(path).key_place

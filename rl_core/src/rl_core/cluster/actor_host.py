@@ -17,8 +17,7 @@ import psutil
 import ray
 from ray import cloudpickle
 
-from rl_core.cluster import orphan_reaper
-from rl_core.cluster import stacks
+from rl_core.cluster import orphan_reaper, stacks
 from rl_core.cluster.ports import free_port
 from rl_core.errors import RLCoreError
 from rl_core.interfaces.worker_context import WorkerContext, construct
@@ -72,7 +71,7 @@ class ActorHost:
         self._label = label
         self._worker: Any = None
         self._stack_file = stacks.install()
-        self._guard = orphan_reaper.start_guard(MARKER, os.environ[MARKER])
+        self._guard = orphan_reaper.start_reaper(MARKER, os.environ[MARKER])
 
     def __repr__(self) -> str:
         return self._label

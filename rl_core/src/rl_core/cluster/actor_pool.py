@@ -26,13 +26,13 @@ from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.ray_calls import collect
 from rl_core.cluster.ray_runtime import RayLease
 from rl_core.cluster.remote_actor import (
-    Flight,
+    ActorCall,
     RemoteActor,
     is_wrapped,
-    land,
     own_options,
     pack_worker,
     plain_class,
+    resolve,
     wait_gone,
 )
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -87,7 +87,7 @@ class _Slot:
     """One place of the pool: its actor, and what that is doing (None: nothing)."""
 
     actor: RemoteActor
-    flight: Flight
+    flight: ActorCall
     call: int | None
     until: float
 
@@ -240,7 +240,7 @@ class ActorPool(Pool):
     def _landed(self, index: int, job: _Job) -> None:
         slot = self._slots[index]
         call, slot.call = slot.call, None
-        landing = land(slot.flight)
+        landing = resolve(slot.flight)
         if isinstance(landing.error, WorkerDiedError):
             self._replace(index, call, landing.error, job)
         elif landing.error is not None:

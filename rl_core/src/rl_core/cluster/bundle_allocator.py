@@ -11,12 +11,12 @@ from typing import Any
 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.remote_actor import Flight, RemoteActor, wait_gone
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, wait_gone
 from rl_core.cluster.virtual_cluster import Bundle, RayVirtualCluster
 from rl_core.errors import ResourceInsufficientError
 
 
-class Places:
+class BundleAllocator:
     """Bundles by rank: rank i has `per_worker` of them, side by side, from `i * per_worker` on.
 
     Args:
@@ -49,7 +49,7 @@ class Places:
         """The bundle that the rank's process is in."""
         return self._all(rank)[0]
 
-    def hold(self, rank: int, *, share: Mapping[str, float], runtime_env: Mapping[str, Any], name: str) -> list[Flight]:
+    def hold(self, rank: int, *, share: Mapping[str, float], runtime_env: Mapping[str, Any], name: str) -> list[ActorCall]:
         """Begin to hold the rank's other GPUs, where it has any and nobody holds them yet."""
         if self._per_worker == 1 or not self._cluster.use_gpus or rank in self._holders:
             return []

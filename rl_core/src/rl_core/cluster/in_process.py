@@ -103,7 +103,7 @@ class InProcessWorkerGroup(WorkerGroup):
     def pids(self) -> list[int]:
         return [os.getpid()]
 
-    def who(self, rank: int) -> str:
+    def describe_rank(self, rank: int) -> str:
         self._sharding.get_worker_coords(rank)
         return f"rank {rank} of '{self._name}', in this process"
 

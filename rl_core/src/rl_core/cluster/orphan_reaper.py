@@ -20,7 +20,7 @@ _POLL_S = 0.3
 _TRACKER_S = 3.0
 
 
-def start_guard(variable: str, value: str, *, folder: str | None = None) -> subprocess.Popen[bytes]:
+def start_reaper(variable: str, value: str, *, folder: str | None = None) -> subprocess.Popen[bytes]:
     """Starts a guard of this process.
 
     Args:

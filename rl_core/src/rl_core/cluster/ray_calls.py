@@ -11,7 +11,7 @@ import ray
 
 from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines, exceeded
-from rl_core.cluster.remote_actor import Flight, land
+from rl_core.cluster.remote_actor import ActorCall, resolve
 from rl_core.cluster.worker_group import PendingCall, root_cause
 from rl_core.errors import WorkerDiedError, WorkerError
 
@@ -32,7 +32,7 @@ class PendingRayCall(PendingCall):
 
     def __init__(
         self,
-        flights: Sequence[Flight],
+        flights: Sequence[ActorCall],
         *,
         deadline_s: float,
         deadlines: Deadlines,
@@ -82,7 +82,7 @@ class PendingRayCall(PendingCall):
             ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=0)
         for ref in ready:
             index = self._open.pop(ref)
-            landing = land(self._flights[index])
+            landing = resolve(self._flights[index])
             if landing.error is None:
                 self._values[index] = landing.value
             else:
@@ -112,7 +112,7 @@ class PendingRayCall(PendingCall):
         return exceeded(round(seconds, 1), reports, answered)
 
 
-def collect(flights: Sequence[Flight], *, deadline_s: float, deadlines: Deadlines) -> list[Any]:
+def collect(flights: Sequence[ActorCall], *, deadline_s: float, deadlines: Deadlines) -> list[Any]:
     """The values, in order; errors as `PendingCall.result`."""
     values: list[Any] = PendingRayCall(flights, deadline_s=deadline_s, deadlines=deadlines).result()
     return values

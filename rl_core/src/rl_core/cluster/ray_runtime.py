@@ -19,8 +19,7 @@ import psutil
 import ray
 from ray._private import ray_constants, services
 
-from rl_core.cluster import daemons
-from rl_core.cluster import orphan_reaper
+from rl_core.cluster import daemons, orphan_reaper
 from rl_core.rendezvous import loopback
 
 MARKER = "RLCORE_RAY"
@@ -92,7 +91,7 @@ class _Runtime:
             return
         # Readable by this user alone. Ray opens the folder that it is given to everybody, so it is given one inside.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="rlcore-ray-"))
-        self._guard = orphan_reaper.start_guard(MARKER, str(self._temp_dir), folder=str(self._temp_dir))
+        self._guard = orphan_reaper.start_reaper(MARKER, str(self._temp_dir), folder=str(self._temp_dir))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray's daemons inherit the mark, their workers from them; the driver's own later children must not.
         with _variables(**{MARKER: str(self._temp_dir)}), _on_loopback(), _daemons_in_own_session():

@@ -11,11 +11,11 @@ from typing import Any
 import ray
 
 from rl_core.cluster import daemons
-from rl_core.cluster.bundle_allocator import Places, strategy_of
+from rl_core.cluster.bundle_allocator import BundleAllocator, strategy_of
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.ray_calls import PendingRayCall, collect
-from rl_core.cluster.remote_actor import Flight, RemoteActor, own_options, pack_worker, wait_gone
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, own_options, pack_worker, wait_gone
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_per_rank, check_shards
@@ -80,7 +80,7 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         self._cluster = cluster
         self._sharding = _grid(cluster.world_size() // bundles_per_worker, sharding, num_workers)
-        self._places = Places(cluster, per_worker=bundles_per_worker, num_workers=self._sharding.size)
+        self._places = BundleAllocator(cluster, per_worker=bundles_per_worker, num_workers=self._sharding.size)
         self._class = worker_class
         self._name = name or getattr(worker_class, "__name__", None) or type(worker_class).__name__
         self._deadlines = deadlines or Deadlines()
@@ -166,7 +166,7 @@ class RayWorkerGroup(WorkerGroup):
             flights.append(actor.call(method, shared, shard, keep_result=rank in leaders))
         return self._pending(flights, deadline_s, shape=lambda values: [values[rank] for rank in leaders])
 
-    def who(self, rank: int) -> str:
+    def describe_rank(self, rank: int) -> str:
         return f"{self._actors[rank].label}, {self._actors[rank].where()}"
 
     def workers_alive(self) -> list[bool]:
@@ -301,7 +301,7 @@ class RayWorkerGroup(WorkerGroup):
                 self.restart(rank)
 
     def _pending(
-        self, flights: Sequence[Flight], deadline_s: float | None, shape: Callable[[list[Any]], Any] = list
+        self, flights: Sequence[ActorCall], deadline_s: float | None, shape: Callable[[list[Any]], Any] = list
     ) -> PendingCall:
         return PendingRayCall(
             flights,
@@ -310,7 +310,7 @@ class RayWorkerGroup(WorkerGroup):
             shape=shape,
         )
 
-    def _collect_start(self, flights: Sequence[Flight]) -> list[Any]:
+    def _collect_start(self, flights: Sequence[ActorCall]) -> list[Any]:
         return collect(flights, deadline_s=self._deadlines.start_s, deadlines=self._deadlines)
 
     @staticmethod

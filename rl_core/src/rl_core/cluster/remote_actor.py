@@ -15,8 +15,7 @@ import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_core.cluster import daemons, stacks
-from rl_core.cluster import orphan_reaper
+from rl_core.cluster import daemons, orphan_reaper, stacks
 from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
 from rl_core.cluster.deadlines import Unanswered
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
@@ -110,33 +109,33 @@ class RemoteActor:
     def identity(self) -> Identity | None:
         """Which process it is; None until that has started."""
         if self._identity is None and ray.wait([self._identity_ref], timeout=0)[0]:
-            self._identity = land(self.started()).value
+            self._identity = resolve(self.started()).value
         return self._identity
 
-    def started(self) -> Flight:
+    def started(self) -> ActorCall:
         """The wait for its process."""
-        return Flight(self, "start", self._identity_ref)
+        return ActorCall(self, "start", self._identity_ref)
 
-    def find_port(self) -> Flight:
+    def find_port(self) -> ActorCall:
         """Asks for a port that is free on its node."""
-        return Flight(self, "find a port", self._handle.find_port.remote())
+        return ActorCall(self, "find a port", self._handle.find_port.remote())
 
-    def build(self, packed: Any, context: WorkerContext, env: Mapping[str, str]) -> Flight:
+    def build(self, packed: Any, context: WorkerContext, env: Mapping[str, str]) -> ActorCall:
         """Makes the worker from `pack_worker`'s reference."""
-        return Flight(self, "__init__()", self._handle.build.remote(packed, context, dict(env)))
+        return ActorCall(self, "__init__()", self._handle.build.remote(packed, context, dict(env)))
 
-    def call(self, method: str, arguments: Any, *leading: Any, keep_result: bool = True) -> Flight:
+    def call(self, method: str, arguments: Any, *leading: Any, keep_result: bool = True) -> ActorCall:
         """Starts a method; `arguments` is (args, kwargs) or a reference to it, `leading` may be references too.
 
         Without `keep_result` its result is dropped where it was made and None arrives.
         """
         daemons.raise_if_dead()
         remote = self._handle.call.options(name=f"{method} [{self.label}]")
-        return Flight(self, f"{method}()", remote.remote(method, arguments, keep_result, *leading))
+        return ActorCall(self, f"{method}()", remote.remote(method, arguments, keep_result, *leading))
 
-    def close(self) -> Flight:
+    def close(self) -> ActorCall:
         """Starts the worker's own `shutdown`."""
-        return Flight(self, "shutdown()", self._handle.close.remote())
+        return ActorCall(self, "shutdown()", self._handle.close.remote())
 
     def kill(self) -> None:
         """Ends the process at once, and what it started."""
@@ -207,7 +206,7 @@ def wait_gone(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
         orphan_reaper.sweep(MARKER, *(actor.marker for actor in here))
 
 
-class Flight:
+class ActorCall:
     """One call under way on one actor.
 
     Attributes:
@@ -222,7 +221,7 @@ class Flight:
         self.ref = ref
         self.started = time.monotonic()
 
-    def land(self) -> Any:
+    def resolve(self) -> Any:
         """The result of a call that is done.
 
         Raises:
@@ -272,19 +271,19 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class _Landing:
+class _Outcome:
     """A flight that ended: its value, or what it raised."""
 
     value: Any = None
     error: WorkerError | None = None
 
 
-def land(flight: Flight) -> _Landing:
-    """Like `Flight.land`, but the error is kept instead of raised."""
+def resolve(flight: ActorCall) -> _Outcome:
+    """Like `ActorCall.resolve`, but the error is kept instead of raised."""
     try:
-        return _Landing(value=flight.land())
+        return _Outcome(value=flight.resolve())
     except WorkerError as error:
-        return _Landing(error=error)
+        return _Outcome(error=error)
 
 
 def _worker_error(headline: str, failure: Failure) -> WorkerError:

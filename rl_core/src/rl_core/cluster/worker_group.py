@@ -151,7 +151,7 @@ class WorkerGroup(ABC):
         """The process id of each rank, on its own host."""
 
     @abstractmethod
-    def who(self, rank: int) -> str:
+    def describe_rank(self, rank: int) -> str:
         """How errors name that rank: its coordinates and group, its host and process."""
 
     @abstractmethod

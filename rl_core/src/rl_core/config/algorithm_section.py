@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.runtime_needs import RuntimeNeeds
 from rl_core.config.section import Section
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
     from rl_core.config.schema import RunConfig
@@ -79,7 +79,7 @@ class AlgorithmConfig(Section):
         records = self.runtime_needs.records
         return records is not None and records.pairs
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         """Settings of other sections that the algorithm does not support: each conflicting key, and the reason."""
         yield from ()
 

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from rl_core.config.secrets import Secrets
-from rl_core.config.source_tree import Path, Place, dotted
+from rl_core.config.source_tree import KeyPath, SourceLocation, dotted
 from rl_core.errors import ConfigError
 
 _LONGEST_VALUE = 60
@@ -28,8 +28,8 @@ class Problem:
         message: What is wrong, without location and key, and what to do.
     """
 
-    place: Place | None
-    path: Path = ()
+    place: SourceLocation | None
+    path: KeyPath = ()
     message: str
 
     def __str__(self) -> str:
@@ -63,22 +63,22 @@ class Problems:
     """
 
     found: list[Problem] = field(default_factory=list)
-    poisoned: set[Path] = field(default_factory=set)
+    poisoned: set[KeyPath] = field(default_factory=set)
     is_partial: bool = False
     secrets: Secrets = field(default_factory=Secrets)
 
-    def add(self, message: str, *, place: Place | None, path: Path = ()) -> None:
+    def add(self, message: str, *, place: SourceLocation | None, path: KeyPath = ()) -> None:
         """Adds a problem."""
         problem = Problem(place=place, path=path, message=self.secrets.redact(message))
         if problem not in self.found:
             self.found.append(problem)
 
-    def poison(self, message: str, *, place: Place | None, path: Path) -> None:
+    def mark_invalid(self, message: str, *, place: SourceLocation | None, path: KeyPath) -> None:
         """Adds a problem, and marks its value as invalid so that it is not checked again."""
         self.add(message, place=place, path=path)
         self.poisoned.add(path)
 
-    def is_poisoned(self, path: Path) -> bool:
+    def is_invalid(self, path: KeyPath) -> bool:
         """Whether this value, or one that contains it, is already known to be invalid."""
         return any(path[:length] in self.poisoned for length in range(len(path) + 1))
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from rl_core.config.diagnostics import show
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 
 Model = type[BaseModel]
 
@@ -36,7 +36,7 @@ class Field:
         default: Its default as plain data; `NOTHING` if it is required.
     """
 
-    path: Path
+    path: KeyPath
     owner: Model
     name: str
     info: FieldInfo
@@ -59,7 +59,7 @@ class Field:
         return "anything" if self.is_free else describe(self.info)
 
 
-def find_field(model: Model, path: Path, *, prefix: Path = ()) -> Field | None:
+def find_field(model: Model, path: KeyPath, *, prefix: KeyPath = ()) -> Field | None:
     """The field at a path within a model, or None if the model has no such key.
 
     Args:
@@ -87,7 +87,7 @@ def find_field(model: Model, path: Path, *, prefix: Path = ()) -> Field | None:
     return None
 
 
-def all_fields(model: Model, *, prefix: Path = (), depth: int = 8) -> Iterator[Field]:
+def all_fields(model: Model, *, prefix: KeyPath = (), depth: int = 8) -> Iterator[Field]:
     """Every field of a model and of the sections within it, in the order of declaration."""
     for name, info in model.model_fields.items():
         path = (*prefix, name)
@@ -139,7 +139,7 @@ def choices(annotation: Any) -> list[Any]:
     return found
 
 
-def inner_annotation(annotation: Any, path: Path) -> Any:
+def inner_annotation(annotation: Any, path: KeyPath) -> Any:
     """The type of the items of a list or of the values of a mapping, with one level per component of the path."""
     for part in path:
         inner = Any

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from rl_core.config.source_tree import Place
+from rl_core.config.source_tree import SourceLocation
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ NAME_OR_PATH = PathRule(must_exist=False)
 """The name of something (a model of a hub, a packaged template), or the path of a file or folder."""
 
 
-def locate(text: str, *, place: Place | None) -> str | None:
+def locate(text: str, *, place: SourceLocation | None) -> str | None:
     """The absolute path that a text refers to, or None if it does not exist.
 
     Args:
@@ -44,7 +44,7 @@ def locate(text: str, *, place: Place | None) -> str | None:
     return None
 
 
-def folders(place: Place | None) -> list[str]:
+def folders(place: SourceLocation | None) -> list[str]:
     """The folders searched for relative paths, in order: the working directory and the folder of the file."""
     here = os.getcwd()
     if place is None or place.file is None:

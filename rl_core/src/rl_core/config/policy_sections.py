@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_core.config.paths import NAME_OR_PATH
 from rl_core.config.section import ComponentSection, Section
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.plugins.component import is_path
 
@@ -152,15 +152,15 @@ class GenerationConfig(ComponentSection):
             )
         return self
 
-    def sampling_filters(self) -> dict[Path, Any]:
+    def sampling_filters(self) -> dict[KeyPath, Any]:
         """Keys of this section that restrict sampling to some of the tokens, each with the value that disables it.
 
         They do not change the most likely token or its probability under the whole distribution.
         """
-        neutral: dict[Path, Any] = {("top_p",): 1.0, ("top_k",): None}
+        neutral: dict[KeyPath, Any] = {("top_p",): 1.0, ("top_k",): None}
         return {key: value for key, value in neutral.items() if getattr(self, str(key[0])) != value}
 
-    def logit_changes(self) -> dict[Path, Any]:
+    def logit_changes(self) -> dict[KeyPath, Any]:
         """Keys of this section that change logits other than by the temperature, each with the value that disables it.
 
         A backend with such keys (a repetition penalty, a logit bias) returns those that are set. No policy scores tokens under
@@ -214,7 +214,7 @@ class PolicyConfig(ComponentSection):
     python: Annotated[str | None, NAME_OR_PATH] = None
     """Python interpreter of another environment to run the workers with."""
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         """Settings of the run that the backend cannot support: each conflicting key of this section, and the reason.
 
         Called for the policy, the value model and the teacher alike; `run.policy is self` tells which model this is.

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from rl_core.config.diagnostics import Problems
 from rl_core.config.introspection import all_fields
-from rl_core.config.source_tree import Path, Place, written_from
+from rl_core.config.source_tree import KeyPath, SourceLocation, written_from
 from rl_core.config.validation import Validator
 from rl_core.errors import ConfigError
 
@@ -29,15 +29,15 @@ def section_of_values(model: type[ModelT], values: Mapping[str, Any], *, name: s
         ConfigError: A key is unknown or a value is not allowed. Lists all errors, one per line, each with what is allowed and a
             suggestion.
     """
-    path: Path = tuple(name.split(".")) if name else ()
+    path: KeyPath = tuple(name.split(".")) if name else ()
     problems = Problems()
 
-    def ending_in(key: str) -> list[Path]:
+    def ending_in(key: str) -> list[KeyPath]:
         return [field.path for field in all_fields(model, prefix=path) if field.name.casefold() == key.casefold()]
 
     plain = {key: value for key, value in values.items() if not isinstance(value, BaseModel)}
     validator = Validator(
-        written=written_from(plain, place=Place(source=who or "")), problems=problems, find_elsewhere=ending_in
+        written=written_from(plain, place=SourceLocation(source=who or "")), problems=problems, find_elsewhere=ending_in
     )
     instance = validator.validate(model, values, path=path)
     if instance is None:
@@ -48,6 +48,6 @@ def section_of_values(model: type[ModelT], values: Mapping[str, Any], *, name: s
     return instance
 
 
-def _text(path: Path, message: str) -> str:
+def _text(path: KeyPath, message: str) -> str:
     key = ".".join(map(str, path))
     return f"{key}: {message}" if key else message

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = frozenset(
@@ -48,10 +48,10 @@ class Secrets:
     """
 
     values: dict[str, str] = field(default_factory=dict)
-    paths: set[Path] = field(default_factory=set)
+    paths: set[KeyPath] = field(default_factory=set)
 
     @contextmanager
-    def watching(self, path: Path) -> Iterator[None]:
+    def watching(self, path: KeyPath) -> Iterator[None]:
         """Records what the resolution of the value at `path` reads from the environment."""
         from omegaconf import OmegaConf
         from omegaconf.resolvers import oc
@@ -68,7 +68,7 @@ class Secrets:
         finally:
             OmegaConf.register_resolver("oc.env", oc.env, replace=True)
 
-    def redacted(self, resolved: Mapping[str, Any], through: Mapping[Path, str]) -> dict[str, Any]:
+    def redacted(self, resolved: Mapping[str, Any], through: Mapping[KeyPath, str]) -> dict[str, Any]:
         """A copy of a resolved config without secrets.
 
         Args:
@@ -86,12 +86,12 @@ class Secrets:
                 text = text.replace(secret, self.values[secret]).replace(secret[:_CUT], self.values[secret])
         return text
 
-    def _take_in(self, name: str, value: Any, path: Path) -> None:
+    def _take_in(self, name: str, value: Any, path: KeyPath) -> None:
         if isinstance(value, str) and value and _is_secret(name, value, path):
             self.values[value] = f"${{oc.env:{name}}}"
             self.paths.add(path)
 
-    def _redacted(self, value: Any, path: Path, through: Mapping[Path, str]) -> Any:
+    def _redacted(self, value: Any, path: KeyPath, through: Mapping[KeyPath, str]) -> Any:
         if path in self.paths and path in through and not isinstance(value, dict | list):
             return Unresolved(through[path])
         match value:
@@ -123,7 +123,7 @@ def escaped(text: str) -> str:
     return text if isinstance(text, Unresolved) else text.replace("${", "\\${")
 
 
-def _is_secret(name: str, value: str, path: Path) -> bool:
+def _is_secret(name: str, value: str, path: KeyPath) -> bool:
     named = _words(name) | (_words(str(path[-1])) if path else frozenset())
     if _is_number(value):
         named -= _COUNTED

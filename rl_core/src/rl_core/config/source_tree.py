@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """The key of a value: keys of mappings and indices of lists, from the root."""
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """A key as errors print it and overrides take it: `policy.generation.stop_strings.0`."""
     return ".".join(str(part) for part in path)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLocation:
     """A source location.
 
     Attributes:
@@ -38,11 +38,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A value with its source location; containers contain `Written` again.
+class Node:
+    """A value with its source location; containers contain `Node` again.
 
     Attributes:
-        value: A scalar, a dict of `Written` by key, or a list of `Written`.
+        value: A scalar, a dict of `Node` by key, or a list of `Node`.
         place: The location of the value.
         key_place: The location of its key; that of the value in lists and at the root.
         text: A scalar as it was typed, without quotes; None for containers.
@@ -50,28 +50,28 @@ class Written:
     """
 
     value: Any
-    place: Place
-    key_place: Place
+    place: SourceLocation
+    key_place: SourceLocation
     text: str | None = None
     replaces: bool = False
 
-    def child(self, part: str | int) -> Written | None:
+    def child(self, part: str | int) -> Node | None:
         """The value under a key or at an index of a list, or None."""
-        found: Written | None = None
+        found: Node | None = None
         if isinstance(self.value, dict):
             found = self.value.get(part)
         elif isinstance(self.value, list) and isinstance(part, int) and 0 <= part < len(self.value):
             found = self.value[part]
         return found
 
-    def at(self, path: Path) -> Written | None:
+    def at(self, path: KeyPath) -> Node | None:
         """The value at a path, or None if nothing is written there."""
-        found: Written | None = self
+        found: Node | None = self
         for part in path:
             found = None if found is None else found.child(part)
         return found
 
-    def nearest(self, path: Path) -> Written:
+    def nearest(self, path: KeyPath) -> Node:
         """The value at a path, or the innermost value on the way to it."""
         found = self
         for part in path:
@@ -89,7 +89,7 @@ class Written:
             return [item.plain() for item in self.value]
         return self.value
 
-    def leaves(self, path: Path = ()) -> Iterator[tuple[Path, Written]]:
+    def leaves(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
         """Every scalar and empty container with its path."""
         if isinstance(self.value, dict) and self.value:
             for key, item in self.value.items():
@@ -101,21 +101,21 @@ class Written:
             yield path, self
 
 
-def merge(base: Written, over: Written) -> Written:
+def merge(base: Node, over: Node) -> Node:
     """The inherited value overlaid with the inheriting one: mappings merge key by key, everything else is replaced."""
     if over.replaces or not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
-    merged: dict[str, Written] = dict(base.value)
+    merged: dict[str, Node] = dict(base.value)
     for key, item in over.value.items():
         merged[key] = merge(merged[key], item) if key in merged else item
-    return Written(merged, place=over.place, key_place=over.key_place)
+    return Node(merged, place=over.place, key_place=over.key_place)
 
 
-def written_from(value: Any, *, place: Place) -> Written:
+def written_from(value: Any, *, place: SourceLocation) -> Node:
     """Plain values, all with the same source location."""
     if isinstance(value, Mapping):
         inner: Any = {key: written_from(item, place=place) for key, item in value.items()}
-        return Written(inner, place=place, key_place=place)
+        return Node(inner, place=place, key_place=place)
     if isinstance(value, list):
-        return Written([written_from(item, place=place) for item in value], place=place, key_place=place)
-    return Written(value, place=place, key_place=place)
+        return Node([written_from(item, place=place) for item in value], place=place, key_place=place)
+    return Node(value, place=place, key_place=place)

@@ -20,7 +20,7 @@ from rl_core.config.introspection import (
     find_field,
     inner_annotation,
 )
-from rl_core.config.source_tree import Path, Written, dotted
+from rl_core.config.source_tree import KeyPath, Node, dotted
 
 _MOST_KEYS_LISTED = 30
 _WRONG_VALUE = {
@@ -50,11 +50,11 @@ class Validator:
         find_elsewhere: The full keys of all sections that end in a name, for suggestions.
     """
 
-    written: Written
+    written: Node
     problems: Problems
-    find_elsewhere: Callable[[str], list[Path]]
+    find_elsewhere: Callable[[str], list[KeyPath]]
 
-    def validate(self, model: Model, values: Mapping[str, Any], *, path: Path) -> BaseModel | None:
+    def validate(self, model: Model, values: Mapping[str, Any], *, path: KeyPath) -> BaseModel | None:
         """The section as its model, or None if something is wrong with it.
 
         Args:
@@ -80,7 +80,7 @@ class Validator:
             return None
         return instance if len(self.problems.found) == before else None
 
-    def _refuse_accidental_numbers(self, model: Model, values: Mapping[str, Any], *, path: Path) -> None:
+    def _refuse_accidental_numbers(self, model: Model, values: Mapping[str, Any], *, path: KeyPath) -> None:
         """Reports values that pydantic would accept as numbers: true and false as 1 and 0, and NaN in a free mapping."""
         for leaf, value in _scalars(values):
             where = (*path, *leaf)
@@ -90,15 +90,15 @@ class Validator:
                     self._wrong_value(field, where, value)
                     self.problems.poisoned.add(where)
             elif math.isnan(value) and (field is None or field.is_free):
-                self.problems.poison("must be a number; found .nan.", place=self.written.nearest(where).place, path=where)
+                self.problems.mark_invalid("must be a number; found .nan.", place=self.written.nearest(where).place, path=where)
 
-    def _report(self, detail: ErrorDetails, *, model: Model, values: Any, path: Path) -> None:
+    def _report(self, detail: ErrorDetails, *, model: Model, values: Any, path: KeyPath) -> None:
         inner, found = _walk(values, detail["loc"])
         where = (*path, *inner)
         kind = detail["type"]
         if kind in ("missing", "extra_forbidden"):
             where = (*where, str(detail["loc"][-1])) if kind == "missing" else where
-        if self.problems.is_poisoned(where):
+        if self.problems.is_invalid(where):
             return
         field = find_field(model, where[len(path) :], prefix=path)
         if kind == "missing":
@@ -114,7 +114,7 @@ class Validator:
             message = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, found {show(found)}."
             self.problems.add(message, place=self.written.nearest(where).place, path=where)
 
-    def _missing(self, field: Field | None, path: Path) -> None:
+    def _missing(self, field: Field | None, path: KeyPath) -> None:
         purpose = ""
         if field is not None:
             # The first sentence: a docstring's line ends where it was wrapped.
@@ -123,7 +123,7 @@ class Validator:
         self.problems.add(f"must be set{purpose}.", place=self.written.nearest(path[:-1]).key_place, path=path)
 
     def _wrong_value(
-        self, field: Field | None, path: Path, found: Any, *, model: Model | None = None, section: Path = ()
+        self, field: Field | None, path: KeyPath, found: Any, *, model: Model | None = None, section: KeyPath = ()
     ) -> None:
         if field is None or field.is_free:
             allowed, options = self._allowed_within(model, path[len(section) :])
@@ -137,7 +137,7 @@ class Validator:
         self.problems.add(f"must be {allowed}; found {show(found)}.{hint}", place=self.written.nearest(path).place, path=path)
 
     @staticmethod
-    def _allowed_within(model: Model | None, path: Path) -> tuple[str, list[Any]]:
+    def _allowed_within(model: Model | None, path: KeyPath) -> tuple[str, list[Any]]:
         """What an item of a list, or a value of a mapping, may be."""
         for length in range(len(path) - 1, 0, -1):
             outer = find_field(model, path[:length]) if model is not None else None
@@ -146,7 +146,7 @@ class Validator:
                 return describe_type(annotation), choices(annotation)
         return "something else", []
 
-    def _unknown_key(self, model: Model, path: Path, *, section: Path, values: Any) -> None:
+    def _unknown_key(self, model: Model, path: KeyPath, *, section: KeyPath, values: Any) -> None:
         name = str(path[-1])
         here = path[:-1]
         written = self.written.nearest(path)
@@ -165,7 +165,7 @@ class Validator:
             path=path,
         )
 
-    def _suggestion(self, name: str, keys: list[str], here: Path) -> str:
+    def _suggestion(self, name: str, keys: list[str], here: KeyPath) -> str:
         if "." in name:
             return " A dotted key is for overrides: write its parts below each other."
         meant = nearest(name, keys)
@@ -197,7 +197,7 @@ def _reason(detail: ErrorDetails) -> str:
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
-def _walk(values: Any, loc: tuple[int | str, ...]) -> tuple[Path, Any]:
+def _walk(values: Any, loc: tuple[int | str, ...]) -> tuple[KeyPath, Any]:
     """The path of an error within the values, and the value there; names of union alternatives in `loc` are skipped."""
     path: list[int | str] = []
     for part in loc:
@@ -208,7 +208,7 @@ def _walk(values: Any, loc: tuple[int | str, ...]) -> tuple[Path, Any]:
     return tuple(path), values
 
 
-def _scalars(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _scalars(values: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(values, dict):
         for key, value in values.items():
             yield from _scalars(value, (*path, key))

@@ -22,7 +22,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolForm:
+class ToolFormat:
     """How a template takes messages that call tools.
 
     Attributes:
@@ -44,7 +44,7 @@ class ToolForm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class ToolUsage:
     """What of tools a conversation has, and a template therefore must be able to say.
 
     Attributes:
@@ -58,7 +58,7 @@ class Said:
     results: bool
 
 
-FORMS = tuple(ToolForm(arguments_as_text=text, empty_content=empty) for text in (False, True) for empty in ("", None))
+FORMS = tuple(ToolFormat(arguments_as_text=text, empty_content=empty) for text in (False, True) for empty in ("", None))
 
 
 def with_calls_read(messages: Sequence[Message]) -> list[Message]:
@@ -75,7 +75,7 @@ def with_calls_read(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def form_for(messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any] | None) -> ToolForm:
+def form_for(messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any] | None) -> ToolFormat:
     """The form in which the tokenizer's template says all that a conversation has of tools.
 
     Args:
@@ -86,13 +86,13 @@ def form_for(messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any
     Raises:
         DataError: The template leaves something out in every form.
     """
-    said = Said(
+    said = ToolUsage(
         offers=bool(tools),
         calls=min(2, max((len(message.get("tool_calls") or ()) for message in messages), default=0)),
         results=any(message["role"] == "tool" for message in messages),
     )
-    if said == Said(offers=False, calls=0, results=False):
-        return ToolForm()
+    if said == ToolUsage(offers=False, calls=0, results=False):
+        return ToolFormat()
     return _form_of(tokenizer, tokenizer.get_chat_template(tools=list(tools) if tools else None), said)
 
 
@@ -100,7 +100,7 @@ def render(
     messages: Sequence[Message],
     tokenizer: Any,
     *,
-    form: ToolForm,
+    form: ToolFormat,
     add_generation_prompt: bool,
     tools: Sequence[Any] | None = None,
 ) -> str:
@@ -154,7 +154,7 @@ _OFFERED = "rlcoreoffered"
 
 
 @lru_cache(maxsize=64)
-def _form_of(tokenizer: Any, template: str, said: Said) -> ToolForm:
+def _form_of(tokenizer: Any, template: str, said: ToolUsage) -> ToolFormat:
     """The first form in which nothing is left out; the template is an argument since a tokenizer's may be replaced."""
     problems = []
     for form in FORMS if said.calls else FORMS[:1]:
@@ -165,7 +165,7 @@ def _form_of(tokenizer: Any, template: str, said: Said) -> ToolForm:
     raise problems[0]
 
 
-def _problem(tokenizer: Any, form: ToolForm, said: Said) -> DataError | None:
+def _problem(tokenizer: Any, form: ToolFormat, said: ToolUsage) -> DataError | None:
     names = _CALLED[: said.calls]
     messages: list[dict[str, Any]] = [_USER]
     messages.append(

@@ -7,7 +7,7 @@ from typing import Any
 _LONGEST = 120
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value in an error: whole, unless it is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -17,7 +17,7 @@ _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowLimits:
+class LengthLimits:
     """What bounds every row.
 
     Attributes:
@@ -82,7 +82,7 @@ def refuse_text(data: Any) -> None:
         )
 
 
-def read_prompts(data: Mapping[str, Any], limits: RowLimits) -> list[Prompt]:
+def read_prompts(data: Mapping[str, Any], limits: LengthLimits) -> list[Prompt]:
     """The rows of a batch in its order.
 
     Args:
@@ -145,7 +145,7 @@ def end_token_ids(*sources: Any, further: Iterable[int] | None = None) -> frozen
     return frozenset(ids)
 
 
-def _check_prompt(number: int, prompt: list[int], length: int, limits: RowLimits) -> None:
+def _check_prompt(number: int, prompt: list[int], length: int, limits: LengthLimits) -> None:
     if not prompt or length != len(prompt):
         raise DataError(
             f"Row {number} has input length {length} in {len(prompt)} positions: a prompt has at least one token, all of them "
@@ -164,7 +164,7 @@ def _check_prompt(number: int, prompt: list[int], length: int, limits: RowLimits
         )
 
 
-def _row_limits(batch: BatchedDataDict[Any], prompts: list[list[int]], limits: RowLimits) -> list[int]:
+def _row_limits(batch: BatchedDataDict[Any], prompts: list[list[int]], limits: LengthLimits) -> list[int]:
     own = batch["max_new_tokens"].tolist() if "max_new_tokens" in batch else [limits.max_new_tokens] * len(prompts)
     for number, limit in enumerate(own):
         if limit < 1:

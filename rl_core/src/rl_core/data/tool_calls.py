@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_core.data.formatting import shown
+from rl_core.data.formatting import format_value
 from rl_core.data.strict_json import read_json
 from rl_core.errors import DataError
 
@@ -33,8 +33,8 @@ def read_tools(value: Any, what: str) -> list[Tool]:
         return []
     if not isinstance(listed, list):
         raise DataError(
-            f"{what} is {shown(value)}: expected a list of functions, {_SPEC} each, or the JSON of one. Where the field is "
-            "something else, name another `tools_key` (null for none)"
+            f"{what} is {format_value(value)}: expected a list of functions, {_SPEC} each, or the JSON of one. If the field "
+            "is something else, name another `tools_key` (null for none)"
         )
     return [_tool(each, f"tool {number} of {what}") for number, each in enumerate(listed)]
 
@@ -70,7 +70,7 @@ def read_calls(value: Any, what: str) -> list[Call]:
         DataError: It is no list of calls, or arguments are no JSON object.
     """
     if not isinstance(value, list):
-        raise DataError(f"{what} has the tool_calls {shown(value)}: expected a list of {_CALL}")
+        raise DataError(f"{what} has the tool_calls {format_value(value)}: expected a list of {_CALL}")
     calls = [_call(each, f"call {number} of {what}") for number, each in enumerate(value)]
     ids = [call["id"] for call in calls if "id" in call]
     if len(set(ids)) < len(ids):
@@ -109,31 +109,31 @@ def check_tool_use(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool])
 def _tool(tool: Any, what: str) -> Tool:
     tool = from_text(tool, what)
     if not isinstance(tool, Mapping):
-        raise DataError(f"{what} is {shown(tool)}: expected {_SPEC}")
+        raise DataError(f"{what} is {format_value(tool)}: expected {_SPEC}")
     if tool.get("type", "function") != "function":
         raise DataError(f"{what} is of the type {tool['type']!r}: only functions can be offered")
     is_bare = "function" not in tool
     spec = {key: value for key, value in tool.items() if key != "type"} if is_bare else tool["function"]
     if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or not spec["name"]:
-        raise DataError(f"{what} is {shown(tool)}, which has no name: expected {_SPEC}")
+        raise DataError(f"{what} is {format_value(tool)}, which has no name: expected {_SPEC}")
     spec = dict(spec)
     if "parameters" in spec:
         spec["parameters"] = from_text(spec["parameters"], f"`parameters` of {what}")
         if not isinstance(spec["parameters"], Mapping):
-            raise DataError(f"`parameters` of {what} is {shown(spec['parameters'])}: expected a JSON schema, an object")
+            raise DataError(f"`parameters` of {what} is {format_value(spec['parameters'])}: expected a JSON schema, an object")
     return {"type": "function", **({} if is_bare else tool), "function": spec}
 
 
 def _call(call: Any, what: str) -> Call:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise DataError(f"{what} is {shown(call)}, which names no function: expected {_CALL}")
+        raise DataError(f"{what} is {format_value(call)}, which names no function: expected {_CALL}")
     if call.get("type", "function") != "function":
         raise DataError(f"{what} is of the type {call['type']!r}: only functions can be called")
     arguments = from_text(function.get("arguments"), f"`arguments` of {what}")
     if not isinstance(arguments, Mapping):
         raise DataError(
-            f"`arguments` of {what} is {shown(function.get('arguments'))}: expected a JSON object, as one or as its text "
+            f"`arguments` of {what} is {format_value(function.get('arguments'))}: expected a JSON object or its text "
             "({} for none)"
         )
     read: Call = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
@@ -178,4 +178,4 @@ def from_text(value: Any, what: str) -> Any:
     try:
         return read_json(value)
     except DataError as error:
-        raise DataError(f"{what} is the text {shown(value)}: {error}") from error
+        raise DataError(f"{what} is the text {format_value(value)}: {error}") from error

@@ -10,10 +10,10 @@ from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import refuse_text
-from rl_core.dispatch.rows import at_the_door
+from rl_core.dispatch.rows import select_columns
 from rl_core.dispatch.text import TextGeneration
-from rl_core.dispatch.worker_facade import OverWorkers
-from rl_core.dispatch.worker_restarts import Revival
+from rl_core.dispatch.worker_facade import WorkerFacade
+from rl_core.dispatch.worker_restarts import WorkerRestarter
 from rl_core.errors import WeightSyncError, WorkerDiedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rl_core.interfaces.worker import GenerationWorker
@@ -27,13 +27,13 @@ _log = logging.getLogger(__name__)
 ROW_KEYS = ("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens")
 
 
-class DistributedGeneration(OverWorkers, TextGeneration, GenerationInterface):
+class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
     """`GenerationWorker`s as one engine.
 
     A replica whose process dies is replaced, `config.max_restarts` times in all. `generate` then has the policy's weights
     brought to all replicas again (`refit_with`) and samples the rows whose answers are missing; what the others answered is
     kept. An engine that was never refitted goes on with its initial weights. The verbs of a refit raise WorkerDiedError:
-    whoever runs it calls `revive` and begins again. A replica that dies before it has loaded for the first time is an error.
+    the caller calls `restart_dead` and starts the refit again. A replica that dies before it has loaded once is an error.
 
     Args:
         worker_class: the backend's worker.
@@ -66,7 +66,7 @@ class DistributedGeneration(OverWorkers, TextGeneration, GenerationInterface):
             env_vars=env_vars,
             bundles_per_worker=bundles_per_worker,
         )
-        self._revival = Revival(
+        self._revival = WorkerRestarter(
             self.group,
             max_restarts=config.max_restarts,
             key="policy.generation.max_restarts",
@@ -97,7 +97,7 @@ class DistributedGeneration(OverWorkers, TextGeneration, GenerationInterface):
             answers = _of_one_version([*answers, *found])
             missing = sorted(set(range(rows.size)).difference(*(part for part, _ in answers)))
             if deaths:
-                self.revive(deaths[0])
+                self.restart_dead(deaths[0])
                 _log.warning("%d of %d rows of the generation call are sampled again", len(missing), rows.size)
         return _in_order(answers)
 
@@ -118,10 +118,10 @@ class DistributedGeneration(OverWorkers, TextGeneration, GenerationInterface):
     def refit_with(self, refit: Callable[[], object]) -> None:
         self._refit = refit
 
-    def revive(self, cause: Exception | None = None) -> bool:
+    def restart_dead(self, cause: Exception | None = None) -> bool:
         if self._closed:
             return False
-        replaced = self._revival.revive(self.wait_ready(), cause)
+        replaced = self._revival.restart_dead(self.wait_ready(), cause)
         if self._was_refitted:
             self._without_weights |= replaced
         elif replaced:
@@ -203,7 +203,7 @@ class DistributedGeneration(OverWorkers, TextGeneration, GenerationInterface):
             try:
                 return self._run(method)
             except WorkerDiedError as error:
-                if not self.revive(error):
+                if not self.restart_dead(error):
                     raise
 
     def _run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -232,7 +232,7 @@ _Answer = tuple[list[int], BatchedDataDict[Any]]
 
 def _askable(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     refuse_text(data)
-    return at_the_door(data, [key for key in ROW_KEYS if key in data or key == "input_ids" or key == "input_lengths"])
+    return select_columns(data, [key for key in ROW_KEYS if key in data or key == "input_ids" or key == "input_lengths"])
 
 
 def _ask(

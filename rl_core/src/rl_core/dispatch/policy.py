@@ -12,9 +12,9 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.optimizer_steps import rows_per_optimizer_step
 from rl_core.config.schema import DeadlineConfig, PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.rows import at_the_door, global_counts, with_filler_rows
+from rl_core.dispatch.rows import global_counts, pad_rows_to_multiple, select_columns
 from rl_core.dispatch.text import TextGeneration
-from rl_core.dispatch.worker_facade import OverWorkers
+from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NotSupportedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.loss import LossFunction
@@ -35,7 +35,7 @@ SCORING_KEYS = ("input_ids", "input_lengths")
 TRAINING_KEYS = (*SCORING_KEYS, "token_mask", "sample_mask")
 
 
-class DistributedPolicy(OverWorkers, TextGeneration, ColocatablePolicyInterface, ValueInterface):
+class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface, ValueInterface):
     """`PolicyWorker`s as one policy; under `head: scalar`, as one value model.
 
     Rows are split over the `data` axis of `sharding` and replicated over its other axes. Loading starts in the constructor
@@ -134,8 +134,8 @@ class DistributedPolicy(OverWorkers, TextGeneration, ColocatablePolicyInterface,
     def _score(self, data: BatchedDataDict[Any], method: str, **kwargs: Any) -> BatchedDataDict[Any]:
         """What the ranks answer, in the order of `data` and as wide."""
         self.wait_ready()
-        rows = at_the_door(data, SCORING_KEYS)
-        shards, order = self._shards(with_filler_rows(rows, self.data_ranks), None, training=False)
+        rows = select_columns(data, SCORING_KEYS)
+        shards, order = self._shards(pad_rows_to_multiple(rows, self.data_ranks), None, training=False)
         results = self.group.run_sharded(method, shards, deadline_s=self._deadlines.train_s, **kwargs)
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:
@@ -159,7 +159,7 @@ class DistributedPolicy(OverWorkers, TextGeneration, ColocatablePolicyInterface,
             )
         self.wait_ready()
         candidates = {loss_fn.candidates_key} if loss_fn.candidates_key is not None else set()
-        rows = at_the_door(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys | candidates)))
+        rows = select_columns(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys | candidates)))
         for key in candidates:
             self._refuse_unknown_tokens(rows[key], key)
         gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit
@@ -169,7 +169,7 @@ class DistributedPolicy(OverWorkers, TextGeneration, ColocatablePolicyInterface,
                 f"takes {gbs}. Make both multiples of {unit}."
             )
         rows_per_step = rows_per_optimizer_step(rows.size, asked=gbs, multiple_of=self.data_ranks * unit)
-        rows = with_filler_rows(rows, rows_per_step)
+        rows = pad_rows_to_multiple(rows, rows_per_step)
         counts = global_counts(rows, rows_per_step)
         shards, _ = self._shards(rows, rows_per_step, training=True, rows_per_unit=unit)
         if unit > 1:

@@ -14,7 +14,7 @@ from rl_core.errors import DataError
 from rl_core.interfaces.worker import GlobalCounts
 
 
-def at_the_door(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDataDict[Any]:
+def select_columns(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDataDict[Any]:
     """The columns that the ranks need, and no other.
 
     A plain `attention_mask` becomes `input_lengths`, and what an engine returned is read as the rows that it is: `output_ids`
@@ -40,7 +40,7 @@ def at_the_door(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDataD
     return BatchedDataDict({key: columns[key] for key in wanted})
 
 
-def with_filler_rows(rows: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:
+def pad_rows_to_multiple(rows: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:
     """`rows` with copies of the first row behind them, so that their number is a multiple of `multiple`.
 
     A filler row is one token long and masked out (`sample_mask` and `token_mask` 0), so it weighs nothing in any mean.

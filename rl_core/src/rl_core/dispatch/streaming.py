@@ -1,6 +1,6 @@
 """Rows that come and go one by one over the replicas of an engine: each goes where the fewest are under way; knows no engine.
 
-A replica is asked again and again (`GenerationWorker.exchange`): a call takes what has arrived since the last and brings what
+A replica is asked again and again (`GenerationWorker.poll`): a call takes what has arrived since the last and brings what
 has ended. A row's consumer that goes away cancels its row. Other verbs, such as those of a refit, run between two calls.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from rl_core.cluster.worker_group import PendingCall, WorkerGroup
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError
-from rl_core.interfaces.worker import Arrival
+from rl_core.interfaces.worker import GenerationRequest
 
 _WAIT_S = 0.1
 """How long a replica works on before it asks for news; a row that arrives meanwhile waits that long at most."""
@@ -27,7 +27,7 @@ _names = itertools.count()
 class _Replica:
     """What one replica is to be told, and what it works on."""
 
-    arrivals: list[Arrival] = field(default_factory=list)
+    arrivals: list[GenerationRequest] = field(default_factory=list)
     under_way: dict[str, asyncio.Queue[Any]] = field(default_factory=dict)
     cancellations: list[PendingCall] = field(default_factory=list)
     last_news: float = 0.0
@@ -37,7 +37,7 @@ class RowStream:
     """The rows under way on the replicas of one engine; used from one event loop at a time.
 
     Args:
-        group: workers with `exchange`.
+        group: workers with `poll`.
         deadline_s: how long a replica may work on without any of its rows ending.
     """
 
@@ -69,7 +69,7 @@ class RowStream:
                 rank = min(range(len(self._replicas)), key=lambda rank: len(self._replicas[rank].under_way))
                 name = f"stream-{next(_names)}"
                 places[name] = (row, rank)
-                self._begin(rank, Arrival(name=name, row=data.slice(row, row + 1), greedy=greedy), ended)
+                self._begin(rank, GenerationRequest(name=name, row=data.slice(row, row + 1), greedy=greedy), ended)
             while places:
                 name, output = await ended.get()
                 if isinstance(output, Exception):
@@ -95,7 +95,7 @@ class RowStream:
         for rank, replica in enumerate(self._replicas):
             self._cancel(rank, list(replica.under_way))
 
-    def _begin(self, rank: int, arrival: Arrival, consumer: asyncio.Queue[Any]) -> None:
+    def _begin(self, rank: int, arrival: GenerationRequest, consumer: asyncio.Queue[Any]) -> None:
         replica, pump = self._replicas[rank], self._pumps.get(rank)
         if not replica.under_way:
             replica.last_news = asyncio.get_running_loop().time()
@@ -121,8 +121,8 @@ class RowStream:
         except Exception as error:  # as in `_exchange`
             _fail(self._replicas[rank], error)
 
-    def _call(self, rank: int, arrivals: Sequence[Arrival], **kwargs: Any) -> PendingCall:
-        return self._group.submit_one("exchange", arrivals, rank=rank, deadline_s=self._deadline_s, **kwargs)
+    def _call(self, rank: int, arrivals: Sequence[GenerationRequest], **kwargs: Any) -> PendingCall:
+        return self._group.submit_one("poll", arrivals, rank=rank, deadline_s=self._deadline_s, **kwargs)
 
     async def _pump(self, rank: int) -> None:
         """Exchange with one replica until it has no row under way."""

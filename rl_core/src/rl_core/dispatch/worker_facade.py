@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
 
-class OverWorkers:
+class WorkerFacade:
     """What every facade over workers has: a group that loads, facts about it, and an end.
 
     Loading starts in the constructor and is awaited at the first use, so that several groups load at the same time.

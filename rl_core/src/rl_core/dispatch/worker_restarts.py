@@ -12,7 +12,7 @@ from rl_core.errors import WorkerDiedError, WorkerError
 _log = logging.getLogger(__name__)
 
 
-class Revival:
+class WorkerRestarter:
     """The replacements of one group.
 
     Args:
@@ -30,7 +30,7 @@ class Revival:
         self.count = 0
         """Workers replaced so far."""
 
-    def revive(self, facts: Sequence[Mapping[str, Any]], cause: Exception | None = None) -> set[int]:
+    def restart_dead(self, facts: Sequence[Mapping[str, Any]], cause: Exception | None = None) -> set[int]:
         """Replace every worker that is dead, and set the new ones up.
 
         A worker that dies again while it starts is one more to replace.
@@ -75,7 +75,7 @@ class Revival:
         return self._group.submit_some("setup", dict.fromkeys(ranks, ())).settle(self._start_s)
 
     def _count(self, dead: Sequence[int], cause: Exception | None) -> None:
-        names = "; ".join(self._group.who(rank) for rank in dead)
+        names = "; ".join(self._group.describe_rank(rank) for rank in dead)
         if self.count + len(dead) > self._max_restarts:
             raise WorkerDiedError(
                 f"Dead: {names}. {self.count} of this group have been replaced already, and `{self._key}` is "
@@ -86,7 +86,7 @@ class Revival:
         why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""
         for rank in dead:
             self.count += 1
-            told = (self._group.who(rank), self.count, self._max_restarts, why)
+            told = (self._group.describe_rank(rank), self.count, self._max_restarts, why)
             _log.warning("%s is dead; another takes its place (%d of %d)%s", *told)
 
     def _refuse_another(self, rank: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -96,6 +96,6 @@ class Revival:
         if changed:
             said = "; ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in sorted(changed.items()))
             raise WorkerError(
-                f"{self._group.who(rank)}, which took a dead worker's place, loaded something else: {said}. The files or the "
-                "machine under the run have changed. Put them back and go on from the last checkpoint."
+                f"{self._group.describe_rank(rank)}, which replaced a worker that exited, loaded something else: {said}. The files "
+                "or the machine changed during the run. Restore them and resume from the last checkpoint."
             )

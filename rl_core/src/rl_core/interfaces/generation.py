@@ -98,7 +98,7 @@ class GenerationInterface(ABC):
         """Workers that have died and been replaced so far."""
         return 0
 
-    def revive(self, cause: Exception | None = None) -> bool:
+    def restart_dead(self, cause: Exception | None = None) -> bool:
         """Replace the workers that have died, for whoever runs a refit; the new ones are without the policy's weights.
 
         `generate` and the verbs around it do so by themselves.

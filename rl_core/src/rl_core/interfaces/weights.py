@@ -39,7 +39,7 @@ class TransportContext:
     travels as it is."""
     num_receivers: int = 1
     """Generation workers that load weights."""
-    when_sent: Callable[[], None] = _nothing
+    on_sent: Callable[[], None] = _nothing
     """Called once all weights have left the policy while the generation backend still loads the last of them, by a transport
     that sees that moment: what the policy has left to do for the refit can then be done beside the loading."""
 

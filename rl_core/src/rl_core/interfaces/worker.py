@@ -46,7 +46,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
+class GenerationRequest:
     """One row for an engine that streams."""
 
     name: str
@@ -159,8 +159,8 @@ class GenerationWorker(ABC):
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         """Complete this replica's rows; see `GenerationInterface.generate`."""
 
-    def exchange(
-        self, arrivals: Sequence[Arrival], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
+    def poll(
+        self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
         """Take rows in and give finished ones out, for an engine that streams (`GenerationInterface.generate_async`).
 

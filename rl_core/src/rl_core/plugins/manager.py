@@ -47,7 +47,7 @@ class PluginManager:
         return [registration for plugin in self.plugins for registration in plugin.registrations]
 
     @property
-    def troubled(self) -> list[Plugin]:
+    def broken(self) -> list[Plugin]:
         """The plugins that were meant to work and do not."""
         return [plugin for plugin in self.plugins if plugin.status in (Status.MISSING, Status.FAILED)]
 
@@ -145,14 +145,14 @@ class PluginManager:
         if failures:
             raise _hook_error(event, failures) from failures[0][1]
 
-    def fail_if_troubled(self) -> None:
+    def raise_if_broken(self) -> None:
         """Raises where any plugin does not work: the strict mode.
 
         Raises:
             BrokenPluginError: Lists every such plugin with its reason.
         """
-        if self.troubled:
-            lines = [f"  {plugin.name} ({plugin.label}): {plugin.reason}" for plugin in self.troubled]
+        if self.broken:
+            lines = [f"  {plugin.name} ({plugin.label}): {plugin.reason}" for plugin in self.broken]
             raise BrokenPluginError(
                 f"{STRICT_VARIABLE} is set and these plugins do not work:\n" + "\n".join(lines) + "\n"
                 f"Mend or uninstall them, leave them out with {DISABLE_VARIABLE}, or unset {STRICT_VARIABLE}. "
@@ -192,7 +192,7 @@ def discover(*, strict: bool | None = None, search_path: list[str] | None = None
         f"{DISABLE_VARIABLE} names {name!r}, which is no plugin.{did_you_mean(name, names)}" for name in sorted(unused)
     )
     if _strict_from_environment() if strict is None else strict:
-        manager.fail_if_troubled()
+        manager.raise_if_broken()
     return manager
 
 

@@ -130,7 +130,7 @@ class Registry:
         for other, distribution in absent.items():
             if repr(other) in hint:
                 hint += f" It is not installed: {how_to_install(distribution)}."
-        broken = [f"{plugin.name} ({plugin.label})" for plugin in self.manager.troubled if not plugin.components]
+        broken = [f"{plugin.name} ({plugin.label})" for plugin in self.manager.broken if not plugin.components]
         suspects = f" Plugins that failed to load: {', '.join(broken)}." if broken else ""
         return UnknownComponentError(f"No {kind.label} named {name!r}. {self._installed(kind)}{hint}{suspects}")
 

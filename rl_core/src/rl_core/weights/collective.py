@@ -277,7 +277,7 @@ class CollectiveTransport(WeightTransport):
         try:
             self.context.wait(calls, self.context.deadline_s)
         except RLCoreError:
-            call_off(ip, port)
+            abort_rendezvous(ip, port)
             raise
 
     def _new_meeting_point(self) -> tuple[str, int]:
@@ -290,7 +290,7 @@ class CollectiveTransport(WeightTransport):
         raise WeightSyncError(f"No new port was found for the weight collective in 100 tries; the last was {place[1]}.")
 
 
-def call_off(ip: str, port: int) -> None:
+def abort_rendezvous(ip: str, port: int) -> None:
     """Let the ranks that wait at `ip:port` for another give up at once; nothing happens where nobody listens there."""
     try:
         open_store(ip, port, is_master=False, timeout=timedelta(seconds=_LISTENS_S)).set(_CALLED_OFF, "1")

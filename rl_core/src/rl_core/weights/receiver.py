@@ -18,7 +18,7 @@ from rl_core.weights.collective import WeightCollective
 from rl_core.weights.fingerprint import combine, natural_kind
 from rl_core.weights.handles import open_handles
 from rl_core.weights.manifest import refuse_differences
-from rl_core.weights.refit_progress import RefitLedger, forms_of
+from rl_core.weights.refit_progress import RefitProgress, forms_of
 
 if TYPE_CHECKING:
     from rl_core.interfaces.worker_context import WorkerContext
@@ -31,7 +31,7 @@ class WeightReceiver(ABC):
     """Mixin of a generation worker: the refit verbs of `GenerationInterface`, for one receiver of weights."""
 
     context: WorkerContext
-    _ledger: RefitLedger | None = None
+    _ledger: RefitProgress | None = None
     _weight_version: int = NO_VERSION
     _weight_collective: WeightCollective | None = None
 
@@ -82,7 +82,7 @@ class WeightReceiver(ABC):
         expected = self.expected_weights()
         refuse_differences(info, expected)
         kept = {name: dtype for name, (_, dtype) in expected.items()}
-        self._ledger = RefitLedger(dict(info), kept)
+        self._ledger = RefitProgress(dict(info), kept)
         return kept
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
@@ -150,7 +150,7 @@ class WeightReceiver(ABC):
         if self._ledger is None:
             raise WeightSyncError("Weights arrived before their manifest: call prepare_refit_info first.")
         if self._ledger.complete_version is not None and not self._ledger.is_of(refit):
-            self._ledger = RefitLedger(self._ledger.manifest, self._ledger.kept)
+            self._ledger = RefitProgress(self._ledger.manifest, self._ledger.kept)
         begins = not self._ledger.has_begun
         self._ledger.admit(refit, version, forms_of(tensors))
         self._weight_version = NO_VERSION

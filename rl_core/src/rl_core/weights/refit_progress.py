@@ -11,7 +11,7 @@ from rl_core.interfaces.policy import RefitManifest
 from rl_core.weights.manifest import dtype_name
 
 
-class RefitLedger:
+class RefitProgress:
     """Lets every tensor of a manifest in exactly once, all of them from one refit of one weight version."""
 
     def __init__(self, manifest: RefitManifest, kept: Mapping[str, str] | None = None) -> None:
@@ -108,5 +108,5 @@ def _described(form: tuple[tuple[int, ...], str]) -> str:
 
 
 def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name to (shape, dtype name), as `RefitLedger.admit` takes them."""
+    """Name to (shape, dtype name), as `RefitProgress.admit` takes them."""
     return {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}

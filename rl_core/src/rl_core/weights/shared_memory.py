@@ -164,7 +164,7 @@ class SharedMemoryTransport(WeightTransport):
                 self._finish(loading, deadline, f"bucket {number - 1} of {len(buckets)}")
                 loading = reader.submit(generation.update_weights, handles)
                 moved += int(handles["num_bytes"])
-            self.context.when_sent()
+            self.context.on_sent()
             self._finish(loading, deadline, f"bucket {len(buckets)} of {len(buckets)}")
         except BaseException:
             if loading is not None:

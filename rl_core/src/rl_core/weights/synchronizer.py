@@ -94,7 +94,7 @@ class WeightSynchronizer:
                 wait=wait or _results,
                 rendezvous=rendezvous or free_loopback_port,
                 num_receivers=num_receivers,
-                when_sent=self._digest_beside_the_loading,
+                on_sent=self._digest_beside_the_loading,
                 kept=lambda: self._dtypes,
             )
         )
@@ -131,7 +131,7 @@ class WeightSynchronizer:
                 return self._sync_once(only_if_stale)
             except (WorkerError, WeightSyncError) as error:
                 # Whatever was seen first, a broken broadcast or the death that broke it: the death explains it.
-                self._generation.revive(error)
+                self._generation.restart_dead(error)
                 if self._generation.restarts == before:
                     raise
                 _log.warning("a generation worker died in the refit by %s; it begins again", self.transport_name)

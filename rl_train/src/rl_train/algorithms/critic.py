@@ -28,7 +28,7 @@ from rl_train.algorithms.ppo_config import GAEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Credit:
+class GAETargets:
     """What the tokens of a step are worth, and what their states were."""
 
     advantages: torch.Tensor
@@ -39,7 +39,7 @@ class Credit:
     """What advantages and values looked like."""
 
 
-def assign_credit(batch: BatchedDataDict[Any], config: GAEConfig) -> Credit:
+def compute_gae_targets(batch: BatchedDataDict[Any], config: GAEConfig) -> GAETargets:
     """Advantages and returns of a step's rows.
 
     The reward of a row is that of its last trained token; each token costs its penalty, if there is one.
@@ -70,7 +70,7 @@ def assign_credit(batch: BatchedDataDict[Any], config: GAEConfig) -> Credit:
         "advantage/mean": float(trained.mean()) if trained.numel() else 0.0,
         "advantage/std": float(trained.std(correction=0)) if trained.numel() else 0.0,
     }
-    return Credit(
+    return GAETargets(
         advantages=whiten(advantages, mask) if config.normalize_advantages else advantages,
         returns=as_targets(returns),
         metrics=metrics,

@@ -37,9 +37,9 @@ def train(config: DistillationConfig, run: Run) -> None:
 
     def score(batch: BatchedDataDict[Any]) -> None:
         if loss_fn.candidates_key is not None:
-            likeliest = teacher.get_topk_logprobs(batch, run.config.loss_fn.num_candidates)
-            batch["teacher_topk_token_ids"] = likeliest["topk_token_ids"]
-            batch["teacher_topk_logprobs"] = likeliest["topk_logprobs"]
+            topk = teacher.get_topk_logprobs(batch, run.config.loss_fn.num_candidates)
+            batch["teacher_topk_token_ids"] = topk["topk_token_ids"]
+            batch["teacher_topk_logprobs"] = topk["topk_logprobs"]
         if "teacher_logprobs" in loss_fn.required_keys:
             batch["teacher_logprobs"] = teacher.get_logprobs(batch)["logprobs"]
         teacher.offload_after_refit()

@@ -10,7 +10,7 @@ from pydantic import Field
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig, RunConfig
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
 from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
 from rl_train.algorithms.losses.preference_config import PreferenceLossConfig
@@ -53,7 +53,7 @@ class DistillationConfig(AlgorithmConfig):
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step)
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         loss, generation = run.loss_fn, run.policy.generation
         if isinstance(loss, ClippedPGLossConfig | NLLLossConfig | PreferenceLossConfig):
             yield (

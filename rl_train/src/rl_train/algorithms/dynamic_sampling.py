@@ -15,7 +15,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_train.algorithms.grpo_config import GRPOConfig
-from rl_train.algorithms.policy_gradient_config import RewardedConfig
+from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig
 from rl_train.rollouts.source import Rollouts, RolloutSource
 
 Batch = BatchedDataDict[Any]
@@ -78,13 +78,13 @@ def draw_rollouts(
 
 
 def draw_once(
-    source: RolloutSource, step: int, *, config: RewardedConfig, shape: Callable[[Batch], dict[str, float]]
+    source: RolloutSource, step: int, *, config: PolicyGradientConfig, shape: Callable[[Batch], dict[str, float]]
 ) -> Rollouts:
     """One draw, without the rows that must not be trained on, and with its rewards shaped; arguments as `draw_rollouts`."""
     return _shaped(_draw(source, step, config=config), shape)
 
 
-def _draw(source: RolloutSource, step: int, *, config: RewardedConfig) -> Rollouts:
+def _draw(source: RolloutSource, step: int, *, config: PolicyGradientConfig) -> Rollouts:
     """One draw with the environment's rewards; rows that must not be trained on have a `sample_mask` of 0."""
     draw = source.next_batch(step)
     if config.overlong_filtering:

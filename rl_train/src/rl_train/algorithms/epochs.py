@@ -13,7 +13,7 @@ from rl_core.interfaces.trainable import TrainableInterface
 from rl_train.rollouts.seeds import sample_seed
 
 
-def train_in_passes(
+def train_epochs(
     model: TrainableInterface,
     rows: BatchedDataDict[Any],
     loss_fn: LossFunction,

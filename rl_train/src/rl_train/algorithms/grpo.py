@@ -18,7 +18,7 @@ from __future__ import annotations
 from rl_train.algorithms.dynamic_sampling import draw_rollouts
 from rl_train.algorithms.estimators import make_estimator
 from rl_train.algorithms.grpo_config import GRPOConfig
-from rl_train.algorithms.logprobs import PolicyScores
+from rl_train.algorithms.logprobs import ScoreRollouts
 from rl_train.algorithms.losses.reduce import row_means
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages
 from rl_train.algorithms.validation import validate
@@ -35,7 +35,7 @@ def train(config: GRPOConfig, run: Run) -> None:
     rows_per_update = run.config.policy.train_global_batch_size
     one_update = rows_per_update is None or rows_per_update >= config.rows_per_step
     loss_fn.on_policy = config.skip_logprobs_when_on_policy and one_update
-    score = PolicyScores(run)
+    score = ScoreRollouts(run)
 
     validate(run, step=0)
     for step in run.steps():

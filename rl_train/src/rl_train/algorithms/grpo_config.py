@@ -10,10 +10,10 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.schema import RunConfig, Section
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
-from rl_train.algorithms.policy_gradient_config import RewardedConfig, RewardShapingConfig
+from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig, RewardShapingConfig
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo")
 
@@ -79,7 +79,7 @@ class AdvantageConfig(Section):
         return self
 
 
-class GRPOConfig(RewardedConfig):
+class GRPOConfig(PolicyGradientConfig):
     """Group-relative policy optimization (GRPO)."""
 
     num_generations_per_prompt: int = Field(default=8, ge=2)
@@ -140,7 +140,7 @@ class GRPOConfig(RewardedConfig):
         # Dynamic sampling may find fewer groups that teach.
         return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step, is_exact=not self.use_dynamic_sampling)
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         yield from super().conflicts(run)
         loss = run.loss_fn
         if self.max_num_epochs is not None and self.use_dynamic_sampling:

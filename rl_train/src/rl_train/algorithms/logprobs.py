@@ -9,7 +9,7 @@ from rl_train.algorithms.kl_penalty import kl_in_reward
 from rl_train.run import Run
 
 
-class PolicyScores:
+class ScoreRollouts:
     """Completes the rows of a step for the loss and for a penalty in the reward.
 
     A pass over the rows is made only where its result is read: `prev_logprobs` is not where the loss is on policy, and

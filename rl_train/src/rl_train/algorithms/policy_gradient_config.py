@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig, RunConfig, Section
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_train.algorithms.losses.config import MOST_ERROR, ClippedPGLossConfig, NLLLossConfig
 from rl_train.algorithms.losses.preference_config import PreferenceLossConfig
 
@@ -54,7 +54,7 @@ class RewardShapingConfig(Section):
     """Length limit in sampled tokens of all turns; defaults to `policy.generation.max_new_tokens`."""
 
 
-class RewardedConfig(AlgorithmConfig):
+class PolicyGradientConfig(AlgorithmConfig):
     """Base section of policy-gradient algorithms that learn from rewards."""
 
     default_loss: ClassVar[str] = "clipped_pg"
@@ -101,13 +101,13 @@ class RewardedConfig(AlgorithmConfig):
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step)
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         yield from self._loss_conflicts(run)
         yield from self._penalty_conflicts(run)
         yield from self._validation_conflicts(run)
         yield from self._shaping_conflicts(run)
 
-    def _loss_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def _loss_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         if isinstance(run.loss_fn, PreferenceLossConfig):
             yield (
                 ("loss_fn", "name"),
@@ -121,7 +121,7 @@ class RewardedConfig(AlgorithmConfig):
                 "would not learn from rewards. Use a policy-gradient loss.",
             )
 
-    def _penalty_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def _penalty_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         adaptive = run.loss_fn.adaptive_kl if isinstance(run.loss_fn, ClippedPGLossConfig) else None
         if adaptive is not None and MOST_ERROR * self.rows_per_step >= adaptive.horizon:
             yield (
@@ -131,7 +131,7 @@ class RewardedConfig(AlgorithmConfig):
                 "at all. Set it to several times the number of answers per step; 10000 is usual.",
             )
 
-    def _validation_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def _validation_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         validates_greedily = run.policy.generation is not None and run.policy.generation.val_temperature == 0.0
         if self.val_num_generations_per_prompt > 1 and validates_greedily:
             yield (
@@ -140,7 +140,7 @@ class RewardedConfig(AlgorithmConfig):
                 "to the training temperature, or set val_num_generations_per_prompt to 1.",
             )
 
-    def _shaping_conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def _shaping_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         shaping, at = self.reward_shaping, (run.algorithm_name, "reward_shaping")
         if not shaping.enabled or run.policy.generation is None:
             return

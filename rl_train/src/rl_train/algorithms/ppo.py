@@ -16,10 +16,10 @@ Letters: P prompts, G samples per prompt, B = P·G rows, T tokens.
 
 from __future__ import annotations
 
-from rl_train.algorithms.critic import assign_credit, critic_metrics, critic_rows
+from rl_train.algorithms.critic import compute_gae_targets, critic_metrics, critic_rows
 from rl_train.algorithms.dynamic_sampling import draw_once
-from rl_train.algorithms.epochs import train_in_passes
-from rl_train.algorithms.logprobs import PolicyScores
+from rl_train.algorithms.epochs import train_epochs
+from rl_train.algorithms.logprobs import ScoreRollouts
 from rl_train.algorithms.losses.reduce import row_means
 from rl_train.algorithms.losses.value import MseValueLossFn
 from rl_train.algorithms.ppo_config import PPOConfig
@@ -36,7 +36,7 @@ def train(config: PPOConfig, run: Run) -> None:
     assert run.value is not None
     config.refuse_a_warmup_of(config.max_num_steps)
     policy, critic, loss_fn, value_loss_fn = run.policy, run.value, run.loss_fn, MseValueLossFn(config.value_loss)
-    shape, score = RewardShaping(config, run.config), PolicyScores(run)
+    shape, score = RewardShaping(config, run.config), ScoreRollouts(run)
     loss_fn.on_policy = config.skip_logprobs_when_on_policy and config.takes_one_step(run.config)
 
     validate(run, step=0)
@@ -51,19 +51,19 @@ def train(config: PPOConfig, run: Run) -> None:
         with run.timed("score"):
             run.metrics.add(score(batch))
             batch["prev_values"] = critic.get_values(batch)["values"]
-            credit = assign_credit(batch, config.gae)
+            credit = compute_gae_targets(batch, config.gae)
             batch["returns"] = credit.returns
             batch["advantages"], clipped = clip_advantages(credit.advantages, batch["token_mask"], config)
 
         passes, seed = config.ppo_epochs, (config.seed, step)
         with run.timed("train_value"):
-            learnt = train_in_passes(critic, critic_rows(batch), value_loss_fn, passes=passes, seed=seed)
+            learnt = train_epochs(critic, critic_rows(batch), value_loss_fn, passes=passes, seed=seed)
             run.metrics.add(critic_metrics(learnt))
 
         staleness = policy.weight_version - batch["weight_version"]
         if step > config.critic_warmup_steps:
             with run.timed("train"):
-                run.record_training(train_in_passes(policy, batch, loss_fn, passes=passes, seed=seed), batch)
+                run.record_training(train_epochs(policy, batch, loss_fn, passes=passes, seed=seed), batch)
 
         run.metrics.add(rollouts.metrics | credit.metrics | clipped)
         run.metrics.add({"staleness/mean": staleness.float().mean()})

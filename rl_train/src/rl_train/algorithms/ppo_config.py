@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.runtime_needs import RuntimeNeeds
 from rl_core.config.schema import RunConfig, Section
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.errors import ConfigError
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
 from rl_train.algorithms.losses.value_config import MseValueLossConfig
-from rl_train.algorithms.policy_gradient_config import RewardedConfig
+from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig
 
 VALUE_LOSS = "mse_value"
 
@@ -44,7 +44,7 @@ class GAEConfig(Section):
         return self
 
 
-class PPOConfig(RewardedConfig):
+class PPOConfig(PolicyGradientConfig):
     """Proximal policy optimization (PPO) with a critic."""
 
     num_generations_per_prompt: int = Field(default=1, ge=1)
@@ -98,7 +98,7 @@ class PPOConfig(RewardedConfig):
             "never be trained: lower it, or train longer (max_num_steps, max_num_epochs)."
         )
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         yield from super().conflicts(run)
         if problem := self._warmup_problem(self.max_num_steps):
             yield (run.algorithm_name, "critic_warmup_steps"), problem

@@ -8,7 +8,7 @@ import torch
 
 from rl_core.config.schema import RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.algorithms.policy_gradient_config import RewardedConfig, RewardScalingConfig
+from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig, RewardScalingConfig
 
 OVERLONG = "overlong"
 """The part of a reward that is the punishment for length."""
@@ -43,7 +43,7 @@ class RewardShaping:
         run: the whole config, for the length limit.
     """
 
-    def __init__(self, config: RewardedConfig, run: RunConfig) -> None:
+    def __init__(self, config: PolicyGradientConfig, run: RunConfig) -> None:
         self._scaling, self._shaping = config.reward_scaling, config.reward_shaping
         generation = run.policy.generation
         self._limit = self._shaping.max_response_length or (generation.max_new_tokens if generation is not None else 0)
@@ -74,7 +74,9 @@ class RewardShaping:
         return metrics
 
 
-def clip_advantages(values: torch.Tensor, mask: torch.Tensor, config: RewardedConfig) -> tuple[torch.Tensor, dict[str, float]]:
+def clip_advantages(
+    values: torch.Tensor, mask: torch.Tensor, config: PolicyGradientConfig
+) -> tuple[torch.Tensor, dict[str, float]]:
     """Advantages [B, T] within `advantage_clip_low` and `advantage_clip_high`, and the share of trained tokens held."""
     low, high = config.advantage_clip_low, config.advantage_clip_high
     if low is None and high is None:

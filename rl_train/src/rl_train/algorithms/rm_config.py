@@ -10,7 +10,7 @@ from pydantic import Field
 from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.runtime_needs import RecordNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig, RunConfig
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 
 
 class RewardModelConfig(AlgorithmConfig):
@@ -31,7 +31,7 @@ class RewardModelConfig(AlgorithmConfig):
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         return TrainingPlan(steps=self.max_num_steps, rows=2 * self.global_batch_size, rows_per_unit=2)
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[Path, str]]:
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         if run.loss_fn.head != "scalar":
             yield (
                 ("loss_fn", "name"),

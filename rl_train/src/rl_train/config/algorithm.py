@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config.diagnostics import Problems, nearest
 from rl_core.config.section import Section
-from rl_core.config.source_tree import Written
+from rl_core.config.source_tree import Node
 from rl_core.errors import PluginError, UnknownComponentError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
@@ -29,7 +29,7 @@ def choose_algorithm(
     values: Mapping[str, Any],
     *,
     sections: Collection[str],
-    written: Written,
+    written: Node,
     registry: Registry,
     problems: Problems,
 ) -> Component | None:
@@ -63,9 +63,7 @@ def choose_algorithm(
     return None
 
 
-def _named(
-    name: str, *, sections: Collection[str], written: Written, registry: Registry, problems: Problems
-) -> Component | None:
+def _named(name: str, *, sections: Collection[str], written: Node, registry: Registry, problems: Problems) -> Component | None:
     place = written.nearest((name,)).key_place
     algorithms = registry.names(Kind.ALGORITHM)
     if is_path(name):
@@ -86,7 +84,7 @@ def _named(
     return None
 
 
-def _at_a_path(names: list[str], paths: Any, *, written: Written, registry: Registry, problems: Problems) -> Component | None:
+def _at_a_path(names: list[str], paths: Any, *, written: Node, registry: Registry, problems: Problems) -> Component | None:
     """The only unregistered section, with the function and the model that `algorithm` names."""
     place = written.nearest(("algorithm",)).key_place
     if len(names) != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_core.config.source_tree import Path, Written
+from rl_core.config.source_tree import KeyPath, Node
 
 if TYPE_CHECKING:
     from rl_core.config.schema import DataConfig, DatasetConfig
@@ -27,9 +27,9 @@ def expand_data_paths(data: dict[str, Any]) -> list[tuple[str, str]]:
     return expanded
 
 
-def expand_shorthands(
-    values: dict[str, Any], *, written: Written, through: dict[Path, str]
-) -> tuple[dict[str, Any], Written, dict[Path, str]]:
+def expand_aliases(
+    values: dict[str, Any], *, written: Node, through: dict[KeyPath, str]
+) -> tuple[dict[str, Any], Node, dict[KeyPath, str]]:
     """The config with its short forms expanded; each value keeps the location where the user wrote it.
 
     Args:
@@ -42,11 +42,11 @@ def expand_shorthands(
         section = written.at(("data",))
         if section is not None and isinstance(section.value, dict):
             path = section.value[short]
-            dataset = Written({"path": path}, place=path.key_place, key_place=path.key_place)
+            dataset = Node({"path": path}, place=path.key_place, key_place=path.key_place)
             keys = {key: item for key, item in section.value.items() if key != short}
-            data_section = Written({**keys, split: dataset}, place=section.place, key_place=section.key_place)
+            data_section = Node({**keys, split: dataset}, place=section.place, key_place=section.key_place)
             root = {**written.value, "data": data_section}
-            written = Written(root, place=written.place, key_place=written.key_place)
+            written = Node(root, place=written.place, key_place=written.key_place)
         if ("data", short) in through:
             through["data", split, "path"] = through.pop(("data", short))
     return values, written, through

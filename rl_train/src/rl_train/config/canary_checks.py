@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_core.config.schema import RunConfig
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 
@@ -13,7 +13,7 @@ HELD_DIGESTS = "held_weight_digests"
 """Capability of a generation backend whose weight digests cover the tensors that it computes with."""
 
 
-def canary_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[Path, str]]:
+def canary_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPath, str]]:
     """A canary that is disabled for an engine whose tensors are not checked in any other way."""
     generation = run.policy.generation
     if generation is None or generation.refit_canary or is_path(generation.backend):

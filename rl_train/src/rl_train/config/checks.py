@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rl_core.config.diagnostics import show
 from rl_core.config.schema import GenerationConfig, PolicyConfig, RunConfig
-from rl_core.config.source_tree import Path, dotted
+from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
@@ -18,11 +18,11 @@ from rl_train.config.data_checks import data_conflicts
 from rl_train.config.lr_schedule_checks import schedule_conflicts
 from rl_train.config.optimizer_checks import optimizer_conflicts, unused_by_frozen
 from rl_train.config.resource_checks import in_process_conflicts
-from rl_train.config.section_resolver import COMPANIONS, Layout
+from rl_train.config.section_resolver import COMPANIONS, ConfigLayout
 from rl_train.config.transport_checks import transport_conflicts
 
 
-def cross_check(run: RunConfig, layout: Layout, registry: Registry) -> Iterator[Finding]:
+def cross_check(run: RunConfig, layout: ConfigLayout, registry: Registry) -> Iterator[Finding]:
     """Everything that is wrong with a combination of sections that are valid by themselves.
 
     Args:
@@ -182,7 +182,7 @@ def _capabilities(run: RunConfig, registry: Registry) -> Iterator[Finding]:
             yield asked_at, f"{asked} asks {dotted(section)} for what it cannot do. {error}"
 
 
-def _asked_by_the_loss(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, str]]:
+def _asked_by_the_loss(run: RunConfig) -> Iterator[tuple[KeyPath, str, KeyPath, Kind, str]]:
     """Where a loss compares several tokens at each position, whoever scores tokens must tell them."""
     asked = f"the loss {run.loss_fn.name or run.algorithm.default_loss!r}"
     for name, model in models_of(run).items():
@@ -190,7 +190,7 @@ def _asked_by_the_loss(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, 
             yield (name, "backend"), asked, (name,), Kind.POLICY, "topk_logprobs"
 
 
-def _asked_capabilities(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind, str]]:
+def _asked_capabilities(run: RunConfig) -> Iterator[tuple[KeyPath, str, KeyPath, Kind, str]]:
     generation, generation_at = run.policy.generation, ("policy", "generation")
     for name, model in models_of(run).items():
         for batching in ("dynamic_batching", "sequence_packing"):
@@ -210,7 +210,7 @@ def _asked_capabilities(run: RunConfig) -> Iterator[tuple[Path, str, Path, Kind,
         yield (*generation_at, "top_k"), f"{generation.top_k}", generation_at, Kind.GENERATION, "top_k"
 
 
-def _libraries(run: RunConfig, layout: Layout) -> Iterator[Finding]:
+def _libraries(run: RunConfig, layout: ConfigLayout) -> Iterator[Finding]:
     """What components need beyond their distribution; a logger that is switched off needs nothing."""
     for path, part in layout.parts.items():
         component = part.component

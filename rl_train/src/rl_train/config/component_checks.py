@@ -13,10 +13,10 @@ from rl_core.config.schema import (
     PolicyConfig,
     RunConfig,
 )
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_train.config.section_resolver import COMPANIONS
 
-Finding = tuple[Path, str]
+Finding = tuple[KeyPath, str]
 """The wrong key, and what is wrong with it."""
 
 _Checked = PolicyConfig | GenerationConfig | DatasetConfig | EnvironmentConfig | LossConfig | LoggerConfig
@@ -35,7 +35,7 @@ def models_of(run: RunConfig) -> dict[str, PolicyConfig]:
     return {name: model for name, model in found.items() if model is not None}
 
 
-def sections_of(run: RunConfig) -> Iterator[tuple[Path, _Checked]]:
+def sections_of(run: RunConfig) -> Iterator[tuple[KeyPath, _Checked]]:
     """The sections of components, each with its key."""
     yield ("loss_fn",), run.loss_fn
     for name, model in models_of(run).items():

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path as FilePath
+from pathlib import Path
 
 from rl_core.config.diagnostics import listed
 from rl_core.config.schema import RunConfig
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
 
 # Found by its folder: this package must not import the one that reads data.
-_PACKAGED_PROMPTS = FilePath(__file__).parents[1] / "data" / "prompt_configs"
+_PACKAGED_PROMPTS = KeyPath(__file__).parents[1] / "data" / "prompt_configs"
 _KINDS = {"conversations": "prompts or conversations", "pairs": "pairs of a chosen and a rejected answer"}
 
 
-def data_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
+def data_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     """Datasets of another kind than the algorithm reads, and prompt templates that do not exist."""
     wanted = "pairs" if run.algorithm.needs_preferences else "conversations"
     for key, section in run.data.sections().items():
-        at: Path = ("data", *key.split(".", 1))
+        at: KeyPath = ("data", *key.split(".", 1))
         if section.processor is not None and (problem := missing_target(section.processor)) is not None:
             yield (*at, "processor"), f"{section.processor} cannot be imported: {problem}"
         if key == "validation" and not validates(run):
@@ -47,7 +47,7 @@ def validates(run: RunConfig) -> bool:
 
 def prompt_problem(path_or_name: str) -> str | None:
     """Why a prompt template cannot be found; None if it is a file or a packaged name."""
-    if FilePath(path_or_name).is_file() or (_PACKAGED_PROMPTS / f"{path_or_name}.yaml").is_file():
+    if KeyPath(path_or_name).is_file() or (_PACKAGED_PROMPTS / f"{path_or_name}.yaml").is_file():
         return None
     names = sorted(str(path.relative_to(_PACKAGED_PROMPTS).with_suffix("")) for path in _PACKAGED_PROMPTS.rglob("*.yaml"))
     meant = did_you_mean(path_or_name, names)

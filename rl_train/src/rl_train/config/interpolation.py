@@ -14,7 +14,7 @@ from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConf
 from rl_core.config.diagnostics import Problems, nearest
 from rl_core.config.introspection import NOTHING
 from rl_core.config.secrets import escaped
-from rl_core.config.source_tree import Path, Place, Written, dotted
+from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 
 _OPEN = "???"
 _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*(?:\.\w+)+)\s*\}")
@@ -22,8 +22,8 @@ _LEFT_OPEN = "is left open here (`???`): set it in a file that inherits from thi
 
 
 def resolve(
-    root: Written, *, default_at: Callable[[Path], Any], known: Iterable[Path], problems: Problems
-) -> tuple[dict[str, Any], dict[Path, str]]:
+    root: Node, *, default_at: Callable[[KeyPath], Any], known: Iterable[KeyPath], problems: Problems
+) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """The plain values with every `${...}` replaced.
 
     Args:
@@ -36,10 +36,10 @@ def resolve(
         The plain values, and the text of each interpolation by its path.
     """
     plain = root.plain()
-    through: dict[Path, str] = {}
+    through: dict[KeyPath, str] = {}
     for path, leaf in root.leaves():
         if leaf.value == _OPEN:
-            problems.poison(_LEFT_OPEN, place=leaf.place, path=path)
+            problems.mark_invalid(_LEFT_OPEN, place=leaf.place, path=path)
             _put(plain, path, None)
         elif isinstance(leaf.value, str) and "${" in leaf.value:
             if _is_well_formed(leaf, path=path, problems=problems):
@@ -58,7 +58,7 @@ def resolve(
     return plain, through
 
 
-def _with_defaults(plain: Any, texts: Iterable[str], *, root: Written, default_at: Callable[[Path], Any]) -> dict[str, Any]:
+def _with_defaults(plain: Any, texts: Iterable[str], *, root: Node, default_at: Callable[[KeyPath], Any]) -> dict[str, Any]:
     """A copy of the values in which interpolated keys that are not written have their defaults."""
     complete: dict[str, Any] = copy.deepcopy(plain)
     for key in {match for text in texts for match in _REFERENCE.findall(text)}:
@@ -72,11 +72,11 @@ def _with_defaults(plain: Any, texts: Iterable[str], *, root: Written, default_a
     return complete
 
 
-def _is_well_formed(leaf: Written, *, path: Path, problems: Problems) -> bool:
+def _is_well_formed(leaf: Node, *, path: KeyPath, problems: Problems) -> bool:
     try:
         OmegaConf.create({"value": leaf.value})
     except (GrammarParseError, RecursionError):
-        problems.poison(
+        problems.mark_invalid(
             f"{leaf.value[:60]!r} is no interpolation: write ${{section.key}}, ${{oc.env:NAME}} or ${{package:NAME/FILE}}, "
             "and \\${ for the bare characters.",
             place=leaf.place,
@@ -86,7 +86,7 @@ def _is_well_formed(leaf: Written, *, path: Path, problems: Problems) -> bool:
     return True
 
 
-def _resolved(config: Any, path: Path, *, place: Place | None, known: Sequence[Path], problems: Problems) -> Any:
+def _resolved(config: Any, path: KeyPath, *, place: SourceLocation | None, known: Sequence[KeyPath], problems: Problems) -> Any:
     try:
         with problems.secrets.watching(path):
             value = config
@@ -95,17 +95,17 @@ def _resolved(config: Any, path: Path, *, place: Place | None, known: Sequence[P
             if isinstance(value, DictConfig | ListConfig):
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     except InterpolationKeyError as error:
-        problems.poison(_unknown_target(error, known), place=place, path=path)
+        problems.mark_invalid(_unknown_target(error, known), place=place, path=path)
     except OmegaConfBaseException as error:
-        problems.poison(f"cannot be resolved: {_reason(error)}.", place=place, path=path)
+        problems.mark_invalid(f"cannot be resolved: {_reason(error)}.", place=place, path=path)
     except RecursionError:
-        problems.poison("cannot be resolved: it leads back to itself.", place=place, path=path)
+        problems.mark_invalid("cannot be resolved: it leads back to itself.", place=place, path=path)
     else:
         return value
     return None
 
 
-def _unknown_target(error: InterpolationKeyError, known: Sequence[Path]) -> str:
+def _unknown_target(error: InterpolationKeyError, known: Sequence[KeyPath]) -> str:
     text = _reason(error)
     key = text.split("'")[1] if text.count("'") >= 2 else text
     # Long common beginnings make all keys of one section look alike, so the last parts are compared first.
@@ -126,7 +126,7 @@ def _reason(error: Exception) -> str:
     }.get(text, text.rstrip("."))
 
 
-def _put(plain: Any, path: Path, value: Any) -> None:
+def _put(plain: Any, path: KeyPath, value: Any) -> None:
     for part in path[:-1]:
         plain = plain[part]
     plain[path[-1]] = value

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from rl_core.config.introspection import Model
 from rl_core.plugins.component import Kind
-from rl_train.config.schema_index import Catalogue
+from rl_train.config.schema_index import SchemaIndex
 from rl_train.config.section_resolver import BASES, COMPANIONS, SECTIONS
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
@@ -25,19 +25,19 @@ _CHOOSERS = {
 }
 
 
-def json_schema(catalogue: Catalogue) -> dict[str, Any]:
+def json_schema(schema_index: SchemaIndex) -> dict[str, Any]:
     """The schema of a config file.
 
     Args:
-        catalogue: The sections; each model becomes a definition.
+        schema_index: The sections; each model becomes a definition.
     """
-    models = list(dict.fromkeys([*(part.model for part in catalogue.parts), *(pair[0] for pair in BASES.values())]))
+    models = list(dict.fromkeys([*(part.model for part in schema_index.parts), *(pair[0] for pair in BASES.values())]))
     references, schema = models_json_schema([(model, "validation") for model in models], ref_template="#/$defs/{model}")
     reference_of = {model: reference for (model, _), reference in references.items()}
     definitions = {name: _forgiving(definition) for name, definition in schema["$defs"].items()}
-    of_kind = {kind: _by_name(catalogue.of_kind(kind), reference_of) for kind in BASES}
+    of_kind = {kind: _by_name(schema_index.of_kind(kind), reference_of) for kind in BASES}
     sections = {kind: _chosen(kind, of_kind[kind]) for kind in _CHOOSERS}
-    _put(definitions, reference_of, catalogue, {"generation": _or_null(sections[Kind.GENERATION])})
+    _put(definitions, reference_of, schema_index, {"generation": _or_null(sections[Kind.GENERATION])})
     dataset = _or_null(sections[Kind.DATASET])
     data = {"train": dataset, "validation": dataset, "mix": {"type": "object", "additionalProperties": dataset}}
     definitions["DataConfig"]["properties"] |= data
@@ -95,8 +95,10 @@ def _environments(sections: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _put(definitions: dict[str, Any], reference_of: dict[Any, Any], catalogue: Catalogue, properties: dict[str, Any]) -> None:
-    for model in (*catalogue.of_kind(Kind.POLICY).values(), BASES[Kind.POLICY][0]):
+def _put(
+    definitions: dict[str, Any], reference_of: dict[Any, Any], schema_index: SchemaIndex, properties: dict[str, Any]
+) -> None:
+    for model in (*schema_index.of_kind(Kind.POLICY).values(), BASES[Kind.POLICY][0]):
         name = reference_of[model]["$ref"].removeprefix("#/$defs/")
         definitions[name]["properties"] |= properties
 

@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, cast
 
 import yaml
@@ -18,19 +18,19 @@ from pydantic import BaseModel
 from rl_core.config.diagnostics import Problems
 from rl_core.config.schema import EnvironmentConfig, RunConfig
 from rl_core.config.secrets import Secrets
-from rl_core.config.source_tree import Path, Place, Written, dotted
+from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.config.validation import Validator
 from rl_core.plugins.component import Component
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.aliases import expand_shorthands
+from rl_train.config.aliases import expand_aliases
 from rl_train.config.checks import cross_check
 from rl_train.config.component_checks import Finding
 from rl_train.config.interpolation import escape, resolve
 from rl_train.config.overrides import Override, apply_overrides
 from rl_train.config.path_resolution import locate_paths
 from rl_train.config.provenance import Origin, trace
-from rl_train.config.section_resolver import Layout, choose_parts
+from rl_train.config.section_resolver import ConfigLayout, choose_parts
 from rl_train.config.sources import read_sources
 from rl_train.config.usage_checks import unused_sections
 
@@ -57,9 +57,9 @@ class LoadedConfig:
     resolved: dict[str, Any]
     source: Mapping[str, Origin]
     components: Mapping[str, Component]
-    layout: Layout
-    written: Written
-    path: FilePath
+    layout: ConfigLayout
+    written: Node
+    path: KeyPath
     redacted: dict[str, Any]
     secrets: Secrets
     overrides: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class LoadedConfig:
             problems.add(message, place=self.place_of(at), path=at)
         problems.raise_if_any()
 
-    def place_of(self, path: Path) -> Place:
+    def place_of(self, path: KeyPath) -> SourceLocation:
         """Where a key is written; for a key that is not written, the key of the innermost section around it."""
         return _blamed(self.written, path)
 
@@ -127,25 +127,23 @@ def load_config(
         components={dotted(at): part.component for at, part in layout.parts.items() if part.component is not None},
         layout=layout,
         written=written,
-        path=FilePath(path),
+        path=KeyPath(path),
         redacted=problems.secrets.redacted(resolved, through),
         secrets=problems.secrets,
         overrides=tuple(overrides),
     )
 
 
-def _plain_values(
-    written: Written, *, registry: Registry, problems: Problems
-) -> tuple[dict[str, Any], Written, dict[Path, str]]:
+def _plain_values(written: Node, *, registry: Registry, problems: Problems) -> tuple[dict[str, Any], Node, dict[KeyPath, str]]:
     # Defaults can be interpolated as well; which they are depends on the components, which are known before `${...}` is
     # resolved unless they are interpolated themselves.
     expected = choose_parts(written.plain(), written=written, registry=registry, problems=Problems())
     known = [field.path for field in expected.fields()]
     values, through = resolve(written, default_at=expected.default, known=known, problems=problems)
-    return expand_shorthands(values, written=written, through=through)
+    return expand_aliases(values, written=written, through=through)
 
 
-def _refuse_new_keys(applied: Sequence[Override], layout: Layout, *, problems: Problems) -> None:
+def _refuse_new_keys(applied: Sequence[Override], layout: ConfigLayout, *, problems: Problems) -> None:
     """Reports `key=value` if a section would accept a key that does not exist."""
     for override in applied:
         if override.adds:
@@ -162,13 +160,13 @@ def _refuse_new_keys(applied: Sequence[Override], layout: Layout, *, problems: P
 
 
 def _validated_sections(
-    values: dict[str, Any], layout: Layout, *, written: Written, problems: Problems
-) -> dict[Path, BaseModel]:
+    values: dict[str, Any], layout: ConfigLayout, *, written: Node, problems: Problems
+) -> dict[KeyPath, BaseModel]:
     """Every section as its model; inner ones first, since outer ones contain them."""
     validator = Validator(written=written, problems=problems, find_elsewhere=layout.ending_in)
-    done: dict[Path, BaseModel] = {}
+    done: dict[KeyPath, BaseModel] = {}
     for path in sorted(layout.parts, key=len, reverse=True):
-        if problems.is_poisoned(path):
+        if problems.is_invalid(path):
             continue
         part = layout.parts[path]
         given = _given(values, path, layout=layout, done=done)
@@ -179,7 +177,7 @@ def _validated_sections(
     return done
 
 
-def _given(values: dict[str, Any], path: Path, *, layout: Layout, done: Mapping[Path, BaseModel]) -> dict[str, Any]:
+def _given(values: dict[str, Any], path: KeyPath, *, layout: ConfigLayout, done: Mapping[KeyPath, BaseModel]) -> dict[str, Any]:
     """The values that the file sets in a section, with sections of components replaced by their models."""
     found: Any = values
     for part in path:
@@ -201,7 +199,7 @@ def _given(values: dict[str, Any], path: Path, *, layout: Layout, done: Mapping[
     return given
 
 
-def _assembled(sections: Mapping[Path, BaseModel], layout: Layout) -> RunConfig:
+def _assembled(sections: Mapping[KeyPath, BaseModel], layout: ConfigLayout) -> RunConfig:
     of: dict[str, Any] = {str(path[0]): section for path, section in sections.items() if len(path) == 1}
     name = str(layout.algorithm)
     return RunConfig(
@@ -219,7 +217,7 @@ def _assembled(sections: Mapping[Path, BaseModel], layout: Layout) -> RunConfig:
     )
 
 
-def _resolved(run: RunConfig, sections: Mapping[Path, BaseModel]) -> dict[str, Any]:
+def _resolved(run: RunConfig, sections: Mapping[KeyPath, BaseModel]) -> dict[str, Any]:
     # Fields are annotated with the bases of the plugins' models, whose own keys must be kept.
     dumped = run.model_dump(mode="json", serialize_as_any=True)
     name = dumped.pop("algorithm_name")
@@ -228,6 +226,6 @@ def _resolved(run: RunConfig, sections: Mapping[Path, BaseModel]) -> dict[str, A
     return {**by_path, name: dumped.pop("algorithm"), **dumped}
 
 
-def _blamed(written: Written, path: Path) -> Place:
+def _blamed(written: Node, path: KeyPath) -> SourceLocation:
     here = written.at(path)
     return here.place if here is not None else written.nearest(path).key_place

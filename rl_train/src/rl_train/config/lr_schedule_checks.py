@@ -12,13 +12,13 @@ from typing import Any, TypeGuard
 from rl_core.config.optimizer_steps import OptimizerSteps, optimizer_steps
 from rl_core.config.schedules import SCHEDULES
 from rl_core.config.schema import RunConfig, SchedulerConfig
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 
 LENGTH, WARMUP = "num_training_steps", "num_warmup_steps"
 _TRAINED = ("policy", "value")
 
 
-def schedule_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
+def schedule_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     """Schedules that certainly end, at a learning rate of 0, before the run does."""
     for model, scheduler, steps in _named_schedules(run):
         length = scheduler.kwargs.get(LENGTH)
@@ -29,7 +29,7 @@ def schedule_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
             yield at, _told_too_short(length, steps)
 
 
-def schedule_warnings(run: RunConfig) -> Iterator[tuple[Path, str]]:
+def schedule_warnings(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     """Schedules that may end before the run does, and warm-ups longer than the run."""
     for model, scheduler, steps in _named_schedules(run):
         if steps is None:

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.config.diagnostics import listed, show
 from rl_core.config.policy_sections import OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.config.schedules import SCHEDULES
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.torch_arguments import (
@@ -23,7 +23,7 @@ from rl_train.config.torch_arguments import (
 _LENGTH = "num_training_steps"
 _OPTIM, _LR_SCHEDULER = "torch.optim.", "torch.optim.lr_scheduler."
 
-Problem = tuple[Path, str]
+Problem = tuple[KeyPath, str]
 """A key within the section of a model, and what is wrong with it."""
 
 

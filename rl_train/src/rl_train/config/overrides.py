@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config.diagnostics import Problems, show
-from rl_core.config.source_tree import Path, Place, Written, dotted
+from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_train.config.yaml_reader import read_yaml
 
 _SHAPE = re.compile(r"(?P<plus>\+{0,2})(?P<key>[^=]*)=(?P<value>.*)", re.DOTALL)
@@ -33,13 +33,13 @@ class Override:
         known: How many components of the path existed in the files before it.
     """
 
-    path: Path
-    place: Place
+    path: KeyPath
+    place: SourceLocation
     adds: bool
     known: int
 
 
-def apply_overrides(root: Written, overrides: Sequence[str], *, problems: Problems) -> tuple[Written, tuple[Override, ...]]:
+def apply_overrides(root: Node, overrides: Sequence[str], *, problems: Problems) -> tuple[Node, tuple[Override, ...]]:
     """The values of the files with the overrides applied in order.
 
     Args:
@@ -51,7 +51,7 @@ def apply_overrides(root: Written, overrides: Sequence[str], *, problems: Proble
     applied = []
     for number, text in enumerate(overrides, start=1):
         shown = text if len(text) <= 80 else f"{text[:77]}..."
-        place = Place(f"override #{number} `{shown}`", number=number)
+        place = SourceLocation(f"override #{number} `{shown}`", number=number)
         parsed = _parse(text, place=place, problems=problems)
         if parsed is None:
             continue
@@ -65,7 +65,7 @@ def apply_overrides(root: Written, overrides: Sequence[str], *, problems: Proble
     return root, tuple(applied)
 
 
-def _parse(text: str, *, place: Place, problems: Problems) -> tuple[Path, Written, bool] | None:
+def _parse(text: str, *, place: SourceLocation, problems: Problems) -> tuple[KeyPath, Node, bool] | None:
     match = _SHAPE.fullmatch(text)
     if match is None:
         meant = ""
@@ -95,9 +95,9 @@ def _parse(text: str, *, place: Place, problems: Problems) -> tuple[Path, Writte
     return tuple(keys), value, bool(match["plus"])
 
 
-def _with_positions(root: Written, path: Path) -> Path:
+def _with_positions(root: Node, path: KeyPath) -> KeyPath:
     """The path with numbers as indices of lists."""
-    found: Written | None = root
+    found: Node | None = root
     positions: list[str | int] = []
     for part in path:
         in_list = found is not None and isinstance(found.value, list)
@@ -107,14 +107,14 @@ def _with_positions(root: Written, path: Path) -> Path:
     return tuple(positions)
 
 
-def _set(node: Written, path: Path, value: Written, *, done: Path, place: Place, problems: Problems) -> Written | None:
+def _set(node: Node, path: KeyPath, value: Node, *, done: KeyPath, place: SourceLocation, problems: Problems) -> Node | None:
     if not path:
         return value
     part, rest = path[0], path[1:]
     here = (*done, part)
     inner = node.child(part)
     # A key that is absent or null is where a section begins.
-    below = Written({}, place=place, key_place=place) if inner is None or (inner.value is None and rest) else inner
+    below = Node({}, place=place, key_place=place) if inner is None or (inner.value is None and rest) else inner
     changed: Any
     if isinstance(node.value, dict):
         new = _set(below, rest, value, done=here, place=place, problems=problems)
@@ -132,4 +132,4 @@ def _set(node: Written, path: Path, value: Written, *, done: Path, place: Place,
     else:
         problems.add(f"{dotted(done)} is {show(node.value)} ({node.place}), which holds no keys.", place=place, path=here)
         return None
-    return None if changed is None else Written(changed, place=node.place, key_place=node.key_place)
+    return None if changed is None else Node(changed, place=node.place, key_place=node.key_place)

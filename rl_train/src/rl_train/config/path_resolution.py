@@ -6,11 +6,11 @@ from typing import Any
 
 from rl_core.config.diagnostics import Problems, show
 from rl_core.config.paths import PathRule, folders, locate, looks_like_path
-from rl_core.config.source_tree import Path, Written
-from rl_train.config.section_resolver import Layout
+from rl_core.config.source_tree import KeyPath, Node
+from rl_train.config.section_resolver import ConfigLayout
 
 
-def locate_paths(values: dict[str, Any], layout: Layout, *, written: Written, problems: Problems) -> None:
+def locate_paths(values: dict[str, Any], layout: ConfigLayout, *, written: Node, problems: Problems) -> None:
     """Makes every marked path absolute, in place; a name that is not a file is unchanged.
 
     Args:
@@ -26,7 +26,7 @@ def locate_paths(values: dict[str, Any], layout: Layout, *, written: Written, pr
         *way, key = field.path
         holder = _section(values, tuple(way))
         text = holder.get(str(key))
-        if not isinstance(text, str) or problems.is_poisoned(field.path):
+        if not isinstance(text, str) or problems.is_invalid(field.path):
             continue
         place = written.nearest(field.path).place
         found = locate(text, place=place)
@@ -34,10 +34,10 @@ def locate_paths(values: dict[str, Any], layout: Layout, *, written: Written, pr
             holder[str(key)] = found
         elif rule.must_exist or looks_like_path(text):
             looked = " nor in ".join(folders(place))
-            problems.poison(f"there is no {show(text)} in {looked}.", place=place, path=field.path)
+            problems.mark_invalid(f"there is no {show(text)} in {looked}.", place=place, path=field.path)
 
 
-def _section(values: Any, path: Path) -> dict[str, Any]:
+def _section(values: Any, path: KeyPath) -> dict[str, Any]:
     """The section itself, to be changed; an empty one if there is none."""
     for part in path:
         values = values.get(part) if isinstance(values, dict) else None

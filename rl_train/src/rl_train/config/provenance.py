@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.config.source_tree import Path, Place, Written, dotted
-from rl_train.config.section_resolver import Layout
+from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
+from rl_train.config.section_resolver import ConfigLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Origin:
         default_of: The model or component that defines the default; None for a value that is written.
     """
 
-    place: Place | None = None
+    place: SourceLocation | None = None
     through: str | None = None
     default_of: str | None = None
 
@@ -30,7 +30,9 @@ class Origin:
         return str(self.place) if self.through is None else f"{self.place}, through {self.through}"
 
 
-def trace(resolved: Mapping[str, Any], *, written: Written, through: Mapping[Path, str], layout: Layout) -> dict[str, Origin]:
+def trace(
+    resolved: Mapping[str, Any], *, written: Node, through: Mapping[KeyPath, str], layout: ConfigLayout
+) -> dict[str, Origin]:
     """The origin of every leaf of a resolved config, by its dotted key.
 
     Args:
@@ -42,7 +44,7 @@ def trace(resolved: Mapping[str, Any], *, written: Written, through: Mapping[Pat
     return {dotted(path): _origin(path, written=written, through=through, layout=layout) for path in _leaf_paths(resolved)}
 
 
-def _origin(path: Path, *, written: Written, through: Mapping[Path, str], layout: Layout) -> Origin:
+def _origin(path: KeyPath, *, written: Node, through: Mapping[KeyPath, str], layout: ConfigLayout) -> Origin:
     for length in range(len(path), 0, -1):
         if path[:length] in through:
             return Origin(place=written.nearest(path).place, through=through[path[:length]])
@@ -56,7 +58,7 @@ def _origin(path: Path, *, written: Written, through: Mapping[Path, str], layout
     return Origin(default_of=field.owner.__name__ if field is not None else dotted(path[:-1]))
 
 
-def _leaf_paths(value: Any, path: Path = ()) -> Iterator[Path]:
+def _leaf_paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _leaf_paths(item, (*path, key))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from rl_core.config.introspection import NOTHING, Field, Model, all_fields
-from rl_core.config.source_tree import Path, dotted
-from rl_train.config.schema_index import ANY, Catalogue
-from rl_train.config.section_resolver import COMPANIONS, Part
+from rl_core.config.source_tree import KeyPath, dotted
+from rl_train.config.schema_index import ANY, SchemaIndex
+from rl_train.config.section_resolver import COMPANIONS, SectionSchema
 
 _SLOTS = (("policy", "generation"), ("data", "train"), ("data", "validation"), ("data", "mix"))
 _TOLD_WITH_TRAIN = (("data", "validation"), ("data", "mix"))
@@ -21,15 +21,15 @@ This page is generated from the models: `rlcore schema --markdown --plugins {plu
 """
 
 
-def reference(catalogue: Catalogue, *, plugins: str) -> str:
+def reference(schema_index: SchemaIndex, *, plugins: str) -> str:
     """The page as Markdown.
 
     Args:
-        catalogue: The sections.
+        schema_index: The sections.
         plugins: The plugins in the catalogue, for the command shown on the page.
     """
     lines = [_HEAD.replace("{plugins}", plugins)]
-    parts = [part for part in catalogue.parts if part.path[:2] not in _TOLD_WITH_TRAIN and part.path[0] not in COMPANIONS]
+    parts = [part for part in schema_index.parts if part.path[:2] not in _TOLD_WITH_TRAIN and part.path[0] not in COMPANIONS]
     # Sections of the core first, then components by where they stand; the order in which plugins load says nothing.
     for part in sorted(parts, key=lambda part: (part.component is not None, dotted(part.path), _name(part))):
         lines.append(_heading(part))
@@ -37,15 +37,15 @@ def reference(catalogue: Catalogue, *, plugins: str) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _name(part: Part) -> str:
+def _name(part: SectionSchema) -> str:
     return "" if part.component is None else part.component.name
 
 
-def _heading(part: Part) -> str:
+def _heading(part: SectionSchema) -> str:
     key = dotted(part.path).replace(ANY, "<task>")
     if part.component is None or part.kind is None:
         return f"## `{key}`\n\n{_first_line(part.model)}\n"
-    alike: dict[Path, list[str]] = {
+    alike: dict[KeyPath, list[str]] = {
         ("data", "train"): ["data.train", "data.validation", "data.mix.<name>"],
         ("policy",): ["policy", *COMPANIONS],
     }
@@ -57,7 +57,7 @@ def _first_line(model: Model) -> str:
     return (model.__doc__ or "").strip().split("\n")[0]
 
 
-def _table(part: Part) -> Iterator[str]:
+def _table(part: SectionSchema) -> Iterator[str]:
     fields = [*all_fields(part.model, prefix=part.path)]
     rows = [field for field in fields if not _is_told_elsewhere(field, part) and (field.model is None or field.default is None)]
     yield "| key | default | allowed | meaning |"
@@ -69,7 +69,7 @@ def _table(part: Part) -> Iterator[str]:
     yield ""
 
 
-def _is_told_elsewhere(field: Field, part: Part) -> bool:
+def _is_told_elsewhere(field: Field, part: SectionSchema) -> bool:
     """Whether the key belongs to a section of another component, which has its own table."""
     return any(len(field.path) > len(slot) > len(part.path) and field.path[: len(slot)] == slot for slot in _SLOTS)
 

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path as FilePath
+from pathlib import Path
 
 from rl_core.config.schema import RunConfig
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_train.config.component_checks import models_of
 
 _IN_PROCESS = "cluster.backend is in_process, which runs one worker of each kind in this process"
 
 
-def in_process_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
+def in_process_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     """Numbers of workers, threads and interpreters that `cluster.backend: in_process` does not support."""
     cluster = run.cluster
     if cluster.backend != "in_process":
         return
-    counts: list[tuple[Path, int | None]] = [
+    counts: list[tuple[KeyPath, int | None]] = [
         (("cluster", "num_nodes"), cluster.num_nodes),
         (("cluster", "workers_per_node"), cluster.workers_per_node),
         *((("env", task, "num_workers"), section.num_workers) for task, section in run.env.items()),
     ]
-    interpreters: list[tuple[Path, str | None]] = [((name, "python"), model.python) for name, model in models_of(run).items()]
+    interpreters: list[tuple[KeyPath, str | None]] = [
+        ((name, "python"), model.python) for name, model in models_of(run).items()
+    ]
     generation = run.policy.generation
     if generation is not None:
         counts.append((("policy", "generation", "num_workers"), generation.num_workers))
@@ -42,7 +44,7 @@ def in_process_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
         )
 
 
-def machine_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
+def machine_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     """More workers than this machine has CPUs for, if the run would only use this machine.
 
     A running Ray cluster (RAY_ADDRESS), several nodes and GPUs are not checked: their resources are only known when
@@ -65,4 +67,4 @@ def machine_conflicts(run: RunConfig) -> Iterator[tuple[Path, str]]:
 
 def _has_gpu() -> bool:
     # The driver's own files: asking torch or Ray would import them.
-    return FilePath("/proc/driver/nvidia/gpus").is_dir() or FilePath("/dev/nvidia0").exists()
+    return KeyPath("/proc/driver/nvidia/gpus").is_dir() or KeyPath("/dev/nvidia0").exists()

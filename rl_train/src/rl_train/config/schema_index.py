@@ -9,17 +9,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rl_core.config.introspection import Field, Model, find_field
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind
 from rl_core.plugins.record import Status
 from rl_core.plugins.registry import Registry
-from rl_train.config.section_resolver import SECTIONS, Part, section_of
+from rl_train.config.section_resolver import SECTIONS, SectionSchema, section_of
 
 ANY = "<name>"
 """Placeholder for a key that the user chooses: the task of `env.<name>`."""
 
-_PLACES: dict[Kind, tuple[Path, ...]] = {
+_PLACES: dict[Kind, tuple[KeyPath, ...]] = {
     Kind.ALGORITHM: (),
     Kind.LOSS: (("loss_fn",),),
     Kind.POLICY: (("policy",), ("value",), ("teacher",)),
@@ -32,7 +32,7 @@ _PLACES: dict[Kind, tuple[Path, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Catalogue:
+class SchemaIndex:
     """All sections.
 
     Attributes:
@@ -40,14 +40,14 @@ class Catalogue:
         unusable: One sentence for each component whose model cannot be loaded.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[SectionSchema, ...]
     unusable: tuple[str, ...]
 
     def of_kind(self, kind: Kind) -> dict[str, Model]:
         """The models of the components of a kind, by name."""
         return {part.component.name: part.model for part in self.parts if part.kind is kind and part.component is not None}
 
-    def find(self, path: Path) -> list[tuple[Part, Field]]:
+    def find(self, path: KeyPath) -> list[tuple[SectionSchema, Field]]:
         """The fields that a key may refer to, one for each component that has it."""
         found = []
         for part in self.parts:
@@ -61,14 +61,14 @@ class Catalogue:
         return [(part, field) for part, field in found if len(part.path) == deepest]
 
 
-def catalogue(registry: Registry, *, plugins: Collection[str] | None = None) -> Catalogue:
+def schema_index(registry: Registry, *, plugins: Collection[str] | None = None) -> SchemaIndex:
     """The built-in sections and those of installed, working components.
 
     Args:
         registry: The plugins.
         plugins: Names of plugins to take components from; all of them by default.
     """
-    parts = [Part(path=(name,), model=model) for name, model in SECTIONS.items() if model is not None]
+    parts = [SectionSchema(path=(name,), model=model) for name, model in SECTIONS.items() if model is not None]
     unusable = []
     for registration in registry.manager.registrations:
         kind, component, plugin = registration.kind, registration.component, registration.plugin
@@ -83,5 +83,5 @@ def catalogue(registry: Registry, *, plugins: Collection[str] | None = None) -> 
             continue
         own = ("logger", "loggers", component.name) if kind is Kind.LOGGER else (component.name,)
         for path in _PLACES[kind] or (own,):
-            parts.append(Part(path=path, model=model, component=component, kind=kind))
-    return Catalogue(parts=tuple(parts), unusable=tuple(unusable))
+            parts.append(SectionSchema(path=path, model=model, component=component, kind=kind))
+    return SchemaIndex(parts=tuple(parts), unusable=tuple(unusable))

@@ -13,7 +13,7 @@ from typing import Any
 from rl_core.config import schema
 from rl_core.config.diagnostics import Problems, show
 from rl_core.config.introspection import NOTHING, Field, Model, all_fields, find_field
-from rl_core.config.source_tree import Path, Written
+from rl_core.config.source_tree import KeyPath, Node
 from rl_core.errors import InvalidComponentError, PluginError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
@@ -55,7 +55,7 @@ BASES: dict[Kind, tuple[Model, Model]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class SectionSchema:
     """A section, its model, and the component that it belongs to.
 
     Attributes:
@@ -66,7 +66,7 @@ class Part:
         implied: Keys whose values follow from the position of the section in the config, and their values.
     """
 
-    path: Path
+    path: KeyPath
     model: Model
     component: Component | None = None
     kind: Kind | None = None
@@ -79,7 +79,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ConfigLayout:
     """The sections of a config, and the keys that they may have.
 
     Attributes:
@@ -88,20 +88,20 @@ class Layout:
         slots: Keys of all sections that belong to components, whether found or not.
     """
 
-    parts: dict[Path, Part]
+    parts: dict[KeyPath, SectionSchema]
     algorithm: str | None
-    slots: frozenset[Path]
+    slots: frozenset[KeyPath]
 
-    def find(self, path: Path) -> Field | None:
+    def find(self, path: KeyPath) -> Field | None:
         """The field at a key, or None if no section has such a key."""
         part = self.part_of(path)
         return None if part is None else find_field(part.model, path[len(part.path) :], prefix=part.path)
 
-    def part_of(self, path: Path) -> Part | None:
+    def part_of(self, path: KeyPath) -> SectionSchema | None:
         """The innermost section that contains a key."""
         return next((self.parts[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in self.parts), None)
 
-    def takes_any(self, path: Path) -> bool:
+    def takes_any(self, path: KeyPath) -> bool:
         """Whether a section accepts this key although no model or default defines it."""
         if path[:-1] in (("env",), ("data", "mix"), ("logger", "loggers")):
             return True
@@ -110,7 +110,7 @@ class Layout:
             return part is not None and part.is_open and part.component is not None
         return found.is_free and found.default is NOTHING
 
-    def default(self, path: Path) -> Any:
+    def default(self, path: KeyPath) -> Any:
         """The value of a key that the file does not set; `NOTHING` if it is required or there is no such key."""
         part = self.parts.get(path[:-1])
         if part is not None and path[-1] in part.implied:
@@ -122,7 +122,7 @@ class Layout:
         """Every field of every section."""
         return [found for part in self.parts.values() for found in all_fields(part.model, prefix=part.path)]
 
-    def ending_in(self, name: str) -> list[Path]:
+    def ending_in(self, name: str) -> list[KeyPath]:
         """The full keys that end in this name, including keys of free mappings that have a default."""
         found = []
         for item in self.fields():
@@ -133,7 +133,7 @@ class Layout:
         return list(dict.fromkeys(found))
 
 
-def choose_parts(values: Mapping[str, Any], *, written: Written, registry: Registry, problems: Problems) -> Layout:
+def choose_parts(values: Mapping[str, Any], *, written: Node, registry: Registry, problems: Problems) -> ConfigLayout:
     """The model of each section that the values contain or need.
 
     Args:
@@ -152,15 +152,15 @@ def choose_parts(values: Mapping[str, Any], *, written: Written, registry: Regis
     for name in ("cluster", "checkpointing", "logger"):
         chooser.own(name)
     chooser.loggers()
-    return Layout(parts=chooser.parts, algorithm=algorithm, slots=frozenset(chooser.slots))
+    return ConfigLayout(parts=chooser.parts, algorithm=algorithm, slots=frozenset(chooser.slots))
 
 
 class _Chooser:
     """One pass over the sections, which fills `parts`."""
 
-    def __init__(self, values: Mapping[str, Any], *, written: Written, registry: Registry, problems: Problems) -> None:
-        self.parts: dict[Path, Part] = {}
-        self.slots: set[Path] = set()
+    def __init__(self, values: Mapping[str, Any], *, written: Node, registry: Registry, problems: Problems) -> None:
+        self.parts: dict[KeyPath, SectionSchema] = {}
+        self.slots: set[KeyPath] = set()
         self._values = values
         self._written = written
         self._registry = registry
@@ -199,7 +199,7 @@ class _Chooser:
         if name is not None:
             self._named(("loss_fn",), Kind.LOSS, name, key="name", implied=implied)
         elif self._has_algorithm:
-            self._problems.poison(
+            self._problems.mark_invalid(
                 "must be set: the algorithm's model names no `default_loss`.",
                 place=self._written.nearest(("loss_fn",)).key_place,
                 path=("loss_fn", "name"),
@@ -228,7 +228,7 @@ class _Chooser:
         section = self._section(("data",))
         if section is None:
             return
-        self.parts["data",] = Part(path=("data",), model=schema.DataConfig)
+        self.parts["data",] = SectionSchema(path=("data",), model=schema.DataConfig)
         for split in ("train", "validation"):
             if section.get(split) is None:
                 continue
@@ -269,19 +269,19 @@ class _Chooser:
         model = SECTIONS[name]
         is_there = name not in OPTIONAL or self._values.get(name) is not None
         if model is not None and is_there and self._section((name,)) is not None:
-            self.parts[name,] = Part(path=(name,), model=model)
+            self.parts[name,] = SectionSchema(path=(name,), model=model)
 
-    def _section(self, path: Path) -> Mapping[str, Any] | None:
+    def _section(self, path: KeyPath) -> Mapping[str, Any] | None:
         """The keys of a section; empty if it is missing or null; None if it is not a mapping, which is reported."""
         section: Mapping[str, Any] = self._values
         for depth, part in enumerate(path, start=1):
             value = section.get(str(part))
-            if self._problems.is_poisoned(path[:depth]):
+            if self._problems.is_invalid(path[:depth]):
                 return None
             if value is None:
                 return {}
             if not isinstance(value, Mapping):
-                self._problems.poison(
+                self._problems.mark_invalid(
                     f"must be a section with keys below it; found {show(value)}.",
                     place=self._written.nearest(path[:depth]).place,
                     path=path[:depth],
@@ -292,7 +292,7 @@ class _Chooser:
 
     def _by_key(
         self,
-        path: Path,
+        path: KeyPath,
         section: Mapping[str, Any],
         kind: Kind,
         *,
@@ -302,9 +302,9 @@ class _Chooser:
         self._begin(path, kind)
         if section.get(key) is None:
             here = (*path, key)
-            if not self._problems.is_poisoned(here):
+            if not self._problems.is_invalid(here):
                 installed = ", ".join(self._registry.names(kind)) or "none"
-                self._problems.poison(
+                self._problems.mark_invalid(
                     f"must be set: which {kind.label}. Installed: {installed}.",
                     place=self._written.nearest(path).key_place,
                     path=here,
@@ -314,7 +314,7 @@ class _Chooser:
 
     def _named(
         self,
-        path: Path,
+        path: KeyPath,
         kind: Kind,
         name: Any,
         *,
@@ -328,7 +328,7 @@ class _Chooser:
         written = self._written.nearest(where)
         place = written.key_place if key is None else written.place
         if not isinstance(name, str):
-            self._problems.poison(f"must be the name of a {kind.label}; found {show(name)}.", place=place, path=where)
+            self._problems.mark_invalid(f"must be the name of a {kind.label}; found {show(name)}.", place=place, path=where)
             return
         if must_be_path and not is_path(name):
             self._problems.add(
@@ -348,18 +348,18 @@ class _Chooser:
             return
         self._add(path, kind, component, implied=implied)
 
-    def _begin(self, path: Path, kind: Kind) -> None:
+    def _begin(self, path: KeyPath, kind: Kind) -> None:
         """Gives a section the model of its kind until its component is found, so that its common keys are checked anyway."""
         self.slots.add(path)
-        self.parts.setdefault(path, Part(path=path, model=BASES[kind][1], kind=kind))
+        self.parts.setdefault(path, SectionSchema(path=path, model=BASES[kind][1], kind=kind))
 
-    def _add(self, path: Path, kind: Kind, component: Component, *, implied: Mapping[str, Any] | None = None) -> None:
+    def _add(self, path: KeyPath, kind: Kind, component: Component, *, implied: Mapping[str, Any] | None = None) -> None:
         try:
             model = section_of(component, kind)
         except PluginError as error:
             self._problems.add(str(error), place=self._written.nearest(path).key_place, path=path)
             return
-        self.parts[path] = Part(path=path, model=model, component=component, kind=kind, implied=implied or {})
+        self.parts[path] = SectionSchema(path=path, model=model, component=component, kind=kind, implied=implied or {})
 
 
 def section_of(component: Component, kind: Kind) -> Model:

@@ -10,7 +10,7 @@ import os
 import pathlib
 
 from rl_core.config.diagnostics import Problems, nearest, show
-from rl_core.config.source_tree import Place, Written, merge
+from rl_core.config.source_tree import Node, SourceLocation, merge
 from rl_train.config.yaml_reader import read_yaml
 
 LARGEST_FILE = 1 << 20
@@ -19,7 +19,7 @@ LARGEST_FILE = 1 << 20
 _PARENTS = "defaults"
 
 
-def read_sources(path: str | os.PathLike[str], *, problems: Problems) -> Written:
+def read_sources(path: str | os.PathLike[str], *, problems: Problems) -> Node:
     """The file with everything that it inherits.
 
     Args:
@@ -31,11 +31,11 @@ def read_sources(path: str | os.PathLike[str], *, problems: Problems) -> Written
     """
     source = os.fspath(path)
     read = _read(source, asked_at=None, open_files=(), problems=problems)
-    place = Place(source, 1, 1, source)
-    return read if read is not None else Written({}, place=place, key_place=place)
+    place = SourceLocation(source, 1, 1, source)
+    return read if read is not None else Node({}, place=place, key_place=place)
 
 
-def _read(source: str, *, asked_at: Place | None, open_files: tuple[str, ...], problems: Problems) -> Written | None:
+def _read(source: str, *, asked_at: SourceLocation | None, open_files: tuple[str, ...], problems: Problems) -> Node | None:
     real = os.path.realpath(source) if "\0" not in source else source
     if real in open_files:
         chain = " -> ".join(os.path.basename(file) for file in (*open_files[open_files.index(real) :], real))
@@ -46,30 +46,30 @@ def _read(source: str, *, asked_at: Place | None, open_files: tuple[str, ...], p
     if root is None:
         problems.is_partial = True
         return None
-    start = Place(source, 1, 1, source)
+    start = SourceLocation(source, 1, 1, source)
     own = {key: item for key, item in root.value.items() if key != _PARENTS}
     # `grpo:` with nothing below it asks for the section's defaults; it does not take away what is inherited.
     for key, item in own.items():
         if item.value is None and item.text == "":
-            own[key] = Written({}, place=item.place, key_place=item.key_place)
-    merged = Written({}, place=start, key_place=start)
+            own[key] = Node({}, place=item.place, key_place=item.key_place)
+    merged = Node({}, place=start, key_place=start)
     for parent, place in _parents(root, problems=problems):
         beside = os.path.normpath(os.path.join(os.path.dirname(source), os.path.expanduser(parent)))
         inherited = _read(beside, asked_at=place, open_files=(*open_files, real), problems=problems)
         merged = merged if inherited is None else merge(merged, inherited)
-    return merge(merged, Written(own, place=root.place, key_place=root.key_place, replaces=root.replaces))
+    return merge(merged, Node(own, place=root.place, key_place=root.key_place, replaces=root.replaces))
 
 
-def _root(source: str, *, asked_at: Place | None, problems: Problems) -> Written | None:
+def _root(source: str, *, asked_at: SourceLocation | None, problems: Problems) -> Node | None:
     """The mapping of one file; None if it cannot be read or is not a mapping, which is reported."""
     text = _text(source, asked_at=asked_at, problems=problems)
     if text is None:
         return None
     before = len(problems.found)
-    start = Place(source, 1, 1, source)
+    start = SourceLocation(source, 1, 1, source)
     root = read_yaml(text, place=start, problems=problems)
     if root is None and len(problems.found) == before:
-        return Written({}, place=start, key_place=start)
+        return Node({}, place=start, key_place=start)
     if root is not None and not isinstance(root.value, dict):
         problems.add(
             f"A config is a mapping of sections (`policy:`, `data:`, ...), not {show(root.plain())}.", place=root.place
@@ -78,7 +78,7 @@ def _root(source: str, *, asked_at: Place | None, problems: Problems) -> Written
     return root
 
 
-def _parents(root: Written, *, problems: Problems) -> list[tuple[str, Place]]:
+def _parents(root: Node, *, problems: Problems) -> list[tuple[str, SourceLocation]]:
     named = root.child(_PARENTS)
     if named is None or named.value is None:
         return []
@@ -97,7 +97,7 @@ def _parents(root: Written, *, problems: Problems) -> list[tuple[str, Place]]:
     return parents
 
 
-def _text(source: str, *, asked_at: Place | None, problems: Problems) -> str | None:
+def _text(source: str, *, asked_at: SourceLocation | None, problems: Problems) -> str | None:
     path = () if asked_at is None else (_PARENTS,)
     try:
         with open(source, "rb") as file:
@@ -116,7 +116,7 @@ def _text(source: str, *, asked_at: Place | None, problems: Problems) -> str | N
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
         problems.add(
             f"This is not text in UTF-8 (byte 0x{raw[error.start]:02X}): save the config as UTF-8.",
-            place=Place(source, line, column, source),
+            place=SourceLocation(source, line, column, source),
         )
         return None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rl_core.config.diagnostics import listed
 from rl_core.config.schema import RunConfig
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
@@ -19,7 +19,7 @@ MANY_NODES_TRANSPORTS = ("collective",)
 _AT = ("policy", "generation", "refit_transport")
 
 
-def transport_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[Path, str]]:
+def transport_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPath, str]]:
     """A weight transport that does not exist or is not supported by a backend, and backends without a common transport."""
     generation = run.policy.generation
     if generation is None:
@@ -31,7 +31,7 @@ def transport_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[Pa
     yield from _folder(generation.refit_transport, generation.refit_folder, num_nodes=run.cluster.num_nodes)
 
 
-def _not_supported(run: RunConfig, registry: Registry, transport: str) -> Iterator[tuple[Path, str]]:
+def _not_supported(run: RunConfig, registry: Registry, transport: str) -> Iterator[tuple[KeyPath, str]]:
     try:
         registry.find(Kind.WEIGHT_TRANSPORT, transport)
     except PluginError as error:
@@ -44,7 +44,7 @@ def _not_supported(run: RunConfig, registry: Registry, transport: str) -> Iterat
             yield _AT, f"the {kind.label} {backend!r} does not support {transport!r}. It supports: {listed(known) or 'none'}."
 
 
-def _nothing_in_common(run: RunConfig, registry: Registry) -> Iterator[tuple[Path, str]]:
+def _nothing_in_common(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPath, str]]:
     """Backends without a common default transport; the capabilities of backends given by a path are only known after import."""
     if run.cluster.backend == "in_process":
         tried: tuple[str, ...] = IN_PROCESS_TRANSPORTS
@@ -71,7 +71,7 @@ def _nothing_in_common(run: RunConfig, registry: Registry) -> Iterator[tuple[Pat
     )
 
 
-def _folder(transport: str | None, folder: str | None, *, num_nodes: int) -> Iterator[tuple[Path, str]]:
+def _folder(transport: str | None, folder: str | None, *, num_nodes: int) -> Iterator[tuple[KeyPath, str]]:
     if transport == "disk" and folder is None and num_nodes > 1:
         yield (
             ("policy", "generation", "refit_folder"),

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_core.config.schema import RunConfig
-from rl_core.config.source_tree import Path
+from rl_core.config.source_tree import KeyPath
 
 
-def unused_sections(run: RunConfig) -> Iterator[tuple[Path, str]]:
+def unused_sections(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     """Sections that a training run would ignore: the engine or environments of an algorithm that never samples."""
     if run.algorithm.runtime_needs.samples:
         return

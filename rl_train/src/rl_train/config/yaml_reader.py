@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from rl_core.config.diagnostics import Problems, show
-from rl_core.config.source_tree import Path, Place, Written
+from rl_core.config.source_tree import KeyPath, Node, SourceLocation
 
 MAX_DEPTH = 50
 MAX_VALUES = 10_000
@@ -44,7 +44,7 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-def read_yaml(text: str, *, place: Place, problems: Problems) -> Written | None:
+def read_yaml(text: str, *, place: SourceLocation, problems: Problems) -> Node | None:
     """The values of a YAML text.
 
     Args:
@@ -81,18 +81,18 @@ def read_yaml(text: str, *, place: Place, problems: Problems) -> Written | None:
 
 
 class _Reader:
-    """Turns the nodes of one document into `Written` values."""
+    """Turns the nodes of one document into `Node` values."""
 
-    def __init__(self, loader: _Loader, *, place: Place, problems: Problems) -> None:
+    def __init__(self, loader: _Loader, *, place: SourceLocation, problems: Problems) -> None:
         self._loader = loader
         self._place = place
         self._problems = problems
         self._count = 0
 
-    def read(self, node: yaml.Node) -> Written:
+    def read(self, node: yaml.Node) -> Node:
         return self._value(node, path=(), key_node=node)
 
-    def _value(self, node: yaml.Node, *, path: Path, key_node: yaml.Node) -> Written:
+    def _value(self, node: yaml.Node, *, path: KeyPath, key_node: yaml.Node) -> Node:
         self._count += 1
         if self._count > MAX_VALUES:
             raise _error(f"more than {MAX_VALUES} values, aliases counted as often as they are used", node)
@@ -100,19 +100,19 @@ class _Reader:
             raise _error(f"nested more than {MAX_DEPTH} levels deep (or an alias that contains itself)", node)
         place, key_place = self._at(node), self._at(key_node)
         if isinstance(node, yaml.ScalarNode):
-            return Written(self._scalar(node), place=place, key_place=key_place, text=node.value)
+            return Node(self._scalar(node), place=place, key_place=key_place, text=node.value)
         if node.tag not in _PLAIN_TAGS:
             raise _error(f"the tag {node.tag.removeprefix(_TAG)!r} is not supported: write the value without it", node)
         if isinstance(node, yaml.MappingNode):
             mapping = self._mapping(node, path=path)
             replaces = self._takes_mark(mapping, path=path)
-            return Written(mapping, place=place, key_place=key_place, replaces=replaces)
+            return Node(mapping, place=place, key_place=key_place, replaces=replaces)
         items = [self._value(item, path=(*path, index), key_node=item) for index, item in enumerate(node.value)]
-        return Written(items, place=place, key_place=key_place)
+        return Node(items, place=place, key_place=key_place)
 
-    def _mapping(self, node: yaml.MappingNode, *, path: Path) -> dict[str, Written]:
-        own: dict[str, Written] = {}
-        merged: dict[str, Written] = {}
+    def _mapping(self, node: yaml.MappingNode, *, path: KeyPath) -> dict[str, Node]:
+        own: dict[str, Node] = {}
+        merged: dict[str, Node] = {}
         for key_node, value_node in node.value:
             if key_node.tag == f"{_TAG}merge":
                 merged = {**self._merge_key(value_node, path=path), **merged}
@@ -131,9 +131,9 @@ class _Reader:
             own[key] = self._value(value_node, path=(*path, key), key_node=key_node)
         return {**{key: item for key, item in merged.items() if key not in own}, **own}
 
-    def _merge_key(self, node: yaml.Node, *, path: Path) -> dict[str, Written]:
+    def _merge_key(self, node: yaml.Node, *, path: KeyPath) -> dict[str, Node]:
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        merged: dict[str, Written] = {}
+        merged: dict[str, Node] = {}
         for source in sources:
             if not isinstance(source, yaml.MappingNode):
                 raise _error("`<<` takes a mapping, or a list of mappings", source)
@@ -142,7 +142,7 @@ class _Reader:
                 merged.setdefault(key, item)
         return merged
 
-    def _key(self, node: yaml.Node, *, path: Path) -> str | None:
+    def _key(self, node: yaml.Node, *, path: KeyPath) -> str | None:
         if isinstance(node, yaml.ScalarNode):
             value = self._scalar(node)
             if isinstance(value, str):
@@ -167,7 +167,7 @@ class _Reader:
             kind = node.tag.removeprefix(_TAG)
             raise _error(f"{show(node.value)} cannot be read as YAML's {kind}", node) from error
 
-    def _takes_mark(self, mapping: dict[str, Written], *, path: Path) -> bool:
+    def _takes_mark(self, mapping: dict[str, Node], *, path: KeyPath) -> bool:
         mark = mapping.pop(_OVERRIDE_MARK, None)
         if mark is None:
             return False
@@ -175,11 +175,11 @@ class _Reader:
             self._problems.add("must be true or false.", place=mark.place, path=(*path, _OVERRIDE_MARK))
         return mark.value is True
 
-    def _at(self, node: yaml.Node) -> Place:
+    def _at(self, node: yaml.Node) -> SourceLocation:
         return _at(self._place, node.start_mark.line + 1, node.start_mark.column + 1)
 
 
-def _at(begin: Place, line: int, column: int) -> Place:
+def _at(begin: SourceLocation, line: int, column: int) -> SourceLocation:
     return begin if begin.line is None else replace(begin, line=line, column=column)
 
 
@@ -187,7 +187,7 @@ def _error(message: str, node: yaml.Node) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=message, problem_mark=node.start_mark)
 
 
-def _report(error: yaml.MarkedYAMLError, *, place: Place, problems: Problems) -> None:
+def _report(error: yaml.MarkedYAMLError, *, place: SourceLocation, problems: Problems) -> None:
     mark = error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
     what = (error.problem or error.context or "").strip()

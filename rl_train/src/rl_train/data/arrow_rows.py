@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError
-from rl_train.data.concat import Joined
+from rl_train.data.concat import ConcatDataset
 
 _SAVED = ("state.json", "dataset_dict.json")
 """What `save_to_disk` leaves in a folder: of one split, of several."""
@@ -36,7 +36,7 @@ class ArrowRows:
         self._names = [table_name for table_name, _ in tables]
         self._tables = [_undecoded(table) for _, table in tables]
         self._nested = [_nested(table.features) for table in self._tables]
-        self._rows = Joined(self._tables)
+        self._rows = ConcatDataset(self._tables)
 
     def __len__(self) -> int:
         return len(self._rows)

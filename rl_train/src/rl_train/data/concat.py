@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 
-class Joined(Sequence[Any]):
+class ConcatDataset(Sequence[Any]):
     """Several map-style collections, one after the other, as one.
 
     Args:

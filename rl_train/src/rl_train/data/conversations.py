@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.data.formatting import shown
+from rl_core.data.formatting import format_value
 from rl_core.data.tool_calls import read_calls
 from rl_core.errors import DataError
 
@@ -55,7 +55,7 @@ def kind_of(messages: Messages, tools: Any) -> frozenset[str]:
 
 def _message(message: Any, what: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise DataError(f"{what} is no {{role, content}}: found {shown(message)}")
+        raise DataError(f"{what} is no {{role, content}}: found {format_value(message)}")
     given = {key: value for key, value in message.items() if value is not None}
     for key in _EMPTY_IS_ABSENT:
         if not given.get(key, True):
@@ -69,7 +69,7 @@ def _message(message: Any, what: str) -> dict[str, Any]:
         given["tool_calls"] = read_calls(given["tool_calls"], what)
         given.setdefault("content", "")
     if not {"role", "content"} <= given.keys():
-        raise DataError(f"{what} is no {{role, content}}: found {shown(message)}")
+        raise DataError(f"{what} is no {{role, content}}: found {format_value(message)}")
     _check_role(given, what)
     if given.get("weight") not in (None, 0, 1):
         raise DataError(f"{what} has the weight {given['weight']!r}: expected 1 (trained) or 0 (not trained)")
@@ -88,7 +88,7 @@ def _text(content: Any, what: str) -> str:
     if isinstance(content, str):
         return _whole(content, what)
     if not isinstance(content, list):
-        raise DataError(f"{what} has the content {shown(content)}: expected a text or a list of text parts")
+        raise DataError(f"{what} has the content {format_value(content)}: expected a text or a list of text parts")
     parts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):

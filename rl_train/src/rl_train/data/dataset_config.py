@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
 from rl_core.config.schema import DatasetConfig
-from rl_core.config.source_tree import Path as KeyPath
+from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
     from rl_core.config.schema import RunConfig

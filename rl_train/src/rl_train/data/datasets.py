@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rl_core.data.formatting import shown
+from rl_core.data.formatting import format_value
 from rl_core.data.tool_calls import check_tool_use, read_tools, tools_of
 from rl_core.errors import DataError
 from rl_core.interfaces.dataset import Record
@@ -122,7 +122,7 @@ class ReadsRecords:
         """What the function gave, held to what a record is."""
         name = self._config.record_fn
         if not isinstance(made, Mapping) or "messages" not in made:
-            found = sorted(made) if isinstance(made, Mapping) else shown(made)
+            found = sorted(made) if isinstance(made, Mapping) else format_value(made)
             raise DataError(f"{name} gave {found}: expected a record, which has `messages`")
         if unknown := sorted(made.keys() - Record.__annotations__.keys()):
             raise DataError(f"{name} gave a record with {unknown}: a record has {', '.join(Record.__annotations__)}")
@@ -148,7 +148,7 @@ def _template(config: RecordForm) -> PromptTemplate:
 
 def _texts(values: Any) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-        raise DataError(f"the stop strings are {shown(values)}: expected a list of texts")
+        raise DataError(f"the stop strings are {format_value(values)}: expected a list of texts")
     return values
 
 
@@ -158,7 +158,7 @@ def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_
     if not isinstance(row[key], kind) or row[key] is None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         names = " or ".join("a value" if each is object else each.__name__ for each in kinds)
-        raise DataError(f"the field {key!r} (`{config_key}`) is {shown(row[key])}: expected {names}")
+        raise DataError(f"the field {key!r} (`{config_key}`) is {format_value(row[key])}: expected {names}")
     return row[key]
 
 

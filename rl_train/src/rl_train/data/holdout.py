@@ -11,7 +11,7 @@ from rl_core.errors import DataError
 from rl_train.data.conversations import without_answer
 
 
-class Chosen(Sequence[Any]):
+class Subset(Sequence[Any]):
     """Some records of a dataset, in an order of their own; they keep their places.
 
     Args:
@@ -43,7 +43,7 @@ class Chosen(Sequence[Any]):
         return place_of(self._records, self._numbers[index])
 
 
-def held_out(records: Any, *, fraction: float, seed: int, name: str) -> tuple[Chosen, Chosen]:
+def held_out(records: Any, *, fraction: float, seed: int, name: str) -> tuple[Subset, Subset]:
     """The records that stay, in their order, and those that are held out, in an order drawn from the seed.
 
     A record is held out by a hash of what it asks: new rows move no other row, rows may change places, and records that ask the
@@ -66,7 +66,7 @@ def held_out(records: Any, *, fraction: float, seed: int, name: str) -> tuple[Ch
             f"split.validation {fraction} of the {len(draws)} records of {name} holds out {len(out)} and leaves {len(kept)}: "
             "give more data or another fraction, or name validation data of its own"
         )
-    return Chosen(records, kept), Chosen(records, out)
+    return Subset(records, kept), Subset(records, out)
 
 
 def place_of(records: Any, index: int) -> str:

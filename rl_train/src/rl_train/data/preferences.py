@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, NotRequired, TypedDict
 
-from rl_core.data.formatting import shown
+from rl_core.data.formatting import format_value
 from rl_core.data.tool_calls import check_tool_use, tools_of
 from rl_core.errors import DataError
 from rl_train.data.conversations import Messages, kind_of, read_messages
@@ -78,7 +78,7 @@ class ReadsPairs:
             return pairs_from_row(row, self._config)
         made = self._function(row)
         if not isinstance(made, Mapping):
-            raise DataError(f"{self._config.record_fn} gave {shown(made)}: expected the fields of a pair")
+            raise DataError(f"{self._config.record_fn} gave {format_value(made)}: expected the fields of a pair")
         return pairs_from_row(dict(made), self._config)
 
     def kind(self, record: PreferenceRecord) -> frozenset[str]:
@@ -120,7 +120,7 @@ def _ranked(row: dict[str, Any], config: PreferenceForm) -> list[tuple[Any, Any]
 def _list(listed: Any, key: str) -> list[Any]:
     if not isinstance(listed, list):
         raise DataError(
-            f"the field {key!r} is {shown(listed)}: expected a list of {{completion, rank}} or {{completion, score}}"
+            f"the field {key!r} is {format_value(listed)}: expected a list of {{completion, rank}} or {{completion, score}}"
         )
     return listed
 
@@ -131,7 +131,7 @@ def _worth(answer: Any, number: int, key: str) -> tuple[str, float]:
     named = [name for name in ("rank", "score") if name in given]
     if "completion" not in given or len(named) != 1:
         raise DataError(
-            f"answer {number} of the field {key!r} is {shown(answer)}: expected a list of {{completion, rank}} or "
+            f"answer {number} of the field {key!r} is {format_value(answer)}: expected a list of {{completion, rank}} or "
             "{completion, score}"
         )
     value = given[named[0]]
@@ -141,11 +141,11 @@ def _worth(answer: Any, number: int, key: str) -> tuple[str, float]:
 
 
 def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) -> PreferenceRecord:
-    chosen = read_messages(better, f"the better answer {shown(better)}", role="assistant")
-    rejected = read_messages(worse, f"the worse answer {shown(worse)}", role="assistant")
+    chosen = read_messages(better, f"the better answer {format_value(better)}", role="assistant")
+    rejected = read_messages(worse, f"the worse answer {format_value(worse)}", role="assistant")
     if row.get(config.prompt_key) is not None:
         asked = row[config.prompt_key]
-        prompt = read_messages(asked, f"the field {config.prompt_key!r}, {shown(asked)},", role="user")
+        prompt = read_messages(asked, f"the field {config.prompt_key!r}, {format_value(asked)},", role="user")
         # Whole conversations are common as well: the prompt is then written three times.
         chosen, rejected = _without(prompt, chosen), _without(prompt, rejected)
     else:

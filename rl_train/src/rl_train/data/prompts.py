@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from rl_core.data.formatting import shown
+from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 
 PACKAGED = Path(__file__).parent / "prompt_configs"
@@ -57,12 +57,12 @@ class PromptTemplate:
         for name in names:
             if name not in record:
                 raise DataError(
-                    f"{self.source} asks for {{{name}}}, which the record lacks: it has {sorted(record)} "
+                    f"{self.source} uses {{{name}}}, which the record lacks: it has {sorted(record)} "
                     "(write {{ and }} for literal braces)"
                 )
             if not isinstance(record[name], str | int | float):
                 raise DataError(
-                    f"{self.source} asks for {{{name}}}, and the record has {shown(record[name])} there: a template takes "
+                    f"{self.source} uses {{{name}}}, and the record has {format_value(record[name])} there: a template takes "
                     "texts and numbers. Make the text with a `record_fn` of your own"
                 )
         lone = [record[name] for name, field in zip(names, fields, strict=True) if not field]

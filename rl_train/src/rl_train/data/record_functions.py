@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_core.data.formatting import shown
+from rl_core.data.formatting import format_value
 from rl_core.data.tool_calls import from_text
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.component import is_path
@@ -23,7 +23,7 @@ def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
     instruction, answer = _text(row, "instruction"), _text(row, "output")
     given = row.get("input") or ""
     if not isinstance(given, str):
-        raise DataError(f"the field 'input' is {shown(given)}: expected a text")
+        raise DataError(f"the field 'input' is {format_value(given)}: expected a text")
     question = f"{instruction}\n\n{given}" if given else instruction
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
@@ -63,12 +63,12 @@ def sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
     """{conversations: [{from, value}]}, with `system` and `tools` where they are; a `function_call` has JSON for its value."""
     turns = row.get("conversations")
     if not isinstance(turns, list):
-        raise DataError(f"the field 'conversations' is {shown(turns)}: expected a list of {{from, value}}")
+        raise DataError(f"the field 'conversations' is {format_value(turns)}: expected a list of {{from, value}}")
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns):
         if not isinstance(turn, Mapping) or turn.get("from") not in _SHAREGPT_ROLES:
             raise DataError(
-                f"turn {number} of 'conversations' is {shown(turn)}: expected `from` in {', '.join(_SHAREGPT_ROLES)}"
+                f"turn {number} of 'conversations' is {format_value(turn)}: expected `from` in {', '.join(_SHAREGPT_ROLES)}"
             )
         message = {"role": _SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
         if turn["from"] == "function_call":
@@ -113,5 +113,5 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 def _text(row: Mapping[str, Any], key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
-        raise DataError(f"the field {key!r} is {shown(value)}: expected a text, and the row has {sorted(row)}")
+        raise DataError(f"the field {key!r} is {format_value(value)}: expected a text, and the row has {sorted(row)}")
     return value

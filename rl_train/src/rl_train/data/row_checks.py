@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config.schema import DataConfig
-from rl_core.config.source_tree import Path as KeyPath
+from rl_core.config.source_tree import KeyPath
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.static_lookup import missing_target

@@ -7,4 +7,4 @@ from rl_train.diagnostics.by_model_name import (
     test_max_model_len_respected as test_max_model_len_respected,
 )
 from rl_train.diagnostics.diagnosis import Diagnosis as Diagnosis
-from rl_train.diagnostics.diagnosis import Verdict as Verdict
+from rl_train.diagnostics.diagnosis import DiagnosisStatus as DiagnosisStatus

@@ -21,7 +21,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.diagnostics.decode_prefill import check_decode_against_prefill, check_engine_against_policy
-from rl_train.diagnostics.diagnosis import Diagnosis, Verdict
+from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.diagnostics.length_limit import check_length_limit
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ test_generation_consistency.__test__ = False  # type: ignore[attr-defined]
 
 
 def _passed(diagnosis: Diagnosis) -> Diagnosis:
-    if diagnosis.verdict is Verdict.FAILED:
+    if diagnosis.verdict is DiagnosisStatus.FAILED:
         raise AssertionError(str(diagnosis))
     return diagnosis
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Verdict(StrEnum):
+class DiagnosisStatus(StrEnum):
     """How bad it is."""
 
     OK = "ok"
@@ -24,7 +24,7 @@ class Diagnosis:
 
     name: str
     """Of the diagnosis, such as `length_limit`."""
-    verdict: Verdict
+    verdict: DiagnosisStatus
     found: str
     """What was seen, with its numbers."""
     why: str = ""

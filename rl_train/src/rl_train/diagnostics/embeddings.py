@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl_train.diagnostics.diagnosis import Diagnosis, Verdict
+from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.diagnostics.embedding_weights import EmbeddingWeights
 
 UNTRAINED = "untrained_embeddings"
@@ -41,14 +41,14 @@ def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids
     beyond = f" ({unused_rows} further rows are beyond the tokenizer's ids)" if unused_rows else ""
     if not any(kinds.values()):
         found = f"none of {num_tokens} rows is zero, of one value, equal to another, or of a norm far from the others{beyond}"
-        return Diagnosis(name=UNTRAINED, verdict=Verdict.OK, found=found, details=details)
+        return Diagnosis(name=UNTRAINED, verdict=DiagnosisStatus.OK, found=found, details=details)
     broken = {token for kind, ids in kinds.items() if kind != "odd_norm" for token in ids} & set(used_ids)
     found = "; ".join(f"{kind.replace('_', ' ')}: {_listed(ids, tokenizer)}" for kind, ids in kinds.items() if ids)
     if broken:
         found = f"this run uses {_listed(sorted(broken), tokenizer)}. {found}"
     return Diagnosis(
         name=UNTRAINED,
-        verdict=Verdict.FAILED if broken else Verdict.WARNING,
+        verdict=DiagnosisStatus.FAILED if broken else DiagnosisStatus.WARNING,
         found=found + beyond,
         why="The model has never seen these tokens: what it makes of a prompt that contains one, and the probability with "
         "which it samples one, mean nothing.",
@@ -80,7 +80,7 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
         "output": weights.output_name,
     }
     verdict = _tying_verdict(weights, declared)
-    if verdict is Verdict.OK:
+    if verdict is DiagnosisStatus.OK:
         return Diagnosis(name=TIED, verdict=verdict, found=found, details=details)
     return Diagnosis(
         name=TIED,
@@ -94,12 +94,12 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
     )
 
 
-def _tying_verdict(weights: EmbeddingWeights, declared: bool | None) -> Verdict:
+def _tying_verdict(weights: EmbeddingWeights, declared: bool | None) -> DiagnosisStatus:
     if declared is None or declared == weights.are_tied:
         suspicious = declared is False and weights.are_equal
-        return Verdict.WARNING if suspicious else Verdict.OK
+        return DiagnosisStatus.WARNING if suspicious else DiagnosisStatus.OK
     # Two copies of one matrix compute the same until the first optimizer step.
-    return Verdict.WARNING if weights.are_equal and not weights.are_tied else Verdict.FAILED
+    return DiagnosisStatus.WARNING if weights.are_equal and not weights.are_tied else DiagnosisStatus.FAILED
 
 
 def _suspicious(weight: torch.Tensor) -> dict[str, list[int]]:

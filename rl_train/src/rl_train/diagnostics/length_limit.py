@@ -10,7 +10,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DeadlineExceededError, RLCoreError, WorkerDiedError
 from rl_core.interfaces.generation import GenerationInterface
-from rl_train.diagnostics.diagnosis import Diagnosis, Verdict
+from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 
 NAME = "length_limit"
 _ROOM = (1, 2, 4, 8)
@@ -46,7 +46,7 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
     if problems:
         return Diagnosis(
             name=NAME,
-            verdict=Verdict.FAILED,
+            verdict=DiagnosisStatus.FAILED,
             found=f"the limit of {limit} tokens is not kept: " + "; ".join(problems),
             why=_WHY,
             remedy="Pass the limit on to the engine (its section's max_model_len), or lower policy.max_total_sequence_length.",
@@ -55,7 +55,7 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
     if not reached:
         return Diagnosis(
             name=NAME,
-            verdict=Verdict.WARNING,
+            verdict=DiagnosisStatus.WARNING,
             found=f"all {len(rows)} rows ended by themselves before the limit of {limit} tokens, so it was not put to the test",
             why=_WHY,
             remedy="Diagnose again with other prompts (--num-prompts), or a higher temperature.",
@@ -63,7 +63,7 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
         )
     return Diagnosis(
         name=NAME,
-        verdict=Verdict.OK,
+        verdict=DiagnosisStatus.OK,
         found=f"{reached} of {len(rows)} rows were cut at the limit of {limit} tokens, none is longer; a full one is refused",
         details=details,
     )

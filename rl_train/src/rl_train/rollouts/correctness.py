@@ -12,7 +12,7 @@ from rl_train.rollouts.trajectory import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement:
+class Accuracy:
     """What is known of B rollouts."""
 
     right: Sequence[bool | None]
@@ -23,7 +23,7 @@ class Judgement:
 
 def judge(
     rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface], *, reward_above: float | None = None
-) -> Judgement:
+) -> Accuracy:
     """Whether each rollout is right: where the environment's `accuracy` of it alone is 1.
 
     What a reward means only its environment knows (one may pay for the format of a wrong answer), so it is asked. It is asked
@@ -35,22 +35,22 @@ def judge(
         reward_above: call right what has more reward than that, and ask nobody.
     """
     if reward_above is not None:
-        return Judgement(right=[row.reward > reward_above for row in rows], unjudged={})
+        return Accuracy(right=[row.reward > reward_above for row in rows], unjudged={})
     right: list[bool | None] = [None] * len(rows)
     unjudged: dict[str, str] = {}
     for task_name in dict.fromkeys(row.task_name for row in rows):
         places = [i for i, row in enumerate(rows) if row.task_name == task_name]
         try:
             verdicts = _verdicts([rows[i] for i in places], environments)
-        except _NobodySays as error:
+        except NoAccuracyError as error:
             unjudged[task_name] = str(error)
             continue
         for place, verdict in zip(places, verdicts, strict=True):
             right[place] = verdict
-    return Judgement(right=right, unjudged=unjudged)
+    return Accuracy(right=right, unjudged=unjudged)
 
 
-class _NobodySays(Exception):
+class NoAccuracyError(Exception):
     """The environment does not call its rows right or wrong."""
 
 
@@ -64,7 +64,7 @@ def _verdicts(rows: Sequence[Trajectory], environments: Mapping[str, Environment
         for i in places:
             alone = accuracy if accuracy in (0.0, 1.0) else _accuracy([rows[i]], environments)
             if alone not in (0.0, 1.0):
-                raise _NobodySays(f"the environment's accuracy of one sample is {alone:g}, neither 0 nor 1")
+                raise NoAccuracyError(f"the environment's accuracy of one sample is {alone:g}, neither 0 nor 1")
             verdicts[i] = alone == 1.0
     return verdicts
 
@@ -72,5 +72,5 @@ def _verdicts(rows: Sequence[Trajectory], environments: Mapping[str, Environment
 def _accuracy(rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> float:
     found = ask_environments(rows, environments)
     if "rollout/accuracy" not in found:
-        raise _NobodySays("the environment reports no accuracy")
+        raise NoAccuracyError("the environment reports no accuracy")
     return found["rollout/accuracy"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_train.rollouts.correctness import Judgement
+from rl_train.rollouts.correctness import Accuracy
 from rl_train.rollouts.pass_at_k import Estimate, consensus_at_k, estimate, pass_at_k
 from rl_train.rollouts.trajectory import Trajectory
 
@@ -58,7 +58,7 @@ class Scores:
     """`pass@k` or `cons@k` to why it is not among the metrics."""
 
 
-def grouped(rows: Sequence[Trajectory], judgement: Judgement, *, samples_per_prompt: int) -> list[Group]:
+def grouped(rows: Sequence[Trajectory], judgement: Accuracy, *, samples_per_prompt: int) -> list[Group]:
     """Rollouts as groups; those of a prompt lie side by side."""
     groups = []
     for start in range(0, len(rows), samples_per_prompt):
@@ -74,7 +74,7 @@ def usual_ks(samples_per_prompt: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, samples_per_prompt}))
 
 
-def score(groups: Sequence[Group], judgement: Judgement, *, ks: Sequence[int]) -> Scores:
+def score(groups: Sequence[Group], judgement: Accuracy, *, ks: Sequence[int]) -> Scores:
     """The scores of P prompts of n samples each.
 
     A metric is reported where it is known of every prompt: a mean over some of the tasks would pass for one over all.

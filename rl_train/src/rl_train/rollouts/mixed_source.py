@@ -12,7 +12,7 @@ _ALL = 2**63
 """Seeds are below it."""
 
 
-class SampledOrGiven(RolloutSource):
+class MixedRolloutSource(RolloutSource):
     """A step's rows are the policy's own rollouts with a probability, else conversations of the data as they are.
 
     Source: https://arxiv.org/abs/2306.13649, algorithm 1, where the probability is lambda, the student data fraction.

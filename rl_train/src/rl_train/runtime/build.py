@@ -31,7 +31,7 @@ from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknow
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
-from rl_train.rollouts.mixed_source import SampledOrGiven
+from rl_train.rollouts.mixed_source import MixedRolloutSource
 from rl_train.rollouts.source import OnDemandSource
 from rl_train.run import Run
 from rl_train.runtime.data import BadRows, Source, conversation_loader, preference_loader, prompt_loader, read_data
@@ -66,7 +66,7 @@ def build_run(
         tokenizer = load_policy_tokenizer(config.policy)
     refuse_other_tokenizers(config, tokenizer)
     train, validation = read_sources(config, registry)
-    loaders = Loaders(config, tokenizer, train=train, validation=validation)
+    loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
     config = loaders.settled(config)
     before_models(config)
     with blaming("cluster"):
@@ -81,7 +81,7 @@ def build_run(
 def connect(
     builder: Builder,
     parts: Workers,
-    loaders: Loaders,
+    loaders: DataLoaders,
     *,
     loss_fn: LossFunction,
     tokenizer: Any,
@@ -119,7 +119,7 @@ def connect(
         if loaders.prompts is not None and needs.rollouts is not None:
             run.rollouts = OnDemandSource(collector, loaders.prompts, group_size=needs.rollouts.samples_per_prompt)
             if loaders.answers is not None:
-                run.rollouts = SampledOrGiven(
+                run.rollouts = MixedRolloutSource(
                     run.rollouts,
                     loaders.answers,
                     sampled_fraction=needs.rollouts.sampled_fraction,
@@ -145,7 +145,7 @@ def connect(
     return run
 
 
-class Loaders:
+class DataLoaders:
     """The data of a run: prompts for an algorithm that samples, pairs for one that compares, else conversations.
 
     Args:

@@ -21,7 +21,7 @@ MODEL_FILE = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenWeights:
+class CheckpointPaths:
     """Where a policy's weights are."""
 
     path: Path
@@ -42,7 +42,7 @@ class GivenWeights:
         return self.path / "policy" / "weights" if self.is_checkpoint else self.path
 
 
-def find_weights(path: Path, *, best: bool = False) -> GivenWeights:
+def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
     """The weights that `path` means; of a run folder the newest.
 
     Args:
@@ -72,7 +72,7 @@ def find_weights(path: Path, *, best: bool = False) -> GivenWeights:
     if (path / MODEL_FILE).is_file():
         if best:
             raise CheckpointError(f"{path} is a model and no run folder, so there is no best of it. Leave --best out.")
-        return GivenWeights(path=path, step=None, run_folder=None)
+        return CheckpointPaths(path=path, step=None, run_folder=None)
     there = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     what = "holds no complete checkpoint" if store is not None else "is neither a checkpoint, a run folder nor a model"
     raise CheckpointError(
@@ -81,11 +81,11 @@ def find_weights(path: Path, *, best: bool = False) -> GivenWeights:
     )
 
 
-def _of_step(path: Path) -> GivenWeights:
+def _of_step(path: Path) -> CheckpointPaths:
     state = read_state(path)
     verify_checkpoint(path, only=["policy/weights"])
     run_folder = path.parent.parent if path.parent.name == "checkpoints" else None
-    return GivenWeights(path=path, step=int(state["step"]), run_folder=run_folder)
+    return CheckpointPaths(path=path, step=int(state["step"]), run_folder=run_folder)
 
 
 def _store_in(path: Path) -> CheckpointStore | None:

@@ -14,11 +14,11 @@ from rl_core.data.messages import DatumSpec
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import with_prompt
-from rl_train.data.concat import Joined
+from rl_train.data.concat import ConcatDataset
 from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.dataset_config import OnBadRow, OnTooLong
-from rl_train.data.holdout import Chosen, held_out, place_of
+from rl_train.data.holdout import Subset, held_out, place_of
 from rl_train.data.mixing import Mixture
 from rl_train.data.processors import (
     check_made_by,
@@ -263,7 +263,7 @@ def _loader(
         parts = {name: tokenised(member) for name, member in source.members.items()}
         sizes = {name: len(part) for name, part in parts.items()}
         mixture = Mixture(sizes=sizes, weights=source.weights or sizes)
-        rows = Joined(list(parts.values()))
+        rows = ConcatDataset(list(parts.values()))
     if shuffle and len(rows) < batch_size:
         raise DataError(
             f"The dataset {source.name!r} has {len(rows)} records, and a step draws {batch_size}: "
@@ -318,7 +318,7 @@ def _tokenised(source: Source, process: Callable[..., Any], tasks: Collection[st
             f"of the {len(rows)} records of {source.name} none can be tokenised; the first: {next(iter(reasons.values()))}"
         )
     source.bad_rows.add_places(source.name, reasons)
-    return TokenisedRows(Chosen(source.records, good), process, task_name=task_name, name=source.name)
+    return TokenisedRows(Subset(source.records, good), process, task_name=task_name, name=source.name)
 
 
 def _refuse_all_dropped(rows: TokenisedRows, source: Source, max_length: int) -> None:
@@ -347,7 +347,7 @@ def _process_of(source: Source, process: Callable[..., Any], *, is_trained: bool
 
 def _mixed(members: Mapping[str, Source], weights: Mapping[str, float] | None) -> Source:
     return Source(
-        records=Joined([member.records for member in members.values()]),
+        records=ConcatDataset([member.records for member in members.values()]),
         name=f"mix of {', '.join(members)}",
         bad_rows=next(iter(members.values())).bad_rows,
         members=members,

@@ -9,7 +9,7 @@ from rl_core.errors import UserError
 from rl_core.plugins.registry import Registry
 from rl_train.config.component_checks import Finding, sections_of
 from rl_train.config.loader import LoadedConfig
-from rl_train.runtime.build import Loaders, read_sources, refuse_other_tokenizers
+from rl_train.runtime.build import DataLoaders, read_sources, refuse_other_tokenizers
 from rl_train.runtime.late_errors import blaming, problem_in_section
 
 
@@ -44,7 +44,7 @@ def _read_everything(loaded: LoadedConfig, registry: Registry) -> None:
     refuse_other_tokenizers(config, tokenizer)
     with blaming("data"):
         train, validation = read_sources(config, registry)
-        loaders = Loaders(config, tokenizer, train=train, validation=validation)
+        loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
     loaders.settled(config)
 
 

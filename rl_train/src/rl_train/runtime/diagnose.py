@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.dispatch.worker_facade import OverWorkers
+from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import NotSupportedError, WeightSyncError
 from rl_train.diagnostics.by_model_name import USUAL_ERROR
 from rl_train.diagnostics.chat_template import check_chat_template
 from rl_train.diagnostics.decode_prefill import check_decode_against_prefill, check_engine_against_policy
-from rl_train.diagnostics.diagnosis import Diagnosis, Verdict
+from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.diagnostics.embedding_weights import read_embeddings
 from rl_train.diagnostics.embeddings import check_tied_embeddings, check_untrained_embeddings
 from rl_train.diagnostics.length_limit import check_length_limit
 from rl_train.diagnostics.model_files import ModelFiles, read_model_files
-from rl_train.runtime.policy_and_engine import Pair, PairPlan
+from rl_train.runtime.policy_and_engine import PolicyAndEngine, PolicyAndEnginePlan
 from rl_train.validation import LogProbabilityAgreement, compare_log_probabilities
 
 
-def agreement_of(pair: Pair, plan: PairPlan) -> LogProbabilityAgreement:
+def agreement_of(pair: PolicyAndEngine, plan: PolicyAndEnginePlan) -> LogProbabilityAgreement:
     """How far apart engine and policy are on what the engine samples from the plan's prompts."""
     return compare_log_probabilities(pair.policy, pair.generation, plan.prompts.batch)
 
 
-def usual_error(pair: Pair) -> float:
+def usual_error(pair: PolicyAndEngine) -> float:
     """Most exp(mean |d|) that is usual for the types that policy and engine compute in."""
     types = {pair.config.policy.precision, *pair.engine_precision().split(", ")}
     return max(USUAL_ERROR.get(name, USUAL_ERROR["bfloat16"]) for name in types)
 
 
-def diagnose(plan: PairPlan) -> Iterator[Diagnosis]:
+def diagnose(plan: PolicyAndEnginePlan) -> Iterator[Diagnosis]:
     """Every diagnosis, as it is made: what needs no process first.
 
     Raises:
@@ -52,13 +52,13 @@ def diagnose(plan: PairPlan) -> Iterator[Diagnosis]:
         yield check_engine_against_policy(pair.policy, pair.generation, plan.prompts.batch, threshold=threshold)
 
 
-def _of_the_embeddings(pair: Pair, plan: PairPlan, files: ModelFiles) -> Iterator[Diagnosis]:
+def _of_the_embeddings(pair: PolicyAndEngine, plan: PolicyAndEnginePlan, files: ModelFiles) -> Iterator[Diagnosis]:
     try:
         weights = read_embeddings(pair.policy, by_reference=pair.by_reference)
     except (NotSupportedError, WeightSyncError) as error:
         yield Diagnosis(
             name="embeddings",
-            verdict=Verdict.WARNING,
+            verdict=DiagnosisStatus.WARNING,
             found=f"the policy's embeddings could not be read: {error}",
             why="Whether their rows were trained, and whether they are tied, is unknown.",
             remedy="Diagnose on the node where the policy's rank 0 runs, or with another policy backend.",
@@ -69,8 +69,8 @@ def _of_the_embeddings(pair: Pair, plan: PairPlan, files: ModelFiles) -> Iterato
     yield check_tied_embeddings(weights, declared=files.tie_word_embeddings)
 
 
-def _limit(pair: Pair) -> int:
+def _limit(pair: PolicyAndEngine) -> int:
     """The longest row that the config allows: the policy's, or the engine's own where that is shorter."""
     limit = pair.config.policy.max_total_sequence_length
-    facts = pair.generation.facts if isinstance(pair.generation, OverWorkers) else {}
+    facts = pair.generation.facts if isinstance(pair.generation, WorkerFacade) else {}
     return min(limit, int(facts.get("max_model_len", limit)))

@@ -22,7 +22,7 @@ from rl_train.rollouts.eval_metrics import Group, Scores, grouped, score, usual_
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.summary import ask_environments
 from rl_train.runtime.build import make_collector
-from rl_train.runtime.checkpoint_paths import GivenWeights, find_weights
+from rl_train.runtime.checkpoint_paths import CheckpointPaths, find_weights
 from rl_train.runtime.data import prompt_loader, read_data
 from rl_train.runtime.workers import Builder, make_cluster
 
@@ -31,7 +31,7 @@ Told = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class EvalMode:
     """One way of asking every prompt."""
 
     greedy: bool
@@ -51,7 +51,7 @@ class Asking:
 class Pass:
     """What one way of asking came to."""
 
-    asking: Asking
+    asking: EvalMode
     scores: Scores
     by_task: dict[str, Scores]
     by_dataset: dict[str, Scores]
@@ -66,7 +66,7 @@ class Pass:
 class Weights:
     """What was asked, proven to be what the engine held."""
 
-    given: GivenWeights | None
+    given: CheckpointPaths | None
     """The checkpoint or model that was named; None for the config's own model."""
     version: int | None
     """Their weight version; None of a checkpoint, whose optimizer steps only its training state counts, which is not read."""
@@ -101,11 +101,11 @@ class EvaluationPlan:
 
     loaded: LoadedConfig
     manager: PluginManager
-    given: GivenWeights | None
+    given: CheckpointPaths | None
     tokenizer: Any
     prompts: BatchedDataLoader
     dataset_name: str
-    askings: Sequence[Asking]
+    askings: Sequence[EvalMode]
     reward_above: float | None
 
     def evaluate(self, told: Told = lambda *_: None) -> Evaluated:
@@ -146,7 +146,7 @@ class EvaluationPlan:
             collector = make_collector(config, parts.generation, parts.environments, self.tokenizer)
             return Evaluated(weights=came, passes=[self._ask(collector, asking, told) for asking in self.askings])
 
-    def _ask(self, collector: Collector, asking: Asking, told: Told) -> Pass:
+    def _ask(self, collector: Collector, asking: EvalMode, told: Told) -> Pass:
         started = time.perf_counter()
         evaluation = Evaluation(
             collector=collector,
@@ -247,7 +247,7 @@ def _refuse_what_cannot_be_asked(config: RunConfig) -> None:
         )
 
 
-def _askings(config: RunConfig, *, samples: int | None, greedy: bool, ks: Sequence[int]) -> list[Asking]:
+def _askings(config: RunConfig, *, samples: int | None, greedy: bool, ks: Sequence[int]) -> list[EvalMode]:
     ways: list[tuple[bool, int]] = []
     if greedy:
         ways.append((True, 1))
@@ -264,7 +264,7 @@ def _askings(config: RunConfig, *, samples: int | None, greedy: bool, ks: Sequen
             f"--k {','.join(map(str, wrong))}: of {most} samples a prompt, 1 to {most} can be drawn. Take more with --samples."
         )
     return [
-        Asking(
+        EvalMode(
             greedy=is_greedy,
             samples_per_prompt=count,
             ks=tuple(sorted({k for k in ks if k <= count})) or usual_ks(count),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rl_core.config.diagnostics import InvalidConfigError, Problem
-from rl_core.config.source_tree import Path, dotted
+from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import UserError, WorkerError
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.section_resolver import COMPANIONS
@@ -64,13 +64,13 @@ def _of_worker(error: WorkerError, loaded: LoadedConfig) -> Problem | None:
     return problem_in_section(cause, section, loaded)
 
 
-def problem_in_section(error: UserError, section: Path, loaded: LoadedConfig) -> Problem:
+def problem_in_section(error: UserError, section: KeyPath, loaded: LoadedConfig) -> Problem:
     """A mistake in a section, at the key that the error or its message names, else at the section itself."""
     path = _in_section(error.key, section) if error.key is not None else _key_in(str(error), section, loaded)
     return _located(path, str(error), loaded)
 
 
-def _section_of(group: str) -> Path | None:
+def _section_of(group: str) -> KeyPath | None:
     """The section that configures a worker group."""
     if group == "generation":
         return ("policy", "generation")
@@ -79,7 +79,7 @@ def _section_of(group: str) -> Path | None:
     return (group,) if group in ("policy", *COMPANIONS) else None
 
 
-def _key_in(message: str, section: Path, loaded: LoadedConfig) -> Path:
+def _key_in(message: str, section: KeyPath, loaded: LoadedConfig) -> KeyPath:
     """The first key that a message names and its section has; the section itself if there is none."""
     fields = [field.path for field in loaded.layout.fields() if field.path[: len(section)] == section]
     for key in _QUOTED_KEY.findall(message):
@@ -95,7 +95,7 @@ def _key_in(message: str, section: Path, loaded: LoadedConfig) -> Path:
     return section
 
 
-def _in_section(key: str, section: Path) -> Path:
+def _in_section(key: str, section: KeyPath) -> KeyPath:
     """A key as the whole config has it. Workers write `policy.` for their own section, whichever it is."""
     parts = tuple(key.split("."))
     for prefix in (section, ("policy", "generation"), ("policy",)):
@@ -104,7 +104,7 @@ def _in_section(key: str, section: Path) -> Path:
     return (*section, *parts)
 
 
-def _located(path: Path, message: str, loaded: LoadedConfig) -> Problem:
+def _located(path: KeyPath, message: str, loaded: LoadedConfig) -> Problem:
     quoted = re.match(r"`[\w.-]+`:? ", message)
     if quoted is not None and quoted.group().strip(":` ").rpartition(".")[2] == str(path[-1]) and ":" in quoted.group():
         message = message[quoted.end() :]

@@ -38,7 +38,7 @@ _log = logging.getLogger("rlcore")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
+class RunResult:
     """What is left of a run that ended well."""
 
     folder: Path
@@ -60,7 +60,7 @@ def train(
     resume: str = "auto",
     allow_config_change: bool = False,
     console: bool = True,
-) -> Finished:
+) -> RunResult:
     """Run the config's algorithm to its last step.
 
     Args:
@@ -127,7 +127,7 @@ def train(
         with _announced_end(run, manager):
             loaded.components[config.algorithm_name].load()(run.config.algorithm, run)
         ended = time.perf_counter()
-    return Finished(
+    return RunResult(
         folder=start.folder,
         steps=run.config.algorithm.max_num_steps,
         resumed_from=run.first_step,

@@ -42,7 +42,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class PolicyAndEngine:
     """A policy and an engine that holds its weights."""
 
     config: RunConfig
@@ -63,7 +63,7 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairPlan:
+class PolicyAndEnginePlan:
     """What is known before anything starts: the config, its tokenizer and its prompts.
 
     Attributes:
@@ -79,7 +79,7 @@ class PairPlan:
     prompts: Prompts
 
     @contextmanager
-    def started(self) -> Iterator[Pair]:
+    def started(self) -> Iterator[PolicyAndEngine]:
         """Both backends, after one refit; whatever happens, their processes end with the block.
 
         Raises:
@@ -99,10 +99,10 @@ class PairPlan:
             # Without the tokenizer there is no canary: a disagreement is to be measured here, not to end the examination.
             weights = builder.weights(policy, generation)
             weights.sync()
-            yield Pair(config=self.config, policy=policy, generation=generation, refit=weights.transport_name)
+            yield PolicyAndEngine(config=self.config, policy=policy, generation=generation, refit=weights.transport_name)
 
 
-def plan_pair(config_path: Path | str, overrides: Sequence[str] = (), *, num_prompts: int) -> PairPlan:
+def plan_policy_and_engine(config_path: Path | str, overrides: Sequence[str] = (), *, num_prompts: int) -> PolicyAndEnginePlan:
     """Read a config, its tokenizer and the first `num_prompts` prompts of its training data; starts nothing.
 
     Raises:
@@ -118,7 +118,7 @@ def plan_pair(config_path: Path | str, overrides: Sequence[str] = (), *, num_pro
         )
     tokenizer = load_policy_tokenizer(config.policy)
     prompts = _first_prompts(config, registry, tokenizer, num_prompts)
-    return PairPlan(config=config, registry=registry, tokenizer=tokenizer, prompts=prompts)
+    return PolicyAndEnginePlan(config=config, registry=registry, tokenizer=tokenizer, prompts=prompts)
 
 
 def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count: int) -> Prompts:

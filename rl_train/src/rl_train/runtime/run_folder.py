@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ResumePoint:
     """Where a run begins."""
 
     folder: Path
@@ -32,7 +32,7 @@ class Start:
     """The step folder to resume from."""
 
 
-def choose_start(config: RunConfig, *, name: str, resume: str) -> Start:
+def choose_start(config: RunConfig, *, name: str, resume: str) -> ResumePoint:
     """The run folder and the checkpoint that `--resume` means.
 
     `auto` continues the newest run of this name that has a checkpoint and steps left, and starts a new one otherwise; `never`
@@ -58,12 +58,14 @@ def choose_start(config: RunConfig, *, name: str, resume: str) -> Start:
     return found or runs.new()
 
 
-def start_in(folder: Path) -> Start:
+def start_in(folder: Path) -> ResumePoint:
     """A run from its first step in a folder that the caller names."""
-    return Start(folder=folder, identity=_Runs(parent=folder.parent, name=folder.name).identity_of(folder), checkpoint=None)
+    return ResumePoint(
+        folder=folder, identity=_Runs(parent=folder.parent, name=folder.name).identity_of(folder), checkpoint=None
+    )
 
 
-def claim(start: Start, section: CheckpointingConfig, exits: ExitStack) -> Start:
+def claim(start: ResumePoint, section: CheckpointingConfig, exits: ExitStack) -> ResumePoint:
     """Create the run folder and the checkpoint folder, lock both for this process, and complete interrupted writes.
 
     Args:
@@ -118,14 +120,14 @@ class _Runs:
         """Folders of runs of this name, oldest first."""
         return [folder for _, folder in sorted(self._numbered().items()) if self._is_own(folder)]
 
-    def new(self) -> Start:
+    def new(self) -> ResumePoint:
         """A new run: in the next free folder, or in that of the newest run if that one failed before its first step."""
         own, numbered = self.existing(), self._numbered()
         if own and own[-1] == numbered[max(numbered)] and _failed_before_first_step(own[-1]):
-            return Start(folder=own[-1], identity=self.identity_of(own[-1]), checkpoint=None)
+            return ResumePoint(folder=own[-1], identity=self.identity_of(own[-1]), checkpoint=None)
         number = max(numbered) + 1 if own or 1 in numbered else 1
         folder = self.parent / (self.name if number == 1 else f"{self.name}-{number}")
-        return Start(folder=folder, identity=RunIdentity.new(name=self.name, folder=folder), checkpoint=None)
+        return ResumePoint(folder=folder, identity=RunIdentity.new(name=self.name, folder=folder), checkpoint=None)
 
     def identity_of(self, folder: Path) -> RunIdentity:
         """Of the run in an existing folder, which may have been moved there."""
@@ -152,14 +154,14 @@ class _Runs:
         return identity is None or identity.name == self.name
 
 
-def _newest_unfinished(config: RunConfig, runs: _Runs) -> Start | None:
+def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
     """The newest run of this name that has a checkpoint, unless that run has made all its steps."""
     section = config.checkpointing
     for folder in reversed(runs.existing()):
         latest = _latest_of(folder, section)
         if latest is not None:
             unfinished = step_of(latest) < config.algorithm.max_num_steps
-            return Start(folder=folder, identity=runs.identity_of(folder), checkpoint=latest) if unfinished else None
+            return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=latest) if unfinished else None
     # The checkpoint folder may outlive the run folder, for example on a disk that the next machine mounts too.
     elsewhere = checkpoint_store(section, runs.parent)
     owner, latest = read_identity(elsewhere.folder), elsewhere.latest()
@@ -168,7 +170,7 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> Start | None:
     if owner.name != runs.name or step_of(latest) >= config.algorithm.max_num_steps:
         return None
     folder = runs.new().folder
-    return Start(folder=folder, identity=replace(owner, folder=str(folder.absolute())), checkpoint=latest)
+    return ResumePoint(folder=folder, identity=replace(owner, folder=str(folder.absolute())), checkpoint=latest)
 
 
 def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None:
@@ -198,7 +200,7 @@ def _recorded_checkpoint_dir(folder: Path) -> str | None:
     return elsewhere if isinstance(elsewhere, str) else None
 
 
-def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> Start:
+def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> ResumePoint:
     if not section.enabled:
         raise CheckpointError(
             f"--resume {path} needs checkpointing, and checkpointing.enabled is false. Set it to true; or, to start a new run "
@@ -208,21 +210,21 @@ def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> Start:
         latest = _latest_of(path, None)
         if latest is None:
             raise CheckpointError(f"The run folder {path} holds no complete checkpoint. Start a new run with --resume never.")
-        return Start(folder=path, identity=runs.identity_of(path), checkpoint=latest)
+        return ResumePoint(folder=path, identity=runs.identity_of(path), checkpoint=latest)
     read_state(path)
     owner = read_identity(path.parent)
     # A copy of a run continues in the copy.
     for folder in (path.parent.parent, Path(owner.folder)) if owner is not None else ():
         found = read_identity(folder)
         if owner is not None and found is not None and found.run_id == owner.run_id:
-            return Start(folder=folder, identity=runs.identity_of(folder), checkpoint=path)
+            return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=path)
     if owner is None and path.parent.name == CHECKPOINTS:
-        return Start(folder=path.parent.parent, identity=runs.identity_of(path.parent.parent), checkpoint=path)
+        return ResumePoint(folder=path.parent.parent, identity=runs.identity_of(path.parent.parent), checkpoint=path)
     new = runs.new()
     if owner is not None and checkpoint_store(section, new.folder).folder.resolve() == path.parent.resolve():
         # Its run folder is gone; the run continues in a new one.
-        return Start(folder=new.folder, identity=replace(owner, folder=new.identity.folder), checkpoint=path)
-    return Start(folder=new.folder, identity=new.identity, checkpoint=path)
+        return ResumePoint(folder=new.folder, identity=replace(owner, folder=new.identity.folder), checkpoint=path)
+    return ResumePoint(folder=new.folder, identity=new.identity, checkpoint=path)
 
 
 def _failed_before_first_step(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from rl_core.dispatch.worker_facade import OverWorkers
+from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import RLCoreError, RunInterrupted, StopReason, UserError
 
 STATUS = "status.json"
@@ -80,7 +80,7 @@ class Status:
 
     def running(self) -> None:
         """Say that the run goes on, and by which processes; call it again where workers may have been replaced."""
-        workers = {name: part.group.pids() for name, part in self._parts.items() if isinstance(part, OverWorkers)}
+        workers = {name: part.group.pids() for name, part in self._parts.items() if isinstance(part, WorkerFacade)}
         if workers != self._workers:
             self._write("running", pid=os.getpid(), workers=workers)
             self._workers = workers

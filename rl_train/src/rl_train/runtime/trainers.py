@@ -24,7 +24,7 @@ from rl_core.config.schema import (
 from rl_core.config.source_tree import dotted
 from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.dispatch.worker_facade import OverWorkers
+from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
@@ -36,7 +36,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.checks import section_conflicts
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.metrics.jsonl import JsonlLogger
-from rl_train.runtime.build import Loaders, connect, refuse_other_tokenizers
+from rl_train.runtime.build import DataLoaders, connect, refuse_other_tokenizers
 from rl_train.runtime.python_data import read_given, section_from
 from rl_train.runtime.run_folder import claim, start_in
 from rl_train.runtime.workers import Builder, Workers
@@ -106,7 +106,7 @@ class Trainer:
         refuse_other_tokenizers(self.config, self._tokenizer)
         parts: tuple[Any, ...] = (policy, generation, value, teacher)
         for part in parts:
-            if cluster is not None and isinstance(part, OverWorkers) and part.is_in_process:
+            if cluster is not None and isinstance(part, WorkerFacade) and part.is_in_process:
                 if isinstance(part, DistributedPolicy) and part.weight_version > 0:
                     raise ConfigError(
                         f"{part.config.model_name} was trained in this process, and spreading it over the cluster would lose "
@@ -139,7 +139,7 @@ class Trainer:
                 "The config asks for validation (val_period, val_at_start or val_at_end): give `validation=` data."
             )
         config = self.config.model_copy(update={"data": data})
-        loaders = Loaders(config, self._tokenizer, train=train, validation=held_out if asks else None)
+        loaders = DataLoaders(config, self._tokenizer, train=train, validation=held_out if asks else None)
         history: list[dict[str, float]] = []
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))

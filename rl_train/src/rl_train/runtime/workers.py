@@ -17,7 +17,7 @@ from rl_core.cluster.worker_group import wait_together
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig, RunConfig
 from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.dispatch.worker_facade import OverWorkers, device_here
+from rl_core.dispatch.worker_facade import WorkerFacade, device_here
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
@@ -54,7 +54,7 @@ class Workers:
         """
         parts: tuple[object, ...] = (self.policy, self.generation, *self.companions.values())
         for part in parts:
-            if isinstance(part, OverWorkers):
+            if isinstance(part, WorkerFacade):
                 part.wait_ready()
 
 
