@@ -96,6 +96,6 @@ class WorkerRestarter:
         if changed:
             said = "; ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in sorted(changed.items()))
             raise WorkerError(
-                f"{self._group.describe_rank(rank)}, which replaced a worker that exited, loaded something else: {said}. The files "
-                "or the machine changed during the run. Restore them and resume from the last checkpoint."
+                f"{self._group.describe_rank(rank)}, which replaced a worker that exited, loaded something else: {said}. The "
+                "files or the machine changed during the run. Restore them and resume from the last checkpoint."
             )
