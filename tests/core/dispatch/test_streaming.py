@@ -211,7 +211,7 @@ def test_a_worker_that_fails_fails_its_consumers_and_forgets_their_rows(group):
     async def both():
         # As many rows as workers, so that every worker has one of each call.
         innocent = await asked(stream, rows(*[FOREVER] * group.world_size))
-        with pytest.raises(WorkerError, match=r"exchange(.|\n)*this worker fails"):
+        with pytest.raises(WorkerError, match=r"poll(.|\n)*this worker fails"):
             await collected(stream, rows(1, first=FAILS))
         with pytest.raises(WorkerError, match="this worker fails"):
             await innocent
