@@ -89,8 +89,8 @@ class VllmGeneration(DistributedGeneration):
         """Yield (row, its output) as each row finishes; closing the iterator cancels the others.
 
         Rows in progress at a refit continue with the new weights or restart (`vllm_cfg.in_flight`); a row is marked with the
-        weight version that it started with. If a replica dies, the call fails; the next `generate`, refit or `restart_dead` replaces
-        the replica, which streams again once it has the policy's weights.
+        weight version that it started with. If a replica dies, the call fails; the next `generate`, refit or `restart_dead`
+        replaces the replica, which streams again once it has the policy's weights.
         """
         self._check_rows(data)
         if self._without_weights:

@@ -12,7 +12,7 @@ from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
 
 # Found by its folder: this package must not import the one that reads data.
-_PACKAGED_PROMPTS = KeyPath(__file__).parents[1] / "data" / "prompt_configs"
+_PACKAGED_PROMPTS = Path(__file__).parents[1] / "data" / "prompt_configs"
 _KINDS = {"conversations": "prompts or conversations", "pairs": "pairs of a chosen and a rejected answer"}
 
 
@@ -47,7 +47,7 @@ def validates(run: RunConfig) -> bool:
 
 def prompt_problem(path_or_name: str) -> str | None:
     """Why a prompt template cannot be found; None if it is a file or a packaged name."""
-    if KeyPath(path_or_name).is_file() or (_PACKAGED_PROMPTS / f"{path_or_name}.yaml").is_file():
+    if Path(path_or_name).is_file() or (_PACKAGED_PROMPTS / f"{path_or_name}.yaml").is_file():
         return None
     names = sorted(str(path.relative_to(_PACKAGED_PROMPTS).with_suffix("")) for path in _PACKAGED_PROMPTS.rglob("*.yaml"))
     meant = did_you_mean(path_or_name, names)

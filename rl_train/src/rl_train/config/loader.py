@@ -59,7 +59,7 @@ class LoadedConfig:
     components: Mapping[str, Component]
     layout: ConfigLayout
     written: Node
-    path: KeyPath
+    path: Path
     redacted: dict[str, Any]
     secrets: Secrets
     overrides: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ def load_config(
         components={dotted(at): part.component for at, part in layout.parts.items() if part.component is not None},
         layout=layout,
         written=written,
-        path=KeyPath(path),
+        path=Path(path),
         redacted=problems.secrets.redacted(resolved, through),
         secrets=problems.secrets,
         overrides=tuple(overrides),

@@ -67,4 +67,4 @@ def machine_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
 
 def _has_gpu() -> bool:
     # The driver's own files: asking torch or Ray would import them.
-    return KeyPath("/proc/driver/nvidia/gpus").is_dir() or KeyPath("/dev/nvidia0").exists()
+    return Path("/proc/driver/nvidia/gpus").is_dir() or Path("/dev/nvidia0").exists()
