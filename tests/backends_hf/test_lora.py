@@ -231,7 +231,7 @@ def test_experts_that_are_fused_into_one_parameter_stay_frozen(peft, parts, tmp_
     }  # fmt: skip
     worker.save_checkpoint(tmp_path / "w", None)
     model = peft.PeftModel.from_pretrained(plain_model(tmp_path / "base"), tmp_path / "w").merge_and_unload()
-    # Weights are handed on under the names of a checkpoint, where experts lie apart.
+    # Weights are exported under their checkpoint names, with separate experts.
     model.save_pretrained(tmp_path / "merged")
     expected = load_file(tmp_path / "merged" / "model.safetensors")
     found = handed_on(worker)

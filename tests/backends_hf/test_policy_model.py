@@ -177,7 +177,7 @@ def test_quantised_weights_are_scored_and_not_trained(parts, model_folder, monke
         worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
 
 
-def test_device_map_auto_and_config_overrides_are_honoured(model_folder):
+def test_device_map_auto_and_config_overrides_are_applied(model_folder):
     model = load(model_folder("llama"), device_map="auto", config_overrides={"attention_dropout": 0.5})
     assert model.config.attention_dropout == 0.5
     assert {parameter.device.type for parameter in model.parameters()} <= {"cpu", "cuda"}

@@ -51,7 +51,7 @@ class Rank:
         self.rank, self.ports, self.models, self.out, self.mode = rank, ports, models, out, mode
 
     def worker(self, kind: str, **fields) -> HFPolicyWorker:
-        """A worker that joins the process group anew."""
+        """A worker that joins the process group again."""
         config = make_config(str(self.models / kind), hf={"data_parallel": self.mode}, **fields)
         worker = HFPolicyWorker(make_context(self.rank, 2, next(self.ports)), config)
         worker.setup()
@@ -114,7 +114,7 @@ class Rank:
             worker.shutdown()
 
     def generates(self, worker: HFPolicyWorker, shard) -> str:
-        """What comes of sampling from the policy itself."""
+        """The result of sampling from the policy itself."""
         try:
             worker.generate(shard.slice(0, 1))
         except NotSupportedError as error:

@@ -99,7 +99,7 @@ class Rank:
         self.meetings = 0
 
     def worker(self, layout: Layout, **fields: Any) -> MegatronPolicyWorker:
-        """A worker that joins the process group anew."""
+        """A worker that joins the process group again."""
         config = MegatronPolicyConfig(
             model_name=str(self.models / layout.kind),
             megatron_cfg=MegatronConfig(**layout.megatron, logprob_chunk_tokens=7),
@@ -283,7 +283,7 @@ class Rank:
             torch.save(found, folder / f"{name}-{self.rank}.pt")
 
     def mark_invalid(self, worker: MegatronPolicyWorker, layout: Layout) -> str:
-        """What comes of a loss that is not a number on one rank."""
+        """The result of a NaN loss on one rank."""
         rows = make_rows(seed=3)
         last = self.world - 1 if layout.megatron.get("pipeline_model_parallel_size", 1) > 1 else 1
         try:

@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_converted_completely_is_rejected(models, tmp_pa
     with pytest.raises(error, match=says):
         convert(source, tmp_path / "out", to="megatron")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-    # Nothing of the failed one is in the way of the next.
+    # The failed conversion does not block the next one.
     convert(models / "llama-tied", tmp_path / "out", to="megatron")
 
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks"), p
 
 @pytest.fixture(scope="module")
 def plain(models):
-    """By kind: what Transformers and autograd alone make of the same rows."""
+    """By kind: the results of Transformers and autograd for the same rows."""
     made = {}
 
     def of(kind):

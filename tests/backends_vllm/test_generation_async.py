@@ -63,7 +63,7 @@ def long(engines, kind):
 
 
 def requests_in(engine):
-    """Requests that vLLM itself has under way."""
+    """Requests in flight inside vLLM."""
     worker = engine.group.worker
     assert len(worker._requests) == 0
     return worker._running._engine.output_processor.get_num_unfinished_requests()
@@ -220,7 +220,7 @@ def test_rows_in_flight_at_a_refit_keep_their_tokens_and_continue_with_new_weigh
     old_model = trained.change()
     sync.sync()
     old_version = trained.policy.weight_version
-    # The first is long enough that the others are well under way when it ends: each reaches the engine on its own.
+    # The first is long enough that the others are in flight when it ends: each reaches the engine on its own.
     first = 40
     batch = random_batch(rows=5, max_new_tokens=torch.tensor([first, long, long, long, long]))
     before = engine.generate(batch_of_same(batch, max_new_tokens=torch.full((5,), first)))
@@ -301,7 +301,7 @@ def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, readable, m
         vllm_cfg={"precision": "float32", "max_model_len": LENGTH, "async_engine": asynchronous},
     )
     engine = VllmGeneration(config=config)
-    with pytest.raises(KeyboardInterrupt):  # leaves rows under way in the engine
+    with pytest.raises(KeyboardInterrupt):  # leaves rows in flight in the engine
         asyncio.run(interrupted(engine))
     assert (processes() != children) == asynchronous
     assert engine.shutdown()

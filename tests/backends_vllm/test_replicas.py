@@ -196,7 +196,7 @@ def test_a_replica_that_is_killed_in_a_step_or_in_a_refit_comes_back_and_nothing
 
 
 def kill_when_it_computes(pid):
-    """At a random moment of the refit: whichever verb is under way."""
+    """At a random moment of the refit, during any call."""
     time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
 

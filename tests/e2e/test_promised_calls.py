@@ -178,7 +178,7 @@ def test_documented_methods_create_a_policy_and_an_engine():
 
 
 class RanklessPolicy(PolicyInterface):
-    """A custom policy that knows nothing of clusters, as a user writes it."""
+    """A custom policy written by a user, without any cluster code."""
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         return data

@@ -40,7 +40,7 @@ EIGHT_STEPS = {"grpo": {"max_num_steps": 8}}
 
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory):
-    """A run of eight steps, under way."""
+    """A run of eight steps in progress."""
     run = TrainingProcess(tmp_path_factory.mktemp("never_stopped"), merged(TINY, EIGHT_STEPS))
     yield run
     for process in run.descendants():

@@ -45,7 +45,7 @@ def numbers(steps):
 
 
 def by_config(folder, config):
-    """What `rlcore train` makes of the same run."""
+    """The result of `rlcore train` for the same run."""
     path = folder / "run.yaml"
     path.write_text(json.dumps(merged(SECTIONS, {**config, "logger": {"log_dir": str(folder / "runs")}})))
     train(path, resume="never", console=False)

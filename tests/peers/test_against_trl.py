@@ -299,7 +299,7 @@ BETA = {"reference_policy_kl_penalty": 0.3}
 AGAINST_REFERENCE = {
     "DPO": ({"loss_type": ["sigmoid"]}, DPOLossFn(pairs.DPOLossConfig(**BETA))),
     "the hinge": ({"loss_type": ["hinge"]}, HingeLossFn(pairs.HingeLossConfig(**BETA))),
-    # TRL's IPO takes the mean over an answer's tokens, which is a setting of ours.
+    # TRL's IPO takes the mean over an answer's tokens, which is a setting in rlcore.
     "IPO": ({"loss_type": ["ipo"]}, IPOLossFn(pairs.IPOLossConfig(**BETA, preference_average_log_probs=True))),
     "DPO of means": (
         {"loss_type": ["sigmoid_norm"]},

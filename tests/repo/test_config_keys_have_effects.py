@@ -125,7 +125,7 @@ BY_EACH = {
         "top_p",
     },
 }
-"""Keys of the base sections that each backend has to honour itself."""
+"""Keys of the base sections that each backend must apply itself."""
 
 ELSEWISE = {
     "PromptConfig.examples_type": "only null is allowed, and the error says what to do instead",
@@ -185,7 +185,7 @@ def test_every_key_is_read_by_the_code_that_it_configures():
 
 
 @pytest.mark.parametrize("backends", BY_EACH, ids="+".join)
-def test_every_backend_reads_the_keys_that_all_backends_must_honour(backends):
+def test_every_backend_reads_the_keys_of_the_base_sections(backends):
     for backend in backends:
         assert BY_EACH[backends] - read_in(backend) == set(), backend
 

@@ -66,7 +66,7 @@ def test_a_command_of_the_documents_parses_and_sets_keys_that_exist(page, words)
 
 
 def imported_names():
-    """Page, module and name of everything of ours that a block of Python imports."""
+    """Page, module and name of everything from rlcore that a block of Python imports."""
     for page in PAGES:
         for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
             for module, names in re.findall(r"^from ([\w.]+) import ([\w, ]+)$", block, flags=re.MULTILINE):

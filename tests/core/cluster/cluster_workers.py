@@ -148,7 +148,7 @@ def lives(process):
 
 
 class ContextFree:
-    """A policy class that knows nothing of ranks."""
+    """A policy class without arguments for ranks."""
 
     def __init__(self, size=3):
         self.size = size

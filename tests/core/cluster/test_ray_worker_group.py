@@ -118,7 +118,7 @@ def test_methods_run_on_the_main_thread_and_coroutines_are_awaited(square):
     assert square.run_one("later", 1) == 2
 
 
-def test_calls_of_two_groups_are_under_way_together(square, pair, tmp_path):
+def test_calls_of_two_groups_run_concurrently(square, pair, tmp_path):
     """Each waits for the other's, so that one after the other they would never end."""
     calls = [
         square.submit_one("meet", str(tmp_path), "square", "pair", rank=3),
@@ -156,7 +156,7 @@ def test_an_error_names_rank_method_and_host_and_carries_the_original_traceback(
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_an_error_of_ours_keeps_its_exit_code_and_one_that_cannot_be_pickled_its_text(square):
+def test_rlcore_errors_keep_their_exit_code_and_unpicklable_errors_their_text(square):
     with pytest.raises(WorkerError) as caught:
         square.run_one("raise_on", 1, CheckpointError("torn"), rank=1)
     assert caught.value.exit_code == CheckpointError.exit_code == 2

@@ -174,7 +174,7 @@ def turns(draw, most_calls: int) -> list[dict]:
 @pytest.mark.parametrize("name", STYLES)
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_calls_are_trained_and_results_never_whatever_the_template_makes_of_them(tokenizers, name, data):
+def test_tool_calls_are_trained_and_tool_results_are_not_with_any_template(tokenizers, name, data):
     tokenizer, (style, most_calls) = tokenizers[name], STYLES[name]
     log = [{"role": "system", "content": data.draw(WORDS)}] if data.draw(st.booleans()) and name != "joined" else []
     log += [message for _ in range(data.draw(st.integers(1, 2))) for message in data.draw(turns(most_calls))]

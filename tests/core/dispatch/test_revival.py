@@ -176,7 +176,7 @@ def test_a_refit_that_sends_nothing_to_a_new_replica_is_rejected(engine, policy,
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told how to refit", "refitted from outside"])
-def test_a_replica_that_dies_over_the_canary_of_a_refit_is_refitted_anew(engine, policy, tmp_path, told):
+def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy, tmp_path, told):
     one = engine(replicas=1)
     canary = make_canary(range(5, 15), num_receivers=1, max_length=12, exact=True)
     sync = synchronizer(policy, one, canary=lambda: canary)

@@ -68,7 +68,7 @@ def under_way(group):
 
 
 async def asked(stream, batch):
-    """A task that collects the rows, which are under way by now."""
+    """A task that collects the rows, which are in flight."""
     before = sum(stream.load)
     task = asyncio.create_task(collected(stream, batch))
     await asyncio.sleep(0)  # its first step hands all of them out
@@ -263,7 +263,7 @@ def test_a_worker_that_finishes_no_row_fails_after_the_deadline(alone):
     with pytest.raises(DeadlineExceededError, match=r"no row for 0\.4 s"):
         run(collected(stream, rows(FOREVER)))
     assert under_way(alone) == []
-    # The clock begins anew with the next row.
+    # The clock restarts with the next row.
     assert run(collected(stream, rows(30))) == [0]
 
 

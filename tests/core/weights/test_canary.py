@@ -151,7 +151,7 @@ def test_a_resumed_run_is_compared_with_the_first_canary_error_of_the_original_r
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     with pytest.raises(WeightSyncError, match="the error of the first sync"):
         rounded_canary(resumed).prove(policy, engine)
-    # Other arithmetic has another error, which is measured anew, and said so.
+    # Other arithmetic has another error, which is measured again and reported.
     assert rounded_canary(resumed, sides="float16").prove(policy, engine) == resumed.error != before.error
     assert "measured again, because the run now has float16" in caplog.text
 

@@ -77,7 +77,7 @@ def test_progress_counts_the_prompts_that_are_done(evaluation_of):
 
 
 def test_scores_of_two_prompts_worked_by_hand(evaluation_of, tokenizer):
-    # Prompt 0: a a b b, prompt 1: b b b a. Right is a; right ones are paid 1.25, wrong ones 0.25.
+    # Prompt 0: a a b b, prompt 1: b b b a. a is correct, with reward 1.25; b is wrong, with reward 0.25.
     rows = [datum(tokenizer, 0), datum(tokenizer, 1, cut=True)]
     found = scores_of(evaluation_of(list("aabbbbba"), samples=4, rows=rows), (1, 2, 4))
     values = {name: estimate.value for name, estimate in found.metrics.items()}
@@ -142,7 +142,7 @@ def test_an_environment_without_accuracy_leaves_no_pass_and_says_why(evaluation_
 
 def test_accuracy_that_needs_more_than_rewards_is_computed_per_row(evaluation_of, environments):
     class Strict(type(environments["judge"])):
-        """Everyone is paid the same."""
+        """All answers get the same reward."""
 
         def step(self, logs, metadata):
             return EnvironmentReturn(*super().step(logs, metadata))._replace(rewards=torch.ones(len(logs)))

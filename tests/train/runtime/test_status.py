@@ -92,7 +92,7 @@ def launch(tmp_path):
 
 
 def told(folder):
-    """The status, and what the report makes of the folder."""
+    """The status, and its report."""
     run = read_run_folder(folder)
     ending = ending_of(run)
     assert ending.sentence in render(run, ending, max_mib=1.0, live=False)
