@@ -69,7 +69,7 @@ def closing_line(config) -> str:
 
 
 class SharedRay:
-    """A claim on this process's Ray, held over the modules that want one: a start takes seconds."""
+    """The Ray of this process, shared by the modules that need one, because a start takes seconds."""
 
     def __init__(self):
         self._lease = None
@@ -101,7 +101,7 @@ def _shared_ray():
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray_of_the_folder(request, _shared_ray):
-    """What one distribution's tests share ends before those of the next begin."""
+    """Shared fixtures of one distribution end before the tests of the next start."""
     _shared_ray.enter(request.path.relative_to(Path(__file__).parent).parts[0])
 
 

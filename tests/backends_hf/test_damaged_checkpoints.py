@@ -52,7 +52,7 @@ DAMAGES = {
 
 
 class Position:
-    """Where the data is."""
+    """The position of the data."""
 
     def __init__(self):
         self.index = 0
@@ -99,7 +99,7 @@ def copy(saved, tmp_path):
 
 
 def error_of(call):
-    """The text of the `CheckpointError` that it raises, or None; any other exception is the test's failure."""
+    """The message of the `CheckpointError` raised, or None; any other exception fails the test."""
     try:
         call()
     except CheckpointError as error:
@@ -108,7 +108,7 @@ def error_of(call):
 
 
 def without_digests(checkpoint):
-    """As versions before digests wrote it."""
+    """The checkpoint as written by versions without digests."""
     manifest = read_manifest(checkpoint)
     old = {"step": manifest["step"], "metrics": manifest["metrics"]}
     (checkpoint / "manifest.json").write_text(json.dumps(old, indent=1))

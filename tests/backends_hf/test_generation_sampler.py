@@ -75,7 +75,7 @@ def completions_of(output):
 
 
 def plain_logprobs(model, output, *, temperature=1.0):
-    """Each row by itself through a plain forward: log softmax of logits / temperature at the completion's tokens."""
+    """A separate plain forward pass for each row: log softmax of logits / temperature at the completion's tokens."""
     rows = []
     for ids, end, new in zip(
         output["output_ids"], output["unpadded_sequence_lengths"].tolist(), output["generation_lengths"].tolist(), strict=True

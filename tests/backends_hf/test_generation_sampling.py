@@ -22,7 +22,7 @@ SHAPES = [
 
 
 def written_out(logits, parameters, history=()):
-    """The distribution by its definition, a token at a time, in float64."""
+    """The distribution by definition, token by token, in float64."""
     scores = [float(x) for x in logits]
     for token in set(history):
         x = scores[token]

@@ -42,7 +42,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="session")
 def peft():
-    """The library, which is an extra of the distribution."""
+    """peft, which is an extra of the distribution."""
     return importlib.import_module("peft")
 
 
@@ -72,7 +72,7 @@ def handed_on(worker):
 
 
 def base_of(worker):
-    """What lies under the adapters, by the base's names."""
+    """The base weights under the adapters, by their names in the base model."""
     model = worker._scoring.model
     return {
         name.replace(".base_layer.", "."): tensor.clone() for name, tensor in model.named_parameters() if ".lora_" not in name
@@ -93,7 +93,7 @@ def plain_model(folder, dtype=torch.float32):
 
 
 def random_adapter(peft, folder, out, lora):
-    """An adapter by plain peft, in which neither A nor B is zero, written by plain peft."""
+    """An adapter with non-zero A and B, created and saved by plain peft."""
     settings = LoRAConfig(**lora)
     model = peft.get_peft_model(
         plain_model(folder),

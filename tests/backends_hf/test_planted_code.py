@@ -50,7 +50,7 @@ def copy(saved, tmp_path):
 
 
 def declare_bytes(folder, planted):
-    """Metadata of allowed classes only, which says that a tensor is an entry of bytes."""
+    """Metadata with allowed classes only, which declares a tensor as a bytes entry."""
     found = read_metadata(folder)
     found.state_dict_metadata = dict.fromkeys(found.state_dict_metadata, BytesStorageMetadata())
     for info in found.storage_data.values():

@@ -16,7 +16,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 def one_rank(parts, folder, precision, out):
-    """The same steps by one rank: a checkpoint for two ranks to begin from, and what must come after it."""
+    """The same steps on one rank: a checkpoint from which two ranks start, and the expected results."""
     worker = HFPolicyWorker(
         parts.make_context(), parts.make_config(folder, precision=precision, optimizer={"kwargs": {"lr": 1e-2}})
     )
@@ -37,7 +37,7 @@ def one_rank(parts, folder, precision, out):
 
 @pytest.fixture(scope="module")
 def ranks(parts, model_folder, tmp_path_factory):
-    """What two real processes did, and one rank's own way through the same."""
+    """The results of two real processes and of one rank."""
     out = tmp_path_factory.mktemp("ranks")
     models = tmp_path_factory.mktemp("models")
     for kind in ("llama-tied", "qwen2", "qwen3"):

@@ -133,7 +133,7 @@ def test_master_weights_start_from_the_float32_checkpoint_and_not_from_rounded_w
 
 
 def test_exported_weights_move_as_much_as_the_master_weights_on_average(parts, start):
-    """A step far below the grid of bfloat16: of weights that lie anywhere between its points, some cross to the next."""
+    """A step far below the resolution of bfloat16: a few weights near a rounding boundary cross it."""
     worker = start(precision="bfloat16", optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}})
     masters = worker._state.masters
     before = {name: tensor.float() for name, tensor in snapshot(worker).items()}

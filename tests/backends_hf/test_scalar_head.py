@@ -23,7 +23,7 @@ BATCHING = ({}, {"dynamic_batching": {"enabled": True, "train_mb_tokens": 256}},
 
 @pytest.fixture(scope="session")
 def classifier_folder(model_folder, tmp_path_factory):
-    """Folder of a tiny sequence classifier of one label on the model of that kind, made by Transformers alone."""
+    """Folder of a tiny sequence classifier with one label, created by Transformers."""
     made = {}
 
     def folder(kind):
@@ -241,7 +241,7 @@ def test_a_bfloat16_base_has_a_float32_head_and_adapters(parts, model_folder, st
 
 @pytest.fixture(scope="module")
 def two_ranks(classifier_folder, tmp_path_factory):
-    """What two ranks found, by way of sharing the model and rank."""
+    """The results of two ranks, by sharding and rank."""
     out = tmp_path_factory.mktemp("value-ranks")
     ports = [str(free_port()) for _ in range(2)]
     program = Path(__file__).with_name("value_ranks.py")
@@ -276,7 +276,7 @@ def test_two_ranks_train_as_one_does(parts, classifier_folder, start, two_ranks,
 
 
 class BatchesOf:
-    """The rows' values as two ranks hold them."""
+    """The values of the rows of each of two ranks."""
 
     def __init__(self, rows, values):
         self._rows, self._values = rows.slice(0, rows.size), values

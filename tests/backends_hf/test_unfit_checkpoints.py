@@ -70,7 +70,7 @@ def test_finite_numbers_that_round_to_infinity_are_found():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system that has room for one checkpoint and a half."""
+    """A file system with space for one and a half checkpoints."""
     folder = tmp_path / "small"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(folder)]

@@ -34,7 +34,7 @@ FORMS = {
 
 
 class PoisonedOnRankOne(NLL):
-    """NaN on one rank only: the other must raise as well, not step or wait for ever."""
+    """NaN on one rank only: the other must raise too, and neither step nor wait forever."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -45,7 +45,7 @@ class PoisonedOnRankOne(NLL):
 
 
 class Rank:
-    """This process's share of each check."""
+    """The work of this process in each check."""
 
     def __init__(self, rank: int, ports: Iterator[int], models: Path, out: Path, mode: str) -> None:
         self.rank, self.ports, self.models, self.out, self.mode = rank, ports, models, out, mode

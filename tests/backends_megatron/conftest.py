@@ -16,7 +16,7 @@ from megatron_layouts import jobs
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of each kind, under its name."""
+    """A folder with a model of each kind, by name."""
     root = tmp_path_factory.mktemp("models")
     for kind in KINDS:
         make_model(kind, root / kind)
@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def out(request, models, tmp_path_factory) -> Path:
-    """What runs of four, two and one real processes wrote: one launch of each, for Megatron takes long to import."""
+    """The output of runs with four, two and one processes: one launch each, because importing Megatron takes long."""
     folder = tmp_path_factory.mktemp("ranks")
     full = any(item.get_closest_marker("full") and "out" in item.fixturenames for item in request.session.items)
     for world in (4, 2, 1):

@@ -79,7 +79,7 @@ VALUE_KINDS = ("llama-tied", "qwen3", "qwen3-moe")
 
 
 def make_value_model(kind: str, folder: Path) -> None:
-    """Write a tiny float32 model of the kind that ends in one number a token."""
+    """Write a tiny float32 model with a scalar head."""
     with torch.random.fork_rng():
         torch.manual_seed(47 + KINDS.index(kind))
         config = _CONFIGS[kind]()
@@ -115,7 +115,7 @@ class NLL(LossFunction):
 
 
 class SquaredError(LossFunction):
-    """Half the squared distance of each value to a target that the row brings, weighted by the token's place."""
+    """Half the squared distance of each value to a target of the row, weighted by the token's position."""
 
     required_keys = frozenset({"weights"})
 
@@ -270,7 +270,7 @@ def plain_model(folder) -> torch.nn.Module:
 
 
 def checkpoint_weights(model) -> dict[str, torch.Tensor]:
-    """The model's weights under the names of its checkpoint, where experts are apart."""
+    """The model's weights under their checkpoint names, with separate experts."""
     found = checkpoint_tensors(model.config, model.state_dict())
     if model.config.tie_word_embeddings:
         del found["lm_head.weight"]
@@ -283,7 +283,7 @@ def checkpoint_gradients(model) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_tensors(config, tensors) -> dict[str, torch.Tensor]:
-    """Tensors by the model's names, under those of its checkpoint."""
+    """Renames tensors from model names to checkpoint names."""
     found = {}
     for name, tensor in tensors.items():
         found.update(_experts_apart(config, name, tensor))

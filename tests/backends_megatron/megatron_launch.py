@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def run_ranks(program: str, world: int, models: Path, out: Path, names: Sequence[str]) -> None:
-    """Run `program` of this folder as `world` ranks; fails with what they said where one of them fails.
+    """Run `program` of this folder as `world` ranks; if one fails, raises with their output.
 
     How long they may take is the business of the test's own time limit.
     """

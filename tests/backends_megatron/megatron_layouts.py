@@ -41,7 +41,7 @@ TRAINING = {
 
 @dataclass(frozen=True)
 class Layout:
-    """One way of dividing one model."""
+    """One parallel layout of one model."""
 
     kind: str
     world: int
@@ -179,7 +179,7 @@ def tiered(verb: str, names: Iterable[Any]) -> list[Any]:
 
 
 def jobs(world: int, *, full: bool) -> list[str]:
-    """What so many ranks do, in one launch: all of it, or the cover."""
+    """The jobs of this number of ranks in one launch: all, or only the cover."""
 
     def chosen(verb: str, names: Iterable[Any]) -> list[Any]:
         return [name for name in names if full or name in COVER[verb]]

@@ -39,7 +39,7 @@ from rl_core.errors import NonFiniteError
 
 
 class PoisonedOn(NLL):
-    """NaN on one rank only: the others must raise as well, not step or wait for ever."""
+    """NaN on one rank only: the others must raise too, and neither step nor wait forever."""
 
     def __init__(self, rank: int, poisoned: int) -> None:
         self._rank, self._poisoned = rank, poisoned
@@ -92,7 +92,7 @@ def whole_masters(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
 
 
 class Rank:
-    """This process's share of each check."""
+    """The work of this process in each check."""
 
     def __init__(self, rank: int, world: int, models: Path, out: Path) -> None:
         self.rank, self.world, self.models, self.out = rank, world, models, out
@@ -110,7 +110,7 @@ class Rank:
         return worker
 
     def meeting_port(self) -> int:
-        """A port for the next worker, which rank 0 finds free and tells by a file: one that was left is not met at again."""
+        """A free port for the next worker, chosen by rank 0 and shared through a file; ports are not reused."""
         self.meetings += 1
         told = self.out / f"port-{self.world}-{self.meetings}"
         if self.rank == 0:
@@ -121,7 +121,7 @@ class Rank:
         return int(told.read_text())
 
     def shard(self, layout: Layout, rows):
-        """This rank's rows, in the form that the layout asks for; and the order in which all rows were dealt."""
+        """The rows of this rank in the form required by the layout, and the order of all rows."""
         named = grid_of(layout)
         plan = FORMS[layout.form][1]
         sharded = rows.shard_by_batch_size(named.get_axis_size("data"), **plan)
@@ -199,7 +199,7 @@ class Rank:
         torch.save(found, self.out / f"{name}-{self.rank}.pt")
 
     def masters(self, name: str) -> None:
-        """The float32 weights behind bfloat16 ones: where they begin, what small steps do, and what a folder sets them to."""
+        """Float32 master weights: initial values, the effect of small steps, and values after loading a folder."""
         layout = LAYOUTS[name]
         worker = self.worker(layout, optimizer=SMALL_STEPS, max_grad_norm=None, train_micro_batch_size=3, precision="bfloat16")
         found: dict[str, Any] = {"begin": shares_of_masters(worker), "whole": whole_masters(worker)}
@@ -214,7 +214,7 @@ class Rank:
         torch.save(found, self.out / f"masters-{name}-{self.rank}.pt")
 
     def vocabulary(self) -> None:
-        """Log-probabilities, entropies and their gradients from halves of the logits."""
+        """Log-probabilities, entropies and their gradients from tensor-parallel logits."""
         worker = self.worker(LAYOUTS["tp2"])
         group = worker._ranks.tensor
         found = {}
@@ -256,7 +256,7 @@ class Rank:
             worker.save_checkpoint(folder / "w", folder / "o")
             found: dict[str, Any] = {"masters": whole_masters(worker) if precision == "bfloat16" else {}}
             found["result"] = self.step(worker, layout, 2)
-            found["poisoned"] = self.mark_invalid(worker, layout)
+            found["poisoned"] = self.step_with_nan(worker, layout)
             found["version"] = worker.get_weight_version()
             found["weights"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
             worker.shutdown()
@@ -282,7 +282,7 @@ class Rank:
             worker.shutdown()
             torch.save(found, folder / f"{name}-{self.rank}.pt")
 
-    def mark_invalid(self, worker: MegatronPolicyWorker, layout: Layout) -> str:
+    def step_with_nan(self, worker: MegatronPolicyWorker, layout: Layout) -> str:
         """The result of a NaN loss on one rank."""
         rows = make_rows(seed=3)
         last = self.world - 1 if layout.megatron.get("pipeline_model_parallel_size", 1) > 1 else 1

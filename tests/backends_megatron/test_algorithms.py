@@ -28,7 +28,7 @@ CLOCKS = ("time/", "refit/", "tokens_per_s", "mismatch/", "staleness", "step")
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two places, on each of which a rank of the policy, one of the critic and one of a teacher may run."""
+    """Two bundles, each of which can run a rank of the policy, the critic and the teacher."""
     from rl_core.cluster import RayVirtualCluster
 
     made = RayVirtualCluster([2], max_colocated_worker_groups=3)
@@ -38,7 +38,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def two_ranks(cluster, tmp_path_factory):
-    """A policy on two ranks, and what brings it back to its beginning."""
+    """A policy on two ranks, and a function that resets it."""
     from rl_backends_megatron import MegatronPolicy
 
     divided = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -56,7 +56,7 @@ def two_ranks(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """A folder with the same model after forty batches of right sums."""
+    """A folder with the same model after forty batches of correct sums."""
     folder = tmp_path_factory.mktemp("taught")
     policy = HuggingFacePolicy(str(MODEL), **{**FIELDS, "optimizer": {"kwargs": {"lr": 1.0e-3}}})
     sft(policy, max_num_steps=40)
@@ -67,7 +67,7 @@ def taught(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks_of_a_critic(cluster, tmp_path_factory):
-    """A model with a scalar head on two stages of a pipeline, and what brings it back to its beginning."""
+    """A model with a scalar head on two pipeline stages, and a function that resets it."""
     from rl_backends_megatron import MegatronPolicy
 
     divided = {"pipeline_model_parallel_size": 2}

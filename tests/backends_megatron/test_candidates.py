@@ -46,7 +46,7 @@ def assert_likeliest(ids, logprobs, rows, whole):
 
 
 def in_order(layout, found, key):
-    """The rows of all data-parallel ranks in the order of the batch; ranks that have the same rows answer the same."""
+    """The rows of all data-parallel ranks in batch order; ranks with the same rows must agree."""
     named = layouts.grid_of(layout)
     by_place = {}
     for rank, each in enumerate(found):

@@ -32,7 +32,7 @@ def pair(models):
 
 @pytest.fixture(scope="module")
 def rows(pair):
-    """Rows that all losses of the core can read."""
+    """Rows with the keys of all losses of the core."""
     made = cases.make_rows(6)
     mask = made["token_mask"]
     generator = torch.Generator().manual_seed(2)

@@ -42,7 +42,7 @@ def tensors(folder):
 
 
 def rewritten(source, folder, change):
-    """A copy of a model's folder with its tensors as `change` leaves them."""
+    """A copy of a model folder with tensors modified by `change`."""
     folder.mkdir()
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     kept = tensors(source)

@@ -19,7 +19,7 @@ LAYERS = 4
 
 
 def read(out, name):
-    """The layout, and what each of its ranks found."""
+    """The layout and the results of its ranks."""
     layout = layouts.LAYOUTS[name]
     return layout, [torch.load(out / f"masters-{name}-{rank}.pt", weights_only=False) for rank in range(layout.world)]
 
@@ -30,7 +30,7 @@ def rows_of_vocabulary(matrix, rank, ranks):
 
 
 def layer_by_hand(file, layer, rank, ranks, experts):
-    """What a tensor-parallel rank holds of one layer, by Megatron's name in the layer."""
+    """The shard of one layer on a tensor-parallel rank, by Megatron's name in the layer."""
     of_layer = {name.split(f"layers.{layer}.")[1]: values for name, values in file.items() if f"layers.{layer}." in name}
     query, key, value = (of_layer.pop(f"self_attn.{part}_proj.weight").chunk(2) for part in "qkv")
     groups = [torch.cat(each) for each in zip(query, key, value, strict=True)]
@@ -57,7 +57,7 @@ def layer_by_hand(file, layer, rank, ranks, experts):
 
 
 def by_hand(file, layout, rank):
-    """What a rank holds: its values in the file, by chunk and Megatron's name."""
+    """The values of the file in the shard of a rank, by chunk and Megatron's name."""
     at, axes = layouts.grid_of(layout).get_worker_coords(rank), layouts.grid_of(layout)
     stages, ranks = axes.get_axis_size("pipeline"), axes.get_axis_size("tensor")
     chunks = layout.megatron.get("virtual_pipeline_model_parallel_size", 1)
@@ -166,7 +166,7 @@ def test_their_first_steps_are_those_of_the_backend_on_transformers(out, by_tran
 
 @pytest.mark.parametrize("name", layouts.tiered("masters", STEPPED))
 def test_exported_weights_move_as_much_as_the_master_weights_on_average(out, name):
-    """Of weights that lie anywhere between the points of the grid, some cross to the next, by far more than they moved."""
+    """A few weights near a rounding boundary cross it, by far more than they moved."""
     for rank in read(out, name)[1]:
         start, master = together(rank["whole"]), together(rank["moved"]) - together(rank["whole"])
         published = together(rank["stepped"]) - together(rank["published"])

@@ -155,7 +155,7 @@ def test_a_resume_steps_with_the_settings_of_the_present_config(policy, tmp_path
 
 
 def policy_after(policy, **fields):
-    """Another policy, once the one before has left."""
+    """A new policy after the previous one was shut down."""
     from rl_backends_megatron.parallel import leave
 
     leave()
@@ -302,7 +302,7 @@ class Planted:
 
 
 def declare_bytes(folder, planted):
-    """Metadata of allowed classes only, which says that tensors are entries of bytes."""
+    """Metadata with allowed classes only, which declares tensors as bytes entries."""
     found = read_metadata(folder)
     found.state_dict_metadata = dict.fromkeys(found.state_dict_metadata, BytesStorageMetadata())
     for info in found.storage_data.values():

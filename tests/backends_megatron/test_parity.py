@@ -54,13 +54,13 @@ def trained(models):
 
 
 def read(out, name):
-    """The layout, and what each of its ranks found."""
+    """The layout and the results of its ranks."""
     layout = layouts.LAYOUTS[name]
     return layout, [torch.load(out / f"{name}-{rank}.pt", weights_only=False) for rank in range(layout.world)]
 
 
 def in_order(layout, found, key):
-    """What the ranks at the first place of every axis but `data` found, as the facade puts it together."""
+    """The results of the first rank of every axis except `data`, combined as by the facade."""
     named = layouts.grid_of(layout)
     firsts = [
         rank for rank in range(layout.world) if not any(v for k, v in named.get_worker_coords(rank).items() if k != "data")

@@ -65,7 +65,7 @@ def teacher(tmp_path_factory):
 
 
 def run(folder, config, resume):
-    """The steps of a run of three, saved after the second."""
+    """The steps of a three-step run that is saved after the second."""
     algorithm = next(name for name in ("dpo", "distillation", "ppo") if name in config)
     whole = {
         **config,

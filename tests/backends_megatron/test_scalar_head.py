@@ -19,7 +19,7 @@ def read(out, name):
 
 
 def in_order(layout, found, key):
-    """The rows of both ranks in the order of the batch; where data are not divided, each rank has them all."""
+    """The rows of both ranks in batch order; without data parallelism, each rank has all rows."""
     if layouts.grid_of(layout).get_axis_size("data") == 1:
         assert torch.equal(found[0][key], found[1][key])
         found = found[:1]

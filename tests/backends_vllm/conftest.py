@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread(one_thread):
-    """Several are slower by far where other processes want the cores."""
+    """One thread: several are much slower if other processes use the cores."""
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def readable(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def plain(readable):
-    """The same model by Transformers alone."""
+    """The same model in plain Transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 

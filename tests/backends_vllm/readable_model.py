@@ -14,7 +14,7 @@ VOCABULARY, LENGTH, EOS = 512, 2560, 1
 
 
 def make_readable_model(folder):
-    """A Llama whose every token but two is a piece of ASCII text."""
+    """A Llama in which all tokens except two are ASCII text."""
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -80,7 +80,7 @@ def completions(output):
 
 
 def plain_scores(model, tokens, *, temperature):
-    """Log-probabilities of every token after the first, each row alone."""
+    """Log-probabilities of every token after the first, one row at a time."""
     with torch.no_grad():
         logits = model(tokens[None], use_cache=False).logits[0, :-1].float() / temperature
     return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
@@ -110,7 +110,7 @@ def filtered_logprob(logits, token, *, temperature, top_k, top_p):
 
 
 def first_stop(tokenizer, tokens, strings):
-    """Tokens until one of the strings is in their text, reading from nothing each time: slow, and plainly right."""
+    """Number of tokens until one of the strings is in their text, decoded from scratch each time: slow but clearly correct."""
     for count in range(1, len(tokens) + 1):
         if any(string in tokenizer.decode(tokens[:count]) for string in strings):
             return count

@@ -42,7 +42,7 @@ def rlcore(*arguments, python=()):
 
 @pytest.fixture
 def mistakes(tmp_path):
-    """The lines that `rlcore validate` prints of a run with more lines in its section, from the fifth on."""
+    """The output lines of `rlcore validate`, from the fifth on, for a run with additional lines in its section."""
 
     def lines(*more):
         path = tmp_path / "run.yaml"

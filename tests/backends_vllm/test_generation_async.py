@@ -84,7 +84,7 @@ class Trained:
         self._folder, self._noise = folder, torch.Generator().manual_seed(0)
 
     def change(self):
-        """Other weights around the first, one version on; the model that has them, by Transformers alone."""
+        """Changes the weights and increments the version; returns the same model in plain Transformers."""
         take_step(self.policy, 1)
         with torch.no_grad():
             for name, tensor in self._weights():
@@ -116,7 +116,7 @@ async def collected(engine, batch, greedy=False):
 
 
 async def collected_from_one_step_on(engine, batch):
-    """The rows of an engine that was held until it had all of them."""
+    """The rows of an engine that was paused until it had all requests."""
     worker = engine.group.worker
     worker._running.pause()
     rows = asyncio.create_task(collected(engine, batch))
@@ -135,7 +135,7 @@ def completion_lengths(items):
 
 
 def same_rows(items, expected):
-    """Rows that came one by one hold what `generate` gave, without its padding."""
+    """Streamed rows equal the output of `generate` without padding."""
     for row, (found, (_, tokens, logprobs)) in enumerate(zip(in_order(items), rows_of(expected), strict=True)):
         [(_, found_tokens, found_scores)] = rows_of(found)
         assert torch.equal(found_tokens, tokens)
@@ -320,13 +320,13 @@ async def interrupted(engine):
 
 
 def processes():
-    """Children of this process, but for the tracker that Python keeps to the end."""
+    """Children of this process, except Python's resource tracker."""
     living = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
     return {child.pid for child in living if "resource_tracker" not in " ".join(child.cmdline())}
 
 
 def shared_memory():
-    """Segments of this process; others on this machine may have their own."""
+    """Shared-memory segments of this process only."""
     return {path.name for path in Path("/dev/shm").glob(f"rlcore-{os.getpid()}-*")}
 
 
@@ -386,7 +386,7 @@ def test_two_replicas_generate_stream_and_refit_like_one(cluster, readable, plai
 
 
 async def watched(generator, batch):
-    """How the rows are spread before any has ended, and the rows."""
+    """The distribution of the rows before any has ended, and the rows."""
     rows = asyncio.create_task(collected(generator, batch))
     while not sum(generator._stream.load):
         await asyncio.sleep(0)
@@ -395,7 +395,7 @@ async def watched(generator, batch):
 
 
 async def refit_beside(generator, batch, sync):
-    """The refit in a thread, while rows are handed out and asked for."""
+    """A refit in a thread while rows are requested and returned."""
     return await asyncio.gather(asyncio.to_thread(sync.sync), collected(generator, batch))
 
 

@@ -75,7 +75,7 @@ def section(path, *, temperature=1.0, **vllm_cfg):
 
 @contextmanager
 def running(path, own, *, gpus=1, greedy=False):
-    """Engine, policy, and what refits one from the other; the engine is there first, since it measures free memory."""
+    """Engine, policy and synchronizer; the engine is created first because it measures free memory."""
     with RayVirtualCluster([gpus], use_gpus=True, max_colocated_worker_groups=2) as cluster:
         engine = VllmGeneration(cluster, own)
         engine.finish_generation()

@@ -88,13 +88,13 @@ def agrees_with_plain(policy, output, folder):
 
 
 def family_of(engine):
-    """The process of the first replica and all that it has started, vLLM's own processes last."""
+    """The process of the first replica and all its descendants, vLLM's processes last."""
     worker = psutil.Process(engine.group.pids()[0])
     return sorted([worker, *worker.children(recursive=True)], key=lambda one: "spawn_main" in " ".join(one.cmdline()))
 
 
 def held_by(processes):
-    """What they have mapped, opened or bound in shared memory and in the folder for temporary files, but for Ray's own.
+    """Shared memory and temporary files that they have mapped, opened or bound, except Ray's.
 
     Libraries that they have mapped do not count, wherever they are installed.
     """

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def write_run():
-    """Write a run folder; every part can be left out (None) or replaced."""
+    """Write a run folder; every file can be omitted (None) or replaced."""
 
     def write(folder, *, steps=5, rows=4, metrics=None, record=None, texts=None, **files):
         folder.mkdir(parents=True, exist_ok=True)

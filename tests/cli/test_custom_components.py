@@ -22,7 +22,7 @@ ALGORITHM = ROOT / "examples" / "custom_algorithm"
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch, one_thread):
-    """As `rlcore` does: what a dotted path names is looked for in the working directory."""
+    """Puts the working directory on the import path, as `rlcore` does."""
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT))
 

@@ -46,7 +46,7 @@ class Planted:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A folder with a config and a run of two steps by it."""
+    """A folder with a config and a finished two-step run."""
     from rl_train.runtime.launch import train
 
     folder = tmp_path_factory.mktemp("run")
@@ -57,7 +57,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def folder(finished, tmp_path, monkeypatch):
-    """A copy of it, which is the working folder."""
+    """A copy of it as working directory."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -69,7 +69,7 @@ def newest(folder):
 
 
 def sign(checkpoint):
-    """Make the digests those of the files that are there, as somebody who tampers would."""
+    """Update the digests to the changed files, as an attacker would."""
     write_manifest(checkpoint, step=2, metrics={})
 
 

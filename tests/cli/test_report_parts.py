@@ -19,7 +19,7 @@ from rlcore_cli.report.token_pieces import token_pieces
 
 
 def axis(svg, kind):
-    """The scale of an axis, read off its labels: a function from pixels to values."""
+    """The scale of an axis, derived from its labels: a function from pixels to values."""
     place = {"left": r'y="([-\d.]+)" class="left"', "below": r'x="([-\d.]+)" y="[\d.]+" class="below"'}[kind]
     labels = [(float(pixel), float(text)) for pixel, text in re.findall(rf"<text [^>]*?{place}>([-\d.e]+)</text>", svg)]
     (pixel, value), (other_pixel, other_value) = labels[0], labels[-1]

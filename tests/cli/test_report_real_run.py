@@ -40,7 +40,7 @@ def test_every_metric_of_a_real_run_is_in_the_table(which, request):
 
 
 def test_every_metric_that_the_core_names_is_in_the_table():
-    """Those of features that the real runs do not use are found in the source: text of the form `area/quantity`."""
+    """Metrics that the real runs do not record are found in the source: text of the form `area/quantity`."""
     rooms = [path for area in AREAS for path in (CORE / area).glob("**/*.py")] + [CORE / "run.py"]
     texts = {
         node.value

@@ -16,7 +16,7 @@ MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
 
 @pytest.fixture
 def validate(tmp_path, monkeypatch, capsys):
-    """Run the command on a config; its exit code and what it printed. The model has every file but its weights."""
+    """Run the command on a config; returns exit code and output. The model has all files except weights."""
     model = tmp_path / "model"
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+2=", "chosen": "3", "rejected": "4"}\n' * 4)

@@ -13,12 +13,12 @@ from e2e_runs import TINY, TrainingProcess, merged
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread(one_thread):
-    """Runs in this process and in others are compared to the bit."""
+    """One thread, because runs in this process and in others are compared bit for bit."""
 
 
 @pytest.fixture
 def train(tmp_path):
-    """Start `rlcore train` on the tiny config, changed; whatever is left of it is ended."""
+    """Start `rlcore train` with a changed tiny config; remaining processes are killed at the end."""
     started = []
 
     def start(changes=None, *arguments, folder=tmp_path, environment=None):
@@ -37,7 +37,7 @@ def train(tmp_path):
 
 @pytest.fixture
 def rlcore(monkeypatch, capfd):
-    """The command in this process, which has imported what a new one takes seconds for: exit code, and all that it said."""
+    """The command in this process, which saves seconds of imports: exit code and all output."""
     from rlcore_cli.main import main
 
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the command itself sets it, for good
@@ -60,7 +60,7 @@ def rlcore(monkeypatch, capfd):
 
 @pytest.fixture
 def train_here(rlcore, tmp_path):
-    """`rlcore train` on the tiny config, changed, in this process: exit code, and all that it said."""
+    """`rlcore train` with a changed tiny config in this process: exit code and all output."""
 
     def run(changes=None, *arguments, folder=tmp_path):
         folder.mkdir(exist_ok=True)

@@ -43,7 +43,7 @@ def merged(base, changes):
 
 
 class TrainingProcess:
-    """One `rlcore train`, with every process that descends from it."""
+    """One `rlcore train` with all its descendant processes."""
 
     def __init__(self, folder, config, *arguments, environment=None):
         self.folder = folder
@@ -79,7 +79,7 @@ class TrainingProcess:
         raise AssertionError(f"it did not come to it:\n{self.output()[-3000:]}")
 
     def descendants(self):
-        """Living processes that carry the mark, wherever they hang in the tree by now."""
+        """Live processes with the mark in their environment, wherever they are in the process tree."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -104,7 +104,7 @@ class TrainingProcess:
 
 
 def metrics_of(folder, name="run"):
-    """The steps of a run: step to numbers, without those that a clock decides."""
+    """The metrics of a run by step, without time measurements."""
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     steps = {}
     for line in map(json.loads, lines):

@@ -38,7 +38,7 @@ SUMS = {
 
 
 class TwoRewards(ArithmeticEnvironment):
-    """Pays for a right answer, and by another name for one of as many digits as the right one."""
+    """Rewards a correct answer, and under another name an answer with the correct number of digits."""
 
     def step(self, message_log_batch, metadata):
         answer = super().step(message_log_batch, metadata)
@@ -51,7 +51,7 @@ class TwoRewards(ArithmeticEnvironment):
 
 
 def run(folder, changes, name="run"):
-    """The steps of a whole run in this process: step to numbers."""
+    """The metrics by step of a whole run in this process."""
     path = folder / f"{name}.yaml"
     path.write_text(json.dumps(merged(COMMON, {**changes, "logger": {"log_dir": str(folder / "runs")}})))
     train(path, resume="never", console=False)

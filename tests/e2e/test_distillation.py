@@ -43,7 +43,7 @@ DISTIL = {
 
 
 def start(folder, *sections, name="run"):
-    """The steps of a whole run in this process: step to numbers. Later sections win, key by key."""
+    """The metrics by step of a whole run in this process. Later sections override earlier ones key by key."""
     config = {}
     for section in (COMMON, *sections, {"logger": {"log_dir": str(folder / "runs")}}):
         config = laid_over(config, section)
@@ -54,7 +54,7 @@ def start(folder, *sections, name="run"):
 
 
 def laid_over(base, changes):
-    """`changes` over `base`, key by key; None is a value here."""
+    """`base` updated with `changes`, key by key; None is a value."""
     both = {key: laid_over(base[key], changes[key]) for key in base.keys() & changes.keys() if isinstance(base[key], dict)}
     return {**base, **changes, **both}
 

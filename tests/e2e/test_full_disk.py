@@ -12,7 +12,7 @@ IN_PROCESS = {"cluster": {"backend": "in_process"}, "grpo": {"max_num_steps": 3}
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system with room for a checkpoint of the model and a half."""
+    """A file system with space for one and a half checkpoints of the model."""
     folder = tmp_path / "small"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=22m", "tmpfs", str(folder)]

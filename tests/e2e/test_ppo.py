@@ -35,7 +35,7 @@ SMALL = {
 
 
 def run_here(folder, changes, name="run"):
-    """The steps of a whole run in this process: step to numbers."""
+    """The metrics by step of a whole run in this process."""
     path = folder / f"{name}.yaml"
     log = {"logger": {"log_dir": str(folder / "runs")}, "checkpointing": {"enabled": False}}
     path.write_text(json.dumps(merged(merged(merged(TINY, SMALL), log), changes)))
@@ -212,7 +212,7 @@ def test_ppo_from_python_takes_the_steps_of_the_config(tmp_path):
 
 
 def other_tokenizer(folder):
-    """The model with a tokenizer that gives two digits each other's ids."""
+    """The model with a tokenizer in which the ids of two digits are swapped."""
     shutil.copytree(MODEL, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]

@@ -38,7 +38,7 @@ def example(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge(example):
-    """The folder of the reward model that the example's last checkpoint holds."""
+    """The reward model folder in the last checkpoint of the example."""
     return str(example / "runs" / "rm_addition" / "checkpoints" / "step_000040" / "policy" / "weights")
 
 
@@ -54,7 +54,7 @@ def rows_of(talks):
 
 
 def last_scores(folder, talks):
-    """The policy's own values after each conversation's last token."""
+    """The policy's values at the last token of each conversation."""
     model = HuggingFacePolicy(folder, **LIMITS)
     rows = rows_of(talks)
     values = model.get_values(rows)["values"]

@@ -159,7 +159,7 @@ POLICY_GRADIENTS = {
 
 
 def sampled_rows(policy):
-    """Rows of several lengths with made-up advantages, whose sampler and earlier policy were a little off."""
+    """Rows of several lengths with artificial advantages and slightly different sampler and old-policy log-probabilities."""
     draw = torch.Generator().manual_seed(5)
     lengths = torch.randint(7, 13, (8,), generator=draw)
     column = torch.arange(12)

@@ -44,7 +44,7 @@ def by_config(folder, data, **section) -> list[dict]:
 
 @pytest.fixture(autouse=True)
 def library_cache(tmp_path, monkeypatch):
-    """The library's copies of what it loads go with the tests."""
+    """The cache of the library is removed with the tests."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 

@@ -35,7 +35,7 @@ def grader() -> Iterator[MathGrader]:
 
 @pytest.fixture(scope="session")
 def lenient_grader() -> Iterator[MathGrader]:
-    """Accepts answers without a box and arithmetic that is left to do, so that a comparison can run for ever."""
+    """Accepts answers without a box and unevaluated arithmetic, so that a comparison can run forever."""
     environment = MathEnvironment({"num_processes": 2, "timeout_s": 1.5, "require_box": False, "allow_unevaluated": True})
     yield MathGrader(environment)
     environment.shutdown()

@@ -13,7 +13,7 @@ from rl_envs.guess.environment import GuessNumberEnvironment
 
 
 class HalvingPlayer:
-    """Guesses the middle of what is left."""
+    """Guesses the middle of the remaining range."""
 
     def __init__(self, lowest: int, highest: int) -> None:
         self.lowest, self.highest = lowest, highest
@@ -29,7 +29,7 @@ class HalvingPlayer:
 
 
 def play(environment, records):
-    """All games at once, each turn with another instance, as a pool would; returns (rewards, metadata) of each game's end."""
+    """Plays all games at once, each turn with another instance, like a pool; returns (rewards, metadata) at the end."""
     players = [HalvingPlayer(1, 100) for _ in records]
     logs = [list(record["messages"]) for record in records]
     metadata = [record["extra_env_info"] for record in records]

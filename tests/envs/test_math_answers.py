@@ -22,7 +22,7 @@ def rows_of(name):
 
 
 def confusion(rows, graded, *, label="label"):
-    """Counts of (labeled right, graded right), and the completions that were graded otherwise than labeled."""
+    """Counts of (labeled correct, graded correct), and the completions graded differently from their label."""
     pairs = [(row[label] == "right", reward == 1.0) for row, reward in zip(rows, graded.rewards.tolist(), strict=True)]
     others = [
         (row["expected"], row["completion"])

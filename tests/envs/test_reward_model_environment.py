@@ -93,7 +93,7 @@ def environment(folders):
 
 
 def plain_scores(folder, talks, *, last=None):
-    """The reference: each conversation alone, tokenised as preferences are, through backbone and head of Transformers."""
+    """The reference: one conversation at a time, tokenized like preferences, through backbone and head of Transformers."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found = []

@@ -43,7 +43,7 @@ WITHIN = 1e-6
 
 @pytest.fixture(scope="module")
 def trl():
-    """TRL without its use of vLLM, which would be imported for nothing."""
+    """TRL with vLLM support disabled, to avoid a needless import."""
     probe = importlib.import_module("trl.import_utils")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,7 +77,7 @@ def models(tokenizer):
 
 @pytest.fixture
 def trainer(trl, models, tokenizer, tmp_path):
-    """Makes a trainer of TRL around the policy; its own settings are `settings`."""
+    """Creates a TRL trainer for the policy; `settings` are those of the trainer."""
     policy, reference = models
     dataset = importlib.import_module("datasets").Dataset
 
@@ -116,7 +116,7 @@ def logprobs_of(model, input_ids):
 
 
 def loss_and_gradient(model, loss):
-    """Its value, and the gradient of all weights as one vector."""
+    """The loss value, and the gradient of all weights as one vector."""
     model.zero_grad()
     loss.backward()
     gradient = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]).clone()
@@ -252,7 +252,7 @@ def test_advantages_within_a_group_are_those_of_trl(trainer, peer, settings, est
 
 
 class Pairs:
-    """Four pairs: ours have the two answers of a pair side by side, TRL has all chosen ones first."""
+    """Four pairs: rlcore has the two answers of a pair next to each other, TRL has all chosen answers first."""
 
     def __init__(self, tokenizer, *, prompt=PROMPT, chosen=(3, 5, 2, 6), rejected=(4, 1, 6, 2)):
         generator = torch.Generator().manual_seed(11)

@@ -42,7 +42,7 @@ importlib.metadata.distributions = lambda **where: (d for d in everything(**wher
 
 @dataclass
 class Site:
-    """A folder that stands on the path of the interpreters started here, as site-packages does."""
+    """A folder on the path of the interpreters started here, like site-packages."""
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -107,13 +107,13 @@ class Site:
         return self.python("-m", "rlcore_cli.main", *arguments)
 
     def plugins(self) -> dict[str, dict[str, Any]]:
-        """What `rlcore list-plugins --all --json` says, by plugin name."""
+        """The output of `rlcore list-plugins --all --json` by plugin name."""
         result = self.rlcore("list-plugins", "--all", "--json")
         assert result.returncode == 0, result.stderr
         return {plugin["name"]: plugin for plugin in json.loads(result.stdout)}
 
     def look_up(self, kind: str, name: str, *, requires: Sequence[str] = ()) -> str:
-        """Looks a component up in a fresh interpreter: its target, or the error's class and words."""
+        """Looks up a component in a new interpreter: its target, or the class and message of the error."""
         code = (
             "import sys\n"
             "from rl_core.errors import PluginError\n"
@@ -139,5 +139,5 @@ def site(tmp_path: Path) -> Site:
 
 @pytest.fixture
 def words() -> Callable[[str], str]:
-    """Joins the lines of a text, for comparing words where the terminal's width decides the breaks."""
+    """Joins the lines of a text, to compare words independently of line breaks."""
     return lambda text: " ".join(text.split())

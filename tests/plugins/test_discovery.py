@@ -9,7 +9,7 @@ OURS = {"core", "train", "hf", "envs"}
 
 @pytest.fixture(autouse=True)
 def our_plugins_stay_ready(site):
-    """Whatever a test installs, ours must come through it; a disabled one is not asked for."""
+    """Built-in plugins must stay ready whatever a test installs, except disabled ones."""
     yield
     if "RLCORE_STRICT_PLUGINS" not in site.environment:
         plugins = site.plugins()

@@ -66,6 +66,6 @@ def test_the_example_of_the_page_is_built_installed_and_works(site, tmp_path):
 
 
 def _files_of(page: Path) -> dict[str, str]:
-    """The files that a page shows: a line that begins with a path in backticks, then a fenced block."""
+    """The files shown on a page: a line that starts with a path in backticks, then a fenced block."""
     pattern = r"^`([\w./]+)`[^\n]*\n\n```\w+\n(.*?)^```$"
     return dict(re.findall(pattern, page.read_text(), flags=re.MULTILINE | re.DOTALL))

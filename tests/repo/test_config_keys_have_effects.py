@@ -152,7 +152,7 @@ def keys_by_model():
 
 @cache
 def reads(file):
-    """The names that a file reads as attributes, or passes as text: `getattr(config, "...")`, tables of keys."""
+    """The names that a file reads as attributes or as text: `getattr(config, "...")`, tables of keys."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -194,7 +194,7 @@ def test_every_backend_reads_the_keys_of_the_base_sections(backends):
 
 
 def needs_and_plans(name):
-    """What an algorithm asks of the runtime, as text."""
+    """The runtime requirements of an algorithm, as text."""
 
     def observe(**keys):
         config = registry().find("algorithm", name).load_config()(**keys)
@@ -216,7 +216,7 @@ def records_of(name):
 
 
 def loss_of(name):
-    """The value of a loss on a fixed batch, and the keys that it asks for."""
+    """The value of a loss on a fixed batch, and its required keys."""
 
     def observe(**keys):
         component = registry().find("loss", name)

@@ -85,7 +85,7 @@ def script(name):
 
 
 class Loaded(HTMLParser):
-    """What a browser would load to show a page."""
+    """The resources a browser would load to show a page."""
 
     def __init__(self, text):
         super().__init__()

@@ -33,7 +33,7 @@ env: {math: {num_workers: 1}}
 
 
 def commands(page):
-    """The words of each `rlcore ...` line of a page's blocks of commands, in order; comments are left out."""
+    """The words of each `rlcore ...` line in the command blocks of a page, without comments."""
     text = re.sub(r"\\\n#? *", " ", page.read_text())
     lines = re.findall(r"^(?:#? {4,5}|\$ )?(rlcore [a-z][\w-]* ?.*)$", text, flags=re.MULTILINE)
     return [shlex.split(line, comments=True)[1:] for line in lines if "[OPTIONS]" not in line]

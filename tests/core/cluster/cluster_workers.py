@@ -15,7 +15,7 @@ import psutil
 
 
 class Worker:
-    """Knows its context and misbehaves on request."""
+    """Returns its context and misbehaves on request."""
 
     def __init__(self, context, *, base=0, fail_on=None):
         if fail_on == context.rank:
@@ -61,7 +61,7 @@ class Worker:
         raise Local(1, 2)
 
     def sleep_on(self, rank, beds):
-        """That rank sleeps until its file `asleep-<pid>` in the folder is taken away."""
+        """The rank sleeps until its file `asleep-<pid>` in the folder is removed."""
         if self.context.rank == rank:
             self.wait_for_a_peer_that_never_comes(Path(beds) / f"asleep-{os.getpid()}")
 
@@ -71,7 +71,7 @@ class Worker:
             time.sleep(0.02)
 
     def hold_the_lock_on(self, rank, beds):
-        """Busy in C code that keeps the interpreter lock, until its process is ended."""
+        """Runs C code that holds the GIL until its process is killed."""
         if self.context.rank == rank:
             (Path(beds) / f"asleep-{os.getpid()}").touch()
             self.long_c_call()
@@ -84,13 +84,13 @@ class Worker:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def meet(self, folder, mine, other):
-        """Returns once both have come."""
+        """Returns once both have arrived."""
         (Path(folder) / mine).touch()
         while not (Path(folder) / other).exists():
             time.sleep(0.02)
 
     def die_on(self, rank):
-        """One rank dies; its peers fail before it is known to be dead, as in a broken collective."""
+        """One rank dies; its peers fail before its death is detected, as in a broken collective."""
         if self.context.rank != rank:
             raise RuntimeError("my peer hung up")
         print("last words", file=sys.stderr, flush=True)
@@ -131,7 +131,7 @@ class Worker:
 
 
 def wait_until(condition, timeout_s=120.0):
-    """Whether it came to be."""
+    """Whether the condition became true."""
     until = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < until:
         time.sleep(0.02)
@@ -170,7 +170,7 @@ class Scorer:
         return os.getpid()
 
     def die_once(self, x, name):
-        """Kills its own process in the first try of a name, and squares in the next."""
+        """Kills its own process in the first attempt for a name and returns the square in the next."""
         if self._first(name):
             os.kill(os.getpid(), signal.SIGKILL)
         return x * x
@@ -198,7 +198,7 @@ class Scorer:
         return 1 / x
 
     def square_or_wait_for_death(self, x):
-        """Notes its call and its process; the first try of 1 ends with its process alone."""
+        """Records its call and process; the first attempt for 1 ends only with its process."""
         with (self.folder / "calls").open("a") as calls:
             calls.write(f"{x} {os.getpid()}\n")
         if x == 1 and self._first("waited"):

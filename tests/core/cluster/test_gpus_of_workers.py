@@ -22,7 +22,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 
 
 class Looks:
-    """Says which GPUs its process has."""
+    """Reports the GPUs of its process."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context

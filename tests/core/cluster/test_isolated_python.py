@@ -20,7 +20,7 @@ def _make_environment(folder: Path) -> Path:
 
 
 def _see_our_packages(folder: Path) -> None:
-    """The system's packages of a venv made from a venv are the base interpreter's: add ours, with their .pth files."""
+    """A venv created from a venv sees the packages of the base interpreter: add ours, with their .pth files."""
     paths = [path for path in site.getsitepackages() if Path(path).is_dir()]
     target = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     lines = "".join(f"import site; site.addsitedir({path!r})\n" for path in paths)

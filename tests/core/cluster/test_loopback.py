@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 class Collective:
-    """Joins a process group, and a second one as weights are sent over."""
+    """Joins a process group, and a second one like that of the weight transport."""
 
     def __init__(self, context: WorkerContext) -> None:
         import torch.distributed as dist

@@ -20,7 +20,7 @@ from rl_core.errors import DeadlineExceededError, ResourceInsufficientError, Wor
 
 @pytest.fixture(scope="module")
 def nodes(no_ray):
-    """A Ray of two nodes on this machine, one with four GPUs and one with one, as far as Ray can tell."""
+    """A Ray with two nodes on this machine, one with four simulated GPUs and one with one."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "num_gpus": 4, "include_dashboard": False})
     made.add_node(num_cpus=3, num_gpus=1)
     made.wait_for_nodes()

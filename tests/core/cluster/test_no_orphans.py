@@ -87,7 +87,7 @@ class _Driver:
 
 @pytest.fixture(scope="module")
 def drivers(tmp_path_factory):
-    """All of them at once: most of their start is waiting."""
+    """All drivers at once, because most of their start is waiting."""
     script = tmp_path_factory.mktemp("drivers") / "driver.py"
     script.write_text(_DRIVER)
     made = {end: _Driver(end, script) for end in _ENDS}
@@ -99,7 +99,7 @@ def drivers(tmp_path_factory):
 
 
 def described(process: psutil.Process) -> str:
-    """Its command, or nothing if it ends while it is looked at."""
+    """The command line of the process, or nothing if it ends meanwhile."""
     try:
         return " ".join([process.name(), *process.cmdline()])[:200]
     except psutil.NoSuchProcess:

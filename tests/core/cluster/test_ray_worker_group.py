@@ -47,14 +47,14 @@ def square(cluster):
 
 @pytest.fixture(scope="module")
 def pair(cluster):
-    """Two more workers; a test that ruins one restarts it."""
+    """Two more workers; a test that breaks one restarts it."""
     with RayWorkerGroup(cluster, Worker, num_workers=2, name="pair", deadlines=Deadlines(stop_s=1.0)) as group:
         yield group
 
 
 @pytest.fixture
 def beds(tmp_path):
-    """Where workers note that they sleep; at the end all are woken."""
+    """The folder in which workers record that they sleep; at the end all are woken."""
     yield tmp_path
     for bed in tmp_path.glob("asleep-*"):
         bed.unlink()
@@ -119,7 +119,7 @@ def test_methods_run_on_the_main_thread_and_coroutines_are_awaited(square):
 
 
 def test_calls_of_two_groups_run_concurrently(square, pair, tmp_path):
-    """Each waits for the other's, so that one after the other they would never end."""
+    """Each call waits for the other, so that sequential calls would never end."""
     calls = [
         square.submit_one("meet", str(tmp_path), "square", "pair", rank=3),
         pair.submit_one("meet", str(tmp_path), "pair", "square"),

@@ -45,7 +45,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session", autouse=True)
 def library_cache(tmp_path_factory):
-    """The library's copies of what it loads go with the tests."""
+    """The cache of the library is removed with the tests."""
     import datasets
 
     datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")

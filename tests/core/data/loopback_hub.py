@@ -29,7 +29,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What is served.
+    """The repositories served.
 
     Attributes:
         repositories: By name, `owner/name`.

@@ -17,7 +17,7 @@ Segments = list[tuple[str, bool]]
 
 @dataclass(frozen=True)
 class Style:
-    """A chat template, its special tokens, and the same written by hand: texts, each with whether a model samples it."""
+    """A chat template, its special tokens, and hand-written segments, each with whether a model samples it."""
 
     template: str
     special: tuple[str, ...]

@@ -25,7 +25,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The files that the page speaks of."""
+    """The files mentioned on the page."""
     [question, messages, completion, tools, *pairs] = SHOWN
     questions = [{**question, "question": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
     Dataset.from_list(questions).to_parquet(tmp_path / "train.parquet")

@@ -150,7 +150,7 @@ def test_a_file_without_pairs_is_refused(read, tmp_path):
 
 
 class Letters:
-    """One token a letter; no template, EOS 1."""
+    """One token per letter; no template, EOS 1."""
 
     chat_template = None
     bos_token_id = None

@@ -16,7 +16,7 @@ ALGORITHMS = st.sampled_from(list(PackingAlgorithm))
 
 
 def batch_of(lengths: list[int], width: int | None = None) -> BatchedDataDict[Any]:
-    """Row r holds the token r + 1 `lengths[r]` times."""
+    """Row r has the token r + 1 `lengths[r]` times."""
     width = width or max(lengths)
     place = torch.arange(width)
     length = torch.tensor(lengths)

@@ -30,7 +30,7 @@ ROWS = [
 
 
 class Writer:
-    """Writes rows in every form that there is, and names the place of row 1."""
+    """Writes rows in every format and returns the location of row 1."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -78,7 +78,7 @@ CONFIGS = {
 
 @pytest.fixture(params=CONFIGS)
 def source(request, tmp_path):
-    """Writes rows to one source and gives the keys of its config, and the place of row 1."""
+    """Writes rows to one source and returns its config keys and the location of row 1."""
 
     def write(rows):
         return getattr(Writer(tmp_path), request.param)(rows)

@@ -36,7 +36,7 @@ TALK = [ASKED, CALLED, RESULT, ANSWERED]
 
 
 def call(**changes) -> dict:
-    """The assistant's message with its call's function changed, as raw as a row may have it."""
+    """The assistant's message with a changed function in its call, as raw row data."""
     return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": changes}]}
 
 

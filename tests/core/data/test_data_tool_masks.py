@@ -31,7 +31,7 @@ TOOLS = [
 
 
 def as_json(value, **options) -> str:
-    """As the templates' `tojson` writes it."""
+    """JSON as written by the `tojson` filter of templates."""
     return json.dumps(value, ensure_ascii=False, **options)
 
 
@@ -40,7 +40,7 @@ def calls_of(message: dict) -> list[dict]:
 
 
 def hermes(log: list[dict], tools: list[dict]) -> Segments:
-    """Tools in the system message, calls as JSON between tags, neighbouring results in one turn of the user."""
+    """Tools in the system message, calls as JSON between tags, consecutive results in one user turn."""
     segments: Segments = []
     if tools:
         system = log[0]["content"] if log[0]["role"] == "system" else "You call functions."
@@ -82,7 +82,7 @@ HERMES = (
 
 
 def llama(log: list[dict], tools: list[dict]) -> Segments:
-    """One call a message, results in a turn of `ipython` as JSON, tools in the first turn of the user."""
+    """One call per message, results as JSON in an `ipython` turn, tools in the first user turn."""
     segments: Segments = [("<|begin_of_text|>", False)]
     told = not tools
     for message in log:
@@ -118,7 +118,7 @@ LLAMA = (
 
 
 def joined(log: list[dict], tools: list[dict]) -> Segments:
-    """Arguments as a text that is put between others; a message calls where its content is none, and only there."""
+    """Arguments as text inside the turn; a message has calls exactly if its content is None."""
     segments: Segments = [("<s>" + "".join(f"[TOOL]{tool['function']['name']}[/TOOL]" for tool in tools), False)]
     for message in log:
         if message["role"] == "tool":
@@ -161,7 +161,7 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["city", "hour"]), st.one_of(WORDS, 
 
 @st.composite
 def turns(draw, most_calls: int) -> list[dict]:
-    """A question, rounds of calls with their results, and most often an answer."""
+    """A question, rounds of calls with results, and usually an answer."""
     log = [{"role": "user", "content": draw(WORDS)}]
     for _ in range(draw(st.integers(0, 2))):
         names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=most_calls))

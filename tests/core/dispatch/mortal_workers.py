@@ -12,7 +12,7 @@ FOLDER = "RLCORE_TEST_DEATHS"
 
 
 def condemn(folder: Path, verb: str, rank: int, times: int = 1) -> None:
-    """Let that rank die in its next call of that verb, and its successors likewise, so many times in all."""
+    """Make the rank die in its next call of this method, and its successors too, `times` times in total."""
     (folder / f"{verb}-{rank}").write_text(str(times))
 
 
@@ -28,7 +28,7 @@ def die_if_condemned(verb: str, rank: int) -> None:
 
 
 class MortalWorker(HFGenerationWorker):
-    """Dies after the first row of a call has ended, while the others are being decoded."""
+    """Dies after the first row of a call has ended, while others are being decoded."""
 
     def generate(self, data, *, greedy=False):
         if (Path(os.environ[FOLDER]) / f"generate-{self.context.rank}").exists():

@@ -19,7 +19,7 @@ TICK_S = 0.01
 
 
 class TickingWorker:
-    """Its rows' answers name the rank that gave them."""
+    """The answers contain the rank that produced them."""
 
     def __init__(self, context):
         self.context = context

@@ -26,7 +26,7 @@ GOOD = EnvironmentReturn(
 
 
 class Returns(EnvironmentInterface):
-    """Returns what it is made with."""
+    """Returns the value passed to its constructor."""
 
     def __init__(self, found):
         self.found = found

@@ -27,7 +27,7 @@ def rows(n, length=4):
 
 
 class CountingWorker(PolicyWorker):
-    """Answers with what it was given."""
+    """Returns its input."""
 
     def __init__(self, context, config):
         self.version = 0
@@ -142,7 +142,7 @@ class Forgetful(EnvironmentInterface):
 
 
 class Picky(EnvironmentInterface):
-    """Names a reward only in calls in which some row has it, or gives a plain reward."""
+    """Returns a named reward only in calls in which a row has it, else a plain reward."""
 
     def step(self, message_log_batch, metadata):
         n = len(metadata)

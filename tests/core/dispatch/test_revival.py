@@ -47,7 +47,7 @@ def cluster(local_ray):
 
 @pytest.fixture
 def engine(cluster, tmp_path):
-    """Engines whose workers die on command; all of their processes are gone in the end."""
+    """Engines whose workers die on request; at the end none of their processes may remain."""
     made = []
 
     def make(replicas=2, max_restarts=3):

@@ -33,7 +33,7 @@ def cluster(local_ray):
 
 @pytest.fixture(scope="module")
 def pair(cluster):
-    """Two workers over Ray that no test hurts."""
+    """Two Ray workers that no test kills."""
     with RayWorkerGroup(cluster, TickingWorker) as group:
         yield group
 
@@ -250,7 +250,7 @@ def test_an_unresponsive_worker_is_named_after_the_deadline(cluster):
 
 def test_a_worker_that_finishes_no_row_fails_after_the_deadline(alone):
     class TickingLoop(asyncio.SelectorEventLoop):
-        """Its clock is the worker's work, so that a busy machine is not late."""
+        """A loop whose clock is the progress of the worker, so that results do not depend on the load of the machine."""
 
         def time(self):
             return alone.worker.ticks * TICK_S

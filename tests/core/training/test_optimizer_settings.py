@@ -13,7 +13,7 @@ ADAMW = "torch.optim.AdamW"
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps a count in its parameter group, as optimizers that estimate their step size do."""
+    """Keeps a count in its parameter group, like optimizers that estimate their step size."""
 
     def __init__(self, params, lr=1.0, decay=0.5):
         super().__init__(params, {"lr": lr, "decay": decay, "count": 0})

@@ -18,7 +18,7 @@ ROUNDS = 3
 
 
 def weights_of(version):
-    """The same bfloat16 tensors in every process; those of each version are others."""
+    """The same bfloat16 tensors in every process, different for each version."""
     generator = torch.Generator().manual_seed(version)
     return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in SHAPES.items()}
 
@@ -65,7 +65,7 @@ def run_rank(rank, place, device, peer_dies, outbox):
 
 
 def read_buckets(inbox, outbox):
-    """Adds up what it is sent, until it is sent None."""
+    """Sums the tensors received until it receives None."""
     while (devices := inbox.get(timeout=120)) is not None:
         opened = open_buffer(devices, torch.device("cuda"))
         outbox.put(int(opened[: 10 * MIB].to(torch.int64).sum()))

@@ -43,7 +43,7 @@ class WorkerProcess:
         return self._pool.submit(_call, method, args, kwargs)
 
     def become(self, worker_class: type, **options: Any) -> None:
-        """Another worker in the same process: starting one takes seconds."""
+        """Replaces the worker in the same process, because starting one takes seconds."""
         self._pool.submit(_replace, worker_class, self._rank, options).result()
 
     @property

@@ -15,7 +15,7 @@ ONE_EACH = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 
 def two_ranks(devices, *, peer_dies=False):
-    """What both ranks say of the device that they met on, by rank."""
+    """The devices reported by both ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = probe.getsockname()

@@ -40,7 +40,7 @@ def test_a_cpu_receiver_reports_that_the_weights_are_on_a_gpu():
 
 @pytest.fixture
 def reader():
-    """(send, receive) of another process that opens what it is sent."""
+    """(send, receive) of another process that opens the handles it receives."""
     context = multiprocessing.get_context("spawn")
     inbox, outbox = context.Queue(), context.Queue()
     process = context.Process(target=read_buckets, args=(inbox, outbox), daemon=True)

@@ -41,7 +41,7 @@ def processes():
 
 @pytest.fixture
 def sides(processes):
-    """A policy at version 1 and two engines, fresh, in processes that are kept."""
+    """A new policy at version 1 and two new engines, in processes that are reused."""
 
     def make(policy_class=TinyPolicy, engine_class=TinyEngine):
         processes[0].become(policy_class)
@@ -161,7 +161,7 @@ def test_an_engine_that_never_joins_is_an_error_within_the_deadline():
 
 
 def test_a_rank_that_joins_after_an_abort_is_released_immediately():
-    """Rank 0 has given up by then; its closed port would keep the one that is late knocking for the whole of its timeout."""
+    """Rank 0 has given up by then; the late rank would retry its closed port for the whole timeout."""
     ip, port = free_loopback_port()
     ranks = [WeightCollective(ip, port, 3, rank=rank, device="cpu", timeout_s=3600.0) for rank in range(2)]
     started = time.monotonic()

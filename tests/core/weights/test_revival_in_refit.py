@@ -30,7 +30,7 @@ LIMIT_S = 120.0
 
 
 def die_if_told(verb, rank):
-    """End this process in the call of a verb of which a file says so: `<verb>-<rank>` holds which call from now on."""
+    """Kill this process in the call named by a file: `<verb>-<rank>` contains the number of the call."""
     path = Path(os.environ[FOLDER]) / f"{verb}-{rank}"
     if not path.exists():
         return
@@ -91,7 +91,7 @@ def cluster(local_ray):
 
 @pytest.fixture(scope="module")
 def sides(cluster, deaths):
-    """One policy rank and three replicas, of which many may be replaced."""
+    """One policy rank and three replicas with many restarts."""
     policy = make_policy(cluster, deaths)
     engine = make_engine(cluster, deaths, max_restarts=100)
     yield policy, engine
@@ -120,7 +120,7 @@ def make_engine(cluster, deaths, **fields):
 
 @pytest.fixture(scope="module")
 def synchronizers(sides):
-    """One of each transport, kept over the tests as over the steps of a run."""
+    """One synchronizer per transport, kept across tests as across the steps of a run."""
     policy, engine = sides
     made = {
         transport.name: WeightSynchronizer(
@@ -200,7 +200,7 @@ def test_the_collective_never_reuses_a_rendezvous_address(sides, synchronizers):
 
 
 def test_a_policy_worker_that_dies_in_a_broadcast_is_named_and_releases_the_replicas(sides, synchronizers, deaths):
-    """Last of those that share the two sides: it ends one of them."""
+    """The last test with this fixture, because it kills the policy."""
     policy, engine = sides
     victim = policy.group.pids()[0]
     before = engine.restarts

@@ -189,7 +189,7 @@ def test_equal_versions_of_unequal_weights_are_synced_again():
 
 
 def corrupt_segment(handles, change) -> None:
-    """Change the bytes of a bucket on their way, in the shared memory itself."""
+    """Change the bytes of a bucket in shared memory during the transfer."""
     path = DIRECTORY / handles["segment"]
     content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
     change({name: place.view(content) for name, place in handles["placements"].items()})
@@ -240,7 +240,7 @@ def stated_as_the_version_before(handles):
 
 
 class Tampering(DistributedGeneration):
-    """What happens to a bucket between policy and engine."""
+    """Changes a bucket between policy and engine."""
 
     fault = None
 

@@ -109,7 +109,7 @@ class HalfPrecisionEngine(TinyEngine):
 
 
 class SlowEngine(TinyEngine):
-    """Takes its time over each bucket, and says whether it is at it."""
+    """Loads each bucket slowly and reports whether it is loading."""
 
     loading = False
 
@@ -124,7 +124,7 @@ class SlowEngine(TinyEngine):
 
 
 class ForgetfulEngine(TinyEngine):
-    """Says that it loaded everything and leaves one tensor as it was."""
+    """Reports that it loaded everything but leaves one tensor unchanged."""
 
     def load_weights(self, tensors) -> None:
         WeightSink.load_weights(self, {name: tensor for name, tensor in tensors.items() if name != "k.weight"})
@@ -151,7 +151,7 @@ class PolicyThatRepeats(TinyPolicy):
 
 
 class PolicyThatBreaks(TinyPolicy):
-    """Its weights cannot be gathered beyond the third tensor, as when another rank dies."""
+    """Fails after gathering three tensors, as if another rank had died."""
 
     def iter_weights(self, names=None):
         for name, tensor in super().iter_weights(names):

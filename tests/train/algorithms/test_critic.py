@@ -12,7 +12,7 @@ from rl_train.algorithms.ppo_config import GAEConfig
 
 
 def two_turns(**columns):
-    """A row of two turns of two tokens with a word of the environment between them, and a row that is padded."""
+    """A row with two turns of two tokens and an environment token between them, and a padded row."""
     batch = BatchedDataDict(
         input_ids=torch.arange(14).reshape(2, 7),
         input_lengths=torch.tensor([7, 4]),
@@ -81,7 +81,7 @@ def test_critic_and_policy_can_use_different_lambdas():
 
 
 class Told:
-    """A model that writes down which rows it was given, two optimizer steps a call."""
+    """A model that records the rows it gets and takes two optimizer steps per call."""
 
     def __init__(self):
         self.calls, self.orders = [], []

@@ -52,7 +52,7 @@ def make_batch(seed, *, rows=4, width=7, k=K, spread=2.0):
 
 
 def as_a_backend(batch, student):
-    """What a backend hands to the loss: log-probabilities of the row's tokens, and those of the candidates in the batch."""
+    """The inputs a backend passes to the loss: log-probabilities of the row's tokens and of the candidates in the batch."""
     log_q = torch.log_softmax(student, -1).float()
     mask = (batch["token_mask"] * batch["sample_mask"][:, None])[..., None]
     batch["candidate_logprobs"] = log_q.gather(2, batch["teacher_topk_token_ids"]) * mask

@@ -12,7 +12,7 @@ from rl_train.rollouts.trajectory import Trajectory, to_batch
 
 
 class Scripted(RolloutSource):
-    """Hands out draws of groups of rewards; a row's one sampled token is its place in the whole script."""
+    """Returns scripted draws of groups of rewards; the sampled token of a row is its index in the script."""
 
     def __init__(self, *draws, truncated=()):
         self.draws, self.truncated = list(draws), set(truncated)

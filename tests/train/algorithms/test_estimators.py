@@ -199,7 +199,7 @@ def test_groups_are_checked_for_equal_rewards_per_named_reward():
 
 
 class Constant(AdvantageEstimator):
-    """An estimator of somebody else."""
+    """A third-party estimator."""
 
     def __init__(self, *, worth):
         self.worth = worth

@@ -25,7 +25,7 @@ SHARES = st.floats(0, 1, width=16)
 
 
 def row_by_sums(tokens, *, gamma, lam, end):
-    """Equation 16 as it is written, for the actions of a row: the sum of (gamma lam)^l delta_(k+l), each delta by itself."""
+    """Equation 16 literally, for the actions of a row: the sum of (gamma lam)^l delta_(k+l)."""
     actions = [(reward, value) for trained, reward, value in tokens if trained]
     values = [value for _, value in actions] + [end]
     deltas = [reward + gamma * values[k + 1] - values[k] for k, (reward, _) in enumerate(actions)]

@@ -80,7 +80,7 @@ def reward_gradient(theta, reference, penalty_of):
 
 
 def cost_of_a_run(logprobs, reference):
-    """What a run with `use_kl_in_reward` and nothing else set takes from the reward of each token."""
+    """The penalty per token of a run with only `use_kl_in_reward` set."""
     batch = BatchedDataDict(
         {
             "token_mask": torch.ones(1, len(logprobs)),

@@ -43,7 +43,7 @@ def adaptive(target=2.0, horizon=100, weight=0.1, **fields):
 
 
 def answers(*kls, trained=None):
-    """Rows of three tokens, the first of which is asked; k1 of the other two sums to the KL of the row."""
+    """Rows of three tokens, the first of which is the prompt; k1 of the other two sums to the KL of the row."""
     mask = torch.tensor([[0.0, 1.0, 1.0]]).repeat(len(kls), 1)
     if trained is not None:
         mask = mask * torch.tensor(trained, dtype=torch.float32).unsqueeze(1)

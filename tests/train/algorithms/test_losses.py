@@ -34,7 +34,7 @@ def random_batch(seed, rows=4, length=6):
 
 
 def weight_by_loop(differences, t, config):
-    """The mismatch weight of token t of a row whose log-probability differences are given."""
+    """The mismatch weight of token t of a row with the given log-probability differences."""
     if not config.use_importance_sampling_correction:
         return 1.0
     low, high = config.truncated_importance_sampling_ratio_min or 0.0, config.truncated_importance_sampling_ratio
@@ -58,7 +58,7 @@ def token_by_loop(now, ratio, advantage, config):
 
 
 def clipped_pg_by_loop(logprobs, data, config):
-    """The loss token by token in Python's floats; what is divided by is counted here as well."""
+    """The loss token by token in Python floats; the normalization count is computed here too."""
     rows = []
     for b in range(logprobs.shape[0]):
         trained = [t for t in range(logprobs.shape[1]) if data["token_mask"][b, t] * data["sample_mask"][b] > 0]

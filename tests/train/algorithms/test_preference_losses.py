@@ -56,7 +56,7 @@ def log_sigmoid(x):
 
 
 def pair_by_loop(name, config, chosen, rejected, chosen_reference, rejected_reference):
-    """What a pair costs, from the lists of its tokens' log-probabilities; and whether the chosen answer leads."""
+    """The loss of a pair from lists of token log-probabilities, and whether the chosen answer has the higher score."""
     average = getattr(config, "preference_average_log_probs", name in ("simpo", "orpo"))
 
     def of(tokens):

@@ -37,7 +37,7 @@ def random_pairs(seed, pairs=4, length=6, *, spread=3.0):
 
 
 def by_loop(values, data, weight):
-    """Loss, share of pairs that are right, mean lead and mean scores, from Python's own floats."""
+    """Loss, fraction of correctly ranked pairs, mean margin and mean scores, in Python floats."""
     losses, right, leads, chosen_scores, rejected_scores = [], [], [], [], []
     for row in range(0, len(values), 2):
         if not data["sample_mask"][row]:

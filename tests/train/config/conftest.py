@@ -34,7 +34,7 @@ env:
 
 
 class Acme:
-    """A third-party plugin: a policy that can do nothing special, and models that are wrong in several ways."""
+    """A third-party plugin: a policy without optional capabilities, and config models with various errors."""
 
     @hookimpl
     def rlcore_policies(self) -> list[Component]:
@@ -161,7 +161,7 @@ class Files:
         return load_config(self.write(text), overrides, registry=self.registry)
 
     def errors(self, text: str | bytes, *overrides: str) -> list[str]:
-        """What is wrong with a text; files are named without their folder, and lists of what is installed are left out."""
+        """The errors of a text; file names have no folder, and lists of installed components are omitted."""
         with pytest.raises(InvalidConfigError) as caught:
             self.load(text, *overrides)
         lines = str(caught.value).replace(f"{self.folder}{os.sep}", "").splitlines()

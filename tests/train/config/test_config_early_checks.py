@@ -101,7 +101,7 @@ def test_settings_of_training_on_a_frozen_teacher_are_refused(files, good):
 
 
 def model_folder(folder, names=("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")):
-    """A folder with a config and one file of safetensors whose header names weights and that holds none."""
+    """A folder with a config and a safetensors file that has a header but no weights."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()

@@ -29,7 +29,7 @@ KEYS = ["x", "backend", "name", "env_cls", "hf_cfg", "defaults", "_override_", "
 
 
 def outcome(path, overrides, registry):
-    """A run, or the mistakes; every other exception is let through."""
+    """A run or the list of errors; other exceptions are not caught."""
     try:
         return load_config(path, overrides, registry=registry)
     except InvalidConfigError as error:

@@ -74,7 +74,7 @@ def records(path):
 
 
 def wandb_rows(folder):
-    """What was logged, by run id."""
+    """The logged rows by run id."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows = {}

@@ -27,7 +27,7 @@ def tokenizer():
 
 
 class ScriptedEngine(GenerationInterface):
-    """Says what the script says to a prompt's text, with the log-probability -(position of the token)."""
+    """Answers a prompt's text by script, with the log-probability -(position of the token)."""
 
     def __init__(self, tokenizer, script, version=3):
         self.tokenizer, self.script, self.version = tokenizer, script, version
@@ -85,7 +85,7 @@ class Judge(EnvironmentInterface):
 
 
 class Counter(EnvironmentInterface):
-    """Ends after metadata["turns"] turns, paying 1 each; asks for a stop string from the second turn on."""
+    """Ends after metadata["turns"] turns with reward 1 each; requests a stop string from the second turn on."""
 
     def step(self, message_log_batch, metadata):
         left = [m["turns"] - 1 for m in metadata]

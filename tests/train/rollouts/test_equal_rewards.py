@@ -10,7 +10,7 @@ from rl_train.rollouts.trajectory import Trajectory
 
 @pytest.fixture
 def watched(caplog):
-    """Shows draws to one watch: a step and the rewards of each group; returns the warnings so far."""
+    """Passes draws (a step and the rewards of each group) to one watch; returns the warnings so far."""
     watch = EqualRewardWatch()
 
     def observe(step, *groups):

@@ -30,7 +30,7 @@ def datum(tokenizer, index, task="judge", cut=False):
 
 @pytest.fixture
 def evaluation_of(tokenizer, engine_for, environments):
-    """An evaluation of an engine that says the given texts in turn, again and again."""
+    """An evaluation with an engine that returns the given texts cyclically."""
 
     def make(said, *, samples=1, rows=None, max_samples=None, batch_size=2):
         texts = itertools.cycle(said)

@@ -17,7 +17,7 @@ ROWS, GROUP, TURNS = 6, 2, 2
 
 @pytest.fixture
 def prompts(tokenizer):
-    """A shuffled loader of six prompts, drawn so many at once."""
+    """A shuffled loader of six prompts with the given batch size."""
 
     def datum(index):
         ids = torch.tensor(tokenizer(f"<u>q{index}\n<a>")["input_ids"])
@@ -39,7 +39,7 @@ def prompts(tokenizer):
 
 @pytest.fixture
 def collector(tokenizer, engine_for, environments):
-    """A collector and what its engine was asked: seeds by turn."""
+    """A collector, and the seeds its engine got by turn."""
 
     def make():
         engine = engine_for(lambda text: ("ok[EOS]", False))

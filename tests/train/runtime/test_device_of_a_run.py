@@ -26,7 +26,7 @@ def test_a_run_in_one_process_refuses_a_device_that_the_process_does_not_compute
 
 
 class Recorded(Builder):
-    """Notes what is started, and starts nothing."""
+    """Records what would be started, without starting anything."""
 
     def note(self, what):
         self.run.append(what)

@@ -38,7 +38,7 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def library_cache(tmp_path, monkeypatch):
-    """The library's copies of what it loads go with the tests."""
+    """The cache of the library is removed with the tests."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -48,7 +48,7 @@ def registry() -> Registry:
 
 
 def forms(rows: list[dict], folder) -> dict:
-    """The rows in every form without a section."""
+    """The rows in every Python form, without a config section."""
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "rows.jsonl").write_text(lines)
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))

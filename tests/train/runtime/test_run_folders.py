@@ -18,7 +18,7 @@ MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
 @pytest.fixture
 def config(tmp_path):
-    """The config of a run of twenty steps, changed."""
+    """The config of a twenty-step run, with changes."""
 
     def load(**checkpointing):
         path = tmp_path / "config.yaml"

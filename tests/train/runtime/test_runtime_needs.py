@@ -61,7 +61,7 @@ def idle(config, run):
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """A config of an algorithm by its paths; returns the config's path after `changes` to its sections."""
+    """A config of an algorithm given by import path; returns the path of the config with `changes` to its sections."""
     (tmp_path / "trials_by_path.py").write_text(TRIALS)
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "run.yaml"

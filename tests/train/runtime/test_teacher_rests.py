@@ -16,7 +16,7 @@ NEEDS_THE_DEVICE = ("generate", "train", "prepare_for_training", "prepare_for_ge
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Every call of a worker, as (group, method), while the workers do what they do."""
+    """Records every worker call as (group, method) while the workers run."""
     made = []
     run = InProcessWorkerGroup._run
 

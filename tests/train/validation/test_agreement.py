@@ -80,7 +80,7 @@ def test_a_perturbed_tensor_is_found(policy, engine, prompts, changed_model):
 
 
 def samples_with(differences):
-    """Samples, and a policy, whose log-probabilities are apart by `differences`, one list a row; prompts of one token."""
+    """Samples and a policy whose log-probabilities differ by `differences`, one list per row; one-token prompts."""
     width = max(map(len, differences)) + 1
     rows = torch.zeros(len(differences), width)
     for row, values in enumerate(differences):

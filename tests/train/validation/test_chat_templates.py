@@ -16,7 +16,7 @@ CHARACTERS = ["<pad>", "<eos>", "<unk>", *"0123456789+-*= \n<>abcdefghijklmnopqr
 
 
 def tokenizer_with(template, *, merges=()):
-    """A token a character, and one for each of `merges`."""
+    """One token per character, and one for each of `merges`."""
     vocabulary = {token: number for number, token in enumerate([*CHARACTERS, *("".join(merge) for merge in merges)])}
     made = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(BPE(vocab=vocabulary, merges=list(merges), unk_token="<unk>")),

@@ -74,7 +74,7 @@ def test_an_engine_that_dies_is_not_reported_as_rejecting_the_prompt(engine, pro
 
 
 def never_ending(engine):
-    """Make the model all but never end an answer, so that answers are long."""
+    """Make the model almost never end an answer, so that answers are long."""
     head = model_of(engine).lm_head
     head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, torch.tensor(END), -30.0))
     return engine

@@ -23,7 +23,7 @@ def trainer(request, policy):
 
 
 def rows_for(policy, differences):
-    """Rows of one prompt token, sampled with log-probabilities that are apart from the policy's by `differences`."""
+    """Rows with one prompt token, sampled with log-probabilities that differ from the policy's by `differences`."""
     length = len(differences[0])
     ids = 3 + torch.arange(len(differences) * (length + 1)).view(len(differences), length + 1) % 10
     lengths = torch.full((len(differences),), length + 1)
