@@ -26,7 +26,7 @@ def to_folder(conversion: Conversion) -> None:
     if not conversion.merge or not (source / ADAPTER_CONFIG).is_file():
         shutil.copytree(source, output, dirs_exist_ok=True)
         return
-    policy = _policy(conversion)
+    policy = _policy_config(conversion)
     lora = policy.hf_cfg.lora
     if lora is None:
         raise CheckpointError(f"{source} contains an adapter, but the config saved with it has no `policy.hf_cfg.lora`.")
@@ -40,7 +40,7 @@ def to_folder(conversion: Conversion) -> None:
             shutil.copy(file, output / file.name)
 
 
-def _policy(conversion: Conversion) -> HFPolicyConfig:
+def _policy_config(conversion: Conversion) -> HFPolicyConfig:
     """The policy section without settings that only a run needs, since its engine plugin or GPU kernel may be missing here."""
     given: dict[str, Any] = {**conversion.policy, "generation": None}
     if conversion.model is not None:

@@ -36,11 +36,11 @@ class SlotLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one token per row ([N, heads, 1, head_dim]) at its position; return all columns up to the longest row."""
-        taken, width = self._slots.taken, self._slots.width
+        used, width = self._slots.used, self._slots.width
         flat_index = self._slots.flat_index(key_states.shape[1])
-        for mine, new in ((self.keys, key_states), (self.values, value_states)):
-            mine.view(-1, new.shape[3]).index_copy_(0, flat_index, new.reshape(-1, new.shape[3]))
-        return self.keys[:taken, :, :width], self.values[:taken, :, :width]
+        for own, new in ((self.keys, key_states), (self.values, value_states)):
+            own.view(-1, new.shape[3]).index_copy_(0, flat_index, new.reshape(-1, new.shape[3]))
+        return self.keys[:used, :, :width], self.values[:used, :, :width]
 
     def load(self, other: CacheLayerMixin, *, runs: Sequence[PrefillRun]) -> None:
         """Copy prompts from a left-padded prefill."""
@@ -48,22 +48,22 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(other.keys, other.values)
         for run in runs:
             rows = slice(run.first_slot, run.first_slot + len(run.sources))
-            for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
-                mine[rows, :, : run.length] = theirs[run.sources, :, theirs.shape[2] - run.length :]
+            for own, prefilled in ((self.keys, other.keys), (self.values, other.values)):
+                own[rows, :, : run.length] = prefilled[run.sources, :, prefilled.shape[2] - run.length :]
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, *, width: int) -> None:
         """Copy whole slots, up to column `width`."""
-        for mine in (self.keys, self.values):
-            mine[targets, :, :width] = mine[sources, :, :width]
+        for own in (self.keys, self.values):
+            own[targets, :, :width] = own[sources, :, :width]
 
-    def grow(self, columns: int, *, taken: int, width: int) -> None:
+    def grow(self, columns: int, *, used: int, width: int) -> None:
         """Allocate more columns."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_zeros((old.shape[0], old.shape[1], columns, old.shape[3]))
-            new[:taken, :, :width] = old[:taken, :, :width]
+            new[:used, :, :width] = old[:used, :, :width]
             setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -94,30 +94,30 @@ class SlotTable:
 
     Attributes:
         capacity: number of slots.
-        taken: number of slots in use, the first ones.
+        used: number of slots in use, the first ones.
         columns: number of columns.
         width: number of columns in use: tokens of the longest row.
-        positions: [taken] int64, column of each row's latest token.
+        positions: [used] int64, column of each row's latest token.
     """
 
     def __init__(self, *, capacity: int, columns: int, device: torch.device) -> None:
         self.capacity, self.columns = capacity, columns
-        self.taken = self.width = 0
+        self.used = self.width = 0
         self.positions = torch.empty(0, dtype=torch.int64, device=device)
         self._flat_indices: dict[int, torch.Tensor] = {}
 
     def flat_index(self, heads: int) -> torch.Tensor:
-        """[taken * heads] int64, index of each row's latest token in a layer viewed as [slots * heads * columns, head_dim].
+        """[used * heads] int64, index of each row's latest token in a layer viewed as [slots * heads * columns, head_dim].
 
         One flat index for all layers: writing with it is twenty times as fast as with three indices.
         """
         if heads not in self._flat_indices:
             device = self.positions.device
-            lanes = torch.arange(self.taken * heads, device=device) * self.columns
+            lanes = torch.arange(self.used * heads, device=device) * self.columns
             self._flat_indices[heads] = lanes + self.positions.repeat_interleave(heads)
         return self._flat_indices[heads]
 
-    def moved(self) -> None:
+    def clear_indices(self) -> None:
         """Discard indices after rows or columns changed."""
         self._flat_indices.clear()
 
@@ -155,12 +155,12 @@ class SlotCache(Cache):
                 "this sampler does not support its attention. Use another generation backend."
             )
         self._ensure_columns(max(lengths))
-        runs = _runs(sources, lengths, first_slot=self.slots.taken)
-        for mine, theirs in zip(self.layers, prefill.layers, strict=True):
-            mine.load(theirs, runs=runs)
+        runs = _runs(sources, lengths, first_slot=self.slots.used)
+        for own, prefilled in zip(self.layers, prefill.layers, strict=True):
+            own.load(prefilled, runs=runs)
         new = torch.tensor(lengths, dtype=torch.int64, device=self.slots.positions.device) - 1
         self.slots.positions = torch.cat([self.slots.positions, new])
-        self.slots.taken += len(sources)
+        self.slots.used += len(sources)
         self.slots.width = max(self.slots.width, max(lengths))
 
     def advance(self) -> None:
@@ -168,7 +168,7 @@ class SlotCache(Cache):
         self._ensure_columns(self.slots.width + 1)
         self.slots.positions = self.slots.positions + 1
         self.slots.width += 1
-        self.slots.moved()
+        self.slots.clear_indices()
 
     def keep(self, slots: Sequence[int], *, width: int) -> None:
         """Drop all rows except those in `slots`; row `slots[i]` moves to slot i.
@@ -178,7 +178,7 @@ class SlotCache(Cache):
             width: tokens of the longest kept row.
         """
         moves = [(source, target) for target, source in enumerate(slots) if source != target]
-        self.slots.taken, self.slots.width = len(slots), width
+        self.slots.used, self.slots.width = len(slots), width
         device = self.slots.positions.device
         self.slots.positions = self.slots.positions[torch.tensor(slots, dtype=torch.int64, device=device)]
         if moves:
@@ -202,7 +202,7 @@ class SlotCache(Cache):
             return
         columns = min(max(2 * self.slots.columns, width), self._max_columns)
         for layer in self.layers:
-            layer.grow(columns, taken=self.slots.taken, width=self.slots.width)
+            layer.grow(columns, used=self.slots.used, width=self.slots.width)
         self.slots.columns = columns
 
 

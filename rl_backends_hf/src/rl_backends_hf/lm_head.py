@@ -119,15 +119,15 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
             normalizer[rows] = torch.logsumexp(logits, dim=-1, keepdim=True)
             logprobs[rows] = logits.gather(1, targets[rows]) - normalizer[rows]
         # A single chunk fits into memory anyway; keeping it saves its recomputation in the backward pass.
-        kept = logits if len(hidden) <= chunk and any(ctx.needs_input_grad[:3]) else None
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, kept)
+        saved_logits = logits if len(hidden) <= chunk and any(ctx.needs_input_grad[:3]) else None
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, saved_logits)
         ctx.transform, ctx.chunk = transform, chunk
         return logprobs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, normalizer, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizer, saved_logits = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         several = len(hidden) > ctx.chunk
         # Sums over chunks are float32, so that chunking does not reduce the precision of a bfloat16 head.
@@ -137,7 +137,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if needs_bias and bias is not None else None
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits = kept if kept is not None else _logits(hidden[rows], weight, bias, ctx.transform)
+            logits = saved_logits if saved_logits is not None else _logits(hidden[rows], weight, bias, ctx.transform)
             raw = _grad_of_raw(logits, normalizer[rows], targets[rows], grad[rows], ctx.transform).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(raw, weight, out=grad_hidden[rows])

@@ -290,7 +290,7 @@ def _reject_module(name: str, module: nn.Module, *, is_head: bool) -> None:
             f"`policy.hf_cfg.lora.target_modules`: {name} is the LM head, which cannot be adapted: log-probabilities are "
             f"computed in chunks from its plain matrix. Leave it out; {ALL_LINEAR!r} means all other linear layers."
         )
-    inside = sorted({key.rpartition(".")[2] for key, part in module.named_modules() if key and isinstance(part, nn.Linear)})
+    inside = sorted({key.rpartition(".")[2] for key, child in module.named_modules() if key and isinstance(child, nn.Linear)})
     hint = f" Name the linear layers in it: {', '.join(inside)}." if inside else ""
     raise UserError(
         f"`policy.hf_cfg.lora.target_modules`: {name} is a {type(module).__name__}, but only linear layers can be adapted."

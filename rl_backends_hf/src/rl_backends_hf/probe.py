@@ -80,14 +80,14 @@ def _random_head(scoring: ScoringModel) -> Iterator[None]:
         yield
         return
     head = scoring.head
-    kept = head.weight.detach().clone()
-    weight = torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)) / kept.shape[1] ** 0.5
+    original = head.weight.detach().clone()
+    weight = torch.randn(original.shape, generator=torch.Generator().manual_seed(0)) / original.shape[1] ** 0.5
     # The model's own forward pass does not support a float32 head on a bfloat16 base, as used with adapters.
     head.to(scoring.model.dtype).weight.copy_(weight)
     try:
         yield
     finally:
-        head.to(kept.dtype).weight.copy_(kept)
+        head.to(original.dtype).weight.copy_(original)
 
 
 def _packed_outputs(

@@ -277,7 +277,7 @@ class _DecodeLoop:
         self._tokens[first:] = drawn
         rows = self._active[first:]
         ended: list[Row] = []
-        kept = list(range(first))
+        remaining = list(range(first))
         for slot, (row, token, logprob) in enumerate(zip(rows, drawn.tolist(), logprobs.tolist(), strict=True), start=first):
             if not math.isfinite(logprob):
                 raise NonFiniteError(
@@ -287,14 +287,14 @@ class _DecodeLoop:
             if row.append(token, logprob, end_ids=self._end_ids):
                 ended.append(row)
             else:
-                kept.append(slot)
+                remaining.append(slot)
         if ended:
-            self._drop_finished(kept)
+            self._drop_finished(remaining)
         yield from ended
 
-    def _drop_finished(self, kept: list[int]) -> None:
-        """Keep only the slots `kept` (ascending); the last of them fill the gaps."""
-        order = _compacted(kept)
+    def _drop_finished(self, remaining: list[int]) -> None:
+        """Keep only the slots `remaining` (ascending); the last of them fill the gaps."""
+        order = _compacted(remaining)
         self._active = [self._active[slot] for slot in order]
         self._cache.keep(order, width=max((len(row.tokens) - 1 for row in self._active), default=0))
         index = self._tensor(order)
@@ -312,11 +312,11 @@ class _DecodeLoop:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _compacted(kept: list[int]) -> list[int]:
+def _compacted(remaining: list[int]) -> list[int]:
     """Slots in their new order: the last ones fill the gaps, so that few rows move."""
-    taken = set(kept)
-    movers = [slot for slot in reversed(kept) if slot >= len(kept)]
-    return [target if target in taken else movers.pop() for target in range(len(kept))]
+    taken = set(remaining)
+    movers = [slot for slot in reversed(remaining) if slot >= len(remaining)]
+    return [target if target in taken else movers.pop() for target in range(len(remaining))]
 
 
 def _without_gradients(model: PreTrainedModel) -> AbstractContextManager[Any]:

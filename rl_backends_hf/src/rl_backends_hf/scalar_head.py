@@ -51,7 +51,7 @@ class ValueScoring(ScoringModel):
         size: int = self.model.config.get_text_config().vocab_size
         return size
 
-    def numbers(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def apply_head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Value [M] float32 of each hidden state; computed in float32, because bfloat16 has steps of about 0.01 near 2."""
         return nn.functional.linear(hidden.float(), self.head.weight.float()).squeeze(-1)
 

@@ -45,8 +45,8 @@ class ScoringInput:
 
     def with_candidates(self, candidates: torch.Tensor) -> ScoringInput:
         """The same microbatch, with the tokens `candidates` [b, T, K] int64 scored as well."""
-        beside = candidates.to(self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
-        return replace(self, targets=torch.cat([self.targets.unsqueeze(1), beside], dim=1))
+        extra = candidates.to(self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
+        return replace(self, targets=torch.cat([self.targets.unsqueeze(1), extra], dim=1))
 
 
 def padded_input(
@@ -160,7 +160,7 @@ class ScoringModel(nn.Module, ABC):
         """V, number of token ids of the model's input."""
 
     @abstractmethod
-    def numbers(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def apply_head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The head's outputs [M] float32 for hidden states [M, H] and tokens [M].
 
         For next-token logits, targets may also be [M, 1 + K], and the result then has the same shape.
@@ -174,7 +174,7 @@ class ScoringModel(nn.Module, ABC):
         attention: Mapping[str, Any],
     ) -> torch.Tensor:
         """The number [M] float32 of each scored token; see `ScoringInput`."""
-        return self.numbers(self.hidden_states(input_ids, hidden_index, attention), targets)
+        return self.apply_head(self.hidden_states(input_ids, hidden_index, attention), targets)
 
     def hidden_states(self, input_ids: torch.Tensor, hidden_index: torch.Tensor, attention: Mapping[str, Any]) -> torch.Tensor:
         """The backbone's last hidden states [M, H]."""

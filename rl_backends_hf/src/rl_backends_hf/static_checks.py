@@ -73,5 +73,5 @@ def _module_names(model_name: str) -> set[str] | None:
     names = weight_names(model_name)
     if names is None:
         return None
-    parts = {part for name in names for part in name.split(".")[:-1]}
-    return {part for part in parts if not part.isdigit()}
+    components = {component for name in names for component in name.split(".")[:-1]}
+    return {component for component in components if not component.isdigit()}

@@ -48,7 +48,7 @@ class TokenScoring(ScoringModel):
         size: int = self.model.get_output_embeddings().out_features
         return size
 
-    def numbers(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def apply_head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Log-probability [M] or [M, 1 + K] float32, in nats, of each target given its hidden state."""
         head = self.model.get_output_embeddings()
         return chunked_token_logprobs(

@@ -68,8 +68,8 @@ class Bridge:
         self._ranks, self._sizes, self._tied = ranks, sizes, tied
         self._experts_here = (num_experts or 0) // ranks.expert.size()
         self._patterns = [(_pattern(name), weight) for weight in family.weights for name in weight.megatron]
-        self._local = [held for chunk in chunks for held in self._parameters_of(chunk)]
-        self._exported = [held for held in self._local if not self._is_copy(held)]
+        self._local = [entry for chunk in chunks for entry in self._parameters_of(chunk)]
+        self._exported = [entry for entry in self._local if not self._is_copy(entry)]
         self._exports = self._collect_exports()
 
     @torch.no_grad()
@@ -83,15 +83,17 @@ class Bridge:
         Raises:
             CheckpointError: a tensor is missing or has another shape.
         """
-        for held in self._local:
-            group = self._tensor_group(held.weight)
-            part = held.weight.layout.load(source, held.names, group.rank(), group.size(), held.parameter.shape, self._sizes)
-            if part.shape != held.parameter.shape:
+        for entry in self._local:
+            group = self._tensor_group(entry.weight)
+            shard = entry.weight.layout.load(
+                source, entry.names, group.rank(), group.size(), entry.parameter.shape, self._sizes
+            )
+            if shard.shape != entry.parameter.shape:
                 raise CheckpointError(
-                    f"{', '.join(held.names)} have shape {tuple(part.shape)} on this rank, but the model needs "
-                    f"{tuple(held.parameter.shape)}: the weights do not match config.json."
+                    f"{', '.join(entry.names)} have shape {tuple(shard.shape)} on this rank, but the model needs "
+                    f"{tuple(entry.parameter.shape)}: the weights do not match config.json."
                 )
-            into(held.parameter, part)
+            into(entry.parameter, shard)
 
     @property
     def manifest(self) -> dict[str, tuple[int, ...]]:
@@ -125,15 +127,15 @@ class Bridge:
                 chosen = [n for n in range(len(export.shapes)) if wanted is None or any(e[n] in wanted for e in export.names)]
                 if not chosen:
                     continue
-                held = self._exported[index] if stage == self._ranks.pipeline.rank() else None
-                for number, tensors in zip(chosen, self._gather(held, export, stage, chosen, value, dtype), strict=True):
+                entry = self._exported[index] if stage == self._ranks.pipeline.rank() else None
+                for number, tensors in zip(chosen, self._gather(entry, export, stage, chosen, value, dtype), strict=True):
                     for each, tensor in zip(export.names, tensors, strict=True):
                         if wanted is None or each[number] in wanted:
                             yield each[number], tensor
 
     def _gather(
         self,
-        held: LocalParameter | None,
+        entry: LocalParameter | None,
         export: Export,
         stage: int,
         chosen: Sequence[int],
@@ -142,15 +144,15 @@ class Bridge:
     ) -> Iterator[list[torch.Tensor]]:
         """For each chosen tensor: those of all expert-parallel ranks, or the single one."""
         device = self._local[0].parameter.device
-        parts: list[torch.Tensor] = []
-        if held is not None:
-            part = value(held.parameter)
-            parts = held.weight.layout.split(self._join_shards(part, held.weight), self._sizes)
+        tensors: list[torch.Tensor] = []
+        if entry is not None:
+            shard = value(entry.parameter)
+            tensors = entry.weight.layout.split(self._join_shards(shard, entry.weight), self._sizes)
         for number in chosen:
-            if held is None:
+            if entry is None:
                 tensor = torch.empty(export.shapes[number], dtype=dtype, device=device)
             else:
-                tensor = parts[number].contiguous()
+                tensor = tensors[number].contiguous()
             if self._ranks.pipeline.size() > 1:
                 source = dist.get_global_rank(self._ranks.pipeline, stage)
                 dist.broadcast(tensor, src=source, group=self._ranks.pipeline)
@@ -161,13 +163,13 @@ class Bridge:
             dist.all_gather(per_rank, tensor, group=self._ranks.expert)
             yield per_rank
 
-    def _join_shards(self, part: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def _join_shards(self, shard: torch.Tensor, weight: Weight) -> torch.Tensor:
         group = self._tensor_group(weight)
         if weight.layout.dim is None or group.size() == 1:
-            return part
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return weight.layout.join(parts)
+            return shard
+        shards = [torch.empty_like(shard) for _ in range(group.size())]
+        dist.all_gather(shards, shard.contiguous(), group=group)
+        return weight.layout.join(shards)
 
     def _tensor_group(self, weight: Weight) -> Any:
         return self._ranks.expert_tensor if weight.is_expert else self._ranks.tensor
@@ -199,7 +201,7 @@ class Bridge:
 
     def _collect_exports(self) -> list[list[Export]]:
         """Exports of every pipeline stage."""
-        own = [self._export_of(held) for held in self._exported]
+        own = [self._export_of(entry) for entry in self._exported]
         if self._ranks.expert.size() > 1:
             of_experts: list[Any] = [None] * self._ranks.expert.size()
             dist.all_gather_object(of_experts, own, group=self._ranks.expert)
@@ -208,17 +210,19 @@ class Bridge:
         dist.all_gather_object(stages, own, group=self._ranks.pipeline)
         return stages
 
-    def _export_of(self, held: LocalParameter) -> Export:
-        shape = list(held.parameter.shape)
-        dim = held.weight.layout.dim
+    def _export_of(self, entry: LocalParameter) -> Export:
+        shape = list(entry.parameter.shape)
+        dim = entry.weight.layout.dim
         if dim is not None:
-            shape[dim] *= self._tensor_group(held.weight).size()
-        parts = held.weight.layout.split(torch.empty(shape, device="meta"), self._sizes)
-        return Export(names=(held.names,), shapes=tuple(tuple(part.shape) for part in parts), is_expert=held.weight.is_expert)
+            shape[dim] *= self._tensor_group(entry.weight).size()
+        tensors = entry.weight.layout.split(torch.empty(shape, device="meta"), self._sizes)
+        return Export(
+            names=(entry.names,), shapes=tuple(tuple(tensor.shape) for tensor in tensors), is_expert=entry.weight.is_expert
+        )
 
-    def _is_copy(self, held: LocalParameter) -> bool:
+    def _is_copy(self, entry: LocalParameter) -> bool:
         """Whether it is the last stage's copy of the embedding, which the first stage exports."""
-        return self._tied and held.weight.hf == ("lm_head.weight",)
+        return self._tied and entry.weight.hf == ("lm_head.weight",)
 
 
 def _merge_experts(same: Sequence[Export]) -> Export:

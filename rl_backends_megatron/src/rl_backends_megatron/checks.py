@@ -89,26 +89,26 @@ def _pipeline(hf: Any, megatron: MegatronConfig) -> Iterator[str]:
 
 
 def _experts(hf: Any, megatron: MegatronConfig, world_size: int, on_gpu: bool) -> Iterator[str]:
-    divided, tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_ranks
+    expert_parallel, tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_ranks
     experts = getattr(hf, "num_experts", None) or getattr(hf, "num_local_experts", None)
     if experts is None:
-        if divided > 1:
+        if expert_parallel > 1:
             yield f"expert_model_parallel_size`: {hf.model_type} models have no experts; leave it at 1."
         return
-    if experts % divided:
-        yield f"expert_model_parallel_size`: {divided} does not divide {experts} experts; use a divisor."
+    if experts % expert_parallel:
+        yield f"expert_model_parallel_size`: {expert_parallel} does not divide {experts} experts; use a divisor."
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         yield (
             "sequence_parallel`: required for a mixture of experts with tensor parallelism, because Megatron-Core would "
             "otherwise send every token to the experts once per rank; set it to true."
         )
-    a_stage = world_size // megatron.pipeline_model_parallel_size
-    if a_stage % (divided * tensor):
+    ranks_per_stage = world_size // megatron.pipeline_model_parallel_size
+    if ranks_per_stage % (expert_parallel * tensor):
         yield (
-            f"expert_model_parallel_size`: {divided} x {tensor} (expert parallel x expert tensor parallel) does not divide the "
-            f"{a_stage} ranks of a pipeline stage."
+            f"expert_model_parallel_size`: {expert_parallel} x {tensor} (expert parallel x expert tensor parallel) "
+            f"does not divide the {ranks_per_stage} ranks of a pipeline stage."
         )
-    if divided > 1 and tensor > 1 and not on_gpu:
+    if expert_parallel > 1 and tensor > 1 and not on_gpu:
         yield (
             "expert_tensor_parallel_size`: together with expert parallelism, it needs gathers of unequal sizes, which gloo "
             "does not support; leave it at 1 on CPUs."

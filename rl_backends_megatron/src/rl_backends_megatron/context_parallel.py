@@ -28,11 +28,11 @@ def row_shard(length: int, ranks: int, rank: int) -> torch.Tensor:
 
 def packed_shard(lengths: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
     """As `row_shard` for rows packed end to end: positions in the packed row."""
-    parts, start = [], 0
+    shards, start = [], 0
     for length in lengths:
-        parts.append(row_shard(length, ranks, rank) + start)
+        shards.append(row_shard(length, ranks, rank) + start)
         start += length
-    return torch.cat(parts)
+    return torch.cat(shards)
 
 
 def sum_over_ranks(values: torch.Tensor, group: Any) -> torch.Tensor:

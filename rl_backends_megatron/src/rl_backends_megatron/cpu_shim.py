@@ -63,14 +63,14 @@ def check_megatron() -> None:
         module = importlib.import_module(module_name)
         for name in names:
             owner: Any = module
-            for part in name.split("."):
-                if not hasattr(owner, part):
+            for attribute in name.split("."):
+                if not hasattr(owner, attribute):
                     raise UserError(
                         f"{module_name} has no {name}, although megatron-core reports version {found}: the installation is "
                         f"modified or incomplete. Reinstall it with `pip install --force-reinstall --no-deps "
                         f"megatron-core=={found}`."
                     )
-                owner = getattr(owner, part)
+                owner = getattr(owner, attribute)
 
 
 @contextmanager

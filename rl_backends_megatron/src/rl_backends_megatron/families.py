@@ -67,7 +67,7 @@ def _in_layer(megatron: str | tuple[str, ...], hf: str | tuple[str, ...], layout
 
 
 def _qkv(kind: str) -> Weight:
-    names = tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv")
+    names = tuple(f"self_attn.{projection}_proj.{kind}" for projection in "qkv")
     return _in_layer(f"self_attention.linear_qkv.{kind}", names, QueryKeyValue())
 
 
@@ -193,12 +193,12 @@ def family_of(hf: Any, *, model_name: str) -> Family:
             f"{model_name} has model type {hf.model_type!r}, but the Megatron backend supports {', '.join(FAMILIES)}."
             f"{did_you_mean(hf.model_type, sorted(FAMILIES))} Add one (docs/adding_a_model.md), or use `backend: hf`."
         )
-    for name, described in family.supported.items():
-        found = getattr(hf, name, described[0])
-        if found not in described:
+    for name, supported in family.supported.items():
+        found = getattr(hf, name, supported[0])
+        if found not in supported:
             raise NotSupportedError(
                 f"{model_name} has `{name}: {found!r}` in its config.json, but the Megatron backend supports "
-                f"{hf.model_type} only with {' or '.join(map(repr, described))}. Use `backend: hf`."
+                f"{hf.model_type} only with {' or '.join(map(repr, supported))}. Use `backend: hf`."
             )
     _check_rotary_positions(hf, model_name)
     return family

@@ -54,13 +54,13 @@ class HeadlessGPT(GPTModel):
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         length, rows, _ = hidden.shape
-        place = positions % length * rows + positions // length
-        picked = hidden.reshape(length * rows, -1).index_select(0, place)
+        index = positions % length * rows + positions // length
+        selected = hidden.reshape(length * rows, -1).index_select(0, index)
         if self.scalar:
-            values: torch.Tensor = self.output_layer(picked)
+            values: torch.Tensor = self.output_layer(selected)
             return values
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits: torch.Tensor = self.output_layer(picked.unsqueeze(1), weight=weight)[0]
+        logits: torch.Tensor = self.output_layer(selected.unsqueeze(1), weight=weight)[0]
         return logits.squeeze(1)
 
 

@@ -145,9 +145,9 @@ def _reduce_over_ranks(own: torch.Tensor, op: Any, group: Any) -> None:
 
 def _gather_ranks(own: torch.Tensor, group: Any) -> torch.Tensor:
     """[N, R, k] from [N, k] on each of the R ranks."""
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.stack(parts, dim=1)
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(gathered, own, group=group)
+    return torch.stack(gathered, dim=1)
 
 
 def _scaled(logits: torch.Tensor, limit: int, temperature: float) -> torch.Tensor:

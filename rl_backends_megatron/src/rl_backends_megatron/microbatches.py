@@ -40,8 +40,8 @@ class ModelInput:
 
     def with_candidates(self, candidates: torch.Tensor) -> ModelInput:
         """The same microbatch, with the tokens `candidates` [b, T, K] int64 scored as well."""
-        beside = candidates.to(self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
-        return replace(self, targets=torch.cat([self.targets.unsqueeze(1), beside], dim=1))
+        extra = candidates.to(self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
+        return replace(self, targets=torch.cat([self.targets.unsqueeze(1), extra], dim=1))
 
 
 class Microbatcher(MicrobatchCutter):
@@ -85,13 +85,13 @@ class Microbatcher(MicrobatchCutter):
         width = -(-max(int(lengths.max()), 1) // self._multiple) * self._multiple
         wide = torch.nn.functional.pad(ids[:, :width], (0, max(0, width - ids.shape[1])))
         group = self._ranks.context
-        held = torch.arange(width) if group.size() == 1 else row_shard(width, group.size(), group.rank())
-        where = torch.full((width,), -1, dtype=torch.int64)
-        where[held] = torch.arange(len(held))
-        local = where[columns - self._shift]
-        hidden_index = torch.where(local >= 0, rows * len(held) + local, -1)
-        positions = held.expand(len(ids), -1)
-        return self._on_device(wide[:, held], positions, None, hidden_index, ids, rows, columns)
+        positions_here = torch.arange(width) if group.size() == 1 else row_shard(width, group.size(), group.rank())
+        local_index = torch.full((width,), -1, dtype=torch.int64)
+        local_index[positions_here] = torch.arange(len(positions_here))
+        local = local_index[columns - self._shift]
+        hidden_index = torch.where(local >= 0, rows * len(positions_here) + local, -1)
+        positions = positions_here.expand(len(ids), -1)
+        return self._on_device(wide[:, positions_here], positions, None, hidden_index, ids, rows, columns)
 
     def _packed(self, ids: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> ModelInput:
         """Rows end to end; attention takes their boundaries, and rotary positions restart there."""
@@ -100,12 +100,12 @@ class Microbatcher(MicrobatchCutter):
         packed = pack_rows({"input_ids": ids, "input_lengths": lengths}, pad_multiple=int(multiple))
         total = packed.input_ids.shape[1]
         group = self._ranks.context
-        held = torch.arange(total)
+        positions_here = torch.arange(total)
         if group.size() > 1:
-            held = packed_shard(packed.cu_seqlens.diff().tolist(), group.size(), group.rank())
-        where = torch.full((total,), -1, dtype=torch.int64)
-        where[held] = torch.arange(len(held))
-        hidden_index = where[packed.cu_seqlens.to(torch.int64)[rows] + columns - self._shift]
+            positions_here = packed_shard(packed.cu_seqlens.diff().tolist(), group.size(), group.rank())
+        local_index = torch.full((total,), -1, dtype=torch.int64)
+        local_index[positions_here] = torch.arange(len(positions_here))
+        hidden_index = local_index[packed.cu_seqlens.to(torch.int64)[rows] + columns - self._shift]
         borders = packed.cu_seqlens.to(self._ranks.device)
         packing = PackedSeqParams(
             qkv_format="thd",
@@ -116,8 +116,8 @@ class Microbatcher(MicrobatchCutter):
             max_seqlen_q=packed.max_seqlen,
             max_seqlen_kv=packed.max_seqlen,
         )
-        positions = packed.position_ids[:, held]
-        return self._on_device(packed.input_ids[:, held], positions, packing, hidden_index, ids, rows, columns)
+        positions = packed.position_ids[:, positions_here]
+        return self._on_device(packed.input_ids[:, positions_here], positions, packing, hidden_index, ids, rows, columns)
 
     def _on_device(
         self,
@@ -129,14 +129,14 @@ class Microbatcher(MicrobatchCutter):
         rows: torch.Tensor,
         columns: torch.Tensor,
     ) -> ModelInput:
-        here = hidden_index >= 0
-        rows, columns = rows[here], columns[here]
+        is_local = hidden_index >= 0
+        rows, columns = rows[is_local], columns[is_local]
         device = self._ranks.device
         return ModelInput(
             input_ids=input_ids.contiguous().to(device),
             position_ids=position_ids.contiguous().to(device),
             packing=packing,
-            hidden_index=hidden_index[here].to(device),
+            hidden_index=hidden_index[is_local].to(device),
             targets=ids[rows, columns].to(device),
             output_index=(rows * ids.shape[1] + columns).to(device),
             shape=(ids.shape[0], ids.shape[1]),

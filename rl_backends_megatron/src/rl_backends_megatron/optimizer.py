@@ -96,8 +96,8 @@ class TrainableModel:
             The learning rate of the step.
         """
         if max_norm is not None:
-            for part in self.sub_optimizers:
-                if parameters := part.get_parameters():
+            for sub_optimizer in self.sub_optimizers:
+                if parameters := sub_optimizer.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=norm)
         lr = float(self._proxy.param_groups[0]["lr"])
         self._apply_proxy_settings()
@@ -146,19 +146,19 @@ class TrainableModel:
             for name, parameter in model.module.named_parameters():
                 for stepped in (parameter, getattr(parameter, "main_param", None)):
                     names[id(stepped)] = name
-        for part in self.sub_optimizers:
-            for group in getattr(part.optimizer, "param_groups", ()):
+        for sub_optimizer in self.sub_optimizers:
+            for group in getattr(sub_optimizer.optimizer, "param_groups", ()):
                 for parameter in group["params"]:
                     name = names.get(id(parameter), "a weight")
                     yield f"float32 {name}", parameter
-                    for key, value in part.optimizer.state.get(parameter, {}).items():
+                    for key, value in sub_optimizer.optimizer.state.get(parameter, {}).items():
                         if isinstance(value, torch.Tensor):
                             yield f"{key} of {name}", value
 
     def move_state(self, device: torch.device | str) -> None:
         """Move the optimizer's state to `device`; weights and their float32 copies are not moved."""
-        for part in self.sub_optimizers:
-            for state in part.state.values():
+        for sub_optimizer in self.sub_optimizers:
+            for state in sub_optimizer.state.values():
                 for key, value in state.items():
                     # Adam keeps step counts on the CPU.
                     if isinstance(value, torch.Tensor) and value.ndim > 0:
@@ -176,8 +176,8 @@ class TrainableModel:
 
     def _local_slice(self, parameter: torch.nn.Parameter) -> slice:
         """The parameter's flat entries that this data-parallel rank updates."""
-        part = next(part for part in self.sub_optimizers if parameter in part.model_param_gbuf_map)
-        found = part._get_model_param_range_map(parameter)["param"]
+        sub_optimizer = next(each for each in self.sub_optimizers if parameter in each.model_param_gbuf_map)
+        found = sub_optimizer._get_model_param_range_map(parameter)["param"]
         return slice(found.start, found.end)
 
     def _apply_proxy_settings(self) -> None:

@@ -24,26 +24,26 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
-def init_state(part: Any) -> None:
+def init_state(megatron_optimizer: Any) -> None:
     """Give every parameter its initial optimizer state; does nothing for optimizers that are not torch's.
 
     Args:
-        part: one of Megatron's optimizers.
+        megatron_optimizer: one of Megatron's optimizers.
     """
-    optimizer = part.optimizer
+    optimizer = megatron_optimizer.optimizer
     if not isinstance(optimizer, _OF_TORCH):
         return
-    part.init_state_fn = _do_nothing
+    megatron_optimizer.init_state_fn = _do_nothing
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = _first_state(group, parameter)
 
 
-def separate_step_counters(part: Any) -> None:
+def separate_step_counters(megatron_optimizer: Any) -> None:
     """Give every parameter its own step counter."""
-    if not isinstance(part.optimizer, _OF_TORCH):
+    if not isinstance(megatron_optimizer.optimizer, _OF_TORCH):
         return
-    for state in part.optimizer.state.values():
+    for state in megatron_optimizer.optimizer.state.values():
         if "exp_avg" in state:
             state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
 
@@ -90,25 +90,27 @@ def _set_step_counts(state: dict[Any, Any], steps: int) -> dict[Any, Any]:
 
 
 @contextmanager
-def patched_state_io(parts: Sequence[Any]) -> Iterator[None]:
+def patched_state_io(megatron_optimizers: Sequence[Any]) -> Iterator[None]:
     """Make distributed optimizers save and load complete state while the block runs."""
-    divided = [part for part in parts if isinstance(part, DistributedOptimizer)]
-    for part in divided:
-        part.get_parameter_state_dp_zero = partial(_with_padding, part, part.get_parameter_state_dp_zero)
-        if isinstance(part.optimizer, _OF_TORCH):
-            part._set_main_param_and_optimizer_states = partial(_copy_into, part)
+    distributed = [each for each in megatron_optimizers if isinstance(each, DistributedOptimizer)]
+    for megatron_optimizer in distributed:
+        megatron_optimizer.get_parameter_state_dp_zero = partial(
+            _with_padding, megatron_optimizer, megatron_optimizer.get_parameter_state_dp_zero
+        )
+        if isinstance(megatron_optimizer.optimizer, _OF_TORCH):
+            megatron_optimizer._set_main_param_and_optimizer_states = partial(_copy_into, megatron_optimizer)
     try:
         yield
     finally:
-        for part in divided:
+        for megatron_optimizer in distributed:
             for name in ("get_parameter_state_dp_zero", "_set_main_param_and_optimizer_states"):
-                part.__dict__.pop(name, None)
+                megatron_optimizer.__dict__.pop(name, None)
 
 
-def _with_padding(part: Any, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_padding(megatron_optimizer: Any, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The gathered state of every buffer, including the padding between its buckets."""
     found = gather(*args, **kwargs)
-    for number, buffer in enumerate(part.buffers):
+    for number, buffer in enumerate(megatron_optimizer.buffers):
         if found is None or len(buffer.buckets) == 1:
             continue
         for tensors in found[number].values():
@@ -127,10 +129,10 @@ def _insert_padding(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _copy_into(part: Any, model_parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
-    group, index = part.model_param_group_index_map[model_parameter]
-    own = part.optimizer.param_groups[group]["params"][index]
-    for name, target in {"param": own, **part.optimizer.state[own]}.items():
+def _copy_into(megatron_optimizer: Any, model_parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+    group, index = megatron_optimizer.model_param_group_index_map[model_parameter]
+    own = megatron_optimizer.optimizer.param_groups[group]["params"][index]
+    for name, target in {"param": own, **megatron_optimizer.optimizer.state[own]}.items():
         if name in tensors:
             target.copy_(tensors[name])
 

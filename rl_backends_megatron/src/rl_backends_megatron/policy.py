@@ -89,8 +89,8 @@ class MegatronPolicy(DistributedPolicy):
             with SafetensorsFolder(folder):
                 pass
         # With a complete config, the run's YAML determines where workers run.
-        alone = cluster is None and config is None and ranks > 1
-        self._own_cluster = _cluster_of(ranks) if alone else None
+        needs_cluster = cluster is None and config is None and ranks > 1
+        self._own_cluster = _cluster_of(ranks) if needs_cluster else None
         super().__init__(
             worker_class=MegatronPolicyWorker,
             config=section,

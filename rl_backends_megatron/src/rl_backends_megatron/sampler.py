@@ -129,9 +129,9 @@ class Sampler:
 
     def _gather_vocab(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, V] from [B, V' / R], gathered over the tensor-parallel ranks."""
-        parts = [torch.empty_like(logits) for _ in range(self._ranks.tensor.size())]
-        dist.all_gather(parts, logits.contiguous(), group=self._ranks.tensor)
-        return torch.cat(parts, dim=1)[:, : self._vocab_size]
+        gathered = [torch.empty_like(logits) for _ in range(self._ranks.tensor.size())]
+        dist.all_gather(gathered, logits.contiguous(), group=self._ranks.tensor)
+        return torch.cat(gathered, dim=1)[:, : self._vocab_size]
 
     def _choose(self, row: Row, logprobs: torch.Tensor, *, greedy: bool) -> int:
         if greedy or row.done:

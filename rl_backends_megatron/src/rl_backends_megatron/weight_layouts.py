@@ -60,9 +60,9 @@ class WeightLayout(ABC):
     ) -> torch.Tensor:
         """This rank's shard of the Megatron tensor, of `shape`; reads only what it needs."""
 
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The full Megatron tensor."""
-        return parts[0] if self.dim is None else torch.cat(list(parts), self.dim)
+        return shards[0] if self.dim is None else torch.cat(list(shards), self.dim)
 
     def split(self, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """The source tensors, in the order of their names."""
@@ -117,11 +117,11 @@ class QueryKeyValue(WeightLayout):
         self, source: Source, names: Sequence[str], rank: int, ranks: int, shape: torch.Size, sizes: Sizes
     ) -> torch.Tensor:
         if sizes.num_groups % ranks == 0:
-            parts = []
+            shards = []
             for name in names:
                 rows = source.size(name, 0) // ranks
-                parts.append(source.read_slice(name, 0, rank * rows, (rank + 1) * rows))
-            return _by_group(parts, sizes.num_groups // ranks)
+                shards.append(source.read_slice(name, 0, rank * rows, (rank + 1) * rows))
+            return _by_group(shards, sizes.num_groups // ranks)
         # Fewer key heads than ranks: groups are split.
         whole = _by_group([source.whole(name) for name in names], sizes.num_groups)
         return whole[rank * shape[0] : (rank + 1) * shape[0]]
@@ -129,8 +129,8 @@ class QueryKeyValue(WeightLayout):
     def split(self, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         queries = sizes.num_heads // sizes.num_groups
         grouped = whole.reshape(sizes.num_groups, (queries + 2) * sizes.head_dim, *whole.shape[1:])
-        parts = grouped.split([queries * sizes.head_dim, sizes.head_dim, sizes.head_dim], 1)
-        return [part.reshape(-1, *whole.shape[1:]) for part in parts]
+        tensors = grouped.split([queries * sizes.head_dim, sizes.head_dim, sizes.head_dim], 1)
+        return [tensor.reshape(-1, *whole.shape[1:]) for tensor in tensors]
 
 
 class GateAndUp(WeightLayout):
@@ -144,14 +144,14 @@ class GateAndUp(WeightLayout):
         rows = shape[0] // 2
         return torch.cat([source.read_slice(name, 0, rank * rows, (rank + 1) * rows) for name in names])
 
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        halves = [part.chunk(2, 0) for part in parts]
+    def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        halves = [shard.chunk(2, 0) for shard in shards]
         return torch.cat([*(gate for gate, _ in halves), *(up for _, up in halves)])
 
     def split(self, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         return list(whole.chunk(2, 0))
 
 
-def _by_group(parts: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
-    rest = parts[0].shape[1:]
-    return torch.cat([part.reshape(groups, -1, *rest) for part in parts], 1).reshape(-1, *rest)
+def _by_group(tensors: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
+    rest = tensors[0].shape[1:]
+    return torch.cat([tensor.reshape(groups, -1, *rest) for tensor in tensors], 1).reshape(-1, *rest)

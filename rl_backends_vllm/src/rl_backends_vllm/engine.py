@@ -91,9 +91,9 @@ class Engine(ABC):
                 raise EngineDiedError(f"A process of the vLLM engine exited: {type(error).__name__}: {error}") from error
             raise
 
-    def refit(self, verb: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def refit(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of `rl_backends_vllm.extension.METHODS` in every worker process; returns one result per process."""
-        return unpack(self.rpc("rlcore_refit", verb, pack(*args, **kwargs)))
+        return unpack(self.rpc("rlcore_refit", method, pack(*args, **kwargs)))
 
 
 class InProcessEngine(Engine):

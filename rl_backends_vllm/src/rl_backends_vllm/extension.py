@@ -40,13 +40,13 @@ class RefitExtension:
             processes=parallel.world_size,
         )
 
-    def rlcore_refit(self, verb: str, arguments: bytes) -> bytes:
+    def rlcore_refit(self, method: str, arguments: bytes) -> bytes:
         """Call a method of the receiver with pickled (args, kwargs); returns its pickled result or exception."""
-        if verb not in METHODS:
-            raise AttributeError(f"{verb!r} is not a refit method")
+        if method not in METHODS:
+            raise AttributeError(f"{method!r} is not a refit method")
         args, kwargs = pickle.loads(arguments)
         try:
-            result: tuple[Any, Exception | None] = (getattr(self.rlcore_receiver, verb)(*args, **kwargs), None)
+            result: tuple[Any, Exception | None] = (getattr(self.rlcore_receiver, method)(*args, **kwargs), None)
         except Exception as error:  # raised again on the other side
             result = (None, error)
         return pickle.dumps(result)

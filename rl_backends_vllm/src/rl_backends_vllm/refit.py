@@ -69,8 +69,10 @@ class VllmWeightReceiver(WeightReceiver):
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
         """See `GenerationInterface.prepare_refit_info`; digests are computed on weights as they are transferred."""
-        kept = super().prepare_refit_info(info)
-        self._sent_dtypes = {name: dtype for name, (_, dtype) in as_sent(info, kept if self._rounds_to else {}).items()}
+        receiver_dtypes = super().prepare_refit_info(info)
+        self._sent_dtypes = {
+            name: dtype for name, (_, dtype) in as_sent(info, receiver_dtypes if self._rounds_to else {}).items()
+        }
         return self._sent_dtypes
 
     def digests_of_weights(self) -> dict[str, str]:
@@ -118,11 +120,11 @@ class VllmWeightReceiver(WeightReceiver):
         with self._vllm_context(), _without_warnings():
             finalize_layerwise_reload(self._model, self._worker.model_config)
             self._repack_tied_heads()
-        old = [name for name, module in self._model.named_modules() if self._is_stale(module)]
+        stale = [name for name, module in self._model.named_modules() if self._is_stale(module)]
         if self._device().type == "cpu":
-            old += [name for name, method in _moe_methods(self._model).items() if method.moe_kernel is None]
-        if old:
-            raise WeightSyncError(f"vLLM still uses packed weights from before the refit in {', '.join(old[:5])}.")
+            stale += [name for name, method in _moe_methods(self._model).items() if method.moe_kernel is None]
+        if stale:
+            raise WeightSyncError(f"vLLM still uses packed weights from before the refit in {', '.join(stale[:5])}.")
         self._packed_before = {}
 
     @property

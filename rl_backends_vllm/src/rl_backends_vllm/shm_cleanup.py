@@ -55,12 +55,12 @@ def unlink_openmp_page(folder: Path = _SHM) -> None:
     (folder / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
 
 
-def remove_stale_files(pages: Path = _SHM, temporary: Path | None = None) -> list[str]:
+def remove_stale_files(shm: Path = _SHM, temporary: Path | None = None) -> list[str]:
     """Remove OpenMP pages and folders of this user's exited processes; returns the removed names."""
     removed = []
-    for path in [*pages.glob("__KMP_REGISTERED_LIB_*"), *(temporary or _temporary()).glob(f"{_PREFIX}*")]:
-        named = _OPENMP_PAGE.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
-        if named is None or _is_running(int(named[1])):
+    for path in [*shm.glob("__KMP_REGISTERED_LIB_*"), *(temporary or _temporary()).glob(f"{_PREFIX}*")]:
+        match = _OPENMP_PAGE.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
+        if match is None or _is_running(int(match[1])):
             continue
         try:
             if path.stat().st_uid == os.getuid():
