@@ -90,7 +90,7 @@ def test_a_section_takes_what_it_leaves_open_from_the_policy():
     assert own.hf_cfg.config_overrides == {}
 
 
-def test_an_engine_in_bfloat16_says_so_with_the_promised_name(model_folder):
+def test_the_argument_torch_dtype_sets_the_precision_of_the_engine(model_folder):
     engine = HuggingFaceGeneration(model_folder("llama"), torch_dtype=torch.bfloat16, max_new_tokens=2)
     assert engine.group.worker.named_weights()["lm_head.weight"].dtype == torch.bfloat16
     assert engine.generate(batch_of([4, 5]))["generation_lengths"].tolist() in ([1], [2])

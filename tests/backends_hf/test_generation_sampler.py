@@ -219,7 +219,7 @@ def test_an_end_token_at_the_limit_is_not_a_truncation(model):
     assert output["truncated"].tolist() == [False]
 
 
-def test_stop_strings_across_tokens_end_their_row_alone_and_stay_in_the_output(model, tokenizer):
+def test_stop_strings_across_tokens_end_only_their_row_and_stay_in_the_output(model, tokenizer):
     prompts = prompts_of([5, 6, 7])
     free = completions_of(sampler_of(model).generate(batch_of(prompts)))
     # The end of one token and the beginning of the next, of the fourth and fifth of row 1.

@@ -89,9 +89,7 @@ def test_draws_follow_the_distribution_and_report_its_log_probability(logits, pa
     top_p=st.floats(0.05, 1.0),
     seed=st.integers(0, 2**31),
 )
-def test_every_draw_lies_in_the_support_with_the_probability_of_the_definition(
-    vocabulary, spread, temperature, top_k, top_p, seed
-):
+def test_every_draw_is_in_the_support_with_its_defined_probability(vocabulary, spread, temperature, top_k, top_p, seed):
     row = torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
     parameters = SamplingParameters(temperature=temperature, top_k=top_k, top_p=top_p)
     tokens, logprobs = draw(row, parameters, rows=4, seed=seed)

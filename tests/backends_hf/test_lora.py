@@ -319,7 +319,7 @@ def test_the_reference_is_the_base_without_a_second_copy(parts, start, tmp_path,
 
 
 @pytest.mark.parametrize("transport", [ByReferenceTransport, SharedMemoryTransport])
-def test_an_engine_samples_with_merged_weights_and_none_of_the_base_s_adapted_ones(peft, parts, model_folder, transport):
+def test_an_engine_samples_with_merged_weights_only(peft, parts, model_folder, transport):
     folder = model_folder("qwen2")
     policy = HuggingFacePolicy(folder, lora={"rank": 4}, optimizer=ADAM, max_total_sequence_length=64)
     engine = HuggingFaceGeneration(folder, max_new_tokens=8)
@@ -534,7 +534,7 @@ def quickstart(tmp_path, **lora):
     return path
 
 
-def test_dropout_is_refused_where_samples_are_trained_on(peft, tmp_path):
+def test_dropout_is_an_error_in_algorithms_that_train_on_samples(peft, tmp_path):
     with pytest.raises(ConfigError, match=r"sums\.yaml.*policy\.hf_cfg\.lora\.dropout.*their ratio is not 1"):
         load_config(quickstart(tmp_path, dropout=0.1))
     assert load_config(quickstart(tmp_path)).run.policy.hf_cfg.lora == LoRAConfig()
@@ -557,7 +557,7 @@ def test_a_missing_library_is_named_before_anything_starts(tmp_path, monkeypatch
         ({"target_modules": ["q_prj"]}, "Did you mean 'q_proj'"),
     ],
 )
-def test_the_command_ends_with_code_2_and_says_why(peft, tmp_path, lora, says):
+def test_the_command_exits_with_code_2_and_a_reason(peft, tmp_path, lora, says):
     result = subprocess.run(
         [sys.executable, "-m", "rlcore_cli.main", "train", str(quickstart(tmp_path, **lora)), "cluster.backend=in_process"],
         cwd=tmp_path,
@@ -592,7 +592,7 @@ def assert_base_is_the_file_s(policy):
 
 
 @pytest.mark.slow
-def test_grpo_raises_the_reward_and_leaves_the_base_alone(peft, tmp_path):
+def test_grpo_with_lora_raises_the_reward_without_changing_the_base(peft, tmp_path):
     policy = addition_policy(2e-3)
     generation = HuggingFaceGeneration(MODEL, max_new_tokens=5)
     environment = ArithmeticEnvironment()
@@ -615,7 +615,7 @@ def test_grpo_raises_the_reward_and_leaves_the_base_alone(peft, tmp_path):
 
 
 @pytest.mark.slow
-def test_sft_lowers_the_loss_and_leaves_the_base_alone(peft):
+def test_sft_with_lora_lowers_the_loss_without_changing_the_base(peft):
     policy = addition_policy(2e-3)
     try:
         section = {"max_num_steps": 30, "global_batch_size": 64, "seed": 1}

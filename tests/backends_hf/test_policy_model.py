@@ -148,7 +148,7 @@ def test_a_model_that_cannot_be_loaded_is_explained(model_folder, tmp_path, name
         load(folders.get(name, name), **options)
 
 
-def test_an_unreachable_hub_is_one_quick_error_that_says_what_was_tried(monkeypatch):
+def test_an_unreachable_hub_is_an_immediate_error_that_lists_what_was_tried(monkeypatch):
     monkeypatch.setattr(model_room, "HfApi", lambda: HfApi(endpoint="http://127.0.0.1:9"))
     with pytest.raises(UserError, match=r"there is no folder.*not in the hub's cache.*127.0.0.1:9 failed"):
         load("nobody/none-such")
@@ -156,7 +156,7 @@ def test_an_unreachable_hub_is_one_quick_error_that_says_what_was_tried(monkeypa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 @pytest.mark.parametrize(("option", "value"), [("load_in_8bit", True), ("load_in_4bit", True), ("device_map", "cuda")])
-def test_what_needs_a_gpu_is_refused_before_anything_is_loaded(option, value):
+def test_settings_that_need_a_gpu_are_rejected_before_loading(option, value):
     with pytest.raises(UserError, match=rf"`{option}.*needs (a CUDA GPU|bitsandbytes)"):
         load("/no/such/folder", **{option: value})
 

@@ -129,7 +129,7 @@ def test_gradients_are_those_of_plain_autograd_however_rows_are_cut(
     assert parts.largest_relative_error(found, {n: p.grad for n, p in model.named_parameters()}) < 1e-4
 
 
-def test_a_causal_lm_begins_with_a_head_of_zeros_whatever_the_seed(parts, model_folder, start):
+def test_a_causal_lm_starts_with_a_zero_head_for_any_seed(parts, model_folder, start):
     rows = parts.make_rows()
     for seed in (1, 2):
         torch.manual_seed(seed)

@@ -121,7 +121,7 @@ def test_a_policy_loads_what_was_converted_and_scores_as_transformers_does(model
     assert float((before - expected).abs().max()) > 0.1
 
 
-def test_the_command_keeps_the_tokenizer_and_says_what_it_wrote(tmp_path):
+def test_the_command_keeps_the_tokenizer_and_lists_the_files_written(tmp_path):
     result = rlcore("convert", MODEL, tmp_path / "out", "--to", "megatron")
     assert result.returncode == 0, result.stderr
     assert "by the policy backend megatron" in result.stdout

@@ -22,7 +22,7 @@ def words(text):
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: words(block)[:20])
-def test_the_page_on_adding_a_model_shows_rows_as_they_are(block):
+def test_the_page_on_adding_a_model_shows_the_current_table_rows(block):
     assert len(BLOCKS) == 4
     assert words(block) in words(Path(families.__file__).read_text(encoding="utf-8"))
 

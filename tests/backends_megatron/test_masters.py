@@ -87,7 +87,7 @@ def by_hand(file, layout, rank):
 
 @pytest.mark.parametrize("when", ["begin", "again"])
 @pytest.mark.parametrize("name", layouts.tiered("masters", layouts.MASTERS))
-def test_every_rank_steps_on_its_own_part_of_the_files_float32_values(models, out, name, when):
+def test_every_rank_updates_its_shard_of_the_float32_values_of_the_file(models, out, name, when):
     """At the start, and when weights came from a folder after steps on others."""
     layout, found = read(out, name)
     file = load_file(models / layout.kind / "model.safetensors")

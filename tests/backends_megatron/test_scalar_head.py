@@ -76,7 +76,7 @@ class TestOverRanks:
         for rank in found:
             assert [step.grad_norm for step in rank["fresh"]] == pytest.approx([s.grad_norm for s in results], rel=1e-4)
 
-    def test_what_is_saved_is_a_classifier_of_transformers(self, models, out, name):
+    def test_the_saved_folder_is_a_transformers_classifier(self, models, out, name):
         layout, rows = layouts.LAYOUTS[name], cases.make_rows()
         config = transformers.AutoConfig.from_pretrained(out / name / "w")
         assert config.num_labels == 1

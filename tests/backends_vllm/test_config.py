@@ -212,7 +212,7 @@ def test_a_section_takes_what_it_leaves_open_from_the_policy():
     assert own.tokenizer == TokenizerConfig(name="u")
 
 
-def test_an_engine_that_waits_for_weights_says_so_instead_of_sampling(engines):
+def test_an_engine_without_weights_raises_instead_of_sampling(engines):
     engine = engines(max_new_tokens=4, load_format="dummy")
     with pytest.raises(WorkerError, match="does not have complete weights"):
         engine.generate(batch_of([5]))

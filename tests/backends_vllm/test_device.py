@@ -15,7 +15,7 @@ from rl_backends_vllm.shm_cleanup import remove_stale_files, unlink_shared_memor
 
 @pytest.mark.parametrize(("own", "level"), [({}, "ERROR"), ({"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG")])
 @pytest.mark.parametrize("use_gpus", [False, True])
-def test_vllm_reports_errors_alone_unless_the_user_asks_for_more(monkeypatch, own, level, use_gpus):
+def test_vllm_logs_only_errors_unless_configured_otherwise(monkeypatch, own, level, use_gpus):
     monkeypatch.setattr(os, "environ", dict(own))
     assert worker_environment(use_gpus=use_gpus)["VLLM_LOGGING_LEVEL"] == level
     set_process_environment("cuda" if use_gpus else "cpu")

@@ -140,7 +140,7 @@ def test_a_policy_and_a_sleeping_engine_share_a_gpu_and_every_refit_by_cuda_ipc_
                 engine.finish_generation()
 
 
-def test_what_the_policy_offloads_is_free_for_the_engine(path):
+def test_memory_offloaded_by_the_policy_is_free_for_the_engine(path):
     with running(path, section(path)) as (_, policy, sync):
         take_step(policy, 1)
         training = used_mib()

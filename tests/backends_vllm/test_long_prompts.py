@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.full("test_generation_contract.py proves that a row does not depend on its neighbours")
-def test_seeded_rows_whose_prompts_do_not_fit_into_one_step_are_sampled_as_they_are_alone(model):
+def test_seeded_rows_with_prompts_too_long_for_one_step_sample_as_if_alone(model):
     # A step takes 64 tokens: one prompt of 40 and a half, were the second one read in pieces.
     cfg = {"precision": "float32", "max_model_len": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     engine = VllmGeneration(config=VllmConfig(model_name=model, max_new_tokens=8, vllm_cfg=cfg))

@@ -201,7 +201,7 @@ def kill_when_it_computes(pid):
     os.kill(pid, signal.SIGKILL)
 
 
-def test_what_vllm_cannot_do_on_a_cpu_is_refused_with_the_way_out(path, tmp_path):
+def test_settings_unsupported_by_vllm_on_a_cpu_are_errors_with_a_fix(path, tmp_path):
     with pytest.raises(WorkerError, match="pipeline_parallel_size: 1") as caught:
         VllmGeneration(config=section(path, pipeline_parallel_size=2)).wait_ready()
     assert caught.value.exit_code == 2

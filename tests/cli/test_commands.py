@@ -101,7 +101,7 @@ def test_closed_output_ends_without_a_traceback():
     assert (result.returncode, result.stderr) == (1, "")
 
 
-def test_a_command_of_a_distribution_that_is_not_installed_says_which():
+def test_a_command_of_a_missing_distribution_names_the_distribution():
     result = rlcore("serve")
     assert (result.returncode, result.stderr) == (
         2,

@@ -80,7 +80,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_checkpoint_of_all_weights_is_copied_as_it_is(whole, tmp_path):
+def test_a_checkpoint_of_full_weights_is_copied_unchanged(whole, tmp_path):
     done = convert(whole, tmp_path / "out", to="hf")
     assert files(tmp_path / "out") == files(whole / "policy" / "weights")
     assert done.num_bytes == sum(map(len, files(tmp_path / "out").values()))
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_all_weights_is_copied_as_it_is(whole, tmp_path):
     assert files(tmp_path / "merged") == files(tmp_path / "out")
 
 
-def test_the_adapter_alone_is_what_plain_peft_loads_on_the_base(peft, adapted, tmp_path):
+def test_plain_peft_loads_the_exported_adapter(peft, adapted, tmp_path):
     convert(adapted, tmp_path / "out", to="hf")
     assert not (tmp_path / "out" / "config.json").exists()
     assert peft.PeftConfig.from_pretrained(tmp_path / "out").base_model_name_or_path == str(MODEL)
@@ -145,7 +145,7 @@ def test_a_base_that_has_moved_is_named_by_an_option(peft, adapted, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
 
 
-def test_the_command_says_what_it_wrote(peft, adapted, tmp_path):
+def test_the_command_lists_the_files_written(peft, adapted, tmp_path):
     result = rlcore("convert", adapted, tmp_path / "out", "--to", "hf", "--merge")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"Wrote {tmp_path / 'out'}: ")

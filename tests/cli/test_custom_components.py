@@ -66,7 +66,7 @@ def test_the_best_of_a_group_is_kept_and_groups_without_a_good_one_are_not():
 @pytest.mark.parametrize(
     ("exponent", "expected"), [(0.0, (3.0 + 2.0) / 2), (1.0, (1.0 + 2.0) / 2), (0.5, (3.0**0.5 + 2.0) / 2)]
 )
-def test_the_loss_of_the_example_is_what_its_formula_says(exponent, expected):
+def test_the_loss_of_the_example_equals_its_formula(exponent, expected):
     from examples.custom_loss.length_normalised import LengthNormalisedLoss
 
     from rl_core.config.schema import OpenLossConfig
@@ -127,13 +127,13 @@ def test_an_invalid_algorithm_is_an_error_with_its_reason(tmp_path, change, says
     assert says in str(caught.value)
 
 
-def test_a_dotted_section_says_where_an_algorithm_by_its_path_goes(tmp_path):
+def test_a_section_with_a_dotted_name_explains_how_to_set_a_custom_algorithm(tmp_path):
     (tmp_path / "config.yaml").write_text("my_package.best_of_n.train: {}\n")
     with pytest.raises(InvalidConfigError, match=r"goes under `algorithm: \{train: \.\.\., config: \.\.\.\}`"):
         load_config(tmp_path / "config.yaml")
 
 
-def test_the_page_shows_the_files_as_they_are():
+def test_the_page_shows_the_current_files():
     page = (ROOT / "docs" / "custom_losses_and_algorithms.md").read_text()
     for file in (LOSS / "length_normalised.py", ALGORITHM / "settings.py", ALGORITHM / "best_of_n.py"):
         assert f"```python\n{file.read_text()}```" in page, file

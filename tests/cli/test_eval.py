@@ -97,7 +97,7 @@ def values(scores):
 
 
 @pytest.mark.parametrize("which", ["run folder", "step folder"])
-def test_a_checkpoint_scores_what_the_run_itself_validated(config, run, told, which):
+def test_evaluating_a_checkpoint_equals_the_validation_of_the_run(config, run, told, which):
     step = 3 if which == "run folder" else 1
     found, _ = results_of(config, "--checkpoint", run if step == 3 else run / "checkpoints" / "step_000001")
     scores = values(found["passes"][0]["all"])
@@ -287,7 +287,7 @@ def of_another_model(run, folder):
         (of_another_model, "is of another model"),
     ],
 )
-def test_a_path_without_fitting_weights_is_the_users_mistake(config, run, tmp_path, make, said):
+def test_a_path_without_matching_weights_is_a_user_error(config, run, tmp_path, make, said):
     folder = tmp_path / "given"
     folder.mkdir()
     result = evaluate(config, "--checkpoint", make(run, folder))

@@ -105,7 +105,7 @@ def test_ticks_are_round_few_and_within_their_range(low, width):
     assert all(low - 1e-9 * width <= tick <= high + 1e-9 * width for tick in ticks)
 
 
-def test_an_axis_is_never_empty_and_begins_at_0_where_the_values_reach_near_it():
+def test_an_axis_is_never_empty_and_starts_at_0_if_values_are_close_to_it():
     assert padded_range([0.0, 0.0]) == (0.0, 1.0)
     assert padded_range([2.0]) == (1.8, 2.2)
     assert padded_range([0.1, 1.0])[0] == 0.0

@@ -87,7 +87,7 @@ def test_the_policy_scored_each_sampled_token_as_the_sampler_did(run):
     assert max(-logprob for record in records for logprob in record["logprobs"]) > 0.1
 
 
-def test_the_run_folder_says_where_each_value_comes_from(run):
+def test_the_run_folder_records_the_origin_of_each_value(run):
     values = run.provenance["values"]
     assert set(values) == {key for key, _ in leaves(run.config)}
     assert values["grpo.max_num_steps"] == {"kind": "override", "source": "override #1 `grpo.max_num_steps=4`"}
@@ -97,7 +97,7 @@ def test_the_run_folder_says_where_each_value_comes_from(run):
     assert run.provenance["file"].endswith("sums.yaml")
 
 
-def test_the_run_folder_says_what_ran_it(run):
+def test_the_run_folder_records_the_environment(run):
     assert run.environment["distributions"]["torch"] == torch.__version__
     assert run.environment["plugins"]["core"] == "rl-core 0.1.0"
     assert {"python", "platform", "host", "started", "cpus"} <= set(run.environment)

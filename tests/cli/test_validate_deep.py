@@ -42,7 +42,7 @@ def validate(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_a_config_without_mistakes_passes_although_the_model_has_no_weights(validate):
+def test_a_valid_config_passes_without_model_weights(validate):
     code, output = validate({}, "--deep")
     assert code == 0, output
     assert "run.yaml is valid" in output
@@ -70,7 +70,7 @@ DEEP = {
 
 
 @pytest.mark.parametrize("case", DEEP)
-def test_a_mistake_that_needs_libraries_or_data_is_found_at_its_key(validate, case):
+def test_errors_that_need_libraries_or_data_are_reported_at_their_key(validate, case):
     changes, says = DEEP[case]
     code, output = validate(changes, "--deep")
     assert code == 2

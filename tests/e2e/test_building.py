@@ -14,7 +14,7 @@ def status_of(folder):
     return json.loads((folder / "runs" / "run" / "status.json").read_text())
 
 
-def test_ctrl_c_while_a_run_is_built_ends_it_and_says_so(train, tmp_path):
+def test_ctrl_c_during_startup_ends_the_run_with_a_message(train, tmp_path):
     run = train()
     run.wait_for(lambda: (tmp_path / "runs" / "run" / "status.json").exists())
     run.kill(signal.SIGINT)
@@ -42,7 +42,7 @@ def test_a_worker_that_cannot_read_its_model_fails_the_building_with_its_name_an
 
 @pytest.mark.full("the test before this one fails in the same place; backends_vllm/test_config.py has the words of the engine")
 @pytest.mark.vllm
-def test_an_engine_that_refuses_its_arguments_fails_the_building_with_its_own_words(train, tmp_path):
+def test_an_engine_that_rejects_its_arguments_fails_startup_with_its_own_message(train, tmp_path):
     # A known argument with a value that only the engine can refuse.
     generation = {"backend": "vllm", "vllm_cfg": {"max_num_seqs": 16}, "vllm_kwargs": {"block_size": -7}}
     run = train({"policy": {"generation": generation}, "cluster": {"backend": "in_process"}})

@@ -112,7 +112,7 @@ def test_a_resumed_mixture_equals_an_uninterrupted_one(data, tmp_path):
     assert resumed[-1]["validation/loss"] == whole[-1]["validation/loss"]
 
 
-def test_rows_that_are_too_long_are_counted_where_they_are_dropped(data, tmp_path):
+def test_too_long_rows_are_counted_when_dropped(data, tmp_path):
     config = merged(configs(data)["parquet"], {"policy": {"max_total_sequence_length": 9}, "data": {"on_long_prompt": "drop"}})
     steps = trained(tmp_path, config, resume="never")
     assert steps[0]["data/dropped_rows"] > 0

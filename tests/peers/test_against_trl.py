@@ -212,7 +212,7 @@ def test_a_policy_gradient_loss_is_that_of_trl(trainer, models, tokenizer, name)
     assert_same(loss_and_gradient(models[0], loss), theirs)
 
 
-def test_the_gradient_of_reinforce_is_that_of_rloo_in_trl_where_the_policy_is_the_one_that_sampled(trainer, models, tokenizer):
+def test_the_reinforce_gradient_equals_rloo_in_trl_on_policy(trainer, models, tokenizer):
     peer = trainer("RLOOTrainer")
     rows = Rows(models, tokenizer, spread=0.0)
     summed = (rows.before * rows.mask).sum(-1)

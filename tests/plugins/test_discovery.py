@@ -52,7 +52,7 @@ def test_requirements_of_own_extras_and_of_other_platforms_do_not_count(site):
     assert site.plugins()["acme"]["status"] == "ready"
 
 
-def test_the_extra_of_a_requirement_brings_its_own_requirements(site):
+def test_requirements_of_extras_are_checked_too(site):
     site.write_metadata(
         "acme-kernels", requires=["acme-fast>=3; extra == 'fast'", "acme-slow; extra == 'slow'"], provides_extras=["fast"]
     )
@@ -259,7 +259,7 @@ ENGINE = """
 """
 
 
-def test_a_plugin_that_needs_one_of_two_distributions_is_missing_without_either_and_says_what_to_type(site):
+def test_a_plugin_that_needs_one_of_two_distributions_shows_the_install_command_without_either(site):
     site.install("acme-rl", source=ENGINE)
     plugin = site.plugins()["acme"]
     assert plugin["status"] == "missing"
@@ -268,7 +268,7 @@ def test_a_plugin_that_needs_one_of_two_distributions_is_missing_without_either_
     assert "try     pip install 'acme-rl[cuda]'" in doctor.stdout
 
 
-def test_a_plugin_that_needs_one_of_two_distributions_is_ready_with_the_second_alone_in_a_version_that_fits(site):
+def test_a_plugin_that_needs_one_of_two_distributions_is_ready_with_a_matching_second_one(site):
     site.install("acme-rl", source=ENGINE)
     site.write_metadata("acme-engine", version="1.9")
     assert "or acme-engine-cpu>=2,<3 is required, acme-engine<3,>=2: 1.9 is installed" in site.plugins()["acme"]["reason"]

@@ -113,7 +113,7 @@ def test_one_name_for_two_kinds_is_not_a_duplicate(site):
     assert site.look_up("generation", "hf") == "rl_backends_hf.generation:HuggingFaceGeneration"
 
 
-def test_a_name_of_another_kind_says_what_it_is(site):
+def test_a_name_of_another_kind_is_an_error_that_names_the_kind(site):
     assert site.look_up("policy", "math") == (
         "WrongKindError: 'math' is an environment (rl-envs 0.1.0), not a policy backend. Installed: hf."
     )

@@ -165,7 +165,7 @@ def read_in(place):
     return set().union(*(reads(file) for file in files if "importing" not in file.parts))
 
 
-def test_every_model_of_the_config_says_who_reads_its_keys():
+def test_every_config_model_has_a_declared_reader():
     models = {model.__name__ for model in keys_by_model()}
     assert models - set(READERS) == set(), "say in READERS which folder reads the keys of these models"
     installed = {section.component.name for section in schema_index(registry(), plugins=OURS).parts if section.component}

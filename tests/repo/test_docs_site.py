@@ -137,7 +137,7 @@ def test_every_public_name_is_in_the_api_reference(site):
     assert sorted(names - documented - ELSEWHERE) == []
 
 
-def test_formulas_are_drawn_by_the_browser_alone(site):
+def test_formulas_are_rendered_as_mathml(site):
     page = (site / "algorithms" / "grpo.html").read_text()
     assert page.count("<math ") >= 3
     assert "```math" not in page

@@ -58,7 +58,7 @@ def test_no_module_is_called_utils_helpers_common_or_misc():
     assert [path for path in tracked() if path.stem in {"utils", "helpers", "common", "misc"}] == []
 
 
-def test_git_holds_neither_generated_files_nor_large_ones():
+def test_git_contains_neither_generated_nor_large_files():
     large = [str(path) for path in tracked() if path.is_file() and path.stat().st_size > MAX_BYTES]
     generated = [str(p) for p in tracked() if {"__pycache__", "runs", ".venv", "dist"} & set(p.relative_to(ROOT).parts)]
     assert large == []

@@ -20,7 +20,7 @@ def _names(request, nodes, free=False):
     return None if chosen is None else [node.node_id for node in chosen]
 
 
-def test_the_largest_entry_takes_the_largest_node_wherever_it_stands_in_the_list():
+def test_the_largest_entry_takes_the_largest_node_in_any_order():
     assert _names(_request([2, 8, 4]), [_node("a", 8), _node("b", 2), _node("c", 4)]) == ["b", "a", "c"]
 
 
@@ -41,13 +41,13 @@ def test_a_bundle_needs_all_of_its_kinds_of_resource():
     assert _names(_request([3], gpus=1.0), nodes) is None
 
 
-def test_free_resources_count_only_when_asked_for():
+def test_free_resources_count_only_on_request():
     nodes = [_node("a", 4, free=1)]
     assert _names(_request([2]), nodes) == ["a"]
     assert _names(_request([2]), nodes, free=True) is None
 
 
-def test_the_error_says_what_was_asked_what_there_is_and_a_change_that_works():
+def test_the_error_names_requested_and_available_resources_and_a_fix():
     nodes = [_node("10.0.0.1", 4)]
     text = str(insufficient(_request([2, 2]), nodes, free=False))
     for part in ("[2, 2]", "4 bundles", "2 nodes", "10.0.0.1 with 4 CPUs", "at most bundle_ct_per_node_list=[4]", "'PACK'"):

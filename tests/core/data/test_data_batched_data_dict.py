@@ -96,7 +96,7 @@ def test_reordering_needs_a_permutation():
         batch_of(3).reorder_data([0, 0, 1])
 
 
-def test_a_bool_tensor_selects_the_rows_where_it_is_true():
+def test_a_bool_tensor_selects_its_true_rows():
     assert rows_of(batch_of(4).select_indices(torch.tensor([True, False, False, True]))) == [0, 3]
 
 

@@ -62,7 +62,7 @@ def test_every_form_of_a_conversation_is_the_same_record(read, row, keys):
         ("a", "is no {role, content}: found 'a'"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_with_its_reason(message, says):
+def test_invalid_training_conversations_are_errors_with_a_reason(message, says):
     with pytest.raises(DataError) as caught:
         read_messages([ASKED, message], "x", role="user")
     assert says in str(caught.value)

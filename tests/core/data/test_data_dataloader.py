@@ -32,7 +32,7 @@ def test_a_loader_resumed_at_any_batch_equals_an_uninterrupted_one(rows, setting
 
 
 @given(rows=st.integers(5, 13), settings=SETTINGS)
-def test_an_epoch_has_every_row_once_but_the_dropped_ones(rows, settings):
+def test_an_epoch_has_every_row_once_except_dropped_ones(rows, settings):
     loader = loader_of(rows, **settings)
     for epoch in range(3):
         assert loader.epoch == epoch
@@ -107,7 +107,7 @@ def test_invalid_loader_arguments_and_states_are_errors():
         list(BatchedDataLoader([{"a": 1}, {"b": 1}], batch_size=2))
 
 
-def test_a_state_of_other_rows_is_refused_where_both_are_known():
+def test_a_state_of_other_rows_is_rejected_if_both_fingerprints_are_known():
     known, other, unknown = (loader_of(4, fingerprint=name) for name in ("a", "b", None))
     with pytest.raises(DataError, match=r"the rows are not those of the state: .* begin anew \(`--resume never`\)"):
         other.load_state_dict(known.state_dict())

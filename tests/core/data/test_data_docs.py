@@ -76,7 +76,7 @@ def test_every_config_of_the_page_is_valid_and_its_data_is_read(block, folder):
     assert (held_out is not None) == (run.data.split is not None)
 
 
-def test_the_pages_functions_do_what_it_says(folder, chat_tokenizer):
+def test_the_functions_on_the_page_work_as_described(folder, chat_tokenizer):
     import my_tokens
 
     record = {"messages": [{"role": "user", "content": "six"}, {"role": "assistant", "content": "seven"}]}

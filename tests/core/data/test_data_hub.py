@@ -92,7 +92,7 @@ def loaded(asked: list[dict], env: dict[str, str]) -> list:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_parquet_and_lines_of_the_hub_are_downloaded_by_subset_split_and_revision_and_mistakes_name_their_key(hub, tmp_path):
+def test_hub_files_are_downloaded_by_subset_split_and_revision_and_errors_name_their_key(hub, tmp_path):
     asked = {
         "lines": {"path": "someone/lines"},
         "lines of another revision": {"path": "someone/lines", "revision": "v1"},
@@ -147,7 +147,7 @@ def trained(folder: Path, env: dict[str, str], **keys) -> subprocess.CompletedPr
 
 
 @pytest.mark.slow
-def test_a_config_trains_on_a_dataset_of_the_hub_and_a_name_that_is_not_there_is_a_users_mistake(hub, tmp_path):
+def test_a_config_trains_on_a_hub_dataset_and_an_unknown_name_is_a_user_error(hub, tmp_path):
     env = environment(hub, tmp_path / "home")
     done = trained(tmp_path, env, path="someone/sums", subset="easy")
     assert done.returncode == 0, done.stderr

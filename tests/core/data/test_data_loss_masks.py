@@ -132,7 +132,7 @@ def conversations(draw) -> list[dict]:
 @pytest.mark.parametrize("name", STYLES)
 @given(log=conversations())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_what_is_trained_is_what_the_model_would_have_sampled_turn_by_turn(tokenizers, name, log):
+def test_trained_tokens_equal_the_tokens_sampled_turn_by_turn(tokenizers, name, log):
     tokenizer = tokenizers[name]
     datum = conversation_datum({"messages": log}, idx=0, tokenizer=tokenizer)
     ids = torch.cat([message["token_ids"] for message in datum["message_log"]]).tolist()
@@ -164,7 +164,7 @@ def test_the_loss_mask_is_correct_for_last_answers_zero_weights_and_pairs(tokeni
     assert mask_of(preference_datum(pair, idx=0, tokenizer=tokenizers[name])["message_log_chosen"]) == wanted
 
 
-def test_training_an_answer_whose_reasoning_the_template_drops_is_refused_with_what_to_do():
+def test_training_on_reasoning_that_the_template_drops_is_an_error_with_a_fix():
     tokenizer = tokenizer_of(STYLES["chatml"])
     tokenizer.chat_template = FORGETFUL
     first = [{"role": "user", "content": "six"}, {"role": "assistant", "content": "so</think>seven"}]
@@ -177,7 +177,7 @@ def test_training_an_answer_whose_reasoning_the_template_drops_is_refused_with_w
     assert trained_text(last, tokenizer) == ["as</think>forty<|im_end|>"]
 
 
-def test_roles_that_do_not_alternate_are_refused_in_the_templates_own_words(tokenizers):
+def test_roles_that_do_not_alternate_are_errors_with_the_message_of_the_template(tokenizers):
     log = [{"role": "user", "content": "six"}, {"role": "user", "content": "seven"}, {"role": "assistant", "content": "two"}]
     with pytest.raises(DataError, match="roles must alternate"):
         conversation_datum({"messages": log}, idx=0, tokenizer=tokenizers["mistral"])

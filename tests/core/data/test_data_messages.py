@@ -42,7 +42,7 @@ def test_the_header_of_an_answer_belongs_to_the_message_before_it(chat_tokenizer
     assert texts == ["<|im_start|>user\nsix times seven<|im_end|>\n<|im_start|>assistant\n", "forty two<|im_end|>\n"]
 
 
-def test_what_is_sampled_from_the_prompt_and_what_is_trained_start_from_the_same_tokens(chat_tokenizer):
+def test_sampled_and_trained_rows_start_with_the_same_prompt_tokens(chat_tokenizer):
     question, answer = ("user", "what is six"), ("assistant", " is it?")
     prompt = get_formatted_message_log(log_of(question), chat_tokenizer, add_generation_prompt=True)
     trained = get_formatted_message_log(log_of(question, answer), chat_tokenizer)

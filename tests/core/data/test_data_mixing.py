@@ -83,7 +83,7 @@ def test_a_mixture_resumed_from_json_equals_an_uninterrupted_one(members, stop, 
     assert seen + list(itertools.islice(resumed.forever(), 30 - stop)) == whole
 
 
-def test_the_order_of_the_sections_and_of_the_other_members_does_not_change_a_members_own():
+def test_row_order_of_a_dataset_does_not_depend_on_other_datasets_of_the_mixture():
     sizes, weights = {"a": 9, "b": 5}, {"a": 1.0, "b": 1.0}
     one, other = Mixture(sizes=sizes, weights=weights), Mixture(sizes={"b": 5, "a": 9}, weights=weights)
 

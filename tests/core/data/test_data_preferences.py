@@ -71,7 +71,7 @@ def test_several_ranks_are_one_pair_or_all_of_them(read):
     assert pairs == [("4", "3"), ("4", "5"), ("4", "9"), ("3", "9"), ("5", "9")]
 
 
-def test_of_scores_the_highest_is_the_best_and_of_equals_the_first_is_taken(read):
+def test_the_highest_score_is_best_and_ties_go_to_the_first(read):
     listed = [{"completion": name, "score": score} for name, score in (("a", 1), ("b", 2.5), ("c", 2.5), ("d", 1))]
     [record] = read({"prompt": "?", "completions": listed})
     assert (record["chosen"][0]["content"], record["rejected"][0]["content"]) == ("b", "d")

@@ -136,7 +136,7 @@ def test_a_prompt_with_earlier_answers_is_rendered_as_a_whole(tokenizers, name, 
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_the_last_answer_alone_and_pairs_are_masked_on_rewriting_templates(tokenizers, name):
+def test_last_answer_masks_and_pairs_work_with_rewriting_templates(tokenizers, name):
     asked = [{"role": "user", "content": "six"}, {"role": "assistant", "content": "seven"}, {"role": "user", "content": "two"}]
     log = [*asked, {"role": "assistant", "content": "forty"}]
     segments = STYLES[name].by_hand(log)

@@ -27,7 +27,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_without_variables_a_template_is_left_alone(folder):
+def test_without_variables_a_template_is_unchanged(folder):
     assert load_tokenizer(folder).chat_template == THINKS
 
 

@@ -100,7 +100,7 @@ def test_a_configured_tools_field_must_exist_in_every_row(read):
         read({"messages": TALK}, tools_key="functions")
 
 
-def test_a_function_of_ones_own_gives_tools_with_its_record(read, tmp_path, monkeypatch):
+def test_a_custom_function_returns_tools_with_its_record(read, tmp_path, monkeypatch):
     (tmp_path / "my_rows.py").write_text("def record(row):\n    return {'messages': row['m'], 'tools': row['t']}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "own.jsonl"

@@ -208,7 +208,7 @@ def test_a_prompt_with_tools_is_what_the_trained_conversation_begins_with(tokeni
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_of_a_pair_the_calls_after_the_prompt_are_trained_and_those_within_it_are_not(tokenizers, name):
+def test_tool_calls_in_answers_of_a_pair_are_trained_and_those_in_the_prompt_are_not(tokenizers, name):
     call = {
         "role": "assistant",
         "content": "",
@@ -283,7 +283,7 @@ def test_a_replaced_chat_template_is_inspected_again():
     assert "Knows the clock" in tokenizer.decode(get_formatted_message_log([ASKED], tokenizer, tools=TOOLS)[0]["token_ids"])
 
 
-def test_the_template_for_tools_is_taken_where_a_tokenizer_has_several():
+def test_the_tool_template_is_used_if_a_tokenizer_has_several():
     tokenizer = tokenizer_of(Style(CHATML, IM, hermes))
     tokenizer.chat_template = {"default": CHATML, "tool_use": HERMES}
     assert "Knows the clock" in tokenizer.decode(get_formatted_message_log([ASKED], tokenizer, tools=TOOLS)[0]["token_ids"])

@@ -192,7 +192,7 @@ def test_an_idle_stream_does_not_call_its_workers(group):
     assert asyncio.run(then_idle(stream_of(group)))
 
 
-def test_a_bad_row_s_error_is_its_consumer_s_alone(group):
+def test_the_error_of_a_bad_row_is_raised_only_to_its_consumer(group):
     stream = stream_of(group)
 
     async def both():

@@ -81,7 +81,7 @@ def test_rows_that_are_too_long_are_refused(lengths, says):
         cutter().read(batch, training=False)
 
 
-def test_metrics_are_reduced_as_the_loss_says_and_summed_otherwise():
+def test_metrics_are_reduced_as_the_loss_declares_and_summed_by_default():
     found = [{"a": torch.tensor(1.0), "b": torch.tensor(2), "c": torch.tensor(5.0)} for _ in range(2)]
     found[1] = {name: value - 3 for name, value in found[1].items()}
     reduced = reduce_metrics(found, {"b": "min", "c": "max"})

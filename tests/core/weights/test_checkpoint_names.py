@@ -109,7 +109,7 @@ def test_tensors_in_separate_memory_cannot_be_shared_by_reference():
         names.together(apart)
 
 
-def test_a_dense_model_keeps_its_own_tensors():
+def test_tensors_of_a_dense_model_are_exported_unchanged():
     model = make("qwen3")
     live = weights_of(model)
     views = names_of(model).views(live)

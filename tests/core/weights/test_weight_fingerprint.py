@@ -90,7 +90,7 @@ def test_shape_and_dtype_are_part_of_the_digest(kind):
     assert len({tensor_digest(tensor, kind=kind) for tensor in [zeros, *others]}) == 1 + len(others)
 
 
-def test_the_weighted_sum_is_what_its_definition_says():
+def test_the_weighted_sum_equals_its_definition():
     tensor = torch.tensor([1, -2, 2**31 - 1, -(2**31)], dtype=torch.int32)
     mask = 2**64 - 1
 

@@ -150,7 +150,7 @@ def test_the_sampled_form_is_a_policy_gradient_with_the_log_ratio_to_the_teacher
 
 
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0])
-def test_a_huge_importance_ratio_leaves_the_sampled_form_finite_where_teacher_and_policy_agree(log_ratio):
+def test_the_sampled_form_is_finite_for_huge_importance_ratios_if_teacher_and_policy_agree(log_ratio):
     batch, student, _ = make_batch(5)
     logprobs = as_a_backend(batch, student).requires_grad_()
     batch["prev_logprobs"] = logprobs.detach() - log_ratio
@@ -229,7 +229,7 @@ def test_with_the_whole_vocabulary_loss_and_gradient_are_those_of_the_exact_dive
     beyond=st.sampled_from(BEYOND),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_divergence_is_finite_and_not_negative_and_zero_to_itself(seed, spread, form, beyond):
+def test_divergences_are_finite_non_negative_and_zero_for_equal_models(seed, spread, form, beyond):
     batch, student, teacher = make_batch(seed, spread=spread)
     loss = loss_fn(topk=K, beyond_topk=beyond, **FORMS[form])
     logits = student.clone().requires_grad_()
@@ -254,7 +254,7 @@ def test_the_divergence_grows_with_topk_and_is_bounded_by_the_exact_one(seed, fo
     assert all(few <= many + 2e-5 for few, many in itertools.pairwise(seen))
 
 
-def test_the_generalised_jsd_goes_over_into_forward_and_reverse_kl():
+def test_the_generalized_jsd_converges_to_forward_and_reverse_kl():
     batch, student, _ = make_batch(12)
     forward, reverse = (float(evaluate(loss_fn(topk=K, **FORMS[form]), batch, student)[0]) for form in ("forward", "reverse"))
     for beta, share, limit in ((1e-3, 1e-3, forward), (1 - 1e-3, 1e-3, reverse)):

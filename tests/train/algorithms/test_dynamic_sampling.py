@@ -118,7 +118,7 @@ def test_a_group_with_only_truncated_rows_is_not_trained():
     assert found.metrics["dynamic_sampling/draws"] == 2.0
 
 
-def test_without_dynamic_sampling_a_draw_is_taken_as_it_is():
+def test_without_dynamic_sampling_a_draw_is_used_unchanged():
     found = draw(Scripted([ALL, ONE], truncated=[5]), use_dynamic_sampling=False, overlong_filtering=True)
     assert found.batch["input_ids"].flatten().tolist() == list(range(8))
     assert found.batch["sample_mask"].tolist() == [1, 1, 1, 1, 1, 0, 1, 1]

@@ -170,7 +170,7 @@ def test_rloo_by_hand():
     assert normalised_.tolist() == pytest.approx([v / math.sqrt(3) for v in (3.0, -1.5, -1.5)])
 
 
-def test_a_kl_in_the_reward_counts_as_a_whole_where_rows_are_compared_and_from_here_on_where_tokens_are():
+def test_the_kl_in_the_reward_is_a_row_sum_in_grpo_and_a_token_return_in_reinforce_plus_plus():
     penalties = [[0.0, 0.25, 0.25], [0.0, 0.0, 0.0]]
     batch = batch_of([1.0, 1.0], [0, 0], mask=[[0.0, 1, 1], [0.0, 1, 1]], penalties=penalties)
     # rewards of 0.5 and 1, mean 0.75

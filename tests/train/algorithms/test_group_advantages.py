@@ -33,7 +33,7 @@ def by_loop(rewards, groups, *, normalize, leave_one_out):
     normalize=st.booleans(),
     leave_one_out=st.booleans(),
 )
-def test_advantages_equal_a_plain_loop_whatever_the_order_of_the_rows(rows, normalize, leave_one_out):
+def test_advantages_equal_a_plain_loop_for_any_row_order(rows, normalize, leave_one_out):
     rewards, groups = [r for r, _ in rows], [g for _, g in rows]
     expected = by_loop(rewards, groups, normalize=normalize, leave_one_out=leave_one_out)
     found = advantages(rewards, groups, normalize=normalize, leave_one_out=leave_one_out)

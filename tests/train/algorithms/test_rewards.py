@@ -75,7 +75,7 @@ def test_rewards_are_scaled_before_the_length_penalty_which_is_a_separate_reward
     }
 
 
-def test_a_config_without_shaping_leaves_rewards_alone():
+def test_a_config_without_shaping_does_not_change_rewards():
     batch = rollouts([5], [7.0])
     assert shaping()(batch) == {}
     assert batch["rewards"].tolist() == [7.0]

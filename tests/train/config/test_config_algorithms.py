@@ -39,7 +39,7 @@ def test_an_overlong_penalty_must_fit_the_length_limits(files, good, shaping, sa
     assert says in error
 
 
-def test_a_length_penalty_whose_size_gdpo_would_divide_out_is_refused(files, good):
+def test_a_length_penalty_that_gdpo_would_normalize_away_is_an_error(files, good):
     def grpo(penalty, **estimator):
         section = {
             "reward_shaping": {"enabled": True, "overlong_buffer_length": 9, "overlong_buffer_penalty": penalty},

@@ -22,7 +22,7 @@ def test_the_head_of_the_policy_follows_from_the_algorithm(files):
     assert files.load("scoring: {}\npolicy: {backend: valuer, model_name: some/model}").run.policy.head == "scalar"
 
 
-def test_a_run_without_companions_has_none(files, good):
+def test_a_run_without_value_and_teacher_sections_has_no_such_models(files, good):
     run = files.load(good).run
     assert (run.value, run.teacher) == (None, None)
 

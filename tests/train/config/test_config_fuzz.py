@@ -132,7 +132,7 @@ def write(path, text):
 
 
 @pytest.mark.parametrize("block", range(3))
-def test_a_config_whose_values_are_mutated_is_a_run_or_a_list_of_mistakes(files, block):
+def test_a_config_with_mutated_values_gives_a_run_or_a_list_of_errors(files, block):
     rng = random.Random(block)
     outcomes = []
     for _ in range(100):
@@ -144,7 +144,7 @@ def test_a_config_whose_values_are_mutated_is_a_run_or_a_list_of_mistakes(files,
 
 
 @pytest.mark.parametrize("block", range(3))
-def test_a_config_whose_text_is_mutated_is_a_run_or_a_list_of_mistakes(files, block):
+def test_a_config_with_mutated_text_gives_a_run_or_a_list_of_errors(files, block):
     rng = random.Random(100 + block)
     outcomes = []
     for _ in range(60):
@@ -153,7 +153,7 @@ def test_a_config_whose_text_is_mutated_is_a_run_or_a_list_of_mistakes(files, bl
     assert 0 < sum(isinstance(item, LoadedConfig) for item in outcomes) < len(outcomes)
 
 
-def test_random_bytes_are_a_list_of_mistakes(files):
+def test_random_bytes_give_a_list_of_errors(files):
     rng = random.Random(7)
     for _ in range(60):
         path = files.folder / "config.yaml"
@@ -174,11 +174,11 @@ def test_random_bytes_are_a_list_of_mistakes(files):
         st.one_of(st.text(max_size=20), st.sampled_from([yaml.safe_dump(value).strip() for value in VALUES])),
     ),
 ))  # fmt: skip
-def test_any_override_is_a_run_or_a_list_of_mistakes(files, override):
+def test_any_override_gives_a_run_or_a_list_of_errors(files, override):
     outcome(write(files.folder / "config.yaml", EXAMPLES[0]), [override], files.registry)
 
 
-def test_inherited_files_that_are_mutated_are_a_run_or_a_list_of_mistakes(files):
+def test_mutated_inherited_files_give_a_run_or_a_list_of_errors(files):
     rng = random.Random(11)
     for _ in range(60):
         write(files.folder / "base.yaml", mutate_text(rng, rng.choice(EXAMPLES)))

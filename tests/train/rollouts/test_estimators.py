@@ -126,7 +126,7 @@ def test_k_cannot_exceed_the_number_of_samples(k):
         consensus_at_k(["a", "b", "c"], [True, False, False], k)
 
 
-def test_more_right_ones_than_samples_are_refused():
+def test_more_correct_samples_than_samples_is_an_error():
     with pytest.raises(ValueError, match="4 of 3 samples"):
         pass_at_k(3, 4, 1)
 

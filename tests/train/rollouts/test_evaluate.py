@@ -128,7 +128,7 @@ def test_validation_with_one_sample_reports_what_it_always_did(evaluation_of):
     assert sorted(metrics) == [f"validation/{name}" for name in ("accuracy", "length", "reward", "rows", "truncated_frac")]
 
 
-def test_an_environment_without_accuracy_leaves_no_pass_and_says_why(evaluation_of, tokenizer):
+def test_an_environment_without_accuracy_has_no_pass_at_k_with_a_reason(evaluation_of, tokenizer):
     rows = [datum(tokenizer, 0), datum(tokenizer, 1, task="count")]
     evaluation = evaluation_of(["a"], samples=2, rows=rows)
     found = scores_of(evaluation, (1, 2))

@@ -71,7 +71,7 @@ def forms(rows: list[dict], folder) -> dict:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_every_form_gives_the_records_of_the_section_that_says_what_its_fields_mean(name, registry, tmp_path):
+def test_every_python_form_gives_the_records_of_its_config_section(name, registry, tmp_path):
     rows, wants_pairs = ROWS[name], name == "pairs"
     given = forms(rows, tmp_path)
     section = (PreferenceDatasetConfig if wants_pairs else JsonlDatasetConfig)(path=tmp_path / "rows.jsonl", **KEYS[name])
@@ -88,7 +88,7 @@ def test_every_form_gives_the_records_of_the_section_that_says_what_its_fields_m
         assert held_out is None
 
 
-def test_records_of_a_dataset_and_a_collection_of_ones_own_are_taken_as_well(registry):
+def test_records_of_a_dataset_and_of_a_custom_collection_are_accepted(registry):
     sums = ArithmeticDataset({"num_samples": 4})
     assert read_given(sums, None, registry, wants_pairs=False)[1].records is sums
 
@@ -102,7 +102,7 @@ def test_records_of_a_dataset_and_a_collection_of_ones_own_are_taken_as_well(reg
     assert read_given(Rows(), None, registry, wants_pairs=False)[1].records[0]["messages"] == [ASKED, ANSWERED]
 
 
-def test_the_section_of_all_data_splits_mixes_and_says_what_holds_for_every_row(registry, tmp_path):
+def test_the_data_section_splits_mixes_and_sets_defaults_for_all_rows(registry, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"{n}+1=", "expected_answer": str(n + 1)}) + "\n" for n in range(60)))
     member = {"dataset_name": "jsonl", "path": path}
@@ -164,7 +164,7 @@ def test_a_name_that_is_not_a_path_is_a_hub_name(registry, monkeypatch):
         ({"split": {"validation": 0.1}}, "names no training data: give it `train` or `mix`"),
     ],
 )
-def test_a_section_that_is_none_is_refused_with_its_key(given, says, registry):
+def test_an_invalid_section_is_an_error_with_its_key(given, says, registry):
     with pytest.raises(ConfigError, match=says):
         read_given(given, None, registry, wants_pairs=False)
 

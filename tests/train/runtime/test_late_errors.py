@@ -59,7 +59,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("case", LATE)
-def test_a_mistake_that_a_worker_finds_is_reported_at_its_line_and_not_at_its_rank(config, tmp_path, case):
+def test_errors_found_by_a_worker_are_reported_with_their_config_line(config, tmp_path, case):
     change, (line, key, says) = LATE[case]
     path = config(change)
     with pytest.raises(RLCoreError) as caught:
@@ -120,7 +120,7 @@ def test_a_worker_of_another_section_is_reported_at_that_section(config, group, 
     assert "rank 1" not in str(problem)
 
 
-def test_errors_that_are_not_the_users_are_left_as_they_are(config):
+def test_errors_that_are_not_user_errors_are_not_changed(config):
     config_of_run = load_config(config())
     error = WorkerError("rank 0 of 'policy' failed in train(): RuntimeError: out of memory")
     error.group, error.__cause__ = "policy", RuntimeError("out of memory")

@@ -149,7 +149,7 @@ def test_the_prompt_of_data_applies_to_every_dataset_without_its_own(lines, regi
         (("weighed",), "weight weighs nothing"),
     ],
 )
-def test_sections_that_say_the_same_twice_or_nothing_are_refused(tmp_path, keys, says):
+def test_conflicting_data_sections_are_errors(tmp_path, keys, says):
     one = section(tmp_path)
     given = {
         "train": {"train": one},
@@ -238,7 +238,7 @@ def maskless(record, **given):
     return datum
 
 
-def test_a_processor_of_ones_own_tokenises_and_is_held_to_the_form_of_its_result(lines, registry, tokenizer, monkeypatch):
+def test_results_of_a_custom_processor_are_checked(lines, registry, tokenizer, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     path = lines("rows", *answered(sums(1, 2)))
 

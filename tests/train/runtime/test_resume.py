@@ -70,7 +70,7 @@ def metrics_of(folder):
     return {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
 
 
-def test_going_back_to_an_earlier_checkpoint_sets_the_later_ones_aside(launch, folder, capsys):
+def test_resuming_an_earlier_checkpoint_moves_later_ones_to_another_folder(launch, folder, capsys):
     first = folder / "checkpoints" / "step_000004"
     old = contents(first)
     changes = {"sft": {"max_num_steps": 3}, "checkpointing": {"save_period": 10, "keep_latest_k": 1}}
@@ -86,7 +86,7 @@ def test_going_back_to_an_earlier_checkpoint_sets_the_later_ones_aside(launch, f
     assert (again.folder, again.resumed_from) == (folder, 3)
 
 
-def test_a_start_without_checkpointing_leaves_the_earlier_run_alone(launch, folder, capsys):
+def test_a_start_without_checkpointing_does_not_change_the_earlier_run(launch, folder, capsys):
     before = contents(folder)
     new = launch({"checkpointing": {"enabled": False}, "sft": {"max_num_steps": 5}})
     assert (new.folder.name, new.resumed_from) == ("run-2", 0)
@@ -98,7 +98,7 @@ def test_a_start_without_checkpointing_leaves_the_earlier_run_alone(launch, fold
 
 
 @pytest.mark.parametrize("refusal", ["config", "damage", "data"])
-def test_a_refused_resume_leaves_the_status_and_the_files_of_a_finished_run_alone(launch, folder, refusal):
+def test_a_rejected_resume_does_not_change_a_finished_run(launch, folder, refusal):
     changes = {"sft": {"max_num_steps": 6}}
     if refusal == "config":
         changes["sft"]["global_batch_size"] = 1
@@ -137,7 +137,7 @@ def test_allowed_changes_of_the_optimizer_take_effect_and_are_reported(launch, f
         ({"sft": None, "dpo": {"max_num_steps": 6}}, "not written by the algorithm dpo"),
     ],
 )
-def test_what_no_resume_can_change_is_refused_although_changes_are_allowed(finished_run, says, changes):
+def test_unchangeable_settings_are_rejected_even_if_config_changes_are_allowed(finished_run, says, changes):
     checkpoint = finished_run / "run" / "checkpoints" / "step_000004"
     config = merged(json.loads((checkpoint / "state.json").read_text())["config"], changes)
     algorithm = next(name for name in ("sft", "dpo") if config.get(name))

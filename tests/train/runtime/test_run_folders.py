@@ -72,7 +72,7 @@ def test_names_with_glob_characters_find_their_own_run(config, start, tmp_path, 
     assert new.folder == tmp_path / "runs" / f"{name}-2"
 
 
-def test_a_run_whose_name_looks_like_the_second_of_another_is_not_taken_for_it(config, start, tmp_path):
+def test_a_run_name_that_looks_like_a_numbered_folder_of_another_run_is_distinguished(config, start, tmp_path):
     start(config(), name="run-2", steps=[10])
     first = start(config(), name="run", steps=[20])
     assert (first.folder, first.checkpoint) == (tmp_path / "runs" / "run", None)

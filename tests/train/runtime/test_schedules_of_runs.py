@@ -78,7 +78,7 @@ def steps_of(folder):
 
 
 @pytest.mark.parametrize("algorithm", RUNS)
-def test_a_run_makes_as_many_optimizer_steps_as_its_config_implies_and_its_schedule_ends_with_it(algorithm, config_of):
+def test_a_run_takes_the_configured_optimizer_steps_and_its_schedule_ends_with_it(algorithm, config_of):
     path = config_of(RUNS[algorithm])
     run = load_config(path).run
     implied = {model: optimizer_steps(run, model) for model in ("policy", "value") if getattr(run, model) is not None}
@@ -92,7 +92,7 @@ def test_a_run_makes_as_many_optimizer_steps_as_its_config_implies_and_its_sched
         assert steps[-1][f"{prefix}lr"] == pytest.approx(LR / (found.most - 1))
 
 
-def test_where_epochs_end_a_run_its_schedule_is_as_long_as_the_epochs(config_of):
+def test_the_schedule_of_a_run_limited_by_epochs_lasts_for_these_epochs(config_of):
     sft = {**RUNS["sft"], "sft": {"max_num_steps": 100, "max_num_epochs": 1, "global_batch_size": 6}}
     steps = steps_of(train(config_of(sft), console=False).folder)
     # 24 rows are 4 steps of 3 optimizer steps.
@@ -100,7 +100,7 @@ def test_where_epochs_end_a_run_its_schedule_is_as_long_as_the_epochs(config_of)
     assert steps[-1]["lr"] == pytest.approx(LR / 11)
 
 
-def test_where_epochs_end_a_run_a_schedule_that_is_over_before_is_refused_before_anything_starts(config_of):
+def test_a_schedule_shorter_than_a_run_limited_by_epochs_is_rejected_before_start(config_of):
     policy = {**RUNS["sft"]["policy"], "scheduler": {"name": "linear", "kwargs": {"num_training_steps": 11}}}
     sft = {
         **RUNS["sft"],
@@ -111,7 +111,7 @@ def test_where_epochs_end_a_run_a_schedule_that_is_over_before_is_refused_before
         train(config_of(sft), console=False)
 
 
-def test_a_run_that_is_made_longer_continues_on_the_schedule_of_its_new_length_and_says_so(config_of, capsys):
+def test_a_longer_run_continues_on_the_schedule_of_its_new_length_with_a_message(config_of, capsys):
     first = train(config_of(RUNS["sft"]), console=False)
     assert steps_of(first.folder)[-1]["lr"] == pytest.approx(LR / 8)
     longer = {**RUNS["sft"], "sft": {"max_num_steps": 5, "global_batch_size": 5}}

@@ -42,7 +42,7 @@ def steps_of(folder, config, **sampling):
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def test_sft_trains_and_validates_at_temperature_1_whatever_its_validation_samples_at(tmp_path):
+def test_sft_trains_and_validates_at_temperature_1_with_any_sampling_temperature(tmp_path):
     names = ("loss", "grad_norm", "validation/loss")
     expected = steps_of(tmp_path / "one", SFT)
     # The engine really samples at 0.5: the canary compares it with the policy at that temperature.

@@ -94,7 +94,7 @@ def test_a_header_that_opens_the_reasoning_is_a_warning():
     assert "opens the answer with '<think>'" in problem.found
 
 
-def test_empty_reasoning_before_the_last_answer_alone_is_a_warning_about_several_turns():
+def test_empty_reasoning_only_before_the_last_answer_is_a_warning_about_multi_turn_training():
     last = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}"
     problem = only_problem(verdicts(RIGHT.replace("{{ m.content }}", last)))
     assert (problem.name, problem.verdict) == ("turns_join", DiagnosisStatus.WARNING)

@@ -23,7 +23,7 @@ def test_the_rows_of_the_quickstarts_model_are_trained(policy, tokenizer):
     assert check_untrained_embeddings(weights.input, tokenizer=tokenizer, used_ids=range(18)).verdict is DiagnosisStatus.OK
 
 
-def test_zeroed_rows_are_a_warning_and_a_failure_where_the_run_uses_them(policy, tokenizer, changed_model):
+def test_zeroed_rows_are_a_warning_and_a_failure_if_the_run_uses_them(policy, tokenizer, changed_model):
     def zero(tensors):
         tensors[EMBEDDINGS][[STAR, SPACE]] = 0.0
 

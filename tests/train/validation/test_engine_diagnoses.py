@@ -90,7 +90,7 @@ def test_decoding_agrees_with_prefill_over_long_answers(engine, prompts):
     assert found.details["max_abs_difference"] < 1e-4
 
 
-def test_a_layer_that_is_wrong_while_decoding_alone_is_found(engine, prompts):
+def test_a_layer_that_is_wrong_only_in_decoding_is_found(engine, prompts):
     broken = engine()
 
     def spoil(module, inputs, output):
@@ -118,7 +118,7 @@ def test_the_policy_with_a_perturbed_tensor_fails(policy, engine, prompts, chang
     assert found.found.startswith("exp(mean |d|) is ")
 
 
-def test_the_promised_tests_pass_on_the_quickstarts_model(changed_model):
+def test_the_documented_checks_pass_on_the_quickstart_model(changed_model):
     model = changed_model()
     assert test_max_model_len_respected(model).details["limit"] == 64
     assert [found.name for found in test_generation_consistency(model, max_new_tokens=32)] == [
@@ -127,13 +127,13 @@ def test_the_promised_tests_pass_on_the_quickstarts_model(changed_model):
     ]
 
 
-def test_the_promised_tests_raise_where_a_model_fails(changed_model):
+def test_the_documented_checks_raise_if_a_model_fails(changed_model):
     with pytest.raises(AssertionError, match=r"failed: engine_against_policy|failed: decode_against_prefill"):
         # bfloat16 cannot meet what is usual for float32.
         test_generation_consistency(changed_model(), precision="bfloat16", threshold=1.00001)
 
 
-def test_pytest_does_not_collect_the_promised_tests_by_accident(request):
+def test_pytest_does_not_collect_the_documented_checks(request):
     collected = {item.name for item in request.session.items if item.path == request.path}
     assert request.node.name in collected
     assert not {function.__name__ for function in PROMISED} & collected
