@@ -614,6 +614,7 @@ def test_grpo_with_lora_raises_the_reward_without_changing_the_base(peft, tmp_pa
     assert all(step["refit/canary_error"] < 1e-4 for step in steps)
 
 
+@pytest.mark.full("adapters learn by GRPO and DPO in make test, and the base is left alone there too")
 @pytest.mark.slow
 def test_sft_with_lora_lowers_the_loss_without_changing_the_base(peft):
     policy = addition_policy(2e-3)
@@ -630,7 +631,10 @@ def test_sft_with_lora_lowers_the_loss_without_changing_the_base(peft):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["dpo_addition", "rm_addition"])
+@pytest.mark.parametrize(
+    "example",
+    ["dpo_addition", pytest.param("rm_addition", marks=pytest.mark.full("adapters learn preferences by DPO in make test"))],
+)
 def test_adapters_learn_preferences_and_the_checkpoint_contains_only_adapters(peft, tmp_path, example):
     finished = launch.train(
         ROOT / "examples" / f"{example}.yaml",

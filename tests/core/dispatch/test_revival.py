@@ -166,6 +166,7 @@ def test_a_restarted_single_replica_is_refitted_before_it_samples(engine, policy
     assert sweep() == []
 
 
+@pytest.mark.full("the test before this one proves that a replica without weights does not sample")
 def test_a_refit_that_sends_nothing_to_a_new_replica_is_rejected(engine, policy, tmp_path):
     one = engine(replicas=1)
     synchronizer(policy, one).sync()
@@ -175,7 +176,10 @@ def test_a_refit_that_sends_nothing_to_a_new_replica_is_rejected(engine, policy,
         one.generate(prompts())
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told how to refit", "refitted from outside"])
+FULL = pytest.mark.full("an engine that is told how to refit dies over the canary in make test")
+
+
+@pytest.mark.parametrize("told", [True, pytest.param(False, marks=FULL)], ids=["told how to refit", "refitted from outside"])
 def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy, tmp_path, told):
     one = engine(replicas=1)
     canary = make_canary(range(5, 15), num_receivers=1, max_length=12, exact=True)

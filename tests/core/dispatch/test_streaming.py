@@ -44,7 +44,7 @@ def alone():
         yield group
 
 
-@pytest.fixture(params=["in this process", "over Ray"])
+@pytest.fixture(params=["in this process", pytest.param("over Ray", marks=pytest.mark.ray)])
 def group(request):
     return request.getfixturevalue("alone" if request.param == "in this process" else "pair")
 

@@ -149,18 +149,21 @@ def assert_equal_on_all(policy, engine):
         assert [name for name, tensor in held.items() if not torch.equal(sent[name].to(tensor.dtype), tensor)] == []
 
 
+FULL = pytest.mark.full("in make test a replica dies before, in the middle of and after a transfer by each transport")
+
+
 @pytest.mark.parametrize(
     ("transport", "verb", "call", "ranks"),
     [
-        ("shared_memory", "get_weight_version", 1, [0]),
+        pytest.param("shared_memory", "get_weight_version", 1, [0], marks=FULL),
         ("shared_memory", "prepare_refit_info", 1, [1]),
         ("shared_memory", "load_weights", 2, [2]),
         ("shared_memory", "weight_fingerprint", 1, [0, 1, 2]),
-        ("shared_memory", "invalidate_kv_cache", 1, [1]),
+        pytest.param("shared_memory", "invalidate_kv_cache", 1, [1], marks=FULL),
         ("collective", "prepare_refit_info", 1, [0]),
-        ("collective", "load_weights", 1, [0]),
+        pytest.param("collective", "load_weights", 1, [0], marks=FULL),
         ("collective", "load_weights", 3, [1]),
-        ("collective", "load_weights", 2, [2]),
+        pytest.param("collective", "load_weights", 2, [2], marks=FULL),
         ("collective", "weight_fingerprint", 1, [1]),
     ],
 )
@@ -214,7 +217,7 @@ def test_a_policy_worker_that_dies_in_a_broadcast_is_named_and_releases_the_repl
     assert engine.restarts == before
 
 
-@pytest.mark.parametrize("transport", [SharedMemoryTransport, CollectiveTransport])
+@pytest.mark.parametrize("transport", [pytest.param(SharedMemoryTransport, marks=FULL), CollectiveTransport])
 def test_a_refit_fails_without_remaining_restarts_and_names_the_dead_replica(cluster, sides, deaths, transport, caplog):
     sides[0].shutdown()
     sides[1].shutdown()
