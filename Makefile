@@ -11,9 +11,9 @@ DESCRIPTIONS := constraints.txt pyproject.toml $(foreach package,$(PACKAGES),$(p
 MORE_DESCRIPTIONS := $(foreach package,$(MORE_PACKAGES),$(package)/pyproject.toml)
 DIST := dist
 
-# Two processes; each takes whole groups of tests (see tests/conftest.py), in the order of the folders.
-PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
-FAST := tests/core tests/train tests/backends_hf tests/cli tests/envs tests/plugins tests/repo
+# Two processes; each takes whole files (see tests/conftest.py), in the order of the folders.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+FAST := tests/core tests/train tests/cli tests/envs
 FOLDER := tests
 
 .PHONY: quickstart test test-fast test-full lint docs dist clean

@@ -22,6 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 STARTED = pytest.StashKey[float]()
+TOGETHER = ("tests/backends_megatron/",)
+"""Folders whose files share an expensive fixture of the session: one process runs all of them."""
 
 
 def pytest_addoption(parser):
@@ -34,16 +36,26 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the tests that start Ray, and group the tests of a file.
-
-    With several pytest processes (`--dist loadgroup`), a group runs in one of them, because fixtures of modules are expensive.
-    Files that share an expensive fixture of the session name a group themselves: `pytest.mark.xdist_group`.
-    """
+    """Mark the tests that start Ray through a fixture."""
     for item in items:
         if {"local_ray", "no_ray"} & set(item.fixturenames):
             item.add_marker(pytest.mark.ray)
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(Path(__file__).parent).as_posix()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With several pytest processes, the tests of a file run in one of them, because fixtures of modules are expensive.
+
+    So do the tests of a folder in `TOGETHER`. Groups of `--dist loadgroup` have no effect with pytest 9.2 and pytest-xdist 3.8.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrFolder(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+    return ByFileOrFolder(config, log)
 
 
 def pytest_unconfigure(config):

@@ -9,7 +9,7 @@ import torch
 from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import DataError, NotSupportedError
 
-pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks")]
+pytestmark = pytest.mark.megatron
 over_ranks = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks"), pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def read(out, saved, precision, file):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.worker import HFPolicyWorker
 
-pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks"), pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STEPPED = [name for name in layouts.MASTERS if not name.startswith("value")]
 LAYERS = 4

@@ -9,7 +9,7 @@ import torch
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.worker import HFPolicyWorker
 
-pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks"), pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 
-pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron_ranks")]
+pytestmark = pytest.mark.megatron
 over_ranks = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
