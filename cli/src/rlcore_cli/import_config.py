@@ -67,10 +67,10 @@ def _errors(text: str) -> list[str]:
     from rl_train.config.loader import load_config
 
     with tempfile.TemporaryDirectory() as folder:
-        ours = Path(folder) / "ours.yaml"
-        ours.write_text(text, encoding="utf-8")
+        path = Path(folder) / "config.yaml"
+        path.write_text(text, encoding="utf-8")
         try:
-            load_config(ours)
+            load_config(path)
         except InvalidConfigError as error:
             return [f"{dotted(problem.path)}: {problem.message}" for problem in error.problems]
     return []

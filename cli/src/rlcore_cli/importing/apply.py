@@ -115,10 +115,10 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
     values = _resolved(written, problems)
     problems.raise_if_any()
     foreign = ForeignConfig(values)
-    if foreign.get(table.only_ours) is not None:
+    if foreign.get(table.native_key) is not None:
         raise ConfigError(
-            f"{os.fspath(path)} is already an rlcore config: it sets {table.only_ours}, which {table.framework} does not have. "
-            "Check it with `rlcore validate`."
+            f"{os.fspath(path)} is already an rlcore config: it sets {table.native_key}, which {table.framework} does not "
+            "have. Check it with `rlcore validate`."
         )
     lines = [_line(path, value, written, table, foreign) for path, value in _leaves(values)]
     if not any(line.key.split(".")[0] in table.sections for line in lines):
@@ -128,13 +128,13 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
             f"but has {found}."
         )
     lines += _defaults(table, foreign)
-    ours: dict[str, Any] = {}
+    native: dict[str, Any] = {}
     for line in lines:
         if isinstance(line.decision, Mapped):
-            ours |= line.decision.values
-    added = tuple(table.additions(foreign, ours))
-    ours |= {one.key: one.value for one in added}
-    return Imported(values=_in_order(_tree(ours)), lines=tuple(lines), added=added)
+            native |= line.decision.values
+    added = tuple(table.additions(foreign, native))
+    native |= {one.key: one.value for one in added}
+    return Imported(values=_in_order(_tree(native)), lines=tuple(lines), added=added)
 
 
 def _resolved(written: Node, problems: Problems) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _filled(decision: Decision, row: Row, parts: Sequence[str]) -> Decision:
 
 
 def _defaults(table: Table, foreign: ForeignConfig) -> list[Line]:
-    """Lines for the defaults of the framework that differ from ours and that the file does not set."""
+    """Lines for the defaults of the framework that differ from those of rlcore and that the file does not set."""
     lines = []
     algorithm = next((name for name in table.defaults if name in foreign.values), None)
     for key, value in table.defaults.get(algorithm or "", {}).items():
@@ -260,10 +260,10 @@ def _is_silent(foreign: ForeignConfig, key: str) -> bool:
     return not (isinstance(found, Mapping) and name in found)
 
 
-def _tree(ours: Mapping[str, Any]) -> dict[str, Any]:
+def _tree(native: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as nested sections."""
     root: dict[str, Any] = {}
-    for key, value in ours.items():
+    for key, value in native.items():
         *way, last = key.split(".")
         section = root
         for part in way:

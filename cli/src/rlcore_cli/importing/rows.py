@@ -130,10 +130,10 @@ class Table:
         rows: The first row that matches a key decides.
         switches: Checked before the rows; keys of a disabled section are redundant.
         always: Rows that are checked first of all.
-        defaults: Defaults of the framework that differ from ours, by algorithm section.
+        defaults: Defaults of the framework that differ from those of rlcore, by algorithm section.
         additions: Keys that the new config needs in addition, given the imported config and the new values by dotted key.
         sections: Top-level sections of the framework, for the error message if a file has none of them.
-        only_ours: A key that every rlcore config has and the framework does not, to recognize rlcore configs.
+        native_key: A key that every rlcore config has and the framework does not, to recognize rlcore configs.
     """
 
     framework: str
@@ -143,7 +143,7 @@ class Table:
     defaults: Mapping[str, Mapping[str, Any]]
     additions: Callable[[ForeignConfig, Mapping[str, Any]], Iterator[Defaulted]]
     sections: Sequence[str]
-    only_ours: str
+    native_key: str
 
 
 def same(prefix: str, names: str) -> list[Row]:
@@ -151,9 +151,9 @@ def same(prefix: str, names: str) -> list[Row]:
     return [renamed(f"{prefix}.{name}", f"{prefix}.{name}") for name in names.split()]
 
 
-def renamed(pattern: str, ours: str, note: str = "") -> Row:
+def renamed(pattern: str, native: str, note: str = "") -> Row:
     """A row for a key with the same meaning under another path."""
-    return Row(pattern=pattern, decide=lambda value, foreign: Mapped({ours: value}, note), verbatim=True)
+    return Row(pattern=pattern, decide=lambda value, foreign: Mapped({native: value}, note), verbatim=True)
 
 
 def converted(pattern: str, decide: Callable[[Any, ForeignConfig], Decision], *, whole: bool = False) -> Row:

@@ -85,7 +85,7 @@ def _name(given: Any, split: str, foreign: ForeignConfig) -> Decision:
     )
 
 
-def _of_source(ours: str, *, algorithms: Sequence[str] = (), note: str = "") -> _Value:
+def _of_source(native: str, *, algorithms: Sequence[str] = (), note: str = "") -> _Value:
     """A dataset key with another name; `algorithms` are those that use it, all if empty."""
 
     def value(given: Any, split: str, foreign: ForeignConfig) -> Decision:
@@ -93,7 +93,7 @@ def _of_source(ours: str, *, algorithms: Sequence[str] = (), note: str = "") -> 
             return Unsupported("its dataset is not supported")
         if algorithms and algorithm_of(foreign) not in algorithms:
             return Redundant(f"{algorithm_of(foreign)} does not use it")
-        return Mapped({f"data.{split}.{ours}": given}, note)
+        return Mapped({f"data.{split}.{native}": given}, note)
 
     return value
 
@@ -110,13 +110,13 @@ def _answer(given: Any, split: str, foreign: ForeignConfig) -> Decision:
     return _of_source(key, algorithms=_ONE_ANSWER)(given, split, foreign)
 
 
-def _part(ours: str) -> _Value:
+def _split_or_subset(native: str) -> _Value:
     """A split or subset, which only Hugging Face datasets have."""
 
     def value(given: Any, split: str, foreign: ForeignConfig) -> Decision:
         source = source_of(foreign, split)
         if source is not None and source.is_hugging_face:
-            return Mapped({f"data.{split}.{ours}": given})
+            return Mapped({f"data.{split}.{native}": given})
         return Redundant("files have no splits or subsets")
 
     return value
@@ -179,8 +179,8 @@ _KEYS: dict[str, _Value] = {
     "system_prompt_file": _unless_null("no system prompt is added", "put its text into `system_prompt`"),
     "env_name": _task,
     "processor": _processor,
-    "subset": _part("subset"),
-    "split": _part("split"),
+    "subset": _split_or_subset("subset"),
+    "split": _split_or_subset("split"),
     "split_validation_size": _held_out,
     "seed": _seed,
     "repeat": _unless_null(
@@ -208,7 +208,7 @@ def environment_class(value: Any, foreign: ForeignConfig) -> Decision:
     return Mapped({"env.*.env_cls": value})
 
 
-def additions(foreign: ForeignConfig, ours: Mapping[str, Any]) -> Iterator[Defaulted]:
+def additions(foreign: ForeignConfig, native: Mapping[str, Any]) -> Iterator[Defaulted]:
     """Keys that a dataset or task needs and that correspond to no key of the config."""
     for split in SPLITS:
         if dataset(foreign, split) is None:
@@ -219,21 +219,21 @@ def additions(foreign: ForeignConfig, ours: Mapping[str, Any]) -> Iterator[Defau
             yield Defaulted(key=f"{at}.dataset_name", value=name, reason="a JSON-lines file replaces it")
         implied = {} if source is None else source.keys
         for key, value in implied.items():
-            if f"{at}.{key}" not in ours:
+            if f"{at}.{key}" not in native:
                 yield Defaulted(key=f"{at}.{key}", value=value, reason="NeMo RL's default")
-        if "path" not in implied and f"{at}.path" not in ours:
+        if "path" not in implied and f"{at}.path" not in native:
             yield Defaulted(key=f"{at}.path", value=MISSING, reason="to be set: the file to read")
-    yield from _environments(foreign, ours)
+    yield from _environments(foreign, native)
 
 
-def _environments(foreign: ForeignConfig, ours: Mapping[str, Any]) -> Iterator[Defaulted]:
+def _environments(foreign: ForeignConfig, native: Mapping[str, Any]) -> Iterator[Defaulted]:
     tasks = foreign.get("env")
     for task, section in tasks.items() if samples(foreign) and isinstance(tasks, Mapping) else ():
         # `env` also has switches (`should_use_...: false`), which are not tasks.
         if not isinstance(section, Mapping | None):
             continue
-        if not any(key.startswith(f"env.{task}.") for key in ours):
+        if not any(key.startswith(f"env.{task}.") for key in native):
             yield Defaulted(key=f"env.{task}", value={}, reason="task with its default settings")
-        if ours.get(f"env.{task}.name", task) == "math":
+        if native.get(f"env.{task}.name", task) == "math":
             reason = "NeMo RL also grades answers without a box, as false does here; false rewards more wrong answers"
             yield Defaulted(key=f"env.{task}.require_box", value=True, reason=reason)

@@ -83,50 +83,50 @@ def logger(name: str) -> Callable[[Any, ForeignConfig], Decision]:
     return decide
 
 
-def additions(foreign: ForeignConfig, ours: Mapping[str, Any]) -> Iterator[Defaulted]:
+def additions(foreign: ForeignConfig, native: Mapping[str, Any]) -> Iterator[Defaulted]:
     """Keys that rlcore needs and that correspond to no key of the config."""
     algorithm = algorithm_of(foreign)
-    if algorithm is not None and not any(key.startswith(f"{algorithm}.") for key in ours):
+    if algorithm is not None and not any(key.startswith(f"{algorithm}.") for key in native):
         yield Defaulted(key=algorithm, value={}, reason="algorithm with its default settings")
     for section in ("policy", "value", "teacher"):
-        if not any(key.startswith(f"{section}.") for key in ours):
+        if not any(key.startswith(f"{section}.") for key in native):
             continue
-        backend = ours.get(f"{section}.backend")
+        backend = native.get(f"{section}.backend")
         if backend is None:
             yield Defaulted(
                 key=f"{section}.backend", value="hf", reason="NeMo RL trains with PyTorch's DTensor unless Megatron is enabled"
             )
-        if backend != "megatron" and f"{section}.hf_cfg.lora" not in ours and ranks(foreign) > 1:
+        if backend != "megatron" and f"{section}.hf_cfg.lora" not in native and ranks(foreign) > 1:
             reason = "NeMo RL shards weights over the ranks"
             yield Defaulted(key=f"{section}.hf_cfg.data_parallel", value="fsdp2", reason=reason)
-        yield from _scored_tokens(section, ours)
+        yield from _scored_tokens(section, native)
     if samples(foreign):
-        yield from _engine_additions(foreign, ours)
-    if ours.get("logger.loggers.wandb.enabled") is True:
+        yield from _engine_additions(foreign, native)
+    if native.get("logger.loggers.wandb.enabled") is True:
         yield Defaulted(key="logger.loggers.wandb.mode", value="online", reason="NeMo RL uploads; the default here is offline")
 
 
-def _engine_additions(foreign: ForeignConfig, ours: Mapping[str, Any]) -> Iterator[Defaulted]:
-    if ours.get("policy.generation.backend") == "vllm":
+def _engine_additions(foreign: ForeignConfig, native: Mapping[str, Any]) -> Iterator[Defaulted]:
+    if native.get("policy.generation.backend") == "vllm":
         at = "policy.generation.vllm_cfg"
         size = foreign.number(f"{at}.tensor_parallel_size", 1) * foreign.number(f"{at}.pipeline_parallel_size", 1)
         if size > 1:
             reason = f"{ranks(foreign)} GPUs, {size} per replica"
             yield Defaulted(key="policy.generation.num_workers", value=max(1, ranks(foreign) // size), reason=reason)
         yield Defaulted(key=f"{at}.sleep_level", value=1, reason="NeMo RL frees the engine's memory during training")
-    if "policy.generation.val_temperature" not in ours and foreign.get("policy.generation") is not None:
+    if "policy.generation.val_temperature" not in native and foreign.get("policy.generation") is not None:
         value = foreign.get("policy.generation.temperature", 1.0)
         yield Defaulted(
             key="policy.generation.val_temperature", value=value, reason="NeMo RL validates at the training temperature"
         )
-    if any(key.startswith("data.") for key in ours):
+    if any(key.startswith("data.") for key in native):
         yield Defaulted(key="data.on_long_prompt", value="drop", reason="NeMo RL drops longer prompts from training")
 
 
-def _scored_tokens(section: str, ours: Mapping[str, Any]) -> Iterator[Defaulted]:
+def _scored_tokens(section: str, native: Mapping[str, Any]) -> Iterator[Defaulted]:
     """`logprob_mb_tokens`, if it is not set: the default may be smaller than the longest row."""
-    longest = ours.get(f"{section}.max_total_sequence_length")
+    longest = native.get(f"{section}.max_total_sequence_length")
     for batching in ("dynamic_batching", "sequence_packing"):
         at = f"{section}.{batching}"
-        if ours.get(f"{at}.enabled") is True and f"{at}.logprob_mb_tokens" not in ours and isinstance(longest, int):
+        if native.get(f"{at}.enabled") is True and f"{at}.logprob_mb_tokens" not in native and isinstance(longest, int):
             yield Defaulted(key=f"{at}.logprob_mb_tokens", value=longest, reason="the token budget must fit the longest row")

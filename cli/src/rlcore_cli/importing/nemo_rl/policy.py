@@ -303,8 +303,8 @@ def megatron_schedule(value: Any, foreign: ForeignConfig) -> Decision:
         kwargs |= {"num_training_steps": length}
     elif value != "constant":
         return Unsupported("schedules: constant, linear, cosine, or any scheduler by its import path")
-    ours = {"policy.scheduler.name": value, **{f"policy.scheduler.kwargs.{name}": it for name, it in kwargs.items()}}
-    return Mapped(ours, "the warm-up starts at lr / (num_warmup_steps + 1)" if warmup else "")
+    native = {"policy.scheduler.name": value, **{f"policy.scheduler.kwargs.{name}": it for name, it in kwargs.items()}}
+    return Mapped(native, "the warm-up starts at lr / (num_warmup_steps + 1)" if warmup else "")
 
 
 def part_of_schedule(value: Any, foreign: ForeignConfig) -> Decision:

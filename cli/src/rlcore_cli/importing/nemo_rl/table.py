@@ -243,9 +243,9 @@ _REST: list[Row] = [
 ]
 
 
-def _additions(foreign: ForeignConfig, ours: Mapping[str, Any]) -> Iterator[Defaulted]:
-    yield from facts.additions(foreign, ours)
-    yield from data.additions(foreign, ours)
+def _additions(foreign: ForeignConfig, native: Mapping[str, Any]) -> Iterator[Defaulted]:
+    yield from facts.additions(foreign, native)
+    yield from data.additions(foreign, native)
 
 
 NEMO_RL = Table(
@@ -285,6 +285,6 @@ NEMO_RL = Table(
     },
     additions=_additions,
     sections=_SECTIONS,
-    only_ours="policy.backend",
+    native_key="policy.backend",
 )
 """The keys of NeMo RL 0.6."""
