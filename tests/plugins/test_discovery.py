@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-OURS = {"core", "train", "hf", "envs"}
+OURS = {"core", "train", "rlcore", "hf", "envs"}
 
 
 @pytest.fixture(autouse=True)

@@ -32,9 +32,10 @@ def test_every_hook_specification_documents_when_and_where_it_runs_with_an_examp
         assert part in documentation
 
 
-def test_every_noun_hook_has_a_kind_and_no_event_hook_has():
+def test_every_hook_without_arguments_returns_components_and_every_other_hook_is_an_event():
     nouns = {name for name, arguments in SPECIFICATIONS.items() if not arguments}
-    assert set(hookspecs.KIND_OF_HOOK) == nouns
+    assert {*hookspecs.KIND_OF_HOOK, hookspecs.KNOWN_COMPONENTS_HOOK} == nouns
+    assert set(hookspecs.EVENT_HOOKS) == set(SPECIFICATIONS) - nouns
 
 
 def test_the_example_of_the_page_is_built_installed_and_works(site, tmp_path):

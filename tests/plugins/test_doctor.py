@@ -107,7 +107,7 @@ def test_an_unknown_name_is_a_user_error(site, name, words_of_error):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("plugin", ["core", "train", "hf", "envs"])
+@pytest.mark.parametrize("plugin", ["core", "train", "rlcore", "hf", "envs"])
 def test_every_built_in_target_and_config_can_be_imported(site, plugin):
     result = site.rlcore("doctor", plugin, "--deep")
     assert result.returncode == 0, result.stdout

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import textwrap
 import tomllib
 import venv
 import zipfile
@@ -224,3 +225,67 @@ def test_every_component_of_the_wheels_can_be_imported(environment):
     python, folder = environment
     done = run(python, folder, "-m", "rlcore_cli.main", "doctor", "--deep")
     assert done.returncode == 0, done.stderr + done.stdout
+
+
+ACME = {
+    "pyproject.toml": """
+        [build-system]
+        requires = ["hatchling"]
+        build-backend = "hatchling.build"
+
+        [project]
+        name = "rl-backends-acme"
+        version = "2.1"
+        dependencies = ["rl-core"]
+
+        [project.entry-points."rl_core.plugins"]
+        acme = "rl_backends_acme.plugin"
+    """,
+    "src/rl_backends_acme/__init__.py": "",
+    "src/rl_backends_acme/plugin.py": """
+        from rl_core.plugins import Component, hookimpl
+
+
+        @hookimpl
+        def rlcore_policies():
+            return [Component("acme", target="rl_backends_acme.policy:AcmePolicy", summary="A policy of Acme")]
+    """,
+    "src/rl_backends_acme/policy.py": """
+        from rl_core.data import BatchedDataDict
+        from rl_core.dispatch.policy import DistributedPolicy
+        from rl_core.interfaces import PolicyInterface
+        from rl_core.weights.source import WeightSource
+
+
+        class AcmePolicy(DistributedPolicy):
+            pass
+    """,
+}
+AS_ITS_AUTHOR = """
+import sys
+from rl_core.interfaces import PolicyInterface
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+print(Registry(discover(strict=True)).find("policy", "acme").load(expect=PolicyInterface).__name__)
+assert not any(name.partition(".")[0] in ("rl_train", "rlcore_cli", "rl_envs", "rl_backends_hf") for name in sys.modules)
+"""
+
+
+def test_a_third_party_backend_needs_rl_core_and_none_of_our_other_distributions(tmp_path, dist, third_party):
+    for name, text in ACME.items():
+        (tmp_path / "acme" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "acme" / name).write_text(textwrap.dedent(text))
+    wheels = tmp_path / "wheels"
+    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", wheels, tmp_path / "acme"]
+    done = subprocess.run(build, capture_output=True, text=True, check=False, env=clean_variables())
+    assert done.returncode == 0, done.stdout + done.stderr
+    shutil.copy(next(dist.glob("rl_core-*.whl")), wheels)
+    python = install(tmp_path / "env", "rl-backends-acme", wheels, third_party)
+    listed = run(python, tmp_path, "-m", "rl_core.plugins")
+    assert listed.returncode == 0, listed.stderr
+    assert "acme  rl-backends-acme 2.1  ready" in listed.stdout
+    assert "policy backend     acme" in listed.stdout
+    assert {line.split()[0] for line in listed.stdout.splitlines() if not line.startswith(" ")} == {"acme", "core"}
+    loaded = run(python, tmp_path, "-c", AS_ITS_AUTHOR)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout == "AcmePolicy\n"

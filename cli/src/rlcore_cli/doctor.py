@@ -63,7 +63,7 @@ def doctor(
 def _chosen(manager: PluginManager, name: str | None) -> list[Plugin]:
     from rl_core.errors import UnknownComponentError
     from rl_core.plugins.component import did_you_mean
-    from rl_core.plugins.registry import DISTRIBUTION_OF, how_to_install
+    from rl_core.plugins.registry import Registry
 
     if name is None:
         return list(manager.plugins)
@@ -74,9 +74,9 @@ def _chosen(manager: PluginManager, name: str | None) -> list[Plugin]:
     ]
     if chosen:
         return chosen
-    for (kind, known), distribution in DISTRIBUTION_OF.items():
-        if name in (known, distribution):
-            raise UnknownComponentError(f"The {kind.label} {known!r} is not installed: {how_to_install(distribution)}.")
+    for known in Registry(manager).not_installed():
+        if name in (known.name, known.distribution):
+            raise UnknownComponentError(f"The {known.kind.label} {known.name!r} is not installed: {known.install}.")
     known_names = sorted({n for plugin in manager.plugins for n in (plugin.name, plugin.distribution)})
     raise UnknownComponentError(
         f"No plugin, distribution or component is named {name!r}.{did_you_mean(name, known_names)} "

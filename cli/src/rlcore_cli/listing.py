@@ -120,19 +120,17 @@ def _of_registration(registration: Registration) -> dict[str, Any]:
 
 
 def _absent_rows(registry: Registry, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    from rl_core.plugins.registry import how_to_install
-
     return [
         {
             **_nothing(),
-            "kind": kind.value,
-            "name": name,
-            "distribution": distribution,
+            "kind": component.kind.value,
+            "name": component.name,
+            "distribution": component.distribution,
             "status": NOT_INSTALLED,
-            "reason": how_to_install(distribution),
+            "reason": component.install,
         }
-        for kind, name, distribution in registry.not_installed()
-        if kind in kinds
+        for component in registry.not_installed()
+        if component.kind in kinds
     ]
 
 

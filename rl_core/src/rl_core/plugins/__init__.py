@@ -1,6 +1,6 @@
 """Finds what is installed and describes it; imports nothing heavier than pluggy."""
 
-from rl_core.plugins.component import Component, Kind
+from rl_core.plugins.component import Component, Kind, KnownComponent
 from rl_core.plugins.hookspecs import hookimpl
 
-__all__ = ["Component", "Kind", "hookimpl"]
+__all__ = ["Component", "Kind", "KnownComponent", "hookimpl"]

@@ -38,6 +38,23 @@ class Kind(StrEnum):
         return self.value.replace("_", " ")
 
 
+@dataclass(frozen=True, kw_only=True)
+class KnownComponent:
+    """A component that a distribution provides which may not be installed; lets errors say what to install.
+
+    Attributes:
+        kind: The kind of the component.
+        name: The component's name, as in a config.
+        distribution: The distribution that registers it.
+        install: How to install the distribution, as a clause: "pip install rl-backends-acme".
+    """
+
+    kind: Kind
+    name: str
+    distribution: str
+    install: str
+
+
 @dataclass(frozen=True)
 class Component:
     """A component, described so that listing and validating it imports nothing.

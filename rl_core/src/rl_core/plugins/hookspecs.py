@@ -16,7 +16,7 @@ from rl_core.plugins.component import Kind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from rl_core.plugins.component import Component
+    from rl_core.plugins.component import Component, KnownComponent
     from rl_core.plugins.run_info import RunInfo
 
 PROJECT = "rl_core"
@@ -36,6 +36,8 @@ KIND_OF_HOOK = {
     "rlcore_commands": Kind.COMMAND,
 }
 """Maps each noun hook to the kind of the components that it returns."""
+KNOWN_COMPONENTS_HOOK = "rlcore_known_components"
+EVENT_HOOKS = ("rlcore_run_started", "rlcore_step_finished", "rlcore_run_finished")
 
 
 @hookspec
@@ -226,6 +228,30 @@ def rlcore_commands() -> Iterable[Component]:
         >>> @hookimpl
         ... def rlcore_commands() -> list[Component]:
         ...     return [Component("play", target="rl_envs_chess.play:play", summary="Play a game against a checkpoint")]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def rlcore_known_components() -> Iterable[KnownComponent]:
+    """Components of distributions that may not be installed.
+
+    When: once, at discovery, in the process of the `rlcore` command.
+    Return: the components; those that an installed distribution provides are ignored. If a config names one of the others, the
+        error says how to install its distribution; `rlcore list-backends` lists it as not installed.
+    When it raises: the plugin gets the status `failed`; other plugins are not affected.
+
+    Example:
+        >>> @hookimpl
+        ... def rlcore_known_components() -> list[KnownComponent]:
+        ...     return [
+        ...         KnownComponent(
+        ...             kind=Kind.GENERATION,
+        ...             name="acme",
+        ...             distribution="rl-backends-acme",
+        ...             install="pip install rl-backends-acme",
+        ...         )
+        ...     ]
     """
     raise NotImplementedError
 

@@ -12,7 +12,7 @@ import pluggy
 
 from rl_core.errors import PluginError
 from rl_core.plugins import hookspecs
-from rl_core.plugins.component import Component, Kind, describe, did_you_mean
+from rl_core.plugins.component import Component, Kind, KnownComponent, describe, did_you_mean
 
 HEAVY_MODULES = ("torch", "ray", "numpy", "transformers", "vllm", "megatron", "jax", "tensorflow")
 """What registration must not import: each costs from a tenth of a second to several seconds of every command."""
@@ -28,6 +28,7 @@ class LoadedModule:
     Attributes:
         plugin: The object with the hooks; None where the import failed.
         components: What its noun hooks returned, those that did not raise.
+        known: What `rlcore_known_components` returned.
         hooks: The names of the hooks that it implements.
         import_ms: Milliseconds of wall-clock for the import.
         heavy_modules: Members of `HEAVY_MODULES` that the import brought in.
@@ -37,6 +38,7 @@ class LoadedModule:
 
     plugin: Any
     components: tuple[tuple[Kind, Component], ...]
+    known: tuple[KnownComponent, ...]
     hooks: tuple[str, ...]
     import_ms: float
     heavy_modules: tuple[str, ...]
@@ -53,6 +55,7 @@ def load_module(load: Callable[[], Any]) -> LoadedModule:
     heavy_before = _heavy_modules()
     plugin: Any = None
     components: list[tuple[Kind, Component]] = []
+    known: list[KnownComponent] = []
     hooks: tuple[str, ...] = ()
     errors: list[tuple[str, BaseException]] = []
     started = time.perf_counter()
@@ -73,9 +76,12 @@ def load_module(load: Callable[[], Any]) -> LoadedModule:
             for name, function in callers.items():
                 if name in hookspecs.KIND_OF_HOOK:
                     _call_noun_hook(name, function, components=components, errors=errors)
+                elif name == hookspecs.KNOWN_COMPONENTS_HOOK:
+                    _call_known_components(function, known=known, errors=errors)
     return LoadedModule(
         plugin=plugin,
         components=tuple(components),
+        known=tuple(known),
         hooks=hooks,
         import_ms=import_ms,
         heavy_modules=tuple(sorted(_heavy_modules() - heavy_before)),
@@ -135,6 +141,23 @@ def _call_noun_hook(
             continue
         seen.add(component.name)
         components.append((kind, component))
+
+
+def _call_known_components(
+    function: Callable[[], Any], *, known: list[KnownComponent], errors: list[tuple[str, BaseException]]
+) -> None:
+    hook = hookspecs.KNOWN_COMPONENTS_HOOK
+    try:
+        returned = list(function())
+    except _WHAT_PLUGINS_RAISE as error:
+        errors.append((f"{hook}() raised {describe(error)}", error))
+        return
+    for component in returned:
+        if isinstance(component, KnownComponent):
+            known.append(component)
+        else:
+            problem = f"{hook}() returned {component!r}, which is not a KnownComponent"
+            errors.append((problem, PluginError(problem)))
 
 
 def _heavy_modules() -> set[str]:

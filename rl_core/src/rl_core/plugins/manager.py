@@ -91,6 +91,7 @@ class PluginManager:
             reason="; ".join([*missing, *broken]) or None,
             requirements=requirements,
             components=loaded.components,
+            known=loaded.known,
             hooks=loaded.hooks,
             import_ms=loaded.import_ms,
             heavy_modules=loaded.heavy_modules,
@@ -131,7 +132,7 @@ class PluginManager:
             ValueError: There is no such event hook, or the arguments are not those of its specification.
         """
         hook = getattr(self._hooks.hook, event, None)
-        if hook is None or event in hookspecs.KIND_OF_HOOK:
+        if hook is None or event not in hookspecs.EVENT_HOOKS:
             raise ValueError(f"There is no event hook {event!r}.")
         wanted = set(hook.spec.argnames)
         if set(arguments) != wanted:

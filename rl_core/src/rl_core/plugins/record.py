@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rl_core.plugins.component import Component, Kind
+from rl_core.plugins.component import Component, Kind, KnownComponent
 from rl_core.plugins.requirements import RequirementCheck
 
 
@@ -36,6 +36,7 @@ class Plugin:
         reason: Why it is not ready, one line; None where it is.
         requirements: Each requirement of the distribution against what is installed.
         components: What it registers, each with its kind.
+        known: Components of other distributions that it knows, for errors about those that are not installed.
         hooks: The names of the hooks that it implements.
         import_ms: Milliseconds of wall-clock that importing its module took; None where it was not tried.
         heavy_modules: Of the libraries that registration must not import, those that it did import.
@@ -51,6 +52,7 @@ class Plugin:
     reason: str | None = None
     requirements: tuple[RequirementCheck, ...] = ()
     components: tuple[tuple[Kind, Component], ...] = ()
+    known: tuple[KnownComponent, ...] = ()
     hooks: tuple[str, ...] = ()
     import_ms: float | None = None
     heavy_modules: tuple[str, ...] = ()

@@ -16,31 +16,10 @@ from rl_core.errors import (
     UnknownComponentError,
     WrongKindError,
 )
-from rl_core.plugins.component import Component, Kind, did_you_mean, is_path
+from rl_core.plugins.component import Component, Kind, KnownComponent, did_you_mean, is_path
 from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
 from rl_core.plugins.record import Plugin, Registration, Status
 from rl_core.plugins.static_lookup import missing_target
-
-DISTRIBUTION_OF: dict[tuple[Kind, str], str] = {
-    (Kind.POLICY, "hf"): "rl-backends-hf",
-    (Kind.POLICY, "megatron"): "rl-backends-megatron",
-    (Kind.GENERATION, "hf"): "rl-backends-hf",
-    (Kind.GENERATION, "vllm"): "rl-backends-vllm",
-    (Kind.GENERATION, "openai"): "rl-backends-openai",
-    (Kind.ENVIRONMENT, "math"): "rl-envs",
-    (Kind.ENVIRONMENT, "arithmetic"): "rl-envs",
-    (Kind.DATASET, "arithmetic"): "rl-envs",
-    (Kind.COMMAND, "serve"): "rl-backends-openai",
-}
-"""Components of the project's own distributions, so that one that is not installed can say what to install."""
-_PLANNED = ("rl-backends-openai",)
-
-
-def how_to_install(distribution: str) -> str:
-    """How to get one of the project's own distributions: none is published on a package index."""
-    if distribution in _PLANNED:
-        return f"{distribution} is planned and does not exist yet"
-    return f"{distribution} is not published; in a checkout of the repository, pip install ./{distribution.replace('-', '_')}"
 
 
 class Registry:
@@ -93,29 +72,33 @@ class Registry:
         """The components of this kind that working plugins register, sorted by name."""
         return sorted((r.component for r in self._ready(Kind(kind))), key=lambda component: component.name)
 
-    def not_installed(self) -> list[tuple[Kind, str, str]]:
-        """Known components that no plugin registers: kind, name, and the distribution that would bring each."""
+    def known(self) -> list[KnownComponent]:
+        """The components that `rlcore_known_components` of any plugin names, installed or not."""
+        return [component for plugin in self.manager.plugins for component in plugin.known]
+
+    def not_installed(self) -> list[KnownComponent]:
+        """Known components that no plugin registers and whose distribution is not installed."""
         present = {(r.kind, r.component.name) for r in self.manager.registrations}
         installed = {canonicalize_name(plugin.distribution) for plugin in self.manager.plugins}
         return [
-            (kind, name, distribution)
-            for (kind, name), distribution in DISTRIBUTION_OF.items()
-            if (kind, name) not in present and distribution not in installed
+            component
+            for component in self.known()
+            if (component.kind, component.name) not in present and canonicalize_name(component.distribution) not in installed
         ]
 
     def _ready(self, kind: Kind) -> list[Registration]:
         return [r for r in self.manager.registrations if r.kind is kind and r.plugin.status is Status.READY]
 
     def _not_found(self, kind: Kind, name: str, *, elsewhere: list[Registration]) -> PluginError:
-        distribution = DISTRIBUTION_OF.get((kind, name))
+        known = next((c for c in self.known() if (c.kind, c.name) == (kind, name)), None)
         for plugin in self.manager.plugins:
-            is_its_own = plugin.name == name or canonicalize_name(plugin.distribution) == distribution
+            is_its_own = plugin.name == name or (
+                known is not None and canonicalize_name(plugin.distribution) == canonicalize_name(known.distribution)
+            )
             if plugin.status is not Status.READY and is_its_own:
                 return _broken(kind, name, plugin)
-        if distribution is not None:
-            return ComponentNotInstalledError(
-                f"{_capitalised(kind)} {name!r} is not installed: {how_to_install(distribution)}."
-            )
+        if known is not None:
+            return ComponentNotInstalledError(f"{_capitalised(kind)} {name!r} is not installed: {known.install}.")
         if elsewhere:
             return self._other_kind(kind, name, elsewhere)
         return self._unknown(kind, name)
@@ -125,11 +108,11 @@ class Registry:
         return WrongKindError(f"{name!r} is {kinds}, not {_article(kind.label)} {kind.label}. {self._installed(kind)}")
 
     def _unknown(self, kind: Kind, name: str) -> UnknownComponentError:
-        absent = {other: distribution for k, other, distribution in self.not_installed() if k is kind}
+        absent = {component.name: component for component in self.not_installed() if component.kind is kind}
         hint = did_you_mean(name, [*self.names(kind), *absent])
-        for other, distribution in absent.items():
+        for other, component in absent.items():
             if repr(other) in hint:
-                hint += f" It is not installed: {how_to_install(distribution)}."
+                hint += f" It is not installed: {component.install}."
         broken = [f"{plugin.name} ({plugin.label})" for plugin in self.manager.broken if not plugin.components]
         suspects = f" Plugins that failed to load: {', '.join(broken)}." if broken else ""
         return UnknownComponentError(f"No {kind.label} named {name!r}. {self._installed(kind)}{hint}{suspects}")

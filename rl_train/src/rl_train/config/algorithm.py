@@ -75,7 +75,7 @@ def _named(name: str, *, sections: Collection[str], written: Node, registry: Reg
     try:
         return registry.find(Kind.ALGORITHM, name)
     except UnknownComponentError:
-        absent = [other for kind, other, _ in registry.not_installed() if kind is Kind.ALGORITHM]
+        absent = [known.name for known in registry.not_installed() if known.kind is Kind.ALGORITHM]
         meant = nearest(name, [*sections, *algorithms, *absent])
         hint = f" Did you mean {meant!r}?" if meant else f" Sections: {', '.join([*algorithms, *sections])}."
         problems.add(f"There is no section {name!r}.{hint}", place=place, path=(name,))

@@ -1,0 +1,31 @@
+"""Names the components of rlcore's optional distributions, so that errors can say how to install them."""
+
+from __future__ import annotations
+
+from rl_core.plugins import Kind, KnownComponent, hookimpl
+
+_COMPONENTS = {
+    "rl-backends-hf": ((Kind.POLICY, "hf"), (Kind.GENERATION, "hf")),
+    "rl-backends-megatron": ((Kind.POLICY, "megatron"),),
+    "rl-backends-vllm": ((Kind.GENERATION, "vllm"),),
+    "rl-backends-openai": ((Kind.GENERATION, "openai"), (Kind.COMMAND, "serve")),
+    "rl-envs": ((Kind.ENVIRONMENT, "math"), (Kind.ENVIRONMENT, "arithmetic"), (Kind.DATASET, "arithmetic")),
+}
+_PLANNED = ("rl-backends-openai",)
+
+
+@hookimpl
+def rlcore_known_components() -> list[KnownComponent]:
+    """The backends, environments and commands of the distributions that the extras of `rlcore` install."""
+    return [
+        KnownComponent(kind=kind, name=name, distribution=distribution, install=_how_to_install(distribution))
+        for distribution, components in _COMPONENTS.items()
+        for kind, name in components
+    ]
+
+
+def _how_to_install(distribution: str) -> str:
+    # None of the distributions is published on a package index.
+    if distribution in _PLANNED:
+        return f"{distribution} is planned and does not exist yet"
+    return f"{distribution} is not published; in a checkout of the repository, pip install ./{distribution.replace('-', '_')}"
