@@ -132,8 +132,8 @@ def test_with_the_whole_vocabulary_a_student_has_the_gradient_of_the_exact_diver
 ):
     rows = parts.make_rows()
     teacher = HuggingFacePolicy(config=parts.make_config(model_folder("llama-tied")))
-    likeliest = teacher.get_topk_logprobs(rows, parts.VOCAB_SIZE)
-    rows["teacher_topk_token_ids"], rows["teacher_topk_logprobs"] = likeliest["topk_token_ids"], likeliest["topk_logprobs"]
+    topk = teacher.get_topk_logprobs(rows, parts.VOCAB_SIZE)
+    rows["teacher_topk_token_ids"], rows["teacher_topk_logprobs"] = topk["topk_token_ids"], topk["topk_logprobs"]
     policy = HuggingFacePolicy(
         config=parts.make_config(model_folder("llama"), **MICROBATCHING[microbatching], optimizer=parts.SGD, max_grad_norm=None)
     )

@@ -30,7 +30,7 @@ def one_rank(parts, folder, precision, out):
         "norms": (first.grad_norm, second.grad_norm),
         "reference": worker.get_logprobs(rows, reference=True)["logprobs"],
         "logprobs": worker.get_logprobs(rows)["logprobs"],
-        "likeliest": worker.get_topk_logprobs(rows, k=3)["topk_logprobs"],
+        "topk_logprobs": worker.get_topk_logprobs(rows, k=3)["topk_logprobs"],
         "weights": {name: tensor.clone() for name, tensor in worker.iter_weights()},
     }
 
@@ -93,7 +93,7 @@ def test_two_ranks_resume_a_checkpoint_of_one_rank(ranks, mode):
         assert found[0]["norms"][step] == pytest.approx(alone["norms"][step], rel=1e-3)
     scored = torch.cat([each["reference"] for each in found])
     torch.testing.assert_close(scored, alone["reference"], rtol=0, atol=1e-5)
-    for name in ("logprobs", "likeliest"):
+    for name in ("logprobs", "topk_logprobs"):
         torch.testing.assert_close(torch.cat([each[name] for each in found]), alone[name], rtol=0, atol=1e-3)
 
 

@@ -100,7 +100,7 @@ class Rank:
                     "norms": (first.grad_norm, second.grad_norm, again.grad_norm),
                     "reference": reference,
                     "logprobs": worker.get_logprobs(shard)["logprobs"],
-                    "likeliest": worker.get_topk_logprobs(shard, k=3)["topk_logprobs"],
+                    "topk_logprobs": worker.get_topk_logprobs(shard, k=3)["topk_logprobs"],
                     "raised": raised,
                     "version": worker.get_weight_version(),
                     "generates": self.generates(worker, shard),

@@ -112,13 +112,13 @@ class Rank:
     def meeting_port(self) -> int:
         """A free port for the next worker, chosen by rank 0 and shared through a file; ports are not reused."""
         self.meetings += 1
-        told = self.out / f"port-{self.world}-{self.meetings}"
+        port_file = self.out / f"port-{self.world}-{self.meetings}"
         if self.rank == 0:
-            told.with_suffix(".new").write_text(str(free_port("127.0.0.1")))
-            told.with_suffix(".new").rename(told)
-        while not told.exists():
+            port_file.with_suffix(".new").write_text(str(free_port("127.0.0.1")))
+            port_file.with_suffix(".new").rename(port_file)
+        while not port_file.exists():
             time.sleep(0.002)
-        return int(told.read_text())
+        return int(port_file.read_text())
 
     def shard(self, layout: Layout, rows):
         """The rows of this rank in the form required by the layout, and the order of all rows."""
@@ -194,7 +194,7 @@ class Rank:
         worker = self.worker(fresh, **TRAINING)
         found["zeros"] = worker.get_values(shard)["values"]
         found["fresh"] = [worker.train(shard, SquaredError(), counts=counts_of(rows))[0] for _ in range(STEPS)]
-        found["learnt"] = worker.get_values(shard)["values"]
+        found["trained_values"] = worker.get_values(shard)["values"]
         worker.shutdown()
         torch.save(found, self.out / f"{name}-{self.rank}.pt")
 
@@ -241,8 +241,8 @@ class Rank:
         (logprobs * weights).sum().backward()
         nothing, _ = vocab_parallel_topk(part[:0], k=3, **shape)
         assert nothing.shape == (0, 3)
-        likeliest = [vocab_parallel_topk(part, k=k, **shape) for k in (6, vocab_size)]
-        return logprobs.detach(), part.grad, likeliest
+        topk = [vocab_parallel_topk(part, k=k, **shape) for k in (6, vocab_size)]
+        return logprobs.detach(), part.grad, topk
 
     def save(self, name: str) -> None:
         """Two steps, a checkpoint, and the third step of a run that is not interrupted."""

@@ -55,9 +55,9 @@ def two_ranks(cluster, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory):
+def trained_model(tmp_path_factory):
     """A folder with the same model after forty batches of correct sums."""
-    folder = tmp_path_factory.mktemp("taught")
+    folder = tmp_path_factory.mktemp("trained_model")
     policy = HuggingFacePolicy(str(MODEL), **{**FIELDS, "optimizer": {"kwargs": {"lr": 1.0e-3}}})
     sft(policy, max_num_steps=40)
     policy.save_checkpoint(folder)
@@ -188,18 +188,18 @@ def test_an_actor_and_its_critic_have_the_numbers_of_the_backend_on_transformers
     critic.shutdown()
 
 
-def test_a_student_and_its_teacher_have_the_numbers_of_the_backend_on_transformers(two_ranks, cluster, one_rank, taught):
+def test_a_student_and_its_teacher_have_the_numbers_of_the_backend_on_transformers(two_ranks, cluster, one_rank, trained_model):
     from rl_backends_megatron import MegatronPolicy
 
     loss = {"divergence": "forward_kl", "topk": 8}
     scoring = {key: value for key, value in FIELDS.items() if key != "optimizer"}
-    teacher = HuggingFacePolicy(str(taught), frozen=True, **scoring)
+    teacher = HuggingFacePolicy(str(trained_model), frozen=True, **scoring)
     expected = distillation(one_rank, teacher, loss)
     assert expected[0]["distillation/kl_forward"] > 0.01
     assert_same_numbers(distillation(two_ranks(), teacher, loss), expected)
     teacher.shutdown()
     staged = {"pipeline_model_parallel_size": 2, "frozen": True, "name": "teacher"}
-    teacher = MegatronPolicy(str(taught), cluster=cluster, **staged, **scoring)
+    teacher = MegatronPolicy(str(trained_model), cluster=cluster, **staged, **scoring)
     assert_same_numbers(distillation(two_ranks(), teacher, loss), expected)
     teacher.shutdown()
 

@@ -32,7 +32,7 @@ def plain(models):
     return of
 
 
-def assert_likeliest(ids, logprobs, rows, whole):
+def assert_topk(ids, logprobs, rows, whole):
     column = torch.arange(ids.shape[1])
     there = ((column > 0) & (column < rows["input_lengths"].unsqueeze(1))).unsqueeze(-1)
     expected = whole.topk(ids.shape[2], dim=-1).values * there
@@ -70,7 +70,7 @@ class TestOverRanks:
         layout, found = self.read(out, name)
         rows, whole, _, _ = plain(layout.kind)
         ids, logprobs = (in_order(layout, found, key) for key in ("topk_token_ids", "topk_logprobs"))
-        assert_likeliest(ids, logprobs, rows, whole)
+        assert_topk(ids, logprobs, rows, whole)
 
     def test_the_gradient_through_candidates_is_that_of_autograd_through_all_logits(self, out, plain, name):
         layout, found = self.read(out, name)
@@ -94,9 +94,9 @@ def test_tensor_parallel_logits_give_targets_and_topk_without_gathering(out, voc
     logits, (targets, weights) = ranks.vocabulary_case(vocab_size)[0].requires_grad_(), ranks.several_case(vocab_size)
     log_p = torch.log_softmax(logits[:, :vocab_size].double() / 0.7, dim=-1)
     (log_p.gather(1, targets) * weights).sum().backward()
-    for logprobs, _, likeliest in found:
+    for logprobs, _, topk in found:
         torch.testing.assert_close(logprobs, log_p.detach().gather(1, targets).float(), rtol=0, atol=5e-6)
-        for ids, best in likeliest:
+        for ids, best in topk:
             expected = log_p.detach().topk(best.shape[1], dim=-1)
             torch.testing.assert_close(best, expected.values.float(), rtol=0, atol=5e-6)
             assert torch.equal(ids, expected.indices)
@@ -132,10 +132,10 @@ def test_one_rank_has_the_numbers_of_the_backend_on_transformers(policy, models,
     rows = cases.make_candidates()
     fields = {**form, "optimizer": cases.SGD, "max_grad_norm": None, "generation": {"temperature": 0.8}}
     ours, theirs = policy("qwen3", **fields), HuggingFacePolicy(str(models / "qwen3"), **fields)
-    likeliest = [each.get_topk_logprobs(rows, cases.K) for each in (ours, theirs)]
-    assert likeliest[0].keys() == likeliest[1].keys()
-    assert torch.equal(likeliest[0]["topk_token_ids"], likeliest[1]["topk_token_ids"])
-    assert float((likeliest[0]["topk_logprobs"] - likeliest[1]["topk_logprobs"]).abs().max()) < 1e-5
+    topk = [each.get_topk_logprobs(rows, cases.K) for each in (ours, theirs)]
+    assert topk[0].keys() == topk[1].keys()
+    assert torch.equal(topk[0]["topk_token_ids"], topk[1]["topk_token_ids"])
+    assert float((topk[0]["topk_logprobs"] - topk[1]["topk_logprobs"]).abs().max()) < 1e-5
     steps, gradients = [], []
     for each in (ours, theirs):
         before = {name: tensor.clone() for name, tensor in each.group.worker.iter_weights()}
@@ -171,4 +171,4 @@ def test_a_frozen_policy_can_be_a_teacher(policy, models):
     found = policy("llama-tied", frozen=True).get_topk_logprobs(rows, cases.K)
     with torch.no_grad():
         whole = cases.plain_distributions(cases.plain_model(models / "llama-tied"), rows)
-    assert_likeliest(found["topk_token_ids"], found["topk_logprobs"], rows, whole)
+    assert_topk(found["topk_token_ids"], found["topk_logprobs"], rows, whole)

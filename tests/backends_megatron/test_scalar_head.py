@@ -69,10 +69,10 @@ class TestOverRanks:
         before, results, after = trained_on_transformers(models / layout.kind.removesuffix("-value"), rows, layouts.STEPS)
         assert not in_order(layout, found, "zeros").any()
         assert not before.any()
-        learnt = in_order(layout, found, "learnt")
+        trained_values = in_order(layout, found, "trained_values")
         assert float(after.abs().max()) > 0.01
         # Ten steps of Adam, which divides small gradients by their own size, rounding included.
-        assert float((learnt - after).abs().max()) < 2e-4
+        assert float((trained_values - after).abs().max()) < 2e-4
         for rank in found:
             assert [step.grad_norm for step in rank["fresh"]] == pytest.approx([s.grad_norm for s in results], rel=1e-4)
 

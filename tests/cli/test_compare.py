@@ -120,14 +120,14 @@ def test_the_terminal_shows_curves_differences_and_the_table(two):
 
 
 def test_json_has_the_same_numbers(two):
-    told = json.loads(rlcore("compare", *two, "--json").stdout)
-    assert told["metrics"]["validation/accuracy"] == {
+    printed = json.loads(rlcore("compare", *two, "--json").stdout)
+    assert printed["metrics"]["validation/accuracy"] == {
         "better": "higher",
         "compared_at": 3,
         "final": [{"value": 0.6, "step": 3}, {"value": 0.7, "step": 3}],
         "best": [{"value": 0.9, "step": 2}, {"value": 0.7, "step": 3}],
     }
-    assert told["config"]["grpo.seed"] == ["3", "4"]
+    assert printed["config"]["grpo.seed"] == ["3", "4"]
 
 
 def test_the_page_draws_one_line_per_run_and_loads_nothing(two, tmp_path):

@@ -67,7 +67,7 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def told(run):
+def run_metrics(run):
     """The run's metrics by step."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row for row in rows}
@@ -97,20 +97,20 @@ def values(scores):
 
 
 @pytest.mark.parametrize("which", ["run folder", "step folder"])
-def test_evaluating_a_checkpoint_equals_the_validation_of_the_run(config, run, told, which):
+def test_evaluating_a_checkpoint_equals_the_validation_of_the_run(config, run, run_metrics, which):
     step = 3 if which == "run folder" else 1
     found, _ = results_of(config, "--checkpoint", run if step == 3 else run / "checkpoints" / "step_000001")
     scores = values(found["passes"][0]["all"])
     assert found["weights"]["step"] == step
-    assert scores["mean@4"] == pytest.approx(told[step]["validation/accuracy"], abs=ROUNDING)
+    assert scores["mean@4"] == pytest.approx(run_metrics[step]["validation/accuracy"], abs=ROUNDING)
     for name in ("pass@1", "pass@2", "pass@4", "cons@1", "cons@2", "cons@4", "reward", "length", "truncated_frac"):
-        assert scores[name] == pytest.approx(told[step][f"validation/{name}"], abs=ROUNDING), name
+        assert scores[name] == pytest.approx(run_metrics[step][f"validation/{name}"], abs=ROUNDING), name
     # Else the test would pass whichever checkpoint is read.
-    assert len({row["validation/pass@1"] for row in told.values()}) == 3
+    assert len({row["validation/pass@1"] for row in run_metrics.values()}) == 3
 
 
-def test_the_best_checkpoint_is_the_one_that_the_runs_metric_ranks_first(config, run, told):
-    best = max(told, key=lambda step: told[step]["validation/accuracy"])
+def test_the_best_checkpoint_is_the_one_that_the_runs_metric_ranks_first(config, run, run_metrics):
+    best = max(run_metrics, key=lambda step: run_metrics[step]["validation/accuracy"])
     found, _ = results_of(config, "--checkpoint", run, "--best")
     assert found["weights"]["step"] == best
 
@@ -247,7 +247,7 @@ def test_tasks_are_reported_separately_and_missing_metrics_are_not_shared(config
     assert shown == {"all", "silent", "sums"}
 
 
-def torn(run, folder):
+def without_manifest(run, folder):
     shutil.copytree(run / "checkpoints" / "step_000001", folder / "step_000001")
     (folder / "step_000001" / "manifest.json").unlink()
     return folder / "step_000001"
@@ -282,7 +282,7 @@ def of_another_model(run, folder):
         (lambda run, folder: run / "metrics.jsonl", "is no folder"),
         (lambda run, folder: folder, "is neither a checkpoint, a run folder nor a model (it holds nothing)"),
         (without_checkpoints, "holds no complete checkpoint"),
-        (torn, "it has no manifest.json"),
+        (without_manifest, "it has no manifest.json"),
         (half_written, "was not written to its end"),
         (of_another_model, "is of another model"),
     ],

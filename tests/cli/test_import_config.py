@@ -564,18 +564,18 @@ def test_dataset_keys_in_the_old_layout_say_where_to_move_them(tmp_path):
     older = {"dataset_name": "OpenMathInstruct-2", "prompt_file": "cot.txt"}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"grpo": {}, "data": older}))
     lines = import_config(tmp_path / "theirs.yaml", NEMO_RL).lines
-    told = {line.key: line for line in lines if line.key.startswith("data.")}
-    assert told.keys() == {"data.dataset_name", "data.prompt_file"}
-    assert all(line.outcome == "unsupported" and "move it to data.train" in line.reason for line in told.values())
+    listed = {line.key: line for line in lines if line.key.startswith("data.")}
+    assert listed.keys() == {"data.dataset_name", "data.prompt_file"}
+    assert all(line.outcome == "unsupported" and "move it to data.train" in line.reason for line in listed.values())
 
 
 def test_each_key_of_several_datasets_is_unsupported(tmp_path):
     several = [{"dataset_name": "ResponseDataset", "data_path": "a.jsonl"}, {"dataset_name": "gsm8k"}]
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"grpo": {}, "data": {"train": several}}))
     lines = import_config(tmp_path / "theirs.yaml", NEMO_RL).lines
-    told = {line.key: line.reason for line in lines if line.key.startswith("data.train")}
-    assert sorted(told) == ["data.train.0.data_path", "data.train.0.dataset_name", "data.train.1.dataset_name"]
-    assert all("data.mix" in reason for reason in told.values())
+    listed = {line.key: line.reason for line in lines if line.key.startswith("data.train")}
+    assert sorted(listed) == ["data.train.0.data_path", "data.train.0.dataset_name", "data.train.1.dataset_name"]
+    assert all("data.mix" in reason for reason in listed.values())
 
 
 def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(folder, tmp_path):
@@ -684,9 +684,9 @@ def test_validation_errors_of_the_new_config_are_listed(folder, tmp_path):
     for name in ("theirs.yaml", "open.yaml"):
         result = run(tmp_path / name, "--json")
         assert result.exit_code == 0
-        told = json.loads(result.stdout)
-        assert told["config"]["data"]["train"]["path"] == "???"
-        assert [error.partition(":")[0] for error in told["errors"]] == ["data.train.path"]
+        listed = json.loads(result.stdout)
+        assert listed["config"]["data"]["train"]["path"] == "???"
+        assert [error.partition(":")[0] for error in listed["errors"]] == ["data.train.path"]
 
 
 @pytest.mark.parametrize(

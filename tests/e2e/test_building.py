@@ -26,11 +26,11 @@ def test_ctrl_c_during_startup_ends_the_run_with_a_message(train, tmp_path):
 
 
 def test_a_worker_that_cannot_read_its_model_fails_the_building_with_its_name_and_its_error(train, tmp_path):
-    torn = tmp_path / "model"
-    shutil.copytree(MODEL, torn)
-    weights = torn / "model.safetensors"
+    incomplete = tmp_path / "model"
+    shutil.copytree(MODEL, incomplete)
+    weights = incomplete / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    run = train({"policy": {"model_name": str(torn), "generation": {"model_name": str(MODEL)}}})
+    run = train({"policy": {"model_name": str(incomplete), "generation": {"model_name": str(MODEL)}}})
     code, output = run.wait()
     assert code != 0, output
     status = status_of(tmp_path)

@@ -123,8 +123,8 @@ def test_distillation_works_without_an_environment(teacher, tmp_path):
     steps = metrics_of(tmp_path)
     assert steps[4]["validation/kl_forward"] < steps[0]["validation/kl_forward"]
     assert steps[4]["rollout/rows"] == 32
-    told = {name for numbers in steps.values() for name in numbers}
-    assert not {name for name in told if "reward" in name or "accuracy" in name}
+    recorded = {name for numbers in steps.values() for name in numbers}
+    assert not {name for name in recorded if "reward" in name or "accuracy" in name}
     written = (tmp_path / "runs" / "run" / "rollouts" / "step_000004.jsonl").read_text().splitlines()
     assert [json.loads(line)["turns"] for line in written] == [1] * 32
 

@@ -152,7 +152,7 @@ PLANS = {
 }
 
 
-def learnt_by_a_critic(**fields):
+def train_critic(**fields):
     """Values of rows of several lengths before and after two epochs over them, and the reported metrics."""
     draw = torch.Generator().manual_seed(5)
     lengths, column = torch.randint(7, 13, (8,), generator=draw), torch.arange(12)
@@ -166,21 +166,21 @@ def learnt_by_a_critic(**fields):
     )
     rows["prev_values"] = critic.get_values(rows)["values"]
     rows["returns"] = compute_gae_targets(rows, GAEConfig(bootstrap_truncated=True)).returns
-    told = train_epochs(critic, critic_rows(rows), MseValueLossFn(), passes=2, seed=(1, 1))
+    reported = train_epochs(critic, critic_rows(rows), MseValueLossFn(), passes=2, seed=(1, 1))
     after = critic.get_values(rows)["values"]
     critic.shutdown()
-    return after, told
+    return after, reported
 
 
 def test_a_critic_learns_the_same_in_every_kind_of_microbatch():
-    values, told = learnt_by_a_critic()
-    assert told["num_optimizer_steps"] == 2
+    values, reported = train_critic()
+    assert reported["num_optimizer_steps"] == 2
     assert values.abs().max() > 1e-3
     for plan in PLANS.values():
-        others, found = learnt_by_a_critic(**plan)
+        others, found = train_critic(**plan)
         # Float32 sums in another order, through two steps of Adam.
         assert torch.allclose(others, values, rtol=1e-3, atol=1e-5)
-        for name, number in {"grad_norm": told["grad_norm"], **told["metrics"]}.items():
+        for name, number in {"grad_norm": reported["grad_norm"], **reported["metrics"]}.items():
             assert {"grad_norm": found["grad_norm"], **found["metrics"]}[name] == pytest.approx(number, rel=1e-3, abs=1e-5), (
                 name
             )

@@ -94,7 +94,7 @@ def test_killed_and_interrupted_runs_resume_to_the_result_of_an_uninterrupted_ru
     run.process.wait()
     run.assert_gone()
     held.let_go()
-    told = f"killed after step {at} and {pause:.3f} s"
+    situation = f"killed after step {at} and {pause:.3f} s"
 
     run = held(2)
     run.wait_for(held.waits)
@@ -102,7 +102,7 @@ def test_killed_and_interrupted_runs_resume_to_the_result_of_an_uninterrupted_ru
     os.kill(worker, signal.SIGKILL)
     held.let_go()
     code, output = run.wait()
-    assert code == 1, (told, output)
+    assert code == 1, (situation, output)
     assert "'policy'" in output
     assert "rank 0" in output
     run.assert_gone()
@@ -113,20 +113,20 @@ def test_killed_and_interrupted_runs_resume_to_the_result_of_an_uninterrupted_ru
     run.kill(signal.SIGINT)
     held.let_go()
     code, output = run.wait()
-    assert code == 130, (told, output)
+    assert code == 130, (situation, output)
     run.assert_gone()
     done = newest_step(tmp_path)
     assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{done:06d}").is_dir(), output
 
     run = held(9)
     code, output = run.wait()
-    assert code == 0, (told, output)
+    assert code == 0, (situation, output)
     assert f"{done} steps done" in output
     run.assert_gone()
     code, output = never_stopped.wait()
     assert code == 0, output
     never_stopped.assert_gone()
-    assert metrics_of(tmp_path) == metrics_of(never_stopped.folder), told
+    assert metrics_of(tmp_path) == metrics_of(never_stopped.folder), situation
 
 
 def test_resuming_with_another_config_needs_a_flag_but_a_longer_run_does_not(train_here, tmp_path):

@@ -212,11 +212,11 @@ def test_grpo_follows_the_reward_model_and_its_rewards_are_the_models_own_values
     last = steps[10]
     assert last["reward/mean"] == pytest.approx(2.0 * (last["env/reward_model/score_mean"] + 0.5), abs=1e-4)
     assert last["env/reward_model/cut_frac"] == 0.0
-    told = [
+    logged = [
         json.loads(line) for line in (tmp_path / "runs" / "run" / "rollouts" / "step_000010.jsonl").read_text().splitlines()
     ]
-    scores = torch.tensor([row["reward"] / 2.0 - 0.5 for row in told])
-    torch.testing.assert_close(scores, last_scores(judge, [row["messages"] for row in told]), rtol=0, atol=1e-5)
+    scores = torch.tensor([row["reward"] / 2.0 - 0.5 for row in logged])
+    torch.testing.assert_close(scores, last_scores(judge, [row["messages"] for row in logged]), rtol=0, atol=1e-5)
 
 
 def test_the_environment_scores_as_the_policy_side_does(judge):

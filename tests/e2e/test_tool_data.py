@@ -114,6 +114,6 @@ def test_a_template_without_tool_support_fails_before_workers_start_if_any_row_h
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "rows.jsonl:7: the chat template leaves out the functions that a row offers" in told
-    assert "policy.tokenizer.chat_template" in told
+    errors = " ".join(capsys.readouterr().err.split())
+    assert "rows.jsonl:7: the chat template leaves out the functions that a row offers" in errors
+    assert "policy.tokenizer.chat_template" in errors

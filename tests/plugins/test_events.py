@@ -21,9 +21,9 @@ def manager_with(**plugins):
 
 def test_a_hook_gets_the_arguments_that_it_names():
     seen = []
-    manager = manager_with(acme=lambda metrics, step: seen.append((step, metrics)), zeta=lambda: seen.append("told"))
+    manager = manager_with(acme=lambda metrics, step: seen.append((step, metrics)), zeta=lambda: seen.append("called"))
     manager.call_event("rlcore_step_finished", run=None, step=3, metrics={"reward/mean": 0.5})
-    assert seen == ["told", (3, {"reward/mean": 0.5})]
+    assert seen == ["called", (3, {"reward/mean": 0.5})]
 
 
 def test_a_raising_hook_is_attributed_after_all_hooks_ran():
@@ -55,7 +55,7 @@ def test_several_raising_hooks_are_all_named():
 def test_hooks_of_failed_plugins_are_not_called():
     seen = []
     module = types.ModuleType("acme")
-    module.rlcore_step_finished = hookimpl(lambda: seen.append("told"))
+    module.rlcore_step_finished = hookimpl(lambda: seen.append("called"))
     module.rlcore_polices = hookimpl(lambda: [])
     manager = PluginManager()
     manager.add("acme", lambda: module, distribution="acme-rl", version="2.1")

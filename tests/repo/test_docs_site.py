@@ -170,9 +170,9 @@ def test_a_broken_link_fails_the_build(copy):
     (copy / "mkdocs.yml").write_text(settings.replace("other.md]", "other.md, lost.md]"))
     done = build(copy, copy / "site")
     assert done.returncode != 0
-    told = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     expected = [*complaints.values(), "'lost.md' is included in the 'nav' configuration, which is not found", "- orphan.md"]
-    assert [complaint for complaint in expected if complaint not in told] == []
+    assert [complaint for complaint in expected if complaint not in output] == []
 
 
 def test_a_name_that_the_code_does_not_have_fails_the_build(copy):

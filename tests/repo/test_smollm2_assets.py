@@ -23,11 +23,11 @@ def test_the_scripts_write_the_files_of_the_repository(tmp_path):
 
 def test_no_held_out_problem_is_in_the_training_data():
     for kind, key in (("conversations", "messages"), ("preferences", "prompt")):
-        taught, held_out = (
+        trained, held_out = (
             {json.dumps(row[key] if key == "prompt" else row[key][0]) for row in rows(ASSETS / kind / f"{split}.jsonl")}
             for split in ("train", "validation")
         )
-        assert (len(taught), len(held_out), taught & held_out) == (200, 64, set())
+        assert (len(trained), len(held_out), trained & held_out) == (200, 64, set())
 
 
 def test_no_held_out_sum_is_in_the_training_data_in_either_order_or_the_worked_example():

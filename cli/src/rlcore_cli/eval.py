@@ -69,8 +69,8 @@ def evaluate(
         ks=ks,
         reward_above=reward_above,
     )
-    with _progress() as told:
-        evaluated = plan.evaluate(told)
+    with _progress() as report:
+        evaluated = plan.evaluate(report)
     _print_head(evaluated, plan)
     _print_scores(evaluated.passes)
     path = json_file if json_file is not None else default_path(plan)
@@ -120,12 +120,12 @@ def _progress() -> Iterator[Told]:
     with Progress(*columns, console=console) as progress:
         bars = {}
 
-        def told(name: str, done: int, of: int) -> None:
+        def report(name: str, done: int, of: int) -> None:
             if name not in bars:
                 bars[name] = progress.add_task(name, total=of)
             progress.update(bars[name], completed=done)
 
-        yield told
+        yield report
 
 
 def _print_head(evaluated: Evaluated, plan: EvaluationPlan) -> None:

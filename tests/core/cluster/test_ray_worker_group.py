@@ -158,7 +158,7 @@ def test_an_error_names_rank_method_and_host_and_carries_the_original_traceback(
 
 def test_rlcore_errors_keep_their_exit_code_and_unpicklable_errors_their_text(square):
     with pytest.raises(WorkerError) as caught:
-        square.run_one("raise_on", 1, CheckpointError("torn"), rank=1)
+        square.run_one("raise_on", 1, CheckpointError("incomplete"), rank=1)
     assert caught.value.exit_code == CheckpointError.exit_code == 2
     with pytest.raises(WorkerError, match="1 and 2"):
         square.run_one("raise_unpicklable")

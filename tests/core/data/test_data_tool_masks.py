@@ -84,12 +84,12 @@ HERMES = (
 def llama(log: list[dict], tools: list[dict]) -> Segments:
     """One call per message, results as JSON in an `ipython` turn, tools in the first user turn."""
     segments: Segments = [("<|begin_of_text|>", False)]
-    told = not tools
+    shown = not tools
     for message in log:
         role, text = message["role"], message["content"].strip()
-        if role == "user" and not told:
+        if role == "user" and not shown:
             text = "Answer with a call.\n" + "".join(as_json(tool, indent=4) + "\n" for tool in tools) + text
-            told = True
+            shown = True
         if role == "tool":
             role, text = "ipython", as_json(message["content"])
         for call in calls_of(message):
@@ -102,7 +102,7 @@ def llama(log: list[dict], tools: list[dict]) -> Segments:
 
 
 LLAMA = (
-    "{{ '<|begin_of_text|>' }}{% set told = namespace(done=not tools) %}{% for m in messages %}"
+    "{{ '<|begin_of_text|>' }}{% set shown = namespace(done=not tools) %}{% for m in messages %}"
     "{% if m['role'] == 'tool' %}{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' + m['content'] | tojson + '<|eot_id|>' }}"
     "{% elif 'tool_calls' in m %}"
     "{% if m['tool_calls'] | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
@@ -110,7 +110,7 @@ LLAMA = (
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n{\"name\": \"' + call['name'] + '\", \"parameters\": ' }}"
     "{{ call['arguments'] | tojson }}{{ '}<|eot_id|>' }}"
     "{% else %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
-    "{% if m['role'] == 'user' and not told.done %}{% set told.done = true %}{{ 'Answer with a call.\n' }}"
+    "{% if m['role'] == 'user' and not shown.done %}{% set shown.done = true %}{{ 'Answer with a call.\n' }}"
     "{% for tool in tools %}{{ tool | tojson(indent=4) + '\n' }}{% endfor %}{% endif %}"
     "{{ m['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"

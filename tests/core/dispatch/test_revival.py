@@ -123,10 +123,10 @@ def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(en
     assert now[1] != second
     assert not lives(second)
     said = [record.getMessage() for record in caplog.records]
-    told = "\n".join(said)
-    assert f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {second} is dead" in told
+    printed = "\n".join(said)
+    assert f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {second} is dead" in printed
     assert "12 of 24 rows of the generation call are sampled again" in said
-    assert "initial weights, like the others" in told
+    assert "initial weights, like the others" in printed
 
     for rank in range(2):
         condemn(tmp_path, "generate", rank)
@@ -176,15 +176,17 @@ def test_a_refit_that_sends_nothing_to_a_new_replica_is_rejected(engine, policy,
         one.generate(prompts())
 
 
-FULL = pytest.mark.full("an engine that is told how to refit dies over the canary in make test")
+FULL = pytest.mark.full("an engine with a refit function dies during the canary in make test")
 
 
-@pytest.mark.parametrize("told", [True, pytest.param(False, marks=FULL)], ids=["told how to refit", "refitted from outside"])
-def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy, tmp_path, told):
+@pytest.mark.parametrize(
+    "has_refit", [True, pytest.param(False, marks=FULL)], ids=["with a refit function", "refitted from outside"]
+)
+def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy, tmp_path, has_refit):
     one = engine(replicas=1)
     canary = make_canary(range(5, 15), num_receivers=1, max_length=12, exact=True)
     sync = synchronizer(policy, one, canary=lambda: canary)
-    if told:
+    if has_refit:
         one.refit_with(sync.sync)
     condemn(tmp_path, "generate", 0)
     assert sync.sync()["refit/canary_error"] < 1e-4

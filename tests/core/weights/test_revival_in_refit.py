@@ -29,7 +29,7 @@ LIMIT_S = 120.0
 """Far below the deadline of a refit and the 600 s that a broadcast may take; a restart takes 4 s on a quiet machine."""
 
 
-def die_if_told(verb, rank):
+def die_if_requested(verb, rank):
     """Kill this process in the call named by a file: `<verb>-<rank>` contains the number of the call."""
     path = Path(os.environ[FOLDER]) / f"{verb}-{rank}"
     if not path.exists():
@@ -44,33 +44,33 @@ def die_if_told(verb, rank):
 
 class MortalPolicy(TinyPolicy):
     def iter_weights(self, names=None):
-        die_if_told("gather", self.context.rank)
+        die_if_requested("gather", self.context.rank)
         yield from super().iter_weights(names)
 
 
 class MortalEngine(TinyEngine):
     def prepare_refit_info(self, info):
-        die_if_told("prepare_refit_info", self.context.rank)
+        die_if_requested("prepare_refit_info", self.context.rank)
         return super().prepare_refit_info(info)
 
     def init_collective(self, *args, **kwargs):
-        die_if_told("init_collective", self.context.rank)
+        die_if_requested("init_collective", self.context.rank)
         super().init_collective(*args, **kwargs)
 
     def load_weights(self, tensors):
-        die_if_told("load_weights", self.context.rank)
+        die_if_requested("load_weights", self.context.rank)
         super().load_weights(tensors)
 
     def get_weight_version(self):
-        die_if_told("get_weight_version", self.context.rank)
+        die_if_requested("get_weight_version", self.context.rank)
         return super().get_weight_version()
 
     def weight_fingerprint(self):
-        die_if_told("weight_fingerprint", self.context.rank)
+        die_if_requested("weight_fingerprint", self.context.rank)
         return super().weight_fingerprint()
 
     def invalidate_kv_cache(self):
-        die_if_told("invalidate_kv_cache", self.context.rank)
+        die_if_requested("invalidate_kv_cache", self.context.rank)
         return super().invalidate_kv_cache()
 
 

@@ -80,7 +80,7 @@ def test_critic_and_policy_can_use_different_lambdas():
     assert torch.equal(adaptive[1], compute_gae_targets(two_turns(), GAEConfig(lam=0.0, **PLAIN)).advantages[1])
 
 
-class Told:
+class RecordingModel:
     """A model that records the rows it gets and takes two optimizer steps per call."""
 
     def __init__(self):
@@ -109,7 +109,7 @@ class Told:
 
 def test_each_epoch_is_one_call_with_an_order_from_seed_and_step():
     rows = BatchedDataDict(input_ids=torch.arange(8).reshape(8, 1))
-    one, again, other = Told(), Told(), Told()
+    one, again, other = RecordingModel(), RecordingModel(), RecordingModel()
     found = train_epochs(one, rows, ClippedPGLossFn(), passes=3, seed=(5, 2))
     assert one.calls == ["prepare", "train", "train", "train", "finish"]
     assert found == {

@@ -109,8 +109,8 @@ def test_each_divergence_is_its_definition_token_by_token(form, beyond, token_le
     expected = sum(of_all) / len(of_all) if token_level else sum(sum(row) / len(row) for row in rows) / len(rows)
     torch.testing.assert_close(found.double(), torch.tensor(expected).double(), **CLOSE)
     for name, kind in (("kl_forward", "forward"), ("kl_reverse", "reverse")):
-        told = [by_hand(p[r][t], q[r][t], kind, beyond) for r, places in trained(batch) for t in places]
-        assert float(metrics[f"distillation/{name}"]) == pytest.approx(sum(told) / len(told), rel=1e-5, abs=2e-6)
+        values = [by_hand(p[r][t], q[r][t], kind, beyond) for r, places in trained(batch) for t in places]
+        assert float(metrics[f"distillation/{name}"]) == pytest.approx(sum(values) / len(values), rel=1e-5, abs=2e-6)
 
 
 def test_candidate_metrics_equal_their_definitions():

@@ -71,9 +71,9 @@ def test_every_validation_asks_the_same_first_prompts_with_the_same_seeds(evalua
 
 
 def test_progress_counts_the_prompts_that_are_done(evaluation_of):
-    told = []
-    evaluation_of(["a"], samples=3).play(told.append)
-    assert told == [2, 4, 5]
+    progress = []
+    evaluation_of(["a"], samples=3).play(progress.append)
+    assert progress == [2, 4, 5]
 
 
 def test_scores_of_two_prompts_worked_by_hand(evaluation_of, tokenizer):

@@ -80,14 +80,14 @@ def test_steps_with_dataset_answers_train_on_them_and_have_no_trajectory(source,
 
 
 def test_a_resume_continues_with_the_next_rows_of_both_sources(source):
-    def told(steps):
+    def batches_of(steps):
         return [
             (r.metrics["rollout/sampled"], r.batch["drawn"] if r.metrics["rollout/sampled"] else r.batch["input_ids"].tolist())
             for r in steps
         ]
 
     never_stopped = source(0.5)
-    whole = told(never_stopped.next_batch(step) for step in range(1, 21))
+    whole = batches_of(never_stopped.next_batch(step) for step in range(1, 21))
     assert {sampled for sampled, _ in whole[:9]} == {sampled for sampled, _ in whole[9:]} == {0.0, 1.0}
     first = source(0.5)
     for step in range(1, 10):
@@ -95,4 +95,4 @@ def test_a_resume_continues_with_the_next_rows_of_both_sources(source):
     state = json.loads(json.dumps(first.state_dict()))
     resumed = source(0.5)
     resumed.load_state_dict(state)
-    assert told(resumed.next_batch(step) for step in range(10, 21)) == whole[9:]
+    assert batches_of(resumed.next_batch(step) for step in range(10, 21)) == whole[9:]

@@ -55,7 +55,7 @@ def test_a_run_reports_its_start_time_and_at_the_end_its_duration(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         (NonFiniteError("the loss is NaN"), {"state": "failed", "during": "train", "error": "the loss is NaN"}),
         (KeyError("lr"), {"state": "failed", "during": "train", "error": "KeyError: 'lr'"}),
@@ -64,11 +64,11 @@ def test_a_run_reports_its_start_time_and_at_the_end_its_duration(tmp_path):
         (RunInterrupted(3, saved=True), {"state": "interrupted", "during": "train"}),
     ],
 )
-def test_the_status_of_an_ended_run_has_its_phase_and_error_message(tmp_path, error, told):
+def test_the_status_of_an_ended_run_has_its_phase_and_error_message(tmp_path, error, reported):
     with suppress(BaseException), Status(tmp_path, since=time.perf_counter()) as status:
         status.attend({}, phase=lambda: "train", steps=7)
         raise error
-    assert read(tmp_path).items() >= told.items()
+    assert read(tmp_path).items() >= reported.items()
     assert "steps" not in read(tmp_path)
 
 
@@ -91,7 +91,7 @@ def launch(tmp_path):
     return start
 
 
-def told(folder):
+def reported(folder):
     """The status, and its report."""
     run = read_run_folder(folder)
     ending = ending_of(run)
@@ -106,7 +106,7 @@ def test_missing_data_columns_are_recorded_in_the_status_of_the_run_folder(launc
     rows.write_text("\n".join(map(json.dumps, (good, {"frage": "1+2=", "expected_answer": "3"}))))
     with pytest.raises(DataError):
         launch({"data": {"train": {"dataset_name": "jsonl", "path": str(rows)}}})
-    status, ending = told(tmp_path / "runs" / "run")
+    status, ending = reported(tmp_path / "runs" / "run")
     assert (status["state"], status["during"]) == ("failed", "building")
     assert "question" in status["error"]
     assert "frage" in status["error"]
@@ -115,13 +115,13 @@ def test_missing_data_columns_are_recorded_in_the_status_of_the_run_folder(launc
 
 
 def test_an_incomplete_model_folder_fails_startup_and_names_the_policy(launch, tmp_path):
-    torn = tmp_path / "model"
-    shutil.copytree(MODEL, torn)
-    weights = torn / "model.safetensors"
+    incomplete = tmp_path / "model"
+    shutil.copytree(MODEL, incomplete)
+    weights = incomplete / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     with pytest.raises(RLCoreError):
-        launch({"policy": {"backend": "hf", "model_name": str(torn), "max_total_sequence_length": 16}})
-    status, ending = told(tmp_path / "runs" / "run")
+        launch({"policy": {"backend": "hf", "model_name": str(incomplete), "max_total_sequence_length": 16}})
+    status, ending = reported(tmp_path / "runs" / "run")
     assert (status["state"], status["during"]) == ("failed", "building")
     assert "'policy'" in status["error"]
     assert ending.state == "failed"
@@ -132,7 +132,7 @@ def test_a_run_that_breaks_in_a_step_names_the_phase(launch, tmp_path):
     policy = {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16, "optimizer": too_much}
     with pytest.raises(NonFiniteError):
         launch({"policy": policy, "sft": {"max_num_steps": 4, "global_batch_size": 2}})
-    status, ending = told(tmp_path / "runs" / "run")
+    status, ending = reported(tmp_path / "runs" / "run")
     assert (status["state"], status["during"]) == ("failed", "train")
     assert ending.sentence.startswith("Failed in phase train, after ")
 

@@ -100,8 +100,8 @@ class GradingPool:
             return []
         idle = self._started()
         with ThreadPoolExecutor(min(self._num_processes, len(distinct)), thread_name_prefix="grade") as threads:
-            verdicts = list(threads.map(lambda question: self._grade_one(question, idle), distinct))
-        found = dict(zip(distinct, verdicts, strict=True))
+            results = list(threads.map(lambda question: self._grade_one(question, idle), distinct))
+        found = dict(zip(distinct, results, strict=True))
         return [found[question] for question in questions]
 
     def process_ids(self) -> list[int]:
