@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from rl_backends_hf.master_weights import MasterWeights
-from rl_backends_hf.training_state import TrainingState, _room_for
+from rl_backends_hf.training_state import TrainingState, _empty_like_stored
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
@@ -38,7 +38,7 @@ def test_step_counts_are_on_the_device_that_the_optimizer_expects(options, count
 @pytest.mark.parametrize("on_device", [True, False])
 def test_step_counts_are_loaded_to_the_device_that_the_optimizer_expects(on_device):
     stored = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([]), [])
-    room = _room_for(stored, torch.nn.Parameter(torch.empty(2, 3, device="meta")), counts_on_device=on_device)
+    room = _empty_like_stored(stored, torch.nn.Parameter(torch.empty(2, 3, device="meta")), counts_on_device=on_device)
     assert room.device.type == ("meta" if on_device else "cpu")
 
 

@@ -208,7 +208,7 @@ def test_a_checkpoint_of_adapters_and_head_becomes_a_whole_classifier(parts, cla
     for _ in range(3):
         worker.train(rows, parts.SquaredValues(), counts=parts.counts_of(rows))
     worker.save_checkpoint(tmp_path / "w", None)
-    policy = worker._config.model_dump(mode="json")
+    policy = worker.config.model_dump(mode="json")
     to_folder(Conversion(source=tmp_path / "w", output=tmp_path / "whole", policy=policy, merge=True))
     with torch.no_grad():
         merged = plain_values(plain(tmp_path / "whole"), rows)
@@ -328,9 +328,9 @@ def test_language_model_methods_are_errors_with_a_scalar_head(parts, model_folde
     for call in (policy.get_logprobs, policy.get_reference_policy_logprobs):
         with pytest.raises(NotSupportedError, match="head: scalar"):
             call(rows)
-    with pytest.raises(WorkerError, match="samples nothing"):
+    with pytest.raises(WorkerError, match="cannot generate text"):
         policy.generate(rows)
-    with pytest.raises(WorkerError, match="no weights for an engine"):
+    with pytest.raises(WorkerError, match="no weights for a generation engine"):
         policy.prepare_refit_info()
     tokens = HuggingFacePolicy(config=parts.make_config(model_folder("llama")))
     with pytest.raises(NotSupportedError, match="gives no values"):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
+from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.model import DTYPES, is_quantized, load_model
 from rl_backends_hf.sampler import Sampler, SamplerSettings
-from rl_backends_hf.weights_folder import find_tokenizer
 from rl_core.config.schema import TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.tokenizer import find_tokenizer
 from rl_core.errors import ConfigError, NotSupportedError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GenerationWorker
@@ -47,7 +47,9 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         self._sampler = Sampler(
             self._model,
             settings=SamplerSettings.from_config(self._config),
-            tokenizer=_tokenizer(self._config, self._config.model_name),
+            tokenizer=find_tokenizer(
+                self._config.model_name, options.tokenizer or TokenizerConfig(), trust_remote_code=options.trust_remote_code
+            ),
             # With the same seed, all replicas would sample the same rows.
             seed=options.seed * 1_000_003 + self.context.rank,
         )
@@ -96,15 +98,3 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
 
     def shutdown(self) -> None:
         self.leave_refit()
-
-
-def _tokenizer(config: HFGenerationConfig, model_name: str) -> Any:
-    """The tokenizer, or None if the model's folder has none and the config does not name one."""
-    options = config.hf_cfg
-    return find_tokenizer(
-        HFPolicyConfig(
-            model_name=model_name,
-            tokenizer=options.tokenizer or TokenizerConfig(),
-            hf_cfg=HFConfig(trust_remote_code=options.trust_remote_code),
-        )
-    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,7 +22,8 @@ from transformers import (
 from rl_backends_hf.config import HFModelConfig
 from rl_backends_hf.scalar_head import init_missing_head, prepare_head
 from rl_backends_hf.static_checks import NEEDS_BITSANDBYTES, NEEDS_FLASH_ATTN
-from rl_core.errors import NotSupportedError, UserError
+from rl_core.data.hub import ask_hub
+from rl_core.errors import DataError, NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
 from rl_core.training.heads import Head
 
@@ -30,8 +31,6 @@ _log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTO_CLASSES: Mapping[Head, Any] = {"tokens": AutoModelForCausalLM, "scalar": AutoModelForSequenceClassification}
-
-_HUB_TIMEOUT_S = 10.0
 
 # Progress bars of several workers would garble the run's log.
 transformers.utils.logging.disable_progress_bar()
@@ -218,21 +217,15 @@ def _locate(name: str) -> dict[str, Any]:
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
         raise UserError(f"The folder {name} does not exist (looked at {path.absolute()}). Check `model_name`.")
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-        _check_hub(name)
+        try:
+            ask_hub(name)
+        except DataError as error:
+            raise UserError(
+                f"Model {name!r} not found: there is no folder {Path(name).absolute()}, it is not in the hub's cache, and "
+                f"{error}. Give the path of a model folder or .gguf file, or connect to the hub (HF_ENDPOINT selects another "
+                "hub, HF_TOKEN gives access to gated models)."
+            ) from error
     return {"pretrained_model_name_or_path": name}
-
-
-def _check_hub(name: str) -> None:
-    """One request with a short timeout; Transformers itself retries an unreachable hub for most of a minute."""
-    api = HfApi()
-    try:
-        api.model_info(name, timeout=_HUB_TIMEOUT_S)
-    except Exception as error:
-        raise UserError(
-            f"Model {name!r} not found: there is no folder {Path(name).absolute()}, it is not in the hub's cache, and "
-            f"{api.endpoint} failed with {type(error).__name__}: {error}. Give the path of a model folder or .gguf file, or "
-            "connect to the hub (HF_ENDPOINT selects another hub, HF_TOKEN gives access to gated models)."
-        ) from error
 
 
 def _load_config(name: str, where: Mapping[str, Any], options: HFModelConfig) -> PretrainedConfig:

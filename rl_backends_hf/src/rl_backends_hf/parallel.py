@@ -84,11 +84,6 @@ class Parallel(ABC):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return flag
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.world_size > 1:
-            dist.barrier()
-
 
 class Replicate(Parallel):
     """Every rank holds the full model."""

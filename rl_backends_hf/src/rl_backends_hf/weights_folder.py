@@ -10,10 +10,8 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.model import AUTO_CLASSES
 from rl_backends_hf.parallel import fill, whole
-from rl_core.data.tokenizer import load_tokenizer_if_there
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.training.heads import Head
@@ -158,29 +156,3 @@ def _check_same_model(
             raise CheckpointError(
                 f"{folder} has a different model: {name} is {tuple(saved[name].shape)} there and {tuple(tensor.shape)} here."
             )
-
-
-def save_tokenizer(config: HFPolicyConfig, folder: Path) -> None:
-    """Write the tokenizer's files next to the weights; does nothing if the model has no tokenizer.
-
-    Raises:
-        UserError: the configured tokenizer cannot be loaded.
-    """
-    tokenizer = find_tokenizer(config)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def find_tokenizer(config: HFPolicyConfig) -> Any:
-    """The policy's tokenizer, or None if its model's folder has none and the config does not name one.
-
-    Raises:
-        UserError: there should be one, but it cannot be loaded.
-    """
-    return load_tokenizer_if_there(
-        config.model_name,
-        tokenizer_name=config.tokenizer.name,
-        chat_template=config.tokenizer.chat_template,
-        chat_template_kwargs=config.tokenizer.chat_template_kwargs,
-        trust_remote_code=config.hf_cfg.trust_remote_code,
-    )

@@ -166,5 +166,5 @@ def test_a_config_trains_on_a_hub_dataset_and_an_unknown_name_is_a_user_error(hu
 def test_a_model_of_a_hub_that_does_not_answer_is_one_quick_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint="http://127.0.0.1:9"))
-    with pytest.raises(DataError, match=r"nobody/none-such.*127\.0\.0\.1:9 answered.*HF_HUB_OFFLINE=1"):
+    with pytest.raises(DataError, match=r"nobody/none-such.*127\.0\.0\.1:9 failed with.*HF_HUB_OFFLINE=1"):
         load_tokenizer("nobody/none-such")

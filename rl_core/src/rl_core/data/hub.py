@@ -1,4 +1,4 @@
-"""Asks the model hub once, quickly, before libraries that would retry an unreachable one for a minute; imports no torch."""
+"""Queries the model hub once, with a short timeout, because libraries retry an unreachable hub for a minute."""
 
 from __future__ import annotations
 
@@ -13,36 +13,50 @@ _log = logging.getLogger("rlcore")
 
 
 def refuse_unreachable(name: str, *, file: str) -> None:
-    """Refuse the name of a model that is neither cached nor on a hub that answers; paths are not looked at.
+    """Refuse the name of a model that is neither cached nor available on the hub; paths are not checked.
 
-    A hub that does not answer is only a warning for a model that is in the cache.
+    If the hub does not respond and the model is cached, this only logs a warning.
 
     Args:
         name: As `from_pretrained` takes it.
-        file: A file of the model that the cache would hold.
+        file: A file of the model that is in the cache if the model is.
 
     Raises:
-        DataError: The hub does not answer, or has no such model.
+        DataError: The hub does not respond, or has no such model.
     """
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
 
     if not _is_name(name) or constants.HF_HUB_OFFLINE:
         return
+    try:
+        ask_hub(name)
+    except DataError as error:
+        if isinstance(try_to_load_from_cache(name, file), str):
+            _log.warning("%s. %s is read from the cache; HF_HUB_OFFLINE=1 skips the attempts to connect", error, name)
+            return
+        raise DataError(
+            f"{name!r} is neither a folder nor in the hub's cache, and {error}. Give the path of a model folder, or connect "
+            "to the hub. Without network, HF_HUB_OFFLINE=1 uses cached models at once (HF_ENDPOINT selects another hub, "
+            "HF_TOKEN gives access to gated models)"
+        ) from error
+
+
+def ask_hub(name: str) -> None:
+    """Ask the hub for a model, once.
+
+    Raises:
+        DataError: The hub does not respond, or has no such model; the text is a clause that a caller's message contains.
+    """
+    from huggingface_hub import HfApi
+
     api = HfApi()
     try:
         api.model_info(name, timeout=TIMEOUT_S)
     except Exception as error:
-        answer = f"{api.endpoint} answered: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if isinstance(try_to_load_from_cache(name, file), str):
-            _log.warning("%s. %s is read from the cache; HF_HUB_OFFLINE=1 skips the attempts to connect", answer, name)
-            return
-        raise DataError(
-            f"{name!r} is neither a folder nor in the hub's cache, and {answer}. Give the path of a model folder, or connect "
-            "to the hub. Without network, HF_HUB_OFFLINE=1 uses cached models at once (HF_ENDPOINT names another hub, HF_TOKEN "
-            "opens gated models)"
-        ) from error
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise DataError(f"{api.endpoint} failed with {type(error).__name__}: {reason}") from error
 
 
 def _is_name(name: str) -> bool:
-    """Whether it can only be the name of a model of the hub: `owner/model` or `model`, and no such path."""
+    """Whether it is the name of a model on the hub: `owner/model` or `model`, and not an existing path."""
     return not Path(name).expanduser().exists() and name.count("/") <= 1 and not name.startswith((".", "/", "~"))

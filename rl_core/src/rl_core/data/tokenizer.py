@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.policy_sections import PolicyConfig
+from rl_core.config.policy_sections import PolicyConfig, TokenizerConfig
 from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.data.hub import refuse_unreachable
 from rl_core.errors import DataError
@@ -110,6 +110,17 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
         policy.tokenizer.name or policy.model_name,
         chat_template=policy.tokenizer.chat_template,
         chat_template_kwargs=policy.tokenizer.chat_template_kwargs,
+    )
+
+
+def find_tokenizer(model_name: str | Path, section: TokenizerConfig, *, trust_remote_code: bool) -> Any:
+    """`load_tokenizer_if_there` with the settings of a section `tokenizer`."""
+    return load_tokenizer_if_there(
+        model_name,
+        tokenizer_name=section.name,
+        chat_template=section.chat_template,
+        chat_template_kwargs=section.chat_template_kwargs,
+        trust_remote_code=trust_remote_code,
     )
 
 

@@ -1,1 +1,1 @@
-"""What a policy worker of any backend does alike: cut a batch, build what the config names, tell of a step; knows no model."""
+"""Shared code of policy workers: their base class, microbatches, optimizer and schedule settings, training-state files."""

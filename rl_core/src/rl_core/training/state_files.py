@@ -1,0 +1,65 @@
+"""The files of a policy's training state: reads them without executing anything, and explains damaged or unwritten files."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rl_core.errors import CheckpointError, CheckpointWriteError
+
+DAMAGE_ERRORS: Final = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    pickle.UnpicklingError,
+)
+"""What torch and Megatron raise for damaged files."""
+TRAINER_FILE: Final = "trainer.pt"
+"""File of rank 0 with the weight version, the schedule and the format number."""
+
+
+def read_trainer_file(folder: Path, *, expected_format: int) -> dict[str, Any]:
+    """The content of `trainer.pt`.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or has another format number.
+    """
+    values = read_state_file(folder / TRAINER_FILE)
+    if values.get("format") != expected_format:
+        raise CheckpointError(
+            f"{folder} was written in format {values.get('format')}; this version reads format {expected_format}."
+        )
+    return values
+
+
+def read_state_file(path: Path) -> dict[str, Any]:
+    """A mapping that `torch.save` wrote; nothing in the file is executed.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    try:
+        found: Any = torch.load(path, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist, so there is no training state to continue from.") from error
+    except Exception as error:  # a damaged file raises anything
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: it contains {type(found).__name__} instead of a mapping.")
+    values: dict[str, Any] = found
+    return values
+
+
+def write_error(folder: Path, error: CheckpointException) -> CheckpointWriteError:
+    """The error for a training state that torch could not write; torch's own text omits the reasons."""
+    reasons = [f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()]
+    return CheckpointWriteError(f"The training state could not be written to {folder}: {'; '.join(reasons)}")
