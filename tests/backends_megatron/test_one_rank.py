@@ -108,7 +108,7 @@ def test_weights_under_the_wrong_name_or_shape_are_refused(policy, models, tmp_p
     other = tmp_path / "other"
     shutil.copytree(models / "qwen3", other)
     for folder, says in (
-        (tmp_path / "absent", "holds no config.json"),
+        (tmp_path / "absent", "has no config.json"),
         (other, "of another model: a qwen3, not a llama"),
     ):
         with pytest.raises(CheckpointError, match=says):

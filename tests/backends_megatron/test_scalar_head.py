@@ -116,7 +116,10 @@ def test_a_critic_scores_no_tokens_samples_nothing_and_sends_no_weights(policy):
     for ask in (made.get_logprobs, made.get_reference_policy_logprobs):
         with pytest.raises(NotSupportedError, match="head: scalar"):
             ask(cases.make_rows())
-    for ask, says in ((lambda: made.generate(cases.make_prompts()), "samples nothing"), (made.prepare_refit_info, "an engine")):
+    for ask, says in (
+        (lambda: made.generate(cases.make_prompts()), "cannot generate text"),
+        (made.prepare_refit_info, "a generation engine"),
+    ):
         with pytest.raises(Exception, match=says) as error:
             ask()
         assert isinstance(error.value.__cause__, NotSupportedError)

@@ -1,16 +1,14 @@
-"""One rank of the Megatron policy: scores, steps, saves and hands on its weights; knows no other replica's rows."""
+"""One rank of the Megatron policy: scoring, optimizer steps, checkpoints, and weights for engines."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rl_backends_megatron import training_state
 from rl_backends_megatron.config import MegatronPolicyConfig
@@ -25,207 +23,162 @@ from rl_backends_megatron.reference import ReferencePolicy
 from rl_backends_megatron.scalar_head import describe_classifier
 from rl_backends_megatron.scoring import Head, LogprobHead, ValueHead, forward
 from rl_backends_megatron.step import optimizer_step
-from rl_backends_megatron.tokenizer_files import find_tokenizer
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import CheckpointError, NotSupportedError
+from rl_core.data.tokenizer import find_tokenizer
+from rl_core.errors import CheckpointError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
-from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.interfaces.worker import GlobalCounts, StepResult
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.training.finite import first_non_finite
 from rl_core.training.heads import refuse_other_head
+from rl_core.training.policy_worker import PolicyWorkerBase
 from rl_core.weights.manifest import dtype_name
-from rl_core.weights.source import WeightSource
-
-_Told = Callable[[torch.Tensor, ModelInput], Mapping[str, torch.Tensor]]
-"""What is told of a microbatch, from what the model ends in."""
 
 
-class MegatronPolicyWorker(WeightSource, PolicyWorker):
+class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
     """One rank of a policy on Megatron-Core.
 
     Args:
-        context: rank, meeting point and device.
+        context: rank, rendezvous address and device.
         config: the section `policy`.
     """
 
     def __init__(self, context: WorkerContext, config: MegatronPolicyConfig) -> None:
-        self.context = context
-        self._config = config
-        self._temperature = config.scoring_temperature
+        super().__init__(context, config)
         self._reference: ReferencePolicy | None = None
         self._sampler: Any = None
 
-    def setup(self) -> Mapping[str, Any]:
-        if not self.context.run_in_process:
-            torch.set_num_threads(self.context.num_threads)
-        self._ranks: Ranks = join(self.context, self._config.megatron_cfg)
-        self._model: LoadedModel = build_model(self._config, self._ranks)
+    def load(self) -> Mapping[str, Any]:
+        self._ranks: Ranks = join(self.context, self.config.megatron_cfg)
+        self._model: LoadedModel = build_model(self.config, self._ranks)
         with cpu_shim():
-            frozen = self._config.frozen
-            self._trainable = FrozenModel(self._model.chunks) if frozen else TrainableModel(self._model.chunks, self._config)
+            frozen = self.config.frozen
+            self._trainable = FrozenModel(self._model.chunks) if frozen else TrainableModel(self._model.chunks, self.config)
         self._model.load_initial_weights(self._trainable.set_weight)
-        self._microbatcher = Microbatcher(self._config, self._ranks)
+        self._microbatcher = Microbatcher(self.config, self._ranks)
         self._head = self._make_head()
-        numbers = [torch.Size(shape).numel() for shape in self._model.bridge.manifest.values()]
+        sizes = [torch.Size(shape).numel() for shape in self._model.bridge.manifest.values()]
         return {
-            "num_parameters": sum(numbers),
+            "num_parameters": sum(sizes),
             "device": str(self._ranks.device),
             "vocab_size": self._model.vocab_size,
         }
 
-    def get_logprobs(self, data: BatchedDataDict[Any], *, reference: bool = False) -> BatchedDataDict[Any]:
-        scene = self._reference_policy().on_device() if reference else nullcontext(self._trainable.models)
-        return self._score(data, scene, self._named("logprobs"), {"logprobs": torch.zeros(data["input_ids"].shape)})
-
-    def get_topk_logprobs(self, data: BatchedDataDict[Any], *, k: int) -> BatchedDataDict[Any]:
-        head, shape = self._head, (*data["input_ids"].shape, k)
-        assert isinstance(head, LogprobHead)
-        into = {"topk_token_ids": torch.zeros(shape, dtype=torch.int64), "topk_logprobs": torch.zeros(shape)}
-        return self._score(data, nullcontext(self._trainable.models), partial(head.topk, k=k), into)
-
-    def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        scene = nullcontext(self._trainable.models)
-        return self._score(data, scene, self._named("values"), {"values": torch.zeros(data["input_ids"].shape)})
-
-    def _named(self, name: str) -> _Told:
-        return lambda found, inputs: {name: self._head(found, inputs)}
-
-    def _score(
-        self,
-        data: BatchedDataDict[Any],
-        scene: AbstractContextManager[Sequence[Any]],
-        told: _Told,
-        into: Mapping[str, torch.Tensor],
-    ) -> BatchedDataDict[Any]:
-        """What is told of each microbatch, put together in `into`: zeros [B, T, ...] on the CPU."""
-        columns: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
-        columns.micro_batch_indices, columns.micro_batch_lengths = data.micro_batch_indices, data.micro_batch_lengths
-        batches = list(self._microbatcher.split(columns, rows=self._config.logprob_batch_size))
-        with scene as models, cpu_shim():
+    def score_microbatches(
+        self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
+    ) -> Sequence[Mapping[str, torch.Tensor]]:
+        batches = list(microbatches)
+        with self._models_to_score(reference=reference) as models, cpu_shim():
             inputs = self._inputs(batches, training=False)
-            parts = forward(models, inputs, lambda found, number: told(found, inputs[number]))
-        for name, whole in into.items():
-            start = 0
-            for part in (told_of_one[name] for told_of_one in parts[: len(batches)]):
-                whole[start : start + len(part), : part.shape[1]] = part
-                start += len(part)
-        return BatchedDataDict({name: self._ranks.tensor_from_last_stage(whole) for name, whole in into.items()})
+            scores = forward(models, inputs, lambda output, index: self._read_scores(output, inputs[index], topk=topk))
+        return scores[: len(batches)]
 
-    def train(
+    def _models_to_score(self, *, reference: bool) -> AbstractContextManager[Sequence[Any]]:
+        return self._reference_policy().on_device() if reference else nullcontext(self._trainable.models)
+
+    def _read_scores(self, output: torch.Tensor, inputs: ModelInput, *, topk: int | None) -> Mapping[str, torch.Tensor]:
+        """The scores of one microbatch, from the output of the last pipeline stage."""
+        head = self._head
+        if topk is None:
+            return {"values" if isinstance(head, ValueHead) else "logprobs": head(output, inputs)}
+        assert isinstance(head, LogprobHead)
+        return head.topk(output, inputs, k=topk)
+
+    def collect_scores(self, column: torch.Tensor) -> torch.Tensor:
+        return self._ranks.tensor_from_last_stage(column)
+
+    def train_step(
         self,
-        data: BatchedDataDict[Any],
+        microbatches: Iterator[BatchedDataDict[Any]],
         loss_fn: LossFunction,
+        counts: GlobalCounts,
         *,
-        counts: Sequence[GlobalCounts],
-        eval_mode: bool = False,
-        mbs: int | None = None,
-    ) -> list[StepResult]:
-        key = loss_fn.candidates_key
-        self._take_memory_for_a_step()
-        rows = max(1, data.size // len(counts))
-        results = []
-        for number, count in enumerate(counts):
-            batch = data.get_batch(number, rows)
-            batches = list(self._microbatcher.split(batch, rows=mbs or self._config.train_micro_batch_size))
-            with cpu_shim():
-                result = optimizer_step(
-                    self._trainable.models,
-                    self._inputs(batches, training=True, candidates_key=key),
-                    [each.to(self._ranks.device) for each in batches],
-                    loss_fn,
-                    count,
-                    trainable=None if eval_mode else self._stepping(),
-                    head=self._head,
-                    ranks=self._ranks,
-                    max_grad_norm=self._config.max_grad_norm,
-                )
-            results.append(result)
-        return results
+        eval_mode: bool,
+    ) -> StepResult:
+        batches = list(microbatches)
+        with cpu_shim():
+            return optimizer_step(
+                self._trainable.models,
+                self._inputs(batches, training=True, candidates_key=loss_fn.candidates_key),
+                [each.to(self._ranks.device) for each in batches],
+                loss_fn,
+                counts,
+                trainable=None if eval_mode else self._trained(),
+                head=self._head,
+                ranks=self._ranks,
+                max_grad_norm=self.config.max_grad_norm,
+            )
 
-    def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
-        self._refuse_scalar_head("samples nothing")
+    def sample(self, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
         if self._sampler is None:
             self._sampler = self._make_sampler()
         with cpu_shim():
-            answer: BatchedDataDict[Any] = self._sampler.generate(
+            completions: BatchedDataDict[Any] = self._sampler.generate(
                 self._trainable.models, data, greedy=greedy, weight_version=self.get_weight_version()
             )
-        return answer
+        return completions
 
     def prepare_for_training(self) -> None:
-        self._take_memory_for_a_step()
+        self._trainable.restore_gradients()
+        self._trainable.move_state(self._ranks.device)
 
     def finish_training(self) -> None:
         with cpu_shim():
             self._trainable.clear_gradients()
 
     def offload_before_refit(self) -> None:
-        """Gradients are freed, and optimizer state leaves the device; the weights stay, to be sent."""
-        self._give_memory_of_a_step()
-
-    def offload_after_refit(self) -> None:
-        """Weights live in the gradient wrapper's buffers and stay on the device; see the README."""
-        self._give_memory_of_a_step()
-
-    def _take_memory_for_a_step(self) -> None:
-        self._trainable.restore_gradients()
-        self._trainable.move_state(self._ranks.device)
-
-    def _give_memory_of_a_step(self) -> None:
         if self._ranks.device.type == "cuda":
             self._trainable.move_state("cpu")
             self._trainable.free_gradients()
-            # What torch keeps for itself the engine on the same GPU cannot have.
+            # Memory in torch's cache is not available to an engine on the same GPU.
             torch.cuda.empty_cache()
 
-    def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
+    def offload_after_refit(self) -> None:
+        """The same as `offload_before_refit`: weights are in the buffers of the gradient wrapper and stay on the device."""
+        self.offload_before_refit()
+
+    def save_weights(self, folder: Path) -> None:
         weights = self.iter_weights()
-        if self._ranks.rank == 0:
-            write_folder(Path(weights_path), weights, self._config_to_save())
-            tokenizer = find_tokenizer(self._config)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(weights_path)
+        if self.context.rank == 0:
+            write_folder(folder, weights, self._config_to_save())
         else:
             for _ in weights:
                 pass
-        if optimizer_path is not None:
-            self._trainable.move_state(self._ranks.device)
-            training_state.save(self._stepping(), Path(optimizer_path), self._ranks, self._facts())
-        dist.barrier()
+
+    def load_weights(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} has no config.json, so no weights were saved there.")
+        hf = read_config(folder)
+        if hf.model_type != self._model.hf.model_type:
+            raise CheckpointError(f"{folder} is of another model: a {hf.model_type}, not a {self._model.hf.model_type}.")
+        refuse_other_head(hf, self.config.head, name=str(folder))
+        self._trainable.complete_weights()
+        self._model.load_weights(folder, self._trainable.set_weight)
+
+    def save_training_state(self, folder: Path) -> None:
+        self._trainable.move_state(self._ranks.device)
+        training_state.save(self._trained(), folder, self._ranks, self._fixed_settings())
+
+    def load_training_state(self, folder: Path) -> None:
+        self._trainable.move_state(self._ranks.device)
+        training_state.load(self._trained(), folder, self._fixed_settings())
+
+    def find_tokenizer(self) -> Any:
+        trust_remote_code = self.config.megatron_cfg.trust_remote_code
+        return find_tokenizer(self.config.model_name, self.config.tokenizer, trust_remote_code=trust_remote_code)
 
     def find_non_finite(self) -> str | None:
-        dtype = DTYPES[self._config.precision]
         weights = (named for module in self._model.chunks.modules for named in module.named_parameters())
-        in_weights = first_non_finite(weights, published=dtype)
+        in_weights = first_non_finite(weights, published=DTYPES[self.config.precision])
         return in_weights or first_non_finite(self._trainable.named_state())
-
-    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
-        weights_path = Path(weights_path)
-        if not (weights_path / "config.json").is_file():
-            raise CheckpointError(f"{weights_path} holds no config.json, so no weights were saved there.")
-        if optimizer_path is not None and not Path(optimizer_path).is_dir():
-            raise CheckpointError(f"{optimizer_path} does not exist, so there is no training state to go on from.")
-        hf = read_config(weights_path)
-        if hf.model_type != self._model.hf.model_type:
-            raise CheckpointError(f"{weights_path} is of another model: a {hf.model_type}, not a {self._model.hf.model_type}.")
-        refuse_other_head(hf, self._config.head, name=str(weights_path))
-        self._trainable.complete_weights()
-        self._model.load_weights(weights_path, self._trainable.set_weight)
-        if optimizer_path is not None:
-            self._trainable.move_state(self._ranks.device)
-            training_state.load(self._stepping(), Path(optimizer_path), self._facts())
 
     def get_weight_version(self) -> int:
         return self._trainable.weight_version
 
-    def prepare_refit_info(self) -> dict[str, Any]:
-        self._refuse_scalar_head("has no weights for an engine")
-        return super().prepare_refit_info()
-
     def weight_manifest(self) -> RefitManifest:
-        dtype = dtype_name(DTYPES[self._config.precision])
+        dtype = dtype_name(DTYPES[self.config.precision])
         return {name: (tuple(shape), dtype) for name, shape in self._model.bridge.manifest.items()}
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -240,77 +193,64 @@ class MegatronPolicyWorker(WeightSource, PolicyWorker):
     def _inputs(
         self, batches: Sequence[BatchedDataDict[Any]], *, training: bool, candidates_key: str | None = None
     ) -> list[ModelInput]:
-        """Each microbatch as the model reads it, filled up to a multiple of the stages where they take turns."""
+        """The model's input for each microbatch; the interleaved schedule gets a multiple of the number of stages."""
         inputs = [self._microbatcher.form(each, training=training, candidates_key=candidates_key) for each in batches]
         missing = -len(batches) % self._ranks.pipeline.size() if len(self._trainable.models) > 1 else 0
         return inputs + [self._microbatcher.form(filler_microbatch(batches[0]), training=training) for _ in range(missing)]
 
-    def _stepping(self) -> TrainableModel:
-        if isinstance(self._trainable, FrozenModel):
-            raise NotSupportedError(
-                f"{self._config.model_name} is frozen (`frozen: true`): it scores, and has nothing that could step. Leave "
-                "`frozen` out to train it."
-            )
+    def _trained(self) -> TrainableModel:
+        self.require_trainable()
+        assert isinstance(self._trainable, TrainableModel)
         return self._trainable
 
     def _make_head(self) -> Head:
-        if self._config.head == "scalar":
+        if self.config.head == "scalar":
             return ValueHead(self._ranks)
         return LogprobHead(
             self._ranks,
             vocab_size=self._model.vocab_size,
-            temperature=self._temperature,
-            chunk_tokens=self._config.megatron_cfg.logprob_chunk_tokens,
+            temperature=self.config.scoring_temperature,
+            chunk_tokens=self.config.megatron_cfg.logprob_chunk_tokens,
         )
 
-    def _refuse_scalar_head(self, why: str) -> None:
-        if self._config.head == "scalar":
-            raise NotSupportedError(f"{self._config.model_name} ends in a scalar head (`head: scalar`), and so {why}.")
-
     def _reference_policy(self) -> ReferencePolicy:
-        if not self._config.megatron_cfg.reference:
-            raise NotSupportedError(
-                "This policy has no reference: `policy.megatron_cfg.reference` is false. Set it to true, or use a loss without "
-                "a KL term against the reference policy."
-            )
         if self._reference is None:
-            self._reference = ReferencePolicy(self._config, self._ranks)
+            self.require_reference(self.config.megatron_cfg.reference, key="policy.megatron_cfg.reference")
+            self._reference = ReferencePolicy(self.config, self._ranks)
         return self._reference
 
     def _make_sampler(self) -> Any:
         from rl_backends_megatron.sampler import Sampler
 
-        given = self._config.generation or GenerationConfig(backend="megatron")
-        tokenizer = find_tokenizer(self._config)
+        section = self.config.generation or GenerationConfig(backend="megatron")
+        tokenizer = self.find_tokenizer()
         end = self._model.hf.eos_token_id
         ends = end if isinstance(end, list) else [end]
         return Sampler(
-            given,
+            section,
             self._ranks,
             vocab_size=self._model.vocab_size,
             end_ids=frozenset(token for token in ends if token is not None),
-            max_model_len=min(self._config.max_total_sequence_length, self._model.hf.max_position_embeddings),
-            seed=self._config.megatron_cfg.seed,
+            max_model_len=min(self.config.max_total_sequence_length, self._model.hf.max_position_embeddings),
+            seed=self.config.megatron_cfg.seed,
             multiple=self._ranks.tensor.size(),
             decode=None if tokenizer is None else tokenizer.decode,
         )
 
     def _config_to_save(self) -> Any:
         config = copy.deepcopy(self._model.hf)
-        config.dtype = DTYPES[self._config.precision]
-        if self._config.head == "scalar":
+        config.dtype = DTYPES[self.config.precision]
+        if self.config.head == "scalar":
             describe_classifier(config)
         return config
 
-    def _facts(self) -> dict[str, Any]:
-        """What a resume must share, since optimizer state is kept in another form otherwise."""
+    def _fixed_settings(self) -> dict[str, Any]:
+        """Settings that determine the format of the optimizer state, so they cannot change when a run is resumed."""
         return {
-            "policy.precision": self._config.precision,
-            "policy.optimizer.name": self._config.optimizer.name,
-            # Absent from checkpoints of before there were heads, which had tokens.
-            **({"policy.head": "scalar"} if self._config.head == "scalar" else {}),
-            "policy.optimizer.kwargs.decay_matrices_only": bool(
-                self._config.optimizer.kwargs.get("decay_matrices_only", False)
-            ),
-            "policy.megatron_cfg.use_distributed_optimizer": self._config.megatron_cfg.use_distributed_optimizer,
+            "policy.precision": self.config.precision,
+            "policy.optimizer.name": self.config.optimizer.name,
+            # Checkpoints from before there was a choice of heads do not have this key.
+            **({"policy.head": "scalar"} if self.config.head == "scalar" else {}),
+            "policy.optimizer.kwargs.decay_matrices_only": bool(self.config.optimizer.kwargs.get("decay_matrices_only", False)),
+            "policy.megatron_cfg.use_distributed_optimizer": self.config.megatron_cfg.use_distributed_optimizer,
         }
