@@ -111,6 +111,9 @@ def test_an_attention_mask_is_converted_to_lengths():
     assert select_columns(data, ("input_ids", "input_lengths"))["input_lengths"].tolist() == [2, 3]
     with pytest.raises(DataError, match="`token_mask`"):
         select_columns(data, ("input_ids", "token_mask"))
+    data["input_lengths"] = torch.tensor([3, 3])
+    with pytest.raises(DataError, match="attention_mask counts"):
+        select_columns(data, ("input_ids", "input_lengths"))
 
 
 def test_padding_rows_have_no_weight():

@@ -63,12 +63,12 @@ def lengths_from_attention_mask(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def with_input_lengths(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """The batch with `input_lengths` [B] in the place of an `attention_mask` [B, T]; the same batch if it has none.
+    """The batch with `input_lengths` [B] instead of an `attention_mask` [B, T]; the same batch if it has no mask.
 
-    The door of every backend: what is behind it knows lengths only.
+    This is the only conversion of masks: everything behind the policy and generation interfaces reads lengths.
 
     Raises:
-        DataError: There is neither of them, the mask is no right padding, or the two contradict each other.
+        DataError: The batch has neither of them, the mask is not right-padded, or the two contradict each other.
     """
     if "attention_mask" not in data:
         if "input_lengths" not in data:

@@ -1,4 +1,4 @@
-"""What happens to rows between a caller and the ranks: checked at the door, filled up, counted."""
+"""Prepares a caller's rows for the ranks: selects columns, pads to a multiple, and counts trained tokens."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import refuse_text
-from rl_core.data.padding import lengths_from_attention_mask
+from rl_core.data.padding import with_input_lengths
 from rl_core.errors import DataError
 from rl_core.interfaces.worker import GlobalCounts
 
 
 def select_columns(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDataDict[Any]:
-    """The columns that the ranks need, and no other.
+    """Only the columns that the ranks need.
 
-    A plain `attention_mask` becomes `input_lengths`, and what an engine returned is read as the rows that it is: `output_ids`
-    and `unpadded_sequence_lengths` become `input_ids` and `input_lengths`.
+    An `attention_mask` is converted to `input_lengths`. The output of an engine is accepted as rows: `output_ids` and
+    `unpadded_sequence_lengths` become `input_ids` and `input_lengths`.
 
     Raises:
-        DataError: a column is missing.
+        DataError: a column is missing, or an `attention_mask` is not right-padded or contradicts `input_lengths`.
     """
     refuse_text(data)
     wanted = list(keys)
@@ -29,8 +29,8 @@ def select_columns(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDa
     if "input_ids" in wanted and "input_ids" not in columns and "output_ids" in columns:
         columns["input_ids"] = columns["output_ids"]
         columns.setdefault("input_lengths", columns["unpadded_sequence_lengths"])
-    if "input_lengths" in wanted and "input_lengths" not in columns and "attention_mask" in columns:
-        columns["input_lengths"] = lengths_from_attention_mask(columns["attention_mask"])
+    elif "input_lengths" in wanted and "attention_mask" in columns:
+        columns = dict(with_input_lengths(BatchedDataDict(columns)))
     missing = [key for key in wanted if key not in columns]
     if missing:
         raise DataError(
@@ -41,9 +41,9 @@ def select_columns(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDa
 
 
 def pad_rows_to_multiple(rows: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:
-    """`rows` with copies of the first row behind them, so that their number is a multiple of `multiple`.
+    """`rows`, padded with copies of the first row to a multiple of `multiple` rows.
 
-    A filler row is one token long and masked out (`sample_mask` and `token_mask` 0), so it weighs nothing in any mean.
+    A padding row has one token and is masked out (`sample_mask` and `token_mask` are 0), so no mean depends on it.
     """
     missing = -rows.size % multiple
     if missing == 0:
