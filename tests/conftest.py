@@ -144,3 +144,26 @@ def local_ray(_shared_ray):
 def no_ray(_shared_ray):
     """The module starts its own Ray."""
     _shared_ray.let_go()
+
+
+@pytest.fixture
+def make_small_disk(tmp_path):
+    """Mounts an empty file system of a given size, such as "700k"; the test is skipped if mounting is not permitted."""
+    mounted = []
+
+    def make(size):
+        folder = tmp_path / "small"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no command `mount`")
+        if done.returncode:
+            pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

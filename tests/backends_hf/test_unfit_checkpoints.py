@@ -1,7 +1,6 @@
 """A checkpoint with non-finite numbers or too large for the disk is not written, and the last good one remains."""
 
 import shutil
-import subprocess
 
 import pytest
 import torch
@@ -69,15 +68,9 @@ def test_finite_numbers_that_round_to_infinity_are_found():
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(make_small_disk):
     """A file system with space for one and a half checkpoints."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or (made := subprocess.run(command, capture_output=True, text=True)).returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.strip() if shutil.which('mount') else 'no command'}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    return make_small_disk("700k")
 
 
 def test_a_policy_on_a_full_disk_leaves_its_last_checkpoint_and_nothing_else(model_folder, parts, small_disk):

@@ -1,7 +1,6 @@
 """Runs on a full disk, or with infinite weights, end with one message and keep the last checkpoint."""
 
 import json
-import shutil
 import subprocess
 
 import pytest
@@ -11,15 +10,9 @@ IN_PROCESS = {"cluster": {"backend": "in_process"}, "grpo": {"max_num_steps": 3}
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(make_small_disk):
     """A file system with space for one and a half checkpoints of the model."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=22m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or (made := subprocess.run(command, capture_output=True, text=True)).returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.strip() if shutil.which('mount') else 'no command'}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    return make_small_disk("22m")
 
 
 def test_a_run_on_a_full_disk_says_so_and_continues_when_there_is_space(train_here, small_disk, tmp_path):

@@ -3,7 +3,6 @@
 import errno
 import json
 import logging
-import subprocess
 
 import pytest
 
@@ -16,20 +15,9 @@ SIZE = 4 * 2**20
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(make_small_disk):
     """A file system of 4 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    try:
-        made = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        pytest.skip("no command `mount`")
-    if made.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    return make_small_disk(SIZE)
 
 
 def fill(folder):
