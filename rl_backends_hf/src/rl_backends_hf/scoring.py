@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_core.data.packed_layout import pack_rows
+from rl_core.training.microbatches import scored_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def padded_input(
         shift: `ScoringModel.shift`.
         mask: [b, T], tokens to score; all by default.
     """
-    rows, columns = _scored_tokens(input_ids, lengths, mask, shift=shift)
+    rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
     width = max(int(lengths.max()), 1)
     return ScoringInput(
         input_ids=input_ids[:, :width].to(device),
@@ -103,7 +104,7 @@ def packed_input(
         pad_multiple: each row is padded to a multiple of this many tokens.
         variable_length_kernel: whether the attention kernel takes sequence boundaries (flash attention).
     """
-    rows, columns = _scored_tokens(input_ids, lengths, mask, shift=shift)
+    rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
     packed = pack_rows({"input_ids": input_ids, "input_lengths": lengths}, pad_multiple=pad_multiple)
     attention: dict[str, Any] = {"position_ids": packed.position_ids.to(device)}
     if variable_length_kernel:
@@ -122,18 +123,6 @@ def packed_input(
         shape=(input_ids.shape[0], input_ids.shape[1]),
         attention=attention,
     )
-
-
-def _scored_tokens(
-    input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, *, shift: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of each token to score; the first `shift` tokens of a row have no hidden state to be scored from."""
-    column = torch.arange(input_ids.shape[1])
-    wanted = (column < lengths.unsqueeze(1)) & (column >= shift)
-    if mask is not None:
-        wanted &= mask > 0
-    rows, columns = wanted.nonzero(as_tuple=True)
-    return rows, columns
 
 
 class ScoringModel(nn.Module, ABC):

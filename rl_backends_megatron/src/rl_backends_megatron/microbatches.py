@@ -13,7 +13,7 @@ from rl_backends_megatron.context_parallel import packed_shard, row_shard
 from rl_backends_megatron.parallel import Ranks
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.packed_layout import pack_rows
-from rl_core.training.microbatches import MicrobatchCutter
+from rl_core.training.microbatches import MicrobatchCutter, scored_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Microbatcher(MicrobatchCutter):
         """
         read = self.read(microbatch, training=training)
         ids, lengths = read.input_ids, read.lengths
-        rows, columns = _scored_tokens(ids, lengths, read.mask, shift=self._shift)
+        rows, columns = scored_tokens(ids, lengths, read.mask, shift=self._shift)
         formed = self._packed(ids, lengths, rows, columns) if self.packing else self._padded(ids, lengths, rows, columns)
         return formed if candidates_key is None else formed.with_candidates(microbatch[candidates_key])
 
@@ -148,15 +148,3 @@ def filler_microbatch(microbatch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     filler = microbatch.slice(0, 1)
     filler["input_lengths"] = torch.ones_like(filler["input_lengths"])
     return filler
-
-
-def _scored_tokens(
-    ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, *, shift: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of each token to score; the first `shift` tokens of a row have no hidden state to be scored from."""
-    column = torch.arange(ids.shape[1])
-    wanted = (column < lengths.unsqueeze(1)) & (column >= shift)
-    if mask is not None:
-        wanted &= mask > 0
-    rows, columns = wanted.nonzero(as_tuple=True)
-    return rows, columns

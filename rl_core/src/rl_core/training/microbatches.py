@@ -1,4 +1,4 @@
-"""A rank's rows as the microbatches of their plan, and what of each is read; knows no model, and no form in which it reads."""
+"""Splits a rank's rows into microbatches and selects what a model reads of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MicrobatchRows:
     Attributes:
         input_ids: [b, T] int64.
         lengths: [b] int64, tokens of each row; on the CPU.
-        mask: [b, T]; above 0 where a token counts; None where all do.
+        mask: [b, T]; above 0 where a token counts; None if all do.
     """
 
     input_ids: torch.Tensor
@@ -29,13 +29,13 @@ class MicrobatchRows:
 
 
 class MicrobatchCutter:
-    """Microbatches as the config asks for them: by count, by token budget, or packed.
+    """Splits batches into microbatches as configured: by number of rows, by token budget, or packed.
 
     Args:
         config: the section `policy` of any backend.
 
     Attributes:
-        packing: whether a microbatch's rows are laid end to end.
+        packing: whether the rows of a microbatch are concatenated into one sequence.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -46,8 +46,8 @@ class MicrobatchCutter:
         """Microbatches of one global batch, in the order of its rows.
 
         Args:
-            batch: carries a plan where token budget or packing is on (`shard_by_batch_size` makes it).
-            rows: rows of a microbatch where there is no plan.
+            batch: has a microbatch plan, made by `shard_by_batch_size`, if dynamic batching or packing is enabled.
+            rows: rows of a microbatch if there is no plan.
         """
         if batch.micro_batch_indices is None:
             return batch.make_microbatch_iterator(rows)
@@ -60,15 +60,15 @@ class MicrobatchCutter:
 
         Args:
             microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
-            training: only tokens with `token_mask * sample_mask` count; otherwise all.
+            training: count only tokens with `token_mask * sample_mask`; otherwise all.
 
         Raises:
-            DataError: a row is longer than `max_total_sequence_length`, or than the batch is wide.
+            DataError: a row is longer than `max_total_sequence_length`, or longer than the width of the batch.
         """
         ids, lengths = microbatch["input_ids"], microbatch["input_lengths"].to("cpu", torch.int64)
         longest = int(lengths.max())
         if longest > ids.shape[1]:
-            raise DataError(f"`input_lengths` says {longest} tokens where `input_ids` is {ids.shape[1]} wide.")
+            raise DataError(f"`input_lengths` has a row of {longest} tokens, but `input_ids` has only {ids.shape[1]} columns.")
         if longest > self._limit:
             raise DataError(
                 f"A row has {longest} tokens; `policy.max_total_sequence_length` allows {self._limit}. Raise it, or shorten "
@@ -76,3 +76,23 @@ class MicrobatchCutter:
             )
         mask = microbatch["token_mask"] * microbatch["sample_mask"].unsqueeze(1) if training else None
         return MicrobatchRows(input_ids=ids, lengths=lengths, mask=mask)
+
+
+def scored_tokens(
+    input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, *, shift: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column [M] of each token to be scored.
+
+    Args:
+        input_ids: [B, T] int64, right-padded.
+        lengths: [B] int64, tokens of each row.
+        mask: [B, T]; above 0 where a token is scored; None to score all.
+        shift: offset from a token to the hidden state that scores it: 1 for next-token logits, so the first token of a row is
+            not scored; 0 for a value head.
+    """
+    column = torch.arange(input_ids.shape[1])
+    scored = (column < lengths.unsqueeze(1)) & (column >= shift)
+    if mask is not None:
+        scored &= mask > 0
+    rows, columns = scored.nonzero(as_tuple=True)
+    return rows, columns
