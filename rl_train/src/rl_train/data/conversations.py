@@ -47,6 +47,13 @@ def without_answer(messages: Messages) -> Messages:
     return asked
 
 
+def with_system_prompt(messages: Messages, system_prompt: str | None) -> Messages:
+    """The messages after the configured system prompt, unless there is none or they start with a system message."""
+    if system_prompt is None or (messages and messages[0]["role"] in ("system", "developer")):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
 def kind_of(messages: Messages, tools: Any) -> frozenset[str]:
     """What a chat template may take of one conversation and not of another: the roles, and what there is of tools."""
     calls = {"calls" if len(message["tool_calls"]) > 1 else "a call" for message in messages if message.get("tool_calls")}

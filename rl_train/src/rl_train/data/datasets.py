@@ -14,7 +14,7 @@ from rl_core.data.formatting import format_value
 from rl_core.data.tool_calls import check_tool_use, read_tools, tools_of
 from rl_core.errors import DataError
 from rl_core.interfaces.dataset import Record
-from rl_train.data.conversations import Messages, kind_of, read_messages, without_answer
+from rl_train.data.conversations import Messages, kind_of, read_messages, with_system_prompt, without_answer
 from rl_train.data.dataset_config import RecordForm
 from rl_train.data.prompts import PromptTemplate, load_prompt
 from rl_train.data.record_functions import load_record_function
@@ -78,7 +78,7 @@ class ReadsRecords:
 
     def _from_keys(self, row: dict[str, Any]) -> Record:
         config = self._config
-        messages = self._with_system(self._asked_messages(row))
+        messages = with_system_prompt(self._asked_messages(row), config.system_prompt)
         if config.response_key is not None:
             given = _field(row, config.response_key, (str, list), "response_key")
             answer = read_messages(given, repr(config.response_key), role="assistant")
@@ -112,12 +112,6 @@ class ReadsRecords:
         renamed = dict.fromkeys(self._template.names, asked) if len(self._template.names) == 1 else {}
         return list(self._template.fill({**renamed, **row}, input_key=key))
 
-    def _with_system(self, messages: Messages) -> Messages:
-        system = self._config.system_prompt
-        if system is None or messages[0]["role"] in ("system", "developer"):
-            return messages
-        return [{"role": "system", "content": system}, *messages]
-
     def _checked(self, made: Any) -> Record:
         """What the function gave, held to what a record is."""
         name = self._config.record_fn
@@ -126,7 +120,8 @@ class ReadsRecords:
             raise DataError(f"{name} gave {found}: expected a record, which has `messages`")
         if unknown := sorted(made.keys() - Record.__annotations__.keys()):
             raise DataError(f"{name} gave a record with {unknown}: a record has {', '.join(Record.__annotations__)}")
-        messages = self._with_system(read_messages(made["messages"], f"what {name} gave", role="user"))
+        messages = read_messages(made["messages"], f"what {name} gave", role="user")
+        messages = with_system_prompt(messages, self._config.system_prompt)
         info = dict(made.get("extra_env_info") or {})
         record = Record(messages=messages, extra_env_info=info, task_name=self._config.task_name or "default")
         tools = read_tools(made.get("tools"), f"`tools` of what {name} gave")

@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 from rl_core.data.formatting import format_value
 from rl_core.data.tool_calls import check_tool_use, tools_of
 from rl_core.errors import DataError
-from rl_train.data.conversations import Messages, kind_of, read_messages
+from rl_train.data.conversations import Messages, kind_of, read_messages, with_system_prompt
 from rl_train.data.dataset_config import PreferenceForm
 from rl_train.data.record_functions import load_record_function
 from rl_train.data.records import Records, Rows
@@ -151,8 +151,7 @@ def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) 
     else:
         shared = _shared_length(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    if config.system_prompt is not None and (not prompt or prompt[0]["role"] not in ("system", "developer")):
-        prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
+    prompt = with_system_prompt(prompt, config.system_prompt)
     _check(prompt, chosen, rejected, row, config)
     record = PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, task_name=config.task_name or "default")
     tools = tools_of(row, config.tools_key, is_named=config.names_tools)
