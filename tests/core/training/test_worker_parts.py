@@ -70,7 +70,7 @@ def test_training_counts_the_tokens_of_rows_that_count_and_scoring_all():
 @pytest.mark.parametrize(
     ("lengths", "says"),
     [
-        ([3, 11, 5, 2, 7, 4], "says 11 tokens where `input_ids` is 10 wide"),
+        ([3, 11, 5, 2, 7, 4], "a row of 11 tokens, but `input_ids` has only 10 columns"),
         ([3, 10, 5, 2, 7, 4], "A row has 10 tokens; .*allows 9"),
     ],
 )
