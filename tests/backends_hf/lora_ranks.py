@@ -21,7 +21,7 @@ FIELDS = {"hf": {"lora": {"rank": 4}}, "optimizer": {"name": "torch.optim.SGD", 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     rank, model, out, port = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-    # Ranks whose generators differ must begin with the same adapters all the same.
+    # Ranks with different generators must still start with the same adapters.
     torch.manual_seed(rank)
     worker = HFPolicyWorker(make_context(rank, 2, port), make_config(model, **FIELDS))
     worker.setup()

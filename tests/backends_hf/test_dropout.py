@@ -73,7 +73,7 @@ def difference(parts, folder, loss_fn, **fields):
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_log_probabilities_equal_scored_ones_before_the_first_step(parts, folder, kind, checkpointing):
-    # Float32 and other microbatches: rounding alone.
+    # Float32 and other microbatches: only rounding.
     assert difference(parts, folder(kind), Compared(), activation_checkpointing=checkpointing) < 1e-5
 
 

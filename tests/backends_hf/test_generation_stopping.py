@@ -38,7 +38,7 @@ def test_a_string_is_found_at_the_first_token_that_completes_it_wherever_boundar
     for start in range(0, len(text), max(1, len(text) // 12)):
         for length in (1, 2, 5, 11):
             string = text[start : start + length]
-            # Read from nothing each time: slow, and plainly right.
+            # Decoded from scratch each time: slow but clearly correct.
             first = next(n for n in range(1, len(tokens) + 1) if string in tokenizer.decode(tokens[:n]))
             assert tokens_until_stop(tokenizer, [string], tokens) == first
 

@@ -92,7 +92,7 @@ def test_rows_packed_for_flash_attention_score_as_padded_rows_by_sdpa(start, par
         "cuda", kind, precision="bfloat16", sequence_packing=packing, hf={"attn_implementation": "flash_attention_2"}
     )
     rows = parts.make_rows()
-    # Two kernels in bfloat16, on a model whose log-probabilities differ by nats: a row that saw another would be off by tenths.
+    # Two kernels in bfloat16, with log-probabilities that differ by nats: attention to another row would be off by tenths.
     torch.testing.assert_close(packed.get_logprobs(rows)["logprobs"], plain.get_logprobs(rows)["logprobs"], rtol=0, atol=0.1)
 
 

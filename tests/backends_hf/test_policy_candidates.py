@@ -88,7 +88,7 @@ def test_topk_tokens_equal_those_of_plain_logits(parts, model_folder, kind, micr
         whole = plain_distributions(plain_model(model_folder(kind)), rows, temperature=0.7)
     expected = whole.topk(K, dim=-1)
     there = is_predicted(rows).unsqueeze(-1)
-    # Float32, other order of summation: 1e-5 nats is what the design asks for.
+    # Float32, other order of summation: the required tolerance is 1e-5 nats.
     torch.testing.assert_close(found["topk_logprobs"], expected.values * there, rtol=0, atol=1e-5)
     # Two tokens of a random model may be level to the last bit; then either may come first.
     at_the_ids = whole.gather(2, found["topk_token_ids"]) * there
@@ -117,7 +117,7 @@ def test_gradients_through_candidates_equal_autograd_through_all_logits(parts, m
     own = whole.gather(2, rows["input_ids"].unsqueeze(-1)).squeeze(-1)
     loss = (((whole.gather(2, rows["wanted"]) * rows["weights"]).sum(-1) + 0.5 * own) * mask).sum() / mask.sum()
     loss.backward()
-    # Weights of both signs: what is left of a sum of terms of the order of 10 is known to 1e-6 of those.
+    # Weights of both signs: the sum of terms of order 10 is accurate to 1e-6 of the terms.
     assert result["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-5)
     assert result["metrics"]["untrained"] == 0.0
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}

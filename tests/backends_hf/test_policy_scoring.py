@@ -54,7 +54,7 @@ def test_logprobs_equal_a_plain_forward_pass(parts, model_folder, kind, microbat
     with torch.no_grad():
         expected = parts.plain_logprobs(plain_model(model_folder(kind)), rows, temperature=0.7)
     found = policy.get_logprobs(rows)["logprobs"]
-    # Float32, other order of summation: 1e-5 nats is what the design asks for.
+    # Float32, other order of summation: the required tolerance is 1e-5 nats.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert found.dtype == torch.float32
     torch.testing.assert_close(policy.get_reference_logprobs(rows)["reference_logprobs"], found, rtol=0, atol=0)
@@ -130,7 +130,7 @@ def test_the_full_logits_tensor_is_never_allocated(parts, model_folder):
         worker.get_logprobs(rows)
     with LargestTensor() as training:
         worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
-    # What is largest is the feed-forward layer's activations, 48 a token; all logits would be 160 a token.
+    # The largest tensor is the feed-forward activations, 48 per token; all logits would be 160 per token.
     assert max(scoring.elements, training.elements) < all_logits / 2
 
 

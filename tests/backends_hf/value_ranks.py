@@ -19,7 +19,7 @@ from rl_backends_hf.worker import HFPolicyWorker
 if __name__ == "__main__":
     torch.set_num_threads(1)
     rank, model, out, ports = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), list(map(int, sys.argv[4:]))
-    # Ranks whose generators differ must begin with the same head all the same.
+    # Ranks with different generators must still start with the same head.
     torch.manual_seed(rank)
     for mode, port in zip(("replicate", "fsdp2"), ports, strict=True):
         worker = HFPolicyWorker(make_context(rank, 2, port), make_config(model, hf={"data_parallel": mode}, **VALUE_FIELDS))

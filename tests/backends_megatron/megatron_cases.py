@@ -26,7 +26,7 @@ _SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    # Wide enough that log-probabilities differ by whole nats, so that a mistake shows.
+    # Wide enough that log-probabilities differ by whole nats, so that errors are visible.
     "initializer_range": 0.2,
     "bos_token_id": 1,
     "eos_token_id": 2,

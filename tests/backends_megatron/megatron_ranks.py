@@ -218,7 +218,7 @@ class Rank:
         worker = self.worker(LAYOUTS["tp2"])
         group = worker._ranks.tensor
         found = {}
-        # Of 130 entries 125 count, and of 130 only 60: then the second half is padding alone.
+        # 125 of 130 entries count, or only 60 of 130: then the second half is only padding.
         for vocab_size in (125, 60):
             logits, targets, weights = vocabulary_case(vocab_size)
             part = logits[:, self.rank * 65 : (self.rank + 1) * 65].clone().requires_grad_()

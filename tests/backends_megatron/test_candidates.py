@@ -81,7 +81,7 @@ class TestOverRanks:
         named = layouts.grid_of(layout)
         replicas = {named.get_worker_coords(rank)["data"]: each for rank, each in enumerate(found)}.values()
         for key in ("eval", "step"):
-            # Weights of both signs: what is left of a sum of terms of the order of 10 is known to 1e-6 of those.
+            # Weights of both signs: the sum of terms of order 10 is accurate to 1e-6 of the terms.
             assert sum(each[key].loss for each in replicas) == pytest.approx(loss, rel=1e-5, abs=1e-5)
             assert all(each[key].metrics["untrained"] == 0.0 for each in replicas)
 

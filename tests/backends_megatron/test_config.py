@@ -80,7 +80,7 @@ def test_a_division_that_a_model_in_a_folder_forbids_is_refused_when_the_config_
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"pipeline_model_parallel_size: 3 layers do not divide evenly into 2 stages"):
         load_config(tmp_path / "run.yaml")
-    # What the file leaves to the model's class is not known before that is imported.
+    # Defaults of the model class are unknown until it is imported.
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3}))
     load_config(tmp_path / "run.yaml")
 

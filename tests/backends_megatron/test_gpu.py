@@ -115,7 +115,7 @@ def test_a_resume_on_a_gpu_equals_an_uninterrupted_run(policy, tmp_path):
     resumed.train(cases.make_rows(seed=1), cases.NLL())
     found = weights(resumed)
     for name, tensor in expected.items():
-        # One unit of bfloat16's last place, where the kernels' sums are not of one order.
+        # One unit in the last place of bfloat16, because the kernels sum in different orders.
         torch.testing.assert_close(found[name], tensor, rtol=2**-7, atol=1e-6, msg=name)
 
 

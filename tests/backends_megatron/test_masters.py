@@ -100,7 +100,7 @@ def test_every_rank_updates_its_shard_of_the_float32_values_of_the_file(models, 
             if not layout.megatron.get("use_distributed_optimizer"):
                 assert torch.equal(each[when][where], values.flatten()), where
                 continue
-            # Ranks of the same place hold the same; an expert is held by every second rank where two share the experts.
+            # Ranks with equal coordinates have equal shards; with two expert-parallel ranks, every second rank has an expert.
             place = rank % layout.megatron.get("expert_model_parallel_size", 1) if "experts" in where[1] else at["tensor"]
             wholes[at["pipeline"], place, where] = values.flatten()
             if each[when][where] is not None:

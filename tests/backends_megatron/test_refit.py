@@ -21,7 +21,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    # The least that vLLM's attention takes on a CPU.
+    # The minimum of vLLM's attention on a CPU.
     "head_dim": 32,
     "max_position_embeddings": LENGTH,
     "bos_token_id": 1,

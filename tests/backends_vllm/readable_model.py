@@ -28,7 +28,7 @@ def make_readable_model(folder):
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=0,
-        # Wide enough that log-probabilities differ by whole nats, so that a mistake shows.
+        # Wide enough that log-probabilities differ by whole nats, so that errors are visible.
         initializer_range=0.1,
         tie_word_embeddings=False,
     )

@@ -71,7 +71,7 @@ def test_a_queue_is_unlinked_after_all_have_attached_and_closes_without_output(m
 
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
-    others = shared_memory.SharedMemory(create=True, size=4096)  # of another process, for all that a reader knows
+    others = shared_memory.SharedMemory(create=True, size=4096)  # could belong to another process
     mine, reader = ShmRingBuffer(1, 64, 2), ShmRingBuffer(1, 64, 2, name=others.name)
     path = Path("/dev/shm") / mine.shared_memory.name
     assert path.exists()

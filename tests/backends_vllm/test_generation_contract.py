@@ -80,7 +80,7 @@ def test_the_same_batch_gives_the_same_tokens_and_a_row_does_not_depend_on_its_n
 
 
 def test_every_int64_is_a_distinct_seed(engine):
-    # -1 means "none" to vLLM, and a generator of a CPU knows the lower 32 bits alone.
+    # -1 means "none" in vLLM, and a CPU generator uses only the lower 32 bits.
     seeds = [-1, 0, 1, -2, 2**32, 2**40, 2**63 - 1, -(2**63), -(2**32)]
     batch = batch_of(*[[5, 6, 7]] * len(seeds), sample_seeds=torch.tensor(seeds))
     rows = completions(engine.generate(batch))
@@ -100,7 +100,7 @@ def test_each_row_ends_at_the_first_token_that_completes_one_of_its_stop_strings
     batch = random_batch(rows=10)
     free = completions(engine.generate(batch))
     texts = [tokenizer.decode(row) for row in free]
-    # Three characters from inside a token to inside the next; the last two rows have none and one that never comes.
+    # Three characters that span two tokens; the last two rows have no stop string and one that never occurs.
     strings = [[text[n : n + 3], "never there!"] for n, text in enumerate(texts[:8], 9)] + [None, ["#"]]
     output = engine.generate(batch_of_same(batch, stop_strings=strings))
     expected = [first_stop(tokenizer, row, own or []) or NEW for row, own in zip(free, strings, strict=True)]

@@ -47,5 +47,5 @@ def test_seeded_rows_with_prompts_too_long_for_one_step_sample_as_if_alone(model
         engine.shutdown()
     for row, output in enumerate(alone):
         assert torch.equal(output["output_ids"][0], together["output_ids"][row])
-        # Log-probabilities depend on the batch by rounding alone: 4e-5 was measured on 135 million parameters.
+        # Log-probabilities depend on the batch only by rounding: 4e-5 was measured on 135 million parameters.
         torch.testing.assert_close(output["logprobs"][0], together["logprobs"][row], rtol=0, atol=1e-4)

@@ -142,7 +142,7 @@ def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(pat
         again = engine.generate(rows(9))
         assert engine.restarts == 1
         assert torch.equal(again["output_ids"], undisturbed["output_ids"])
-        # All of them at once leave nobody to clear up.
+        # If all die at once, no process is left to clean up.
         second = family_of(engine)
         held |= held_by(second)
         pids += engine.group.pids()

@@ -26,7 +26,7 @@ FAMILIES = {
     "llama-untied": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
-    # Transformers holds the experts of a layer in one tensor; they travel, and vLLM reads them, one by one.
+    # Transformers stores the experts of a layer in one tensor; they are sent to vLLM one by one.
     "qwen3-moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
 }
@@ -35,7 +35,7 @@ FAMILIES = {
 def make_model(folder, family):
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(FAMILIES[family])
-    with torch.no_grad():  # biases and norms start as zeros and ones, where a lost one would not show
+    with torch.no_grad():  # biases and norms start as zeros and ones, so a missing one would not be noticed
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))

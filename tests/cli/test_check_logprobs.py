@@ -148,7 +148,7 @@ def test_a_tighter_threshold_is_applied(config):
 )
 def test_an_error_in_the_config_is_a_user_error_and_starts_nothing(config, arguments, said):
     result = check(config, IN_PROCESS, *arguments)
-    # Of an error that `main` prints, the runner shows the exception itself.
+    # For an error that `main` would print, the runner returns the exception.
     assert isinstance(result.exception, UserError), result.output
     assert result.exception.exit_code == 2
     assert said in str(result.exception)

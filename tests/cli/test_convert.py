@@ -85,7 +85,7 @@ def test_a_checkpoint_of_full_weights_is_copied_unchanged(whole, tmp_path):
     assert files(tmp_path / "out") == files(whole / "policy" / "weights")
     assert done.num_bytes == sum(map(len, files(tmp_path / "out").values()))
     assert set(done.files) == set(files(tmp_path / "out"))
-    # There is no adapter to merge, so a merge changes nothing.
+    # Without an adapter, merging changes nothing.
     convert(whole, tmp_path / "merged", to="hf", merge=True)
     assert files(tmp_path / "merged") == files(tmp_path / "out")
 

@@ -37,7 +37,7 @@ def test_the_example_of_a_loss_makes_the_model_right_more_often(tmp_path):
     steps = run(LOSS / "train.yaml", tmp_path, "sft.max_num_steps=40", "sft.val_period=40", "sft.max_val_samples=256")
     accuracy = [row["validation/accuracy"] for row in steps if "validation/accuracy" in row]
     assert accuracy[-1] > accuracy[0] + 0.1, accuracy
-    # A sum of nll over length ** 0.5 lies between the mean over tokens and the sum over answers, both of which it tells.
+    # The sum of nll / length ** 0.5 is between the mean over tokens and the sum over answers, which are both reported.
     last = steps[-1]
     assert last["loss/nll_of_tokens"] < last["loss"] < last["loss/nll_of_answers"]
 

@@ -105,7 +105,7 @@ def test_evaluating_a_checkpoint_equals_the_validation_of_the_run(config, run, r
     assert scores["mean@4"] == pytest.approx(run_metrics[step]["validation/accuracy"], abs=ROUNDING)
     for name in ("pass@1", "pass@2", "pass@4", "cons@1", "cons@2", "cons@4", "reward", "length", "truncated_frac"):
         assert scores[name] == pytest.approx(run_metrics[step][f"validation/{name}"], abs=ROUNDING), name
-    # Else the test would pass whichever checkpoint is read.
+    # Otherwise the test would pass with any checkpoint.
     assert len({row["validation/pass@1"] for row in run_metrics.values()}) == 3
 
 
@@ -189,7 +189,7 @@ def test_results_go_into_the_run_folder_and_never_over_others(config, run):
 
 def test_a_narrow_terminal_cuts_no_number_off(config, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # so that the output is taken for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # so that the output counts as a terminal
     table = evaluate(config, "--greedy", "--samples", "2", "grpo.max_val_samples=8").stdout
     assert "…" not in table
     assert len(re.findall(r"\d\.\d{4} ± \d\.\d{4}", table)) >= 8
@@ -291,7 +291,7 @@ def test_a_path_without_matching_weights_is_a_user_error(config, run, tmp_path, 
     folder = tmp_path / "given"
     folder.mkdir()
     result = evaluate(config, "--checkpoint", make(run, folder))
-    # Of an error that `main` prints, the runner shows the exception itself; a worker's error has the code of what it raised.
+    # For an error that `main` would print, the runner returns the exception; a worker error has the code of its cause.
     assert isinstance(result.exception, RLCoreError), repr(result.exception)
     assert result.exception.exit_code == 2
     assert said in str(result.exception)
@@ -360,7 +360,7 @@ def test_vllm_over_ray_scores_a_checkpoint_as_hf_does_in_process_and_leaves_no_p
     assert result.returncode == 0, result.stderr
     found = json.loads(Path("vllm.json").read_text())
     assert found["weights"]["transport"] == "shared_memory"
-    # Greedy tokens in float32 of one model: the two engines may differ only where two tokens are all but equally likely.
+    # Greedy tokens in float32 of one model: the two engines may differ only if two tokens are almost equally likely.
     [mine], [theirs] = found["passes"], in_process["passes"]
     assert math.isclose(values(mine["all"])["pass@1"], values(theirs["all"])["pass@1"], abs_tol=1.5 / 48)
     until = time.monotonic() + 20

@@ -250,7 +250,7 @@ def test_runs_that_failed_at_startup_or_died_are_reported_as_such(write_run, tmp
     broken = {"state": "failed", "during": "building", "error": "no column `question`"}
     failed = ending_of(read_run_folder(write_run(tmp_path / "failed", steps=0, status=broken, provenance=None)))
     assert (failed.sentence, failed.error) == ("Failed during startup, after 0 of 0 steps.", "no column `question`")
-    # While a run is resumed, environment.json is of the process before, on whatever machine that was.
+    # While a run is being resumed, environment.json is from the previous process, possibly on another machine.
     killed = {"state": "building", "pid": gone.pid, "host": socket.gethostname()}
     vanished = ending_of(read_run_folder(write_run(tmp_path / "gone", status=killed, environment={"host": "another-machine"})))
     assert vanished.state == "vanished"

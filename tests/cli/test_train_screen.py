@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def rlcore(monkeypatch, capfd, tmp_path):
     """The command in this process: exit code, standard output and standard error."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the command itself sets it, for good
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # otherwise the command sets it permanently
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
 

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def rlcore(monkeypatch, capfd, tmp_path):
     """`rlcore train` of five steps in this process: exit code and standard error."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the command itself sets it, for good
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # otherwise the command sets it permanently
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     small = {"max_num_steps": 5, "num_prompts_per_step": 2, "val_period": 0, "val_at_start": False, "val_at_end": False}

@@ -40,7 +40,7 @@ def rlcore(monkeypatch, capfd):
     """The command in this process, which saves seconds of imports: exit code and all output."""
     from rlcore_cli.main import main
 
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the command itself sets it, for good
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # otherwise the command sets it permanently
 
     def call(*arguments, folder):
         monkeypatch.chdir(folder)

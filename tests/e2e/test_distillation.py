@@ -82,7 +82,7 @@ def distil(folder, teacher, changes=None):
 FORMS = {
     "forward": {},
     "reverse": {"loss_fn": {"divergence": "reverse_kl"}},
-    # One token tells less than eight: a noisier gradient wants more rows.
+    # One token has less signal than eight: a noisier gradient needs more rows.
     "sampled": {
         "distillation": {"num_prompts_per_step": 256},
         "loss_fn": {"divergence": "reverse_kl", "topk": None},

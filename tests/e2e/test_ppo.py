@@ -70,11 +70,11 @@ def test_ppo_generalizes_to_unseen_sums(tmp_path):
         },
     )
     assert steps[15]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.15
-    # A head that begins at zero explains nothing; after the warm-up it knows more than a constant does.
+    # A zero head explains no variance; after the warm-up it is better than a constant.
     assert steps[1]["value/explained_variance"] == 0.0
     assert sum(steps[step]["value/explained_variance"] for step in range(6, 16)) > 0.0
     assert steps[15]["loss/value"] < 0.5 * steps[1]["loss/value"]
-    # The critic alone is trained while it warms up: the policy's numbers begin after it.
+    # Only the critic is trained during its warm-up: policy metrics start afterwards.
     assert [step for step in sorted(steps) if "loss/policy" in steps[step]] == list(range(3, 16))
     assert steps[3]["num_optimizer_steps"] == steps[1]["value/num_optimizer_steps"] == 4
     assert steps[3]["staleness/mean"] == 0
@@ -86,7 +86,7 @@ def test_a_killed_run_resumes_to_the_result_of_an_uninterrupted_run(train, train
     assert code == 0, output
     straight = metrics_of(tmp_path / "straight")
     assert sorted(straight) == [1, 2, 3, 4, 5, 6]
-    # The estimate in the reward (k1) may be negative; it is 0 only where the policy is still its reference.
+    # The estimate in the reward (k1) may be negative; it is 0 only while the policy equals its reference.
     assert straight[6]["kl/reference"] != 0
     stopped, at, pause = tmp_path / "stopped", random.randint(2, 5), random.random()
     killed = train(kept, folder=stopped)

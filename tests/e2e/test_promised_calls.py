@@ -82,7 +82,7 @@ def test_the_same_policy_over_a_cluster_of_two_ranks_computes_the_same(policy, c
         one, two = fresh.train(rows, NLLLossFn()), over_two.train(rows, NLLLossFn())
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-        # An odd number of rows over two ranks: the filler row weighs nothing.
+        # An odd number of rows on two ranks: the padding row has no weight.
         three = rows.slice(0, 3)
         assert over_two.get_logprobs(three)["logprobs"].shape == fresh.get_logprobs(three)["logprobs"].shape
         one, two = fresh.train(three, NLLLossFn()), over_two.train(three, NLLLossFn())

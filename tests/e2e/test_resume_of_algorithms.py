@@ -100,7 +100,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(algorithm, cluster, tmp_path,
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(config))
     whole = train(path, console=False).folder
-    # As a kill leaves it: the checkpoint of the middle, and metrics of steps that are to come again.
+    # The state after a kill: the checkpoint in the middle, and metrics of steps that will be repeated.
     stopped = tmp_path / "runs" / "stopped"
     middle = Path("checkpoints") / f"step_{STOPPED_AFTER:06d}"
     shutil.copytree(whole / middle, stopped / middle)

@@ -175,7 +175,7 @@ def test_two_ranks_of_a_cluster_take_the_steps_of_one(local_ray):
     alone.shutdown()
     model = policy()
     with RayVirtualCluster([2]) as cluster:
-        # Three pairs over two ranks: a pair of filler rows evens them out and weighs nothing.
+        # Three pairs on two ranks: a pair of padding rows fills up the batch and has no weight.
         found = RewardModelTrainer(model, cluster, config=section).train(PAIRS)
         model.shutdown()
     for one, two in zip(expected, found, strict=True):
@@ -227,7 +227,7 @@ def test_the_environment_scores_as_the_policy_side_does(judge):
     ]
     environment = RewardModelEnvironment({"model_name": judge, "batch_size": 7})
     rewards = environment.step(talks, [None] * len(talks)).rewards
-    # Another batch, so that sums are in another order: float32 at scores of up to ten.
+    # In another batch, sums have another order: float32 at scores of up to ten.
     torch.testing.assert_close(rewards, last_scores(judge, talks), rtol=0, atol=1e-5)
     assert rewards.std() > 0.3
 

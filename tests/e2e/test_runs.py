@@ -135,7 +135,7 @@ def test_two_data_parallel_ranks_take_the_same_steps_as_one(train_here, tmp_path
     assert code == 0, output
     one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
     for step in one:
-        # The same samples (a row's tokens depend on its seed alone) and the same gradient but for the order of its sums.
+        # The same samples (tokens depend only on the row's seed) and the same gradient up to summation order.
         assert two[step]["reward/mean"] == one[step]["reward/mean"]
         assert two[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-3, abs=1e-6)
 

@@ -95,7 +95,7 @@ def test_rows_with_tools_train_by_every_kind_of_algorithm(name, model, tmp_path)
     steps = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
     if name == "sft":
-        # Bytes that the assistant says: the call and the answer, each with its end of turn; two rows a step.
+        # Bytes of the assistant: the call and the answer, each with its end of turn; two rows per step.
         call = '<call>{"name": "weather", "arguments": {"city": "Bern"}}'
         assert steps[0]["tokens/trained"] == 2 * (len(call) + 1 + len("yes") + 1)
     if name == "grpo":

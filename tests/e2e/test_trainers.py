@@ -111,7 +111,7 @@ def test_a_policy_made_without_a_cluster_trains_over_the_one_that_the_trainer_is
     with RayVirtualCluster([2]) as cluster:
         trainer = DPOTrainer(policy, cluster, config=section)
         assert policy.data_ranks == 2
-        # Three pairs over two ranks: a pair of filler rows evens them out and weighs nothing.
+        # Three pairs on two ranks: a pair of padding rows fills up the batch and has no weight.
         found = trainer.train(PAIRS)
         policy.shutdown()
     for one, two in zip(expected, found, strict=True):

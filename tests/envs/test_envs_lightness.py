@@ -30,7 +30,7 @@ def test_every_registered_component_loads_with_its_config():
 
     for component in [*rlcore_environments(), *rlcore_datasets()]:
         if component.name == "reward_model":
-            # It is nothing without a model; its own tests load one.
+            # It needs a model, which its own tests load.
             assert component.load().__name__ == "RewardModelEnvironment"
             continue
         assert component.load()(component.load_config()()).config == component.load_config()()

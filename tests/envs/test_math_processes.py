@@ -90,7 +90,7 @@ def test_a_comparison_whose_process_is_killed_is_retried():
     endless = r"\boxed{10000000!}"
     graded = environment.step([[{"role": "assistant", "content": endless}]], [{"expected_answer": "1"}])
     environment.shutdown()
-    assert graded.metadata[0]["grading"] == "timeout"  # of the second process, which nobody killed
+    assert graded.metadata[0]["grading"] == "timeout"  # of the second process, which was not killed
 
 
 def test_alarms_of_the_caller_are_not_changed(lenient_grader):

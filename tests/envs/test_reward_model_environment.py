@@ -145,7 +145,7 @@ def test_shift_and_scale_convert_scores_to_rewards_and_metrics_report_scores(fol
 def test_bfloat16_scores_are_close_to_float32_scores(environment, folders):
     rough = RewardModelEnvironment({"model_name": str(folders / "reward"), "precision": "bfloat16"})
     expected = environment.step(TALKS, [{}] * 4).rewards
-    # Two layers of 8 bits on states of about 1, whose products with a head of norm 6 add up.
+    # Two layers with 8-bit rounding on states of about 1, multiplied by a head of norm 6.
     torch.testing.assert_close(rough.step(TALKS, [{}] * 4).rewards, expected, rtol=0.05, atol=0.3)
 
 

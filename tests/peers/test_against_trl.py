@@ -193,9 +193,9 @@ POLICY_GRADIENTS = {
         0.0,
         pg.GSPOLossConfig(ratio_clip_min=1e-2, ratio_clip_max=2e-2),
     ),
-    # TRL's bound is of the ratio itself, ours is what may be added to 1.
+    # TRL's bound is on the ratio itself, rlcore's is relative to 1.
     "CISPO": ({"loss_type": "cispo", "epsilon_high": 1.5}, 0.0, pg.CISPOLossConfig(ratio_clip_max=0.5)),
-    # Likewise: TRL's delta holds the ratio, ours says what the loss may come to.
+    # Similarly, TRL's delta bounds the ratio, rlcore's bounds the loss.
     "dual clip": ({"loss_type": "dapo", "delta": 1.4}, 0.0, pg.ClippedPGLossConfig(ratio_clip_c=1.4)),
 }
 
@@ -231,7 +231,7 @@ REWARDS = [0.0, 1.0, 0.5, 2.0, 1.0, 1.0, 0.0, 0.25]
     [
         ("RLOOTrainer", {}, {"name": "rloo"}, 1e-6),
         ("GRPOTrainer", {"scale_rewards": "none"}, {"name": "grpo", "normalize_rewards": False}, 1e-6),
-        # TRL adds 1e-4 to a group's standard deviation, ours adds nothing: 1e-4 / std, and the least std here is 0.47.
+        # TRL adds 1e-4 to the standard deviation of a group, rlcore does not: 1e-4 / std, and the smallest std here is 0.47.
         ("GRPOTrainer", {"scale_rewards": "group"}, {"name": "grpo"}, 3e-4),
     ],
 )
@@ -345,7 +345,7 @@ def test_simpo_is_that_of_trl(trainer, models, tokenizer, smoothing):
 
 
 def test_orpo_is_that_of_trl_where_prompts_have_one_token_and_chosen_answers_one_length(trainer, models, tokenizer):
-    # TRL's likelihood is a mean over all tokens of prompt and chosen answer, a first token excepted, which nothing predicts.
+    # TRL's likelihood is a mean over all tokens of prompt and chosen answer, except the first token, which is not predicted.
     peer = trainer("ORPOTrainer", beta=0.25)
     rows = Pairs(tokenizer, prompt=1, chosen=(4, 4, 4, 4))
     theirs = loss_and_gradient(models[0], peer.get_batch_loss_metrics(peer.model, rows.apart())[0])

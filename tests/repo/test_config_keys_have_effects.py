@@ -190,7 +190,7 @@ def test_every_backend_reads_the_keys_of_the_base_sections(backends):
         assert BY_EACH[backends] - read_in(backend) == set(), backend
 
 
-# What follows changes a key and looks at what comes out.
+# The following tests change a key and check the result.
 
 
 def needs_and_plans(name):

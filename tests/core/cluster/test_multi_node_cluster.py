@@ -71,7 +71,7 @@ def test_requesting_more_nodes_than_exist_is_an_error_with_both_counts(nodes):
 
 
 def test_the_stack_of_a_worker_on_another_host_is_fetched_from_its_node(group, monkeypatch, tmp_path):
-    # The nodes share this machine: a driver that believes to be elsewhere must ask the node.
+    # The nodes share this machine: a driver on another node must query the node.
     monkeypatch.setattr(remote_actor, "gethostname", lambda: "another-host")
     pending = group.submit_all("sleep_on", 3, str(tmp_path))
     bed = Path(tmp_path / f"asleep-{group.pids()[3]}")

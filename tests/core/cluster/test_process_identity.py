@@ -12,7 +12,7 @@ from rl_core.cluster.remote_actor import RemoteActor
 
 @pytest.mark.parametrize(("seconds", "known"), [(0.0, True), (1.0, True), (-1.0, True), (60.0, False), (-60.0, False)])
 def test_clock_corrections_do_not_make_processes_dead_and_reused_pids_are_detected(seconds, known):
-    # Both sides count from the time of the boot, which the kernel gives in whole seconds and moves with the clock.
+    # Both use the boot time, which the kernel reports in whole seconds and adjusts with the clock.
     actor = RemoteActor.__new__(RemoteActor)  # what Ray would start is this process
     actor._death_seen = False
     actor._identity = Identity(

@@ -128,7 +128,7 @@ def test_calls_of_two_groups_run_concurrently(square, pair, tmp_path):
 
 
 def test_the_failure_of_one_group_ends_the_wait_for_both(square, pair, beds, monkeypatch):
-    monkeypatch.setattr(worker_group, "_GRACE_S", 0.2)  # nobody dies here
+    monkeypatch.setattr(worker_group, "_GRACE_S", 0.2)  # no worker dies here
     hanging = pair.submit_one("sleep_on", 0, str(beds))
     with pytest.raises(WorkerError, match="the sender failed"):
         wait_together([hanging, square.submit_all("raise_on", 1, RuntimeError("the sender failed"))], deadline_s=3600.0)
@@ -180,7 +180,7 @@ def test_a_class_without_a_context_argument_is_constructed_unchanged(cluster):
 def test_the_deadline_report_names_the_rank_and_the_function_that_hangs(pair, beds):
     pending = pair.submit_all("sleep_on", 1, str(beds), deadline_s=0.1)
     wait_asleep(beds, pair.pids()[1])
-    pair.run_one("whoami", rank=0)  # answered after what it was asked before
+    pair.run_one("whoami", rank=0)  # answered after earlier calls
     with pytest.raises(DeadlineExceededError) as caught:
         pending.result()
     text = str(caught.value)

@@ -24,7 +24,7 @@ class Style:
     by_hand: Callable[..., Segments]
 
 
-# What most of today's models split a text by: line breaks stay together, whatever follows them.
+# The pre-tokenizer of most current models: consecutive line breaks stay together.
 WORDS_OF_LLAMA_3 = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 

@@ -37,7 +37,7 @@ def held_out_of_many(fraction: float, seed: int) -> frozenset[str]:
 
 
 @given(
-    # Of 60 rows one side is empty once in a billion, which would be refused.
+    # With 60 rows, one split is empty once in a billion cases, which would be an error.
     fraction=st.sampled_from([0.3, 0.5, 0.7]),
     seed=st.integers(0, 5),
     numbers=st.lists(st.integers(0, 999), min_size=60, max_size=200, unique=True),

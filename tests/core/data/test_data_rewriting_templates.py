@@ -66,7 +66,7 @@ STYLES = {
         ASKS,
         lambda text, last: [(text, True), ("<|im_end|>" if last else "<|end|>", last), ("\n", False)],
     ),
-    # The header of the next answer follows every conversation, asked for or not.
+    # The generation prompt follows every conversation, requested or not.
     "always asks": style(
         "",
         "{{ '<|im_end|>\n' }}",

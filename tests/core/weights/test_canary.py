@@ -36,7 +36,7 @@ def synchronizer(sides, **options):
         transports=[SharedMemoryTransport],
         policy_capabilities=["shared_memory"],
         generation_capabilities=["shared_memory"],
-        prove=False,  # the canary alone
+        prove=False,  # only the canary
         canary=lambda: make_canary(WORDS, **options),
     )
 

@@ -46,7 +46,7 @@ def test_tensors_that_an_engine_fuses_share_a_bucket_if_they_fit():
 @given(manifest=manifests, transposed=st.booleans())
 def test_tensors_packed_into_a_bucket_are_unpacked_bit_for_bit(manifest, transposed):
     tensors = {name: torch.randint(-100, 100, shape).to(getattr(torch, dtype)) for name, (shape, dtype) in manifest.items()}
-    if transposed:  # the same shapes, of which the first axis lies closest together
+    if transposed:  # the same shapes, contiguous along the first axis
         tensors = {name: tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
     placements, size = lay_out(manifest, manifest)
     buffer = torch.empty(size, dtype=torch.uint8)

@@ -74,7 +74,7 @@ def test_critic_and_policy_can_use_different_lambdas():
     apart = compute_gae_targets(two_turns(), GAEConfig(lam=0.0, value_lam=1.0, **PLAIN))
     assert torch.equal(apart.advantages, compute_gae_targets(two_turns(), GAEConfig(lam=0.0, **PLAIN)).advantages)
     assert torch.equal(apart.returns, compute_gae_targets(two_turns(), GAEConfig(lam=1.0, **PLAIN)).returns)
-    # Four tokens and two: 1 - 1 / (1/2 n) is a half and nothing.
+    # Four tokens and two: 1 - 1 / (1/2 n) is 0.5 and 0.
     adaptive = compute_gae_targets(two_turns(), GAEConfig(length_adaptive_alpha=0.5, **PLAIN)).advantages
     assert torch.equal(adaptive[0], compute_gae_targets(two_turns(), GAEConfig(lam=0.5, **PLAIN)).advantages[0])
     assert torch.equal(adaptive[1], compute_gae_targets(two_turns(), GAEConfig(lam=0.0, **PLAIN)).advantages[1])

@@ -216,7 +216,7 @@ def test_with_the_whole_vocabulary_loss_and_gradient_are_those_of_the_exact_dive
         logits, plain = student.clone().requires_grad_(), student.clone().requires_grad_()
         found, _ = evaluate(loss_fn(topk=V, beyond_topk=beyond, **FORMS[form]), batch, logits)
         expected = exact(plain)
-        # The bucket holds 1e-5 of mass on both sides where nothing is left over.
+        # The bucket has a mass of 1e-5 on both sides if there is no remaining mass.
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
         [ours], [theirs] = torch.autograd.grad(found, logits), torch.autograd.grad(expected, plain)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -74,7 +74,7 @@ def later_rows_lose(batch):
 @pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
 def test_groups_are_filtered_by_the_rewards_of_the_environment_and_trained_on_the_shaped_ones(estimator):
     found = draw(Scripted([NONE, ONE], [ALL, MOST]), shape=later_rows_lose, estimator=estimator)
-    # A group that nobody or everybody solved is dropped although its shaped rewards differ.
+    # A group with no or only correct answers is dropped although its shaped rewards differ.
     assert found.batch["input_ids"].flatten().tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
     assert found.batch["rewards"].tolist() == [1.0, -0.125, -0.25, -0.375, 0.0, 0.875, 0.75, 0.625]
     assert found.metrics["dynamic_sampling/dropped_groups"] == 2.0

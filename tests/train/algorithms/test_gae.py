@@ -49,7 +49,7 @@ def test_advantages_equal_a_sum_of_residuals_over_the_actions_of_each_row(rows, 
     assert found.dtype == torch.float32
     for b, row in enumerate(rows):
         expected = row_by_sums(row, gamma=gamma, lam=lam, end=ends[b])
-        # Both sides are exact to float64; what is compared is rounded to float32 once.
+        # Both sides are exact in float64 and rounded once to float32.
         assert found[b, : len(row)].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
         assert not found[b, len(row) :].any()
 
@@ -94,7 +94,7 @@ def test_each_row_can_have_its_own_lambda():
 
 def test_length_adaptive_lambda_grows_with_the_answer_length():
     mask = torch.tensor([[0.0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
-    # 1 - 1 / (0.5 n), and nothing below 0
+    # 1 - 1 / (0.5 n), at least 0
     assert adaptive_lambda(mask, 0.5).tolist() == pytest.approx([0.0, 0.0, 0.6, 0.0])
 
 

@@ -106,7 +106,7 @@ def test_the_kl_weight_stays_positive_and_follows_the_kl_in_bounded_steps(steps,
 
 
 def test_adaptive_kl_weight_converges_to_the_target_kl():
-    # A policy whose KL halves where the weight doubles.
+    # A policy whose KL halves if the weight doubles.
     controller = AdaptiveKLController(AdaptiveKLConfig(target=3.0, horizon=10_000), weight=0.01)
     for _ in range(400):
         controller.update(0.6 / controller.weight, answers=1000)

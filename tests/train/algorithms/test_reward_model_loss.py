@@ -104,7 +104,7 @@ def test_pairs_by_hand():
     assert float(loss) == pytest.approx(math.log(1 + math.exp(-1)))
     assert float(metrics["preference/accuracy"]) == 1.0
     assert float(metrics["preference/margin"]) == 1.0
-    # A margin as large as the lead leaves a coin toss; right it is all the same.
+    # A margin equal to the score difference gives probability 1/2; the pair still counts as correct.
     loss, metrics = BradleyTerryLossFn()(*one_pair(2.0, 1.0, 1.0))
     assert float(loss) == pytest.approx(math.log(2))
     assert float(metrics["preference/accuracy"]) == 1.0

@@ -91,7 +91,7 @@ def test_the_gradient_is_the_error_and_zero_if_clipped():
     )
     loss, metrics = MseValueLossFn(MseValueLossConfig(cliprange_value=0.2))(values, data, torch.tensor(1.0), torch.tensor(3.0))
     loss.backward()
-    # Not moved; moved by 1 towards the return, which earns nothing beyond 0.2; moved by 1 away from it, which costs in full.
+    # Unchanged; moved by 1 towards the return, with no gain beyond 0.2; moved by 1 away from it, at full cost.
     assert values.grad.tolist() == [pytest.approx([-1.5 / 3, 0.0, 1.0 / 3, 0.0])]
     assert float(metrics["value/clipped_frac"]) == pytest.approx(1 / 3)
     assert float(metrics["value/mean"]) == pytest.approx(2.5 / 3)

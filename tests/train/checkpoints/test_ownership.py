@@ -30,7 +30,7 @@ def test_a_folder_held_by_another_process_is_refused_with_that_process_and_free_
     )
     try:
         assert other.stdout.readline() == "held\n"
-        for _ in range(2):  # a refused attempt does not erase who holds it
+        for _ in range(2):  # a rejected attempt keeps the name of the owner
             with ExitStack() as exits, pytest.raises(UserError) as refused:
                 hold(tmp_path / "c", exits, setting="checkpointing.checkpoint_dir")
             assert f"in use by process {other.pid} on host {socket.gethostname()}" in str(refused.value)

@@ -144,7 +144,7 @@ KILLED = textwrap.dedent(
         for swept in (False, True):
             found = store(folder)
             if swept:
-                # The sweep itself may be killed too; the next one completes it.
+                # The cleanup can be killed too; the next one completes it.
                 in_child(found.sweep, 1 + kill_at % 4)
                 found.sweep()
                 assert all(entry.name[5:].isdigit() for entry in folder.iterdir()), list(folder.iterdir())

@@ -50,7 +50,7 @@ def test_a_length_penalty_that_gdpo_would_normalize_away_is_an_error(files, good
     [error] = files.errors(grpo(0.001))
     assert "overlong_buffer_penalty is 0.001, but adv_estimator gdpo divides each named reward" in error
     assert error.startswith("config.yaml:1:1: grpo: ")
-    # The weight has an effect, and so has the size of a penalty that nothing divides.
+    # The weight has an effect, and so has the size of a penalty that is not normalized.
     assert files.load(grpo(1.0, reward_weights={"overlong": 0.001}))
     assert files.load(grpo(0.001, normalize_rewards=False))
 

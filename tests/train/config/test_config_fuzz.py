@@ -139,7 +139,7 @@ def test_a_config_with_mutated_values_gives_a_run_or_a_list_of_errors(files, blo
         tree = mutate_tree(rng, yaml.safe_load(rng.choice(EXAMPLES)))
         path = write(files.folder / "config.yaml", yaml.safe_dump(tree, allow_unicode=True, sort_keys=False))
         outcomes.append(outcome(path, [], files.registry))
-    # Were all of them refused or all accepted, the mutations would miss what lies beyond.
+    # If all were rejected or all accepted, the mutations would not reach later checks.
     assert 0 < sum(isinstance(item, LoadedConfig) for item in outcomes) < len(outcomes)
 
 

@@ -106,7 +106,7 @@ def nobody_is_called(folder, *own_server):
     """An environment in which all connections go to one local port, and the test fails if there is one."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         url = f"http://127.0.0.1:{door.getsockname()[1]}"
-        # Bare, since libraries keep quiet by themselves where a variable tells them of a test or of CI.
+        # An empty environment, because libraries stay silent if a variable indicates a test or CI.
         ways = dict.fromkeys((*own_server, "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), url)
         yield {"PATH": os.environ["PATH"], "HOME": str(folder)} | ways
         door.settimeout(0.2)
@@ -199,7 +199,7 @@ def test_mlflow_accepts_nan_metrics_and_long_parameters(tmp_path):
     _, run, metrics = mlflow_run(tmp_path)
     assert math.isnan(metrics["loss"][0][1])
     assert metrics["loss"][1] == (2, 0.25)
-    # A database has no infinity: MLflow writes the largest number that there is.
+    # Databases have no infinity: MLflow writes the largest float.
     assert metrics["grad_norm"] == [(1, sys.float_info.max), (2, 1.0)]
     assert metrics["reward/mean"] == [(1, 0.5), (2, 0.5)]
     assert len(run.data.params) == 151

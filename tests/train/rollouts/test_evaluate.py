@@ -105,7 +105,7 @@ def test_scores_of_two_prompts_worked_by_hand(evaluation_of, tokenizer):
 
 
 def test_rewards_without_accuracy_are_not_reported_as_accuracy(evaluation_of):
-    # The judge pays every row a bonus; only its accuracy tells right from wrong.
+    # The judge adds a bonus to every reward; only its accuracy shows which rows are correct.
     evaluation = evaluation_of(["a", "b"])
     rows = evaluation.play()
     assert [row.reward for row in rows] == [1.25, 0.25, 1.25, 0.25, 1.25]

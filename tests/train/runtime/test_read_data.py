@@ -353,7 +353,7 @@ def test_an_evaluation_asks_what_a_split_holds_out_and_an_examination_what_it_le
 
 @pytest.mark.parametrize(
     ("question", "fraction", "warned"),
-    # The tokenizer knows digits, signs and `=`, a token a character; the answer and the end token are known.
+    # The tokenizer has digits, signs and `=`, one token per character; the answer and the end token are in its vocabulary.
     [("12+3=", 0.0, False), ("Is12+3=", 2 / 9, True)],
 )
 def test_the_fraction_of_unknown_tokens_is_a_metric_and_a_warning(

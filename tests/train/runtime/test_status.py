@@ -102,7 +102,7 @@ def reported(folder):
 def test_missing_data_columns_are_recorded_in_the_status_of_the_run_folder(launch, tmp_path):
     rows = tmp_path / "rows.jsonl"
     good = {"question": "1+2=", "expected_answer": "3"}
-    # The first row is looked at before there is a folder.
+    # The first row is checked before the folder is created.
     rows.write_text("\n".join(map(json.dumps, (good, {"frage": "1+2=", "expected_answer": "3"}))))
     with pytest.raises(DataError):
         launch({"data": {"train": {"dataset_name": "jsonl", "path": str(rows)}}})

@@ -58,7 +58,7 @@ def test_other_rows_that_training_cannot_have_made(kind, row, policy, tokenizer,
     expected = [ZERO, STAR] if kind == "equal_rows" else [STAR]
     assert [entry["id"] for entry in found.details[kind]] == expected
     assert [name for name, ids in found.details.items() if name != "rows_beyond_the_tokenizer" and ids] == [kind]
-    # A trained token may have an odd norm, so that alone stops nobody.
+    # A trained token may have an unusual norm, so this alone is not a failure.
     assert found.verdict is (DiagnosisStatus.WARNING if kind == "odd_norm" else DiagnosisStatus.FAILED)
 
 

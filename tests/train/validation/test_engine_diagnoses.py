@@ -129,7 +129,7 @@ def test_the_documented_checks_pass_on_the_quickstart_model(changed_model):
 
 def test_the_documented_checks_raise_if_a_model_fails(changed_model):
     with pytest.raises(AssertionError, match=r"failed: engine_against_policy|failed: decode_against_prefill"):
-        # bfloat16 cannot meet what is usual for float32.
+        # bfloat16 cannot reach the accuracy of float32.
         test_generation_consistency(changed_model(), precision="bfloat16", threshold=1.00001)
 
 

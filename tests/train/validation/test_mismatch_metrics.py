@@ -45,7 +45,7 @@ def rows_for(policy, differences):
 
 
 def test_the_mean_is_over_all_tokens_and_the_largest_is_the_largest_of_all(trainer):
-    # The largest lies in the first of five rows: neither the last microbatch nor the last rank has it.
+    # The maximum is in the first of five rows: not in the last microbatch or rank.
     differences = [[0.0, -0.9, 0.1], [0.2, 0.0, 0.0], [0.0, 0.3, 0.0], [0.0, 0.0, 0.0], [0.1, 0.1, -0.1]]
     batch = rows_for(trainer, differences)
     metrics = trainer.train(batch, ClippedPGLossFn(), eval_mode=True, mbs=2)["metrics"]
