@@ -202,7 +202,7 @@ def test_after_a_rejected_refit_the_engine_samples_and_during_a_refit_it_raises(
     assert completions(engine.generate(batch)) == expected
     worker = engine.group.worker
     worker._running.pause()
-    with pytest.raises(WorkerError, match="has not ended"):
+    with pytest.raises(WorkerError, match="has not finished"):
         engine.generate(batch)
     assert engine.invalidate_kv_cache()
     assert completions(engine.generate(batch)) == expected
@@ -281,10 +281,10 @@ def test_a_tiny_model_samples_in_bfloat16(engines, plain):
 
 def test_a_model_without_a_tokenizer_samples_and_refuses_stop_strings(engines, plain, tmp_path):
     plain.save_pretrained(tmp_path)
-    with pytest.raises(WorkerError, match="no tokenizer") as refused:
+    with pytest.raises(WorkerError, match="requires a tokenizer") as refused:
         engines(model_name=str(tmp_path), max_new_tokens=3, stop_strings=["x"]).generate(batch_of([5]))
     assert isinstance(refused.value.__cause__, ConfigError)
     engine = engines(model_name=str(tmp_path), max_new_tokens=3)
     assert engine.generate(batch_of([5], [6]))["generation_lengths"].tolist() == [3, 3]
-    with pytest.raises(DataError, match=r"^Row 1 has stop strings \['x'\], but there is no tokenizer"):
+    with pytest.raises(DataError, match=r"^Row 1 has stop strings \['x'\], which require a tokenizer"):
         engine.generate(batch_of([5], [6], stop_strings=[None, ["x"]]))
