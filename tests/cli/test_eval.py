@@ -284,7 +284,7 @@ def of_another_model(run, folder):
         (without_checkpoints, "holds no complete checkpoint"),
         (without_manifest, "it has no manifest.json"),
         (half_written, "was not written to its end"),
-        (of_another_model, "is of another model"),
+        (of_another_model, "has a different model"),
     ],
 )
 def test_a_path_without_matching_weights_is_a_user_error(config, run, tmp_path, make, said):
