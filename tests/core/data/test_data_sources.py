@@ -226,7 +226,7 @@ def test_a_path_without_a_dataset_is_an_error_with_a_suggestion(tmp_path):
 def test_without_the_library_its_extra_is_named(monkeypatch, tmp_path):
     path = Writer(tmp_path).parquet(ROWS)[0]["path"]
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'rl-core\[data\]'"):
+    with pytest.raises(DataError, match=r"pip install 'rl-train\[data\]'"):
         RecordDataset(ParquetDatasetConfig(path=path))
 
 

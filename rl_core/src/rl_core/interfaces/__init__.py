@@ -1,20 +1,51 @@
-"""What a backend, an environment, a loss, a dataset or a logger must be; no logic."""
+"""What a backend, an environment, a loss, a dataset or a logger must be; no logic.
 
-from rl_core.interfaces.dataset import Dataset, Record
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
-from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-from rl_core.interfaces.logger import Logger
-from rl_core.interfaces.loss import LossFunction, LossType
-from rl_core.interfaces.policy import (
-    ColocatablePolicyInterface,
-    LogprobOutputSpec,
-    PolicyInterface,
-    ReferenceLogprobOutputSpec,
-    TopkLogprobOutputSpec,
-)
-from rl_core.interfaces.trainable import TrainableInterface
-from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
-from rl_core.interfaces.weights import WeightTransport
+The names below are loaded when they are first used, so that importing a module of this package does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_core.interfaces.dataset import Dataset, Record
+    from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
+    from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+    from rl_core.interfaces.logger import Logger
+    from rl_core.interfaces.loss import LossFunction, LossType
+    from rl_core.interfaces.policy import (
+        ColocatablePolicyInterface,
+        LogprobOutputSpec,
+        PolicyInterface,
+        ReferenceLogprobOutputSpec,
+        TopkLogprobOutputSpec,
+    )
+    from rl_core.interfaces.trainable import TrainableInterface
+    from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
+    from rl_core.interfaces.weights import WeightTransport
+
+_MODULE_OF = {
+    "ColocatablePolicyInterface": "rl_core.interfaces.policy",
+    "Dataset": "rl_core.interfaces.dataset",
+    "EnvironmentInterface": "rl_core.interfaces.environment",
+    "EnvironmentReturn": "rl_core.interfaces.environment",
+    "GenerationDatumSpec": "rl_core.interfaces.generation",
+    "GenerationInterface": "rl_core.interfaces.generation",
+    "GenerationOutputSpec": "rl_core.interfaces.generation",
+    "Logger": "rl_core.interfaces.logger",
+    "LogprobOutputSpec": "rl_core.interfaces.policy",
+    "LossFunction": "rl_core.interfaces.loss",
+    "LossType": "rl_core.interfaces.loss",
+    "PolicyInterface": "rl_core.interfaces.policy",
+    "Record": "rl_core.interfaces.dataset",
+    "ReferenceLogprobOutputSpec": "rl_core.interfaces.policy",
+    "TopkLogprobOutputSpec": "rl_core.interfaces.policy",
+    "TrainableInterface": "rl_core.interfaces.trainable",
+    "ValueInterface": "rl_core.interfaces.value",
+    "ValueOutputSpec": "rl_core.interfaces.value",
+    "WeightTransport": "rl_core.interfaces.weights",
+}
 
 __all__ = [
     "ColocatablePolicyInterface",
@@ -37,3 +68,9 @@ __all__ = [
     "ValueOutputSpec",
     "WeightTransport",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
