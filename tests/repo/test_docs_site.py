@@ -145,7 +145,7 @@ def test_formulas_are_rendered_as_mathml(site):
 
 def test_a_link_to_the_code_leads_to_the_code(site):
     page = (site / "algorithms" / "grpo.html").read_text()
-    [target] = set(re.findall(r'href="(\.\./source/rl_core/[\w/]+algorithms/grpo_py\.html)"', page))
+    [target] = set(re.findall(r'href="(\.\./source/rl_train/[\w/]+algorithms/grpo_py\.html)"', page))
     assert "def train" in re.sub(r"<[^>]+>", "", (site / "algorithms" / target).resolve().read_text())
 
 
