@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,14 +14,12 @@ STATE: Final = "state.json"
 STEP_FOLDER: Final = re.compile(r"^step_(\d{6,})(?:\.complete)?$")
 _STATE_FORM: Final[Mapping[str, type]] = {"step": int, "resumable": bool, "parts": dict, "config": dict}
 _MOST_SHOWN: Final = 6
-_log = logging.getLogger("rlcore")
 
 
 def verify_checkpoint(checkpoint: Path, *, only: Collection[str] | None = None) -> None:
     """Compare the files of a checkpoint with its manifest: which there are, their sizes and their digests.
 
-    Reads every compared file once, at several GiB per second and core if the disk is that fast. Checkpoints of earlier versions
-    have no digests; that is a warning.
+    Reads every compared file once, at several GiB per second and core if the disk is that fast.
 
     Args:
         checkpoint: the step folder.
@@ -35,11 +32,6 @@ def verify_checkpoint(checkpoint: Path, *, only: Collection[str] | None = None) 
     problems = find_damage(checkpoint, only=only)
     if problems:
         raise damage_error(checkpoint, problems)
-    if "files" not in read_manifest(checkpoint):
-        _log.warning(
-            "%s was written by a version of rl-core that stored no digests, so damage to its files cannot be detected.",
-            checkpoint,
-        )
 
 
 def find_damage(checkpoint: Path, *, only: Collection[str] | None = None) -> list[str]:
@@ -53,7 +45,7 @@ def find_damage(checkpoint: Path, *, only: Collection[str] | None = None) -> lis
     except DamagedFileError as error:
         return [error.problem]
     problems = list(_contradictions(checkpoint, manifest))
-    if "files" in manifest and not problems:
+    if not problems:
         problems = list(_changed_files(checkpoint, manifest["files"], only))
     return problems
 

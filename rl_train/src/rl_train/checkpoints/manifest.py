@@ -21,8 +21,8 @@ from rl_core.errors import CheckpointError
 MANIFEST: Final = "manifest.json"
 ALGORITHM: Final = "xxh3_128"
 _FORMAT: Final = 2
-_UNVERIFIED_KEYS: Final = {"step", "metrics"}
-"""All that the manifests of format 1 hold, which had no digests."""
+_FORMAT_1_KEYS: Final = {"step", "metrics"}
+"""Format 1 had neither a format number nor digests."""
 _MAX_THREADS: Final = 8
 
 
@@ -59,24 +59,22 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """`step`, `metrics` and, unless an earlier version wrote it, `files`: path in the checkpoint to `size` and `digest`.
+    """`step`, `metrics` and `files`: path in the checkpoint to `size` and `digest`.
 
     Raises:
         DamagedFileError: it is not what was written.
-        CheckpointError: the folder is not a complete checkpoint.
+        CheckpointError: the folder is not a complete checkpoint, or it has another format.
     """
     if not (checkpoint / MANIFEST).is_file():
         raise CheckpointError(_no_manifest(checkpoint))
     manifest = read_json_object(checkpoint / MANIFEST)
-    if manifest.keys() != _UNVERIFIED_KEYS:
-        said = manifest.pop("digest", None)
-        if said != _own_digest(manifest):
-            raise DamagedFileError(checkpoint / MANIFEST, "its content changed after it was written")
-        if manifest.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"{checkpoint} has format {manifest.get('format')}, and this version of rl-core reads format {_FORMAT}: a "
-                "newer version wrote it. Upgrade rl-core."
-            )
+    if manifest.keys() == _FORMAT_1_KEYS:
+        raise _wrong_format(checkpoint, 1)
+    said = manifest.pop("digest", None)
+    if said != _own_digest(manifest):
+        raise DamagedFileError(checkpoint / MANIFEST, "its content changed after it was written")
+    if manifest.get("format") != _FORMAT:
+        raise _wrong_format(checkpoint, manifest.get("format"))
     if not isinstance(manifest["step"], int) or not isinstance(manifest["metrics"], dict):
         raise DamagedFileError(checkpoint / MANIFEST, "`step` must be a whole number and `metrics` an object")
     return manifest
@@ -128,6 +126,13 @@ def _digest(path: Path) -> str:
 def _own_digest(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return str(xxhash.xxh3_128(text.encode()).hexdigest())
+
+
+def _wrong_format(checkpoint: Path, found: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint} has format {found}, but this version of rl-train reads format {_FORMAT}. Resume the run with the "
+        "version that wrote it, or start a new run with --resume never."
+    )
 
 
 def _no_manifest(checkpoint: Path) -> str:
