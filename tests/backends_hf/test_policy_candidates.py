@@ -218,7 +218,7 @@ def test_topk_above_the_vocabulary_size_and_invalid_candidates_are_errors(parts,
     rows = with_candidates(parts.make_rows(), parts.VOCAB_SIZE)
     policy = HuggingFacePolicy(config=parts.make_config(model_folder("llama")))
     for k in (0, parts.VOCAB_SIZE + 1):
-        with pytest.raises(DataError, match=rf"The {k} likeliest tokens.*vocabulary has {parts.VOCAB_SIZE}"):
+        with pytest.raises(DataError, match=rf"The {k} most likely tokens.*vocabulary has {parts.VOCAB_SIZE}"):
             policy.get_topk_logprobs(rows, k)
     for token in (parts.VOCAB_SIZE, -1):
         rows["wanted"][0, 0, 0] = token

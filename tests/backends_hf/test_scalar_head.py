@@ -333,7 +333,7 @@ def test_language_model_methods_are_errors_with_a_scalar_head(parts, model_folde
     with pytest.raises(WorkerError, match="no weights for a generation engine"):
         policy.prepare_refit_info()
     tokens = HuggingFacePolicy(config=parts.make_config(model_folder("llama")))
-    with pytest.raises(NotSupportedError, match="gives no values"):
+    with pytest.raises(NotSupportedError, match="not a scalar head"):
         tokens.get_values(rows)
 
 

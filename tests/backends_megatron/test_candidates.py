@@ -149,7 +149,7 @@ def test_one_rank_has_the_numbers_of_the_backend_on_transformers(policy, models,
 def test_topk_above_the_vocabulary_size_and_invalid_candidates_are_errors(policy):
     made = policy("llama")
     for k in (0, cases.VOCAB_SIZE + 1):
-        with pytest.raises(DataError, match=rf"The {k} likeliest tokens.*vocabulary has {cases.VOCAB_SIZE}"):
+        with pytest.raises(DataError, match=rf"The {k} most likely tokens.*vocabulary has {cases.VOCAB_SIZE}"):
             made.get_topk_logprobs(cases.make_rows(), k)
     for token in (cases.VOCAB_SIZE, -1):
         rows = cases.make_candidates()

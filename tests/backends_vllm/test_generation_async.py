@@ -198,7 +198,7 @@ def test_the_error_of_a_bad_row_is_raised_only_to_its_caller(engine):
     async def both():
         others = asyncio.create_task(collected(engine, good))
         await asyncio.sleep(0.01)
-        with pytest.raises(DataError, match=r"^Row 1 holds token id 9999"):
+        with pytest.raises(DataError, match=r"^Row 1 has token id 9999"):
             await collected(engine, batch_of([4], [9999]))
         return await others
 

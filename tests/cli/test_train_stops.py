@@ -91,7 +91,7 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(interrupted, tmp_p
     assert found == code
     assert errors.splitlines()[-2:] == [
         f"warning: {name}: stopping after this step, with a checkpoint; once more stops at once",
-        f"Stopped after step 2 ({name}): its checkpoint is written; the same command goes on from there.",
+        f"Stopped after step 2 ({name}): its checkpoint is saved; run the same command to continue.",
     ]
     assert checkpoints(tmp_path) == ["step_000002"]
     assert status(tmp_path).items() >= {"state": "interrupted", "reason": name}.items()
@@ -102,7 +102,7 @@ def test_step_that_outlives_the_grace_period_is_ended_without_a_checkpoint(inter
     code, errors = interrupted("SIGTERM", "checkpointing.stop_grace_s=0.1", hang=True)
     assert code == 143
     assert "the 0.1 s of checkpointing.stop_grace_s are over: stopping at once" in errors
-    assert errors.splitlines()[-1].startswith("Stopped at once (SIGTERM).")
+    assert errors.splitlines()[-1].startswith("Stopped immediately (SIGTERM).")
     assert checkpoints(tmp_path) == []
     ended = status(tmp_path)
     assert (ended["state"], ended["reason"], ended["during"]) == ("interrupted", "SIGTERM", "rollout")
@@ -128,7 +128,7 @@ def test_run_that_reaches_its_time_limit_saves_and_the_same_command_continues(rl
     for step in (1, 2):
         code, errors = rlcore("checkpointing.max_time=0.001")
         assert code == 124
-        assert errors.splitlines()[-1].startswith(f"Stopped after step {step} (max_time): its checkpoint is written")
+        assert errors.splitlines()[-1].startswith(f"Stopped after step {step} (max_time): its checkpoint is saved")
         assert checkpoints(tmp_path)[-1] == f"step_{step:06d}"
         assert status(tmp_path).items() >= {"state": "interrupted", "reason": "max_time"}.items()
     assert rlcore("checkpointing.max_time=1-00:00:00")[0] == 0
@@ -156,11 +156,11 @@ def test_durations_are_read_as_slurm_writes_them(text, seconds):
 
 @pytest.mark.parametrize("text", ["4h", "0", "00:00:00", "00:03:50:00", "", "-5", 0, -1.0, float("inf")])
 def test_other_durations_are_refused(text):
-    with pytest.raises(ValueError, match="is no duration"):
+    with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
 
 
 def test_config_error_names_the_time_limit_and_its_line(rlcore, tmp_path):
     code, errors = rlcore("checkpointing.max_time=4h")
     assert code == 2
-    assert "checkpointing.max_time: '4h' is no duration: give seconds, or MM:SS" in errors
+    assert "checkpointing.max_time: '4h' is not a duration: give seconds, or MM:SS" in errors

@@ -95,7 +95,7 @@ def test_a_small_config_trains(name, data, tmp_path):
         assert [step.get("data/bad_rows") for step in steps] == [2, None, None, None]
         assert steps[-1]["validation/loss"] > 0
         log = next((tmp_path / "runs").rglob("driver.log")).read_text()
-        assert "chats.jsonl:41: no JSON" in log
+        assert "chats.jsonl:41: invalid JSON" in log
         assert "2 bad rows of mix.chats are left out" in log
 
 
@@ -124,18 +124,18 @@ def test_too_long_rows_are_counted_when_dropped(data, tmp_path):
         ("parquet", {"data": {"train": {"response_key": "reply"}}}, "train", "sums.parquet, row 0: the field 'reply'"),
         ("parquet", {"data": {"train": {"path": "{data}/empty.parquet"}}}, "train", "has no row to train on (it is empty)"),
         ("parquet", {"data": {"train": {"path": "absent.parquet"}}}, "validate", "there is no 'absent.parquet'"),
-        ("parquet", {"data": {"train": {"weight": 2}}}, "validate", "weights are for the members of mix"),
+        ("parquet", {"data": {"train": {"weight": 2}}}, "validate", "weights apply only to the datasets of mix"),
         ("parquet", {"data": {"train": {"record_fn": "gsm8k"}}}, "validate", "output_key, response_key would have no effect"),
         ("parquet", {"dpo": {}, "sft": None}, "validate", "parquet has prompts or conversations, and dpo reads pairs"),
         ("mixture", {"data": {"mix": {"saved": {"split": "tset"}}}}, "train", "has no split 'tset': it has train, test"),
-        ("mixture", {"data": {"mix": {"chats": {"on_bad_row": "error"}}}}, "train", "chats.jsonl:41: no JSON"),
+        ("mixture", {"data": {"mix": {"chats": {"on_bad_row": "error"}}}}, "train", "chats.jsonl:41: invalid JSON"),
         ("mixture", {"data": {"mix": {"saved": {"wieght": 1}}}}, "validate", "Did you mean 'weight'?"),
         ("mixture", {"data": {"mix": {"saved": {"dataset_name": "parket"}}}}, "validate", "Did you mean 'parquet'?"),
         ("mixture", {"data": {"mix": {"saved": {"weight": 1e-6}}}}, "train", "none would be its"),
         ("mixture", {"data": {"split": {"validation": 2}}}, "validate", "less than 1.0; found 2"),
         ("ranked", {"data": {"train": {"completions_key": "answers"}}}, "train", "the field 'chosen' is absent"),
         ("ranked", {"sft": {}, "dpo": None}, "validate", "and sft reads prompts or conversations"),
-        ("ranked", {"data": {"prompt": {"prompt_config": "generic/math"}}}, "validate", "fills no template"),
+        ("ranked", {"data": {"prompt": {"prompt_config": "generic/math"}}}, "validate", "has no template"),
     ],
 )
 def test_an_error_in_the_data_exits_with_code_2(name, changes, command, says, data, tmp_path, monkeypatch, capsys):
@@ -154,7 +154,7 @@ def test_an_error_in_the_data_exits_with_code_2(name, changes, command, says, da
     [
         ("template.jinja", "the file was read"),
         ("{{ raise_exception('the text was read') }}", "the text was read"),
-        ("absent.jinja", "'absent.jinja' is neither a Jinja text nor a file that exists"),
+        ("absent.jinja", "'absent.jinja' is neither Jinja text nor an existing file"),
         ("{% for m in messages %}", "Unexpected end of template"),
     ],
 )

@@ -189,7 +189,7 @@ def test_a_teacher_with_another_tokenizer_is_rejected_before_anything_starts(tmp
 
 
 def test_more_candidates_than_tokens_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"The 500 likeliest tokens were asked of .*loss_fn.topk") as refused:
+    with pytest.raises(DataError, match=r"The 500 most likely tokens of .*loss_fn.topk") as refused:
         distil(tmp_path, str(MODEL), {"loss_fn": {"topk": 500}})
     assert refused.value.exit_code == 2
 

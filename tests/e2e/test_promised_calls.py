@@ -162,7 +162,7 @@ def test_engine_output_can_be_scored_unchanged(policy):
 
 
 def test_rewards_passed_as_a_loss_are_an_error(policy):
-    with pytest.raises(DataError, match=r"train takes a loss .* found Tensor"):
+    with pytest.raises(DataError, match=r"argument of train must be a loss.* found Tensor"):
         policy.train(policy.generate(batch_of_prompts()), torch.ones(4))
 
 

@@ -91,7 +91,7 @@ def test_a_run_whose_generation_workers_are_killed_takes_the_steps_of_an_undistu
         assert found[step]["rollout/rows"] == 16.0
         # Log-probabilities differ in their last bits with the rows that are decoded together, and losses with them.
         assert found[step] == pytest.approx(expected[step], rel=1e-3, abs=1e-6)
-    assert "is dead; another takes its place" in (folder / "runs" / "run" / "logs" / "driver.log").read_text()
+    assert "exited; restarting it" in (folder / "runs" / "run" / "logs" / "driver.log").read_text()
     assert_nothing_is_left_of(run, folder)
 
 

@@ -64,7 +64,7 @@ def test_an_invalid_requirement_in_metadata_fails_only_that_plugin(site):
     site.install("acme-rl", requires=["not a requirement"])
     acme = site.plugins()["acme"]
     assert acme["status"] == "failed"
-    assert "its metadata states a requirement that is none" in acme["reason"]
+    assert "its metadata has an invalid requirement" in acme["reason"]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_two_versions_of_the_metadata_in_one_folder_are_reported(site):
     site.write_metadata("acme-rl", version="1.0", entry_points={"acme": "acme_rl.plugin"})
     acme = site.plugins()["acme"]
     assert acme["status"] == "failed"
-    assert "holds metadata of acme-rl" in acme["reason"]
+    assert "contains metadata of acme-rl" in acme["reason"]
     assert "1.0" in acme["reason"]
     assert "2.0" in acme["reason"]
 
@@ -194,7 +194,7 @@ def test_disabling_what_does_not_exist_is_a_warning_with_a_suggestion(site):
     site.environment["RLCORE_DISABLE_PLUGINS"] = "acne"
     result = site.rlcore("list-backends")
     assert result.returncode == 0
-    assert "warning: RLCORE_DISABLE_PLUGINS names 'acne', which is no plugin. Did you mean 'acme'?" in result.stdout
+    assert "warning: RLCORE_DISABLE_PLUGINS names 'acne', which is not a plugin. Did you mean 'acme'?" in result.stdout
 
 
 def test_strict_makes_every_failure_fatal_and_lists_them_all(site):

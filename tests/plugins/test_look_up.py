@@ -157,7 +157,7 @@ def test_a_path_into_a_package_that_does_not_exist_says_so(site):
 
 @pytest.mark.parametrize("path", ["my package.Mine", ".Mine", "a:b:c", "a..b"])
 def test_a_malformed_import_path_is_an_error(site, path):
-    assert site.look_up("environment", path).startswith(f"InvalidComponentError: {path!r} is no path to a class")
+    assert site.look_up("environment", path).startswith(f"InvalidComponentError: {path!r} is not a path to a class")
 
 
 def test_the_capabilities_of_a_path_are_those_of_its_class(site):

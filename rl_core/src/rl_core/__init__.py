@@ -1,3 +1,3 @@
-"""rl-core: what rlcore plugins are written against: interfaces, hooks, batches, the Ray cluster and weight synchronization."""
+"""The API for rlcore plugins: interfaces, hooks, batches, the Ray cluster and weight synchronization."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What can go wrong, worded once: what was found, why it cannot work, what to do. Imports nothing heavy."""
+"""Exceptions. Each message states what was found, why it cannot work and what to do. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from enum import Enum
 
 
 class RLCoreError(Exception):
-    """An error that rlcore explains; the command prints it without a traceback.
+    """An error with an explanation; the command prints it without a traceback.
 
     Attributes:
-        exit_code: 2 for what the user can mend in the config or the installation, 1 for what broke at run time.
+        exit_code: 2 for errors in the config or the installation, 1 for failures at run time.
     """
 
     exit_code = 1
 
 
 class UserError(RLCoreError):
-    """A mistake in the input: nothing was started and nothing was lost.
+    """A mistake in the input; nothing was started or lost.
 
     Attributes:
-        key: The dotted config key that is to blame, where whoever raised or caught the error knows it.
+        key: The dotted config key at fault, if known.
     """
 
     exit_code = 2
@@ -27,69 +27,69 @@ class UserError(RLCoreError):
 
 
 class ConfigError(UserError):
-    """The config cannot be honoured; the text lists every place, one a line."""
+    """The config is invalid; the text lists every problem, one per line."""
 
 
 class PluginError(UserError):
-    """A component was asked for that no working plugin provides."""
+    """No working plugin provides the requested component."""
 
 
 class InvalidComponentError(PluginError):
-    """A `Component` does not have the form that it states: names the field and what it held."""
+    """A field of a `Component` is invalid; names the field and its value."""
 
 
 class UnknownComponentError(PluginError):
-    """No plugin registers this name: names those that there are and the nearest one."""
+    """No plugin registers this name; lists the existing ones and suggests the nearest."""
 
 
 class ComponentNotInstalledError(PluginError):
-    """A distribution that rlcore knows would provide it: names the command that installs it."""
+    """A known distribution would provide it; names the command that installs it."""
 
 
 class BrokenPluginError(PluginError):
-    """A plugin is installed and does not work, or is disabled: names the distribution, its version and the reason."""
+    """A plugin is installed but broken or disabled; names the distribution, its version and the reason."""
 
 
 class DuplicateComponentError(PluginError):
-    """Several plugins register one name: names them and how to disable one."""
+    """Several plugins register one name; names them and how to disable one."""
 
 
 class WrongKindError(PluginError):
-    """The name is of another kind of component, or its target lacks the interface of its kind."""
+    """The component is of another kind, or its target does not implement the interface of its kind."""
 
 
 class MissingCapabilityError(PluginError):
-    """The component exists and cannot do what this run needs of it."""
+    """The component lacks a capability that the run needs."""
 
 
 class ComponentImportError(PluginError):
-    """The target or config model of a component cannot be imported; carries the original exception."""
+    """The target or config model of a component cannot be imported; chained to the original exception."""
 
 
 class PluginHookError(PluginError):
-    """An event hook of a plugin raised during a run: names the plugin, its distribution and the hook."""
+    """An event hook of a plugin raised during a run; names the plugin, its distribution and the hook."""
 
     exit_code = 1
 
 
 class DataError(UserError):
-    """A row, a file or a batch does not have the form that its reader states."""
+    """A row, a file or a batch does not have the required form."""
 
 
 class ResourceInsufficientError(UserError):
-    """The cluster has too few nodes, CPUs or GPUs: what was asked, what there is, what to change."""
+    """The cluster has too few nodes, CPUs or GPUs; names what was requested, what is available and what to change."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint is absent, torn, or of another model or config."""
+    """A checkpoint is missing, incomplete, or of another model or config."""
 
 
 class NotSupportedError(UserError):
-    """The chosen backend does not do what was asked of it."""
+    """The chosen backend does not support the request."""
 
 
 class WorkerError(RLCoreError):
-    """A worker raised: names the rank, the host, the method, and carries the original traceback.
+    """A worker raised; names the rank, the host and the method, and includes the original traceback.
 
     Attributes:
         group: Name of the worker group, such as `policy`, `value`, `generation` or `env.math`; empty if unknown.
@@ -99,31 +99,31 @@ class WorkerError(RLCoreError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker's process is gone: names the rank, the host and what is known of its end."""
+    """A worker's process has exited; names the rank, the host and the cause, if known."""
 
 
 class EngineDiedError(RLCoreError):
-    """Raised in a worker: a process that it depends on is gone. Its own is then ended and counts as dead."""
+    """Raised in a worker if a process that it depends on has exited. The worker is then stopped and counts as dead."""
 
 
 class RayDiedError(RLCoreError):
-    """A daemon of Ray died, so that no worker can be reached: names the process and its log."""
+    """A Ray daemon exited, so no worker can be reached; names the process and its log."""
 
 
 class DeadlineExceededError(RLCoreError):
-    """A call outlived its deadline: names who did not answer and what each was doing."""
+    """A call exceeded its timeout; names the workers that did not answer and what each was doing."""
 
 
 class WeightSyncError(RLCoreError):
-    """The generation backend's weights are not proven to be the policy's; the run must not go on."""
+    """The generation backend's weights could not be verified to equal the policy's; the run must not continue."""
 
 
 class NonFiniteError(RLCoreError):
-    """A loss or gradient is NaN or infinite: names the step and the first offender."""
+    """A loss or gradient is NaN or infinite; names the step and the first such tensor."""
 
 
 class CheckpointWriteError(RLCoreError):
-    """A checkpoint could not be written: names the folder, the reason, the last complete checkpoint and what to do."""
+    """A checkpoint could not be written; names the folder, the reason, the last complete checkpoint and what to do."""
 
 
 class DiskFullError(CheckpointWriteError):
@@ -140,11 +140,11 @@ class DiskFullError(CheckpointWriteError):
 
 
 class StopReason(Enum):
-    """Why a run was asked to stop before its last step.
+    """Why a run was stopped before its last step.
 
     Attributes:
-        label: As messages and status.json name it.
-        exit_code: Of the command: as shells have it for signals, and as `timeout` has it for the time limit.
+        label: Its name in messages and status.json.
+        exit_code: Exit code of the command: the shell's convention for signals, that of `timeout` for the time limit.
     """
 
     CTRL_C = ("Ctrl-C", 130)
@@ -158,16 +158,16 @@ class StopReason(Enum):
 
 
 class RunInterrupted(RLCoreError):
-    """The run was asked to stop, and finished the step under way first.
+    """The run was asked to stop, and completed its current step first.
 
     Args:
-        step: steps done.
-        saved: whether a checkpoint of that step was written.
-        reason: who asked.
+        step: number of completed steps.
+        saved: whether a checkpoint of that step was saved.
+        reason: what stopped the run.
     """
 
     def __init__(self, step: int, saved: bool, reason: StopReason = StopReason.CTRL_C) -> None:
-        how = "its checkpoint is written; the same command goes on from there" if saved else "checkpointing is off"
+        how = "its checkpoint is saved; run the same command to continue" if saved else "checkpointing is off"
         super().__init__(f"Stopped after step {step} ({reason.label}): {how}.")
         self.step: int | None = step
         self.reason = reason
@@ -175,8 +175,8 @@ class RunInterrupted(RLCoreError):
 
     @classmethod
     def at_once(cls, reason: StopReason) -> RunInterrupted:
-        """The run did not finish its step."""
+        """A run that stopped without completing its step."""
         error = cls(0, False, reason)
-        error.args = (f"Stopped at once ({reason.label}). The same command goes on from the last checkpoint, if there is one.",)
+        error.args = (f"Stopped immediately ({reason.label}). The same command continues from the last checkpoint, if any.",)
         error.step = None
         return error

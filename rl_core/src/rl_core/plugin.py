@@ -1,4 +1,4 @@
-"""Registers the built-in weight transports through the hook that every plugin uses; strings only."""
+"""Registers the built-in weight transports through the same hook as every plugin; strings only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rl_core.plugins import Component, hookimpl
 
 @hookimpl
 def rlcore_weight_transports() -> list[Component]:
-    """Within a process, within a node, between processes of a group."""
+    """Transports within a process, within a node, between processes of a group, and by files."""
     return [
         Component(
             "by_reference",
@@ -17,7 +17,7 @@ def rlcore_weight_transports() -> list[Component]:
         Component(
             "shared_memory",
             target="rl_core.weights.shared_memory:SharedMemoryTransport",
-            summary="Processes of one node read the same memory",
+            summary="Policy and generation on one node use shared memory",
         ),
         Component(
             "collective",
@@ -27,6 +27,6 @@ def rlcore_weight_transports() -> list[Component]:
         Component(
             "disk",
             target="rl_core.weights.disk:DiskTransport",
-            summary="Files in a folder that both sides see",
+            summary="Files in a folder that both sides can access",
         ),
     ]

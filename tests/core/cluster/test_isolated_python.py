@@ -47,6 +47,6 @@ def test_workers_run_under_the_named_python(local_ray, tmp_path):
 def test_an_unusable_python_interpreter_is_an_error_before_start(local_ray, tmp_path):
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         bare = _make_environment(tmp_path / "bare") / "bin" / "python"
-        for python, word in [(tmp_path / "none", "is not there"), (Path("/bin/true"), "does not behave"), (bare, "install")]:
+        for python, word in [(tmp_path / "none", "does not exist"), (Path("/bin/true"), "does not behave"), (bare, "install")]:
             with pytest.raises(UserError, match=word):
                 RayWorkerGroup(cluster, Worker, python=python)

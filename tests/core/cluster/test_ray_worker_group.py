@@ -261,12 +261,12 @@ def test_requesting_too_many_workers_is_an_immediate_error_with_a_fix(local_ray)
     with pytest.raises(ResourceInsufficientError) as caught:
         RayVirtualCluster([8, 8])
     text = str(caught.value)
-    assert "other work" not in text, "it was waited for resources that nobody can give back"
+    assert "are in use" not in text, "it was waited for resources that nobody can give back"
     for part in ("[8, 8]", "16 bundles", "Ray has 1 node", "Change:"):
         assert part in text
 
 
 def test_resources_in_use_are_distinguished_from_missing_resources(cluster):
     total = ray.cluster_resources()["CPU"]
-    with pytest.raises(ResourceInsufficientError, match="other work holds what is missing"):
+    with pytest.raises(ResourceInsufficientError, match="the missing resources are in use"):
         RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=total)

@@ -92,7 +92,7 @@ def test_reordering_undoes_a_selection(order):
 
 
 def test_reordering_needs_a_permutation():
-    with pytest.raises(DataError, match="no permutation"):
+    with pytest.raises(DataError, match="not a permutation"):
         batch_of(3).reorder_data([0, 0, 1])
 
 
@@ -104,7 +104,7 @@ def test_chunks_are_equal_contiguous_parts():
     chunks = [batch_of(6).chunk(rank, 3) for rank in range(3)]
     assert [rows_of(chunk) for chunk in chunks] == [[0, 1], [2, 3], [4, 5]]
     assert isinstance(chunks[0], SlicedDataDict)
-    with pytest.raises(DataError, match="4 equal parts of 6 rows"):
+    with pytest.raises(DataError, match="4 equal shards of 6 rows"):
         batch_of(6).chunk(0, 4)
 
 

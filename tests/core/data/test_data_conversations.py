@@ -130,7 +130,7 @@ def test_calls_and_observations_of_sharegpt_are_calls_and_results(read):
     assert call["function"] == {"name": "weather", "arguments": {"city": "Bern"}}
     assert record["tools"][0]["function"]["name"] == "weather"
     row["conversations"][1]["value"] = "weather in Bern"
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the call in turn 1 is the text 'weather in Bern': no JSON"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the call in turn 1 is the text 'weather in Bern': invalid JSON"):
         read(row, record_fn="sharegpt")
 
 

@@ -53,7 +53,7 @@ def test_messages_responses_stop_strings_and_a_system_prompt_are_taken_over(tmp_
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("{not json", "no JSON"),
+        ("{not json", "invalid JSON"),
         ("[1]", "expected a JSON object, found a list"),
         ({"expected_answer": 1}, r"the field 'question' \(`input_key`\) is absent"),
         ({"question": 3, "expected_answer": 1}, r"the field 'question' \(`input_key`\) is 3: expected str or list"),
@@ -171,7 +171,7 @@ def test_a_missing_tokenizer_is_a_data_error_with_a_suggestion(tmp_path):
 
 def test_a_chat_template_that_is_neither_text_nor_file_is_refused(tmp_path, chat_tokenizer):
     chat_tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match="neither a Jinja text nor a file"):
+    with pytest.raises(DataError, match="neither Jinja text nor an existing file"):
         load_tokenizer(tmp_path, chat_template="absent.jinja")
 
 

@@ -130,7 +130,7 @@ def test_flat_batches_are_right_padded_to_the_multiple_and_report_lengths():
 def test_a_field_of_another_length_than_its_tokens_is_refused():
     log = tokenised(("user", 2))
     log[0]["advantages"] = torch.ones(3)
-    with pytest.raises(DataError, match="2 token_ids and 3 advantages"):
+    with pytest.raises(DataError, match="2 token_ids but 3 advantages"):
         message_log_to_flat_messages(log)
 
 

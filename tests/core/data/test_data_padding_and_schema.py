@@ -49,7 +49,7 @@ def test_right_padding_is_verified_for_prompts_and_for_outputs():
     ok, message = verify_right_padding(bad, raise_error=False)
     assert not ok
     assert message is not None
-    assert "position 2 holds 6 where padding is 0" in message
+    assert "position 2 holds 6 instead of the padding 0" in message
     with pytest.raises(DataError, match="row 0 has 2 tokens"):
         verify_right_padding(bad)
     with pytest.raises(DataError, match="of row 0 is 4"):

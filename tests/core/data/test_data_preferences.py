@@ -130,7 +130,7 @@ def test_a_system_prompt_opens_conversations_that_have_none(read):
         ),
         ({"prompt": [{"role": "system", "content": "a"}], "chosen": "b", "rejected": "c"}, "there is no prompt"),
         ("[1]", "expected a JSON object"),
-        ("{", "no JSON"),
+        ("{", "invalid JSON"),
     ],
 )
 def test_a_bad_row_is_named_with_its_line(read, row, says):

@@ -159,7 +159,7 @@ def test_uneven_splits_are_rejected():
         batch.shard_by_batch_size(4)
     with pytest.raises(DataError, match="whole global batches of 4"):
         batch.shard_by_batch_size(2, 4)
-    with pytest.raises(DataError, match="exclude each other"):
+    with pytest.raises(DataError, match="mutually exclusive"):
         batch.shard_by_batch_size(2, dynamic_batching_args=dynamic(), sequence_packing_args=packing())
 
 

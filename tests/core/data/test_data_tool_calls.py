@@ -120,7 +120,7 @@ def test_pairs_are_offered_tools_and_results_in_an_answer_may_answer_calls_of_th
     [pair] = read(whole, of=PreferenceDataset, config=PreferenceDatasetConfig)
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (TALK[:3], [ANSWERED], [wrong])
     stray = {**row, "rejected": [RESULT, wrong]}
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: message 1 of the conversation is the result of a tool and answers no"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: message 1 of the conversation is a tool result but does not match"):
         read(stray, of=PreferenceDataset, config=PreferenceDatasetConfig)
 
 
@@ -129,32 +129,35 @@ def test_pairs_are_offered_tools_and_results_in_an_answer_may_answer_calls_of_th
     [
         (
             [ASKED, CALLED, {**RESULT, "tool_call_id": "7"}],
-            "tool_call_id '7', which answers nothing: the calls that wait for an ",
+            "tool_call_id '7', which does not match a pending call. Pending ",
         ),
-        ([ASKED, CALLED, RESULT, RESULT], "message 3 of the conversation is the result of a tool and answers no call"),
-        ([ASKED, RESULT], "message 1 of the conversation is the result of a tool and answers no call"),
-        ([ASKED, CALLED, ASKED, RESULT], "message 3 of the conversation is the result"),
-        ([ASKED, CALLED, {"role": "tool", "name": "clock", "content": "3"}], "has the name 'clock', which answers nothing"),
+        ([ASKED, CALLED, RESULT, RESULT], "message 3 of the conversation is a tool result but does not match any"),
+        ([ASKED, RESULT], "message 1 of the conversation is a tool result but does not match any"),
+        ([ASKED, CALLED, ASKED, RESULT], "message 3 of the conversation is a tool result"),
+        (
+            [ASKED, CALLED, {"role": "tool", "name": "clock", "content": "3"}],
+            "has the name 'clock', which does not match a pending call",
+        ),
         (
             [ASKED, call(name="saw", arguments={})],
-            "message 1 of the conversation calls 'saw', and the row offers weather, clock",
+            "message 1 of the conversation calls 'saw', but the row offers weather, clock",
         ),
         (
             [ASKED, call(name="weather", arguments="Bern")],
-            "`arguments` of call 0 of message 1 of 'messages' is the text 'Bern': no",
+            "`arguments` of call 0 of message 1 of 'messages' is the text 'Bern': invalid",
         ),
-        ([ASKED, call(name="weather", arguments='{"a": 1, "a": 2}')], "the key 'a' is there twice in one object"),
+        ([ASKED, call(name="weather", arguments='{"a": 1, "a": 2}')], "the key 'a' occurs twice in one object"),
         (
             [ASKED, call(name="weather", arguments="[1]")],
             "`arguments` of call 0 of message 1 of 'messages' is '[1]': expected a JSON",
         ),
-        ([ASKED, call(name="weather")], "is None: expected a JSON object, as one or as its text ({} for none)"),
+        ([ASKED, call(name="weather")], "is None: expected a JSON object or its text ({} for none)"),
         (
             [ASKED, call(arguments={})],
             "call 0 of message 1 of 'messages' is {'id': '1', 'type': 'function', 'function': {'arguments",
         ),
         ([ASKED, {**CALLED, "tool_calls": "weather"}], "has the tool_calls 'weather': expected a list"),
-        ([ASKED, {**CALLED, "tool_calls": CALLED["tool_calls"] * 2}], "several calls of one id, ['1', '1']"),
+        ([ASKED, {**CALLED, "tool_calls": CALLED["tool_calls"] * 2}], "several calls with the same id, ['1', '1']"),
         (
             [{**ASKED, "tool_calls": CALLED["tool_calls"]}],
             "has tool_calls and the role 'user': only a message of the role 'assis",
@@ -176,8 +179,8 @@ def test_inconsistent_tool_calls_and_results_are_bad_rows(read, messages, says):
     ("tools", "says"),
     [
         ({"weather": {}}, "is {'weather': {}}: expected a list of functions"),
-        ("weather", "the field 'tools' (`tools_key`) is the text 'weather': no JSON"),
-        (["weather"], "tool 0 of the field 'tools' (`tools_key`) is the text 'weather': no JSON"),
+        ("weather", "the field 'tools' (`tools_key`) is the text 'weather': invalid JSON"),
+        (["weather"], "tool 0 of the field 'tools' (`tools_key`) is the text 'weather': invalid JSON"),
         ([3], "tool 0 of the field 'tools' (`tools_key`) is 3: expected {type: function"),
         ([{"type": "web_search"}], "is of the type 'web_search': only functions"),
         ([{"type": "function", "function": {"description": "a"}}], "which has no name"),
@@ -200,7 +203,7 @@ def test_results_without_ids_answer_by_name_or_in_order_and_several_calls_may_sh
     in_order = [{"role": "tool", "content": "a"}] * 2
     for results in (by_name, in_order, in_order[:1], []):
         assert len(read({"messages": [ASKED, both, *results, ANSWERED]})) == 1
-    with pytest.raises(DataError, match="answers no call"):
+    with pytest.raises(DataError, match="does not match any tool call"):
         read({"messages": [ASKED, both, *in_order, *in_order]})
-    with pytest.raises(DataError, match=r"answers nothing: the calls that wait for an answer are \[None, None\]"):
+    with pytest.raises(DataError, match=r"does not match a pending call. Pending calls: \[None, None\]"):
         read({"messages": [ASKED, both, RESULT]})

@@ -244,9 +244,9 @@ BESIDE_SYSTEM = HERMES.replace("{% if tools %}", "{% if tools and messages[0]['r
     [
         (CHATML, [ASKED], TOOLS, "leaves out the functions that a row offers"),
         (CHATML, [ASKED, CALL], None, "leaves out tool calls"),
-        (PRINTS, [ASKED, CALL], None, "writes arguments as Python would, and not as JSON"),
+        (PRINTS, [ASKED, CALL], None, "writes arguments in Python syntax instead of JSON"),
         (FIRST, [ASKED, BOTH], None, "leaves out all calls of a message but the first"),
-        (DEAF, [ASKED, CALL, RESULT], None, "leaves out the results of tools"),
+        (DEAF, [ASKED, CALL, RESULT], None, "leaves out tool results"),
         (
             BESIDE_SYSTEM,
             [{"role": "system", "content": "be kind"}, ASKED],
@@ -254,7 +254,7 @@ BESIDE_SYSTEM = HERMES.replace("{% if tools %}", "{% if tools and messages[0]['r
             "leaves out the function 'weather', which the",
         ),
         (LLAMA, [ASKED, BOTH], None, "cannot render messages of the roles ['user', 'assistant']: one call at a time"),
-        (None, [ASKED], TOOLS, "without a chat template there is nothing that could say them"),
+        (None, [ASKED], TOOLS, "which require a chat template"),
     ],
     ids=["offers", "calls", "Python", "one call", "results", "offers beside a system message", "refuses", "none"],
 )
@@ -271,7 +271,7 @@ def test_tool_calls_in_openai_format_are_rendered_like_parsed_ones(tokenizers):
     for tokenizer in tokenizers.values():
         one, other = (get_formatted_message_log([ASKED, message], tokenizer) for message in (raw, CALL))
         assert [message["token_ids"].tolist() for message in one] == [message["token_ids"].tolist() for message in other]
-    with pytest.raises(DataError, match=r"`arguments` of call 0 of message 1 is the text '\{': no JSON"):
+    with pytest.raises(DataError, match=r"`arguments` of call 0 of message 1 is the text '\{': invalid JSON"):
         get_formatted_message_log([ASKED, {**raw, "tool_calls": [{"name": "clock", "arguments": "{"}]}], tokenizer)
 
 

@@ -184,5 +184,5 @@ def test_a_named_reward_that_only_some_calls_return_is_kept_and_counts_as_zero_e
 
 def test_an_environment_that_loses_a_row_is_named():
     pool = EnvironmentPool(InProcessPool(Forgetful), task_name="chess", deadline_s=10)
-    with pytest.raises(RLCoreError, match="task 'chess' was asked about 2 rows and answered with 1 rewards"):
+    with pytest.raises(RLCoreError, match="task 'chess' was called with 2 rows but returned 1 rewards"):
         pool.step([[], []], [None, None])

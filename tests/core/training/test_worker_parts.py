@@ -118,7 +118,11 @@ def test_an_invalid_schedule_is_reported_by_its_key(section, says):
 
 def test_an_import_path_resolves_to_its_object_or_reports_where_it_fails():
     assert call(resolve("collections.Counter", key="k"), "aab", {}, key="k")["a"] == 2
-    for dotted, says in (("Counter", "no dotted name"), ("no.such", "cannot import 'no'"), ("collections.Countr", "'Counter'")):
+    for dotted, says in (
+        ("Counter", "a dotted path"),
+        ("no.such", "cannot import 'no'"),
+        ("collections.Countr", "'Counter'"),
+    ):
         with pytest.raises(UserError, match=says):
             resolve(dotted, key="k")
     with pytest.raises(UserError, match="cannot be called"):

@@ -18,7 +18,7 @@ def test_contradictory_settings_of_one_section_are_reported_at_that_section(file
     assert error.endswith("Did you mean 'rloo'?")
     text = good.replace("model_name: some/model", "model_name: some/model\n  optimizer: {name: adamw}")
     [error] = files.errors(text)
-    assert "policy.optimizer.name: 'adamw' is no dotted name. Write it in full, such as torch.optim.AdamW." in error
+    assert "policy.optimizer.name: 'adamw' is not a dotted path. Write it in full, such as torch.optim.AdamW." in error
 
 
 def test_contradictory_settings_of_two_sections_are_reported_at_the_key_to_change(files, good):

@@ -108,11 +108,11 @@ WRONG_IN_GOOD = {
         "config.yaml:3:1: policy.model_name: must be set to text. Name or folder of the model, or a GGUF file."
     ],
     ("model_name: some/model", "model_name: 7"): [
-        "config.yaml:5:15: policy.model_name: must be text; found 7. YAML reads '7' so: write it in quotes if text is meant."
+        "config.yaml:5:15: policy.model_name: must be text; found 7. YAML does not read '7' as text: quote it if text is meant."
     ],
     ("model_name: some/model", "model_name: no"): [
-        "config.yaml:5:15: policy.model_name: must be text; found false. YAML reads 'no' so: write it in quotes if text is "
-        "meant."
+        "config.yaml:5:15: policy.model_name: must be text; found false. YAML "
+        "does not read 'no' as text: quote it if text is meant."
     ],
     ("model_name:", "precision: bf16\n  model_name:"): [
         "config.yaml:5:14: policy.precision: must be 'float32' or 'bfloat16'; found 'bf16'. Did you mean 'bfloat16'?"
@@ -134,8 +134,8 @@ WRONG_IN_GOOD = {
         "config.yaml:5:3: policy.temperature: policy has no key 'temperature'. Did you mean policy.generation.temperature?"
     ],
     ("model_name:", "vllm_cfg: {}\n  model_name:"): [
-        "config.yaml:5:3: policy.vllm_cfg: vllm_cfg is the section of the backend 'vllm', and the backend here is 'hf', whose "
-        "own section is hf_cfg: remove it or change the backend. (Inherited? `_override_: true` in the section that holds it "
+        "config.yaml:5:3: policy.vllm_cfg: vllm_cfg is the section of the backend 'vllm', but the backend is 'hf', whose own "
+        "section is hf_cfg: remove it or change the backend. (If it is inherited, `_override_: true` in its parent section "
         "replaces what is inherited.)"
     ],
     ("model_name:", "hf_cgf: {}\n  model_name:"): [
@@ -149,8 +149,8 @@ WRONG_IN_GOOD = {
         "config.yaml:5:3: policy.hf_cfg: load_in_8bit and load_in_4bit cannot be combined: set only one of them."
     ],
     ("model_name:", "hf_cfg: {device_map: 3}\n  model_name:"): [
-        "config.yaml:5:24: policy.hf_cfg.device_map: must be text or a mapping or null; found 3. YAML reads '3' so: write it "
-        "in quotes if text is meant."
+        "config.yaml:5:24: policy.hf_cfg.device_map: must be text or a mapping or null; found 3. YAML "
+        "does not read '3' as text: quote it if text is meant."
     ],
     ("  backend: hf\n  model", "  model"): [
         "config.yaml:3:1: policy.backend: must be set: which policy backend. Installed: ...."
@@ -185,10 +185,10 @@ WRONG_IN_GOOD = {
         "published; in a checkout of the repository, pip install ./rl_backends_vllm."
     ],
     ("tokens: 64", "tokens: 64\n    stop_strings: [a, no, 3]"): [
-        "config.yaml:9:23: policy.generation.stop_strings.1: must be text; found false. YAML reads 'no' so: write it in quotes "
-        "if text is meant.",
-        "config.yaml:9:27: policy.generation.stop_strings.2: must be text; found 3. YAML reads '3' so: write it in quotes if "
-        "text is meant.",
+        "config.yaml:9:23: policy.generation.stop_strings.1: must be text; found false. YAML "
+        "does not read 'no' as text: quote it if text is meant.",
+        "config.yaml:9:27: policy.generation.stop_strings.2: must be text; found 3. YAML "
+        "does not read '3' as text: quote it if text is meant.",
     ],
     ("dataset_name: arithmetic", "dataset_name: arithmetics"): [
         "config.yaml:10:25: data.train.dataset_name: No dataset named 'arithmetics'. Installed: .... Did you mean 'arithmetic'?"
@@ -203,7 +203,7 @@ WRONG_IN_GOOD = {
         "config.yaml:10:10: data.train: must be a section with keys below it; found a list of 1."
     ],
     ("data:\n", "data:\n  train_data_path: config.yaml\n"): [
-        "config.yaml:9:1: data: train and train_data_path both name the training data: keep one of them.",
+        "config.yaml:9:1: data: train and train_data_path both define the training data: keep one of them.",
     ],
     ("arithmetic: {}", "weather: {}"): [
         "config.yaml:12:3: env.weather: No environment named 'weather'. Installed: .... (A task may have any name: say which "
@@ -214,14 +214,14 @@ WRONG_IN_GOOD = {
         "or put its folder on PYTHONPATH.",
     ],
     ("arithmetic: {}", "arithmetic: {name: math, env_cls: rl_envs.math.environment.MathEnvironment}"): [
-        "config.yaml:12:3: env.arithmetic: name and env_cls both say which environment it is: keep one of them."
+        "config.yaml:12:3: env.arithmetic: name and env_cls both select the environment: keep one of them."
     ],
     ("arithmetic: {}", "arithmetic: {env_cls: math}"): [
         "config.yaml:12:25: env.arithmetic.env_cls: must be the path of a class, package.module.Class; found 'math'. A "
         "registered environment goes under `name`."
     ],
     ("env:", "checkpointing: {keep_top_k: 3}\nenv:"): [
-        "config.yaml:11:1: checkpointing: keep_top_k ranks checkpoints by metric_name: set it, for example validation/accuracy."
+        "config.yaml:11:1: checkpointing: keep_top_k requires metric_name: set it, for example to validation/accuracy."
     ],
     ("env:", "logger: {loggers: {jsonll: {}}}\nenv:"): [
         "config.yaml:11:20: logger.loggers.jsonll: No logger named 'jsonll'. Installed: .... Did you mean 'jsonl'?"

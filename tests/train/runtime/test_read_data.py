@@ -135,9 +135,9 @@ def test_the_prompt_of_data_applies_to_every_dataset_without_its_own(lines, regi
     own = DataConfig(train=section(path, system_prompt="9"), prompt=prompt)
     assert read_data(own, registry)[0].records[0]["messages"][0]["content"] == "9"
     for other in (DatasetConfig(dataset_name="arithmetic"), section(path, record_fn="gsm8k")):
-        with pytest.raises(ValidationError, match=r"prompt\.prompt_config is for every dataset, and train"):
+        with pytest.raises(ValidationError, match=r"prompt\.prompt_config applies to all datasets, but train"):
             DataConfig(train=other, prompt=prompt)
-    with pytest.raises(ValidationError, match="templates have no lists of examples"):
+    with pytest.raises(ValidationError, match="few-shot lists are not supported"):
         PromptConfig(examples_type="gsm8k")
 
 
@@ -146,7 +146,7 @@ def test_the_prompt_of_data_applies_to_every_dataset_without_its_own(lines, regi
     [
         (("train", "mix"), "mix and train both"),
         (("train", "validation", "split"), "split and validation both"),
-        (("weighed",), "weight weighs nothing"),
+        (("weighed",), "weight has no effect"),
     ],
 )
 def test_conflicting_data_sections_are_errors(tmp_path, keys, says):
@@ -172,7 +172,7 @@ def test_rows_that_cannot_be_tokenized_are_errors_with_location_or_are_skipped_a
         loader = conversation_loader(train, run_of(data), tokenizer, batch_size=2, shuffle=True)
     assert (len(loader.dataset), train.bad_rows.count) == (6, 2)
     assert "1 bad row of jsonl is left out" in caplog.text
-    assert "rows.jsonl:5: no JSON" in caplog.text
+    assert "rows.jsonl:5: invalid JSON" in caplog.text
     assert "rows.jsonl:4: record 3 has 21 tokens and 16 are allowed" in caplog.text
     conversation_loader(train, run_of(data), tokenizer, batch_size=2, shuffle=False)
     assert train.bad_rows.count == 2, "a second use of the same rows finds no new ones"

@@ -1,6 +1,6 @@
 """Processes, placement and deadlines; the only package that imports Ray.
 
-The names below are loaded when they are first used, so that `import rl_core.cluster` costs nothing.
+Names are imported on first use, so that `import rl_core.cluster` is cheap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process around one worker: builds it, runs its methods, and turns what it raises into a record. Knows no group."""
+"""The process around one worker: builds it, runs its methods, and records its exceptions."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MARKER = "RLCORE_WORKER"
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Which process this is, as seen from outside.
+    """Identifies a worker process.
 
     Attributes:
-        created: When the process began, in seconds since the epoch: with the pid, unique on its host.
-        address: Its node's, for a rendezvous.
-        stack_file: Where its answers to `stacks.read_stack` appear.
-        log_file: Where its standard error goes.
-        visible_gpus: What Ray lets it see, as CUDA_VISIBLE_DEVICES has it; empty without GPUs.
+        created: Start time of the process, in seconds since the epoch: with the pid, unique on its host.
+        address: Address of its node, for a rendezvous.
+        stack_file: File that its `stacks.read_stack` output appears in.
+        log_file: File of its standard error.
+        visible_gpus: GPUs that Ray makes visible to it, as in CUDA_VISIBLE_DEVICES; empty without GPUs.
     """
 
     host: str
@@ -49,13 +49,13 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What a worker raised.
+    """An exception raised by a worker.
 
     Attributes:
         summary: Type and message.
         traceback: The text, from the worker's method downwards.
-        exit_code: Of the command, where the worker raised one of our errors.
-        pickled: The exception itself, where it survives pickling; else None.
+        exit_code: Exit code of the command, if the worker raised an RLCoreError.
+        pickled: The exception itself if it can be pickled, else None.
     """
 
     summary: str
@@ -65,7 +65,7 @@ class Failure:
 
 
 class ActorHost:
-    """The Ray actor. The worker is built by a call of its own, so that a failing constructor is attributed like any call."""
+    """The Ray actor. The worker is built by a separate call, so that an error in its constructor is reported like any other."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -77,7 +77,7 @@ class ActorHost:
         return self._label
 
     def identify(self) -> Identity:
-        """Which process this is."""
+        """Identify this process."""
         log = "/proc/self/fd/2"
         return Identity(
             host=socket.gethostname(),
@@ -91,11 +91,11 @@ class ActorHost:
         )
 
     def find_port(self) -> int:
-        """A port free on this node."""
+        """Find a port that is free on this node."""
         return free_port()
 
     def build(self, pickled: bytes, context: WorkerContext, env: Mapping[str, str]) -> Any | Failure:
-        """Makes the worker; `pickled` holds (class, keyword arguments)."""
+        """Build the worker; `pickled` contains (class, keyword arguments)."""
         try:
             os.environ.update(env)
             worker_class, kwargs = cloudpickle.loads(pickled)
@@ -109,7 +109,7 @@ class ActorHost:
     def call(
         self, method: str, arguments: tuple[tuple[Any, ...], dict[str, Any]], keep_result: bool, *leading: Any
     ) -> Any | Failure:
-        """The method's result, or None where nobody keeps it; `leading` comes before the positional arguments."""
+        """Run a method and return its result, or None if it is not kept; `leading` precedes the positional arguments."""
         args, kwargs = arguments
         try:
             result = getattr(self._worker, method)(*leading, *args, **kwargs)
@@ -120,7 +120,7 @@ class ActorHost:
             return _record(error)
 
     def close(self) -> Any | Failure:
-        """Runs the worker's own `shutdown`, where it has one."""
+        """Run the worker's own `shutdown`, if it has one."""
         return self.call("shutdown", ((), {}), False) if hasattr(self._worker, "shutdown") else None
 
 
@@ -129,13 +129,13 @@ async def _awaited(result: Any) -> Any:
 
 
 def _record(error: Exception) -> Failure:
-    # Without the first frame, which is ours.
+    # Without the first frame, which belongs to this module.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:  # an exception may refuse to be pickled in any way; its text travels all the same
+    except Exception:  # pickling may raise anything; the text is still sent
         pickled = None
     return Failure(
         summary="".join(traceback.format_exception_only(error)).strip(),

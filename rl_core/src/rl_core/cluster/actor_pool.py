@@ -1,6 +1,6 @@
-"""Identical actors that share out a list of calls; one that dies or hangs is replaced and its call run again.
+"""Identical actors that share a list of calls; one that dies or hangs is replaced and its call run again.
 
-Knows no environment. What its actors keep between calls is lost with them: they should be stateless, or nearly.
+State that an actor keeps between calls is lost with it, so workers should be stateless, or nearly so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BUILD = -1  # the index of a slot's "call" while its actor is being built
 
 
 class Pool(ABC):
-    """The face of a pool, whether of Ray actors or of one object in this process.
+    """Interface of a pool, either of Ray actors or of one object in this process.
 
     Attributes:
         worker_class: Module and name of the class of its workers, for errors.
@@ -55,16 +55,16 @@ class Pool(ABC):
     @property
     @abstractmethod
     def num_actors(self) -> int:
-        """How many calls run at a time."""
+        """Number of calls that run at a time."""
 
     @abstractmethod
     def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
-        """`method(*call)` for each item, a tuple of positional arguments or the one argument; results in order.
+        """Run `method(*call)` for each call, a tuple of positional arguments or the only argument; results in order.
 
         Raises:
-            WorkerError: A call raised; the calls under way are let finish first.
-            WorkerDiedError: One call's actor died too often; names the call.
-            DeadlineExceededError: One call outlived its deadline too often; with the stack of the last try.
+            WorkerError: A call raised; the other running calls are allowed to finish first.
+            WorkerDiedError: The actor of one call died too often; names the call.
+            DeadlineExceededError: One call exceeded its deadline too often; includes the stack of the last attempt.
         """
 
     def run_one(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
@@ -73,7 +73,7 @@ class Pool(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Runs each actor's own `shutdown()`, then ends the processes. A second call does nothing."""
+        """Run each actor's own `shutdown()`, then stop the processes. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +84,7 @@ class Pool(ABC):
 
 @dataclass
 class _Slot:
-    """One place of the pool: its actor, and what that is doing (None: nothing)."""
+    """One slot of the pool: its actor and the actor's current call (None if idle)."""
 
     actor: RemoteActor
     flight: ActorCall
@@ -95,21 +95,21 @@ class _Slot:
 class ActorPool(Pool):
     """A pool of Ray actors.
 
-    Calls of several threads take turns.
+    Calls from several threads run one after another.
 
     Args:
-        cluster: Whose Ray to use; None joins or starts one as `RayVirtualCluster` does.
-        worker_class: A plain class, or one wrapped in `@ray.remote`: then its own options hold, and the pool has one
+        cluster: Cluster whose Ray is used; None joins or starts one as `RayVirtualCluster` does.
+        worker_class: A plain class, or one wrapped in `@ray.remote`: then its own options apply, and the pool has one
             actor.
-        num_actors: How many.
+        num_actors: Number of actors.
         kwargs: Constructor arguments.
-        deadline_s: Of one call, where `map` is not given another; None for `deadlines.call_s`.
-        max_restarts: How often one call may be run again after its actor died or outlived its deadline.
-        actor_options: Ray options of each actor; no CPU is reserved by default, so that a pool fits anywhere.
+        deadline_s: Default deadline of a call; None for `deadlines.call_s`.
+        max_restarts: Maximum number of retries of a call after its actor died or exceeded its deadline.
+        actor_options: Ray options of each actor; by default no CPU is reserved, so a pool fits on any node.
         env_vars: Environment variables of the actors; OMP_NUM_THREADS is 1 by default.
-        python: Interpreter that the actors run under, where not the driver's.
-        name: How errors and logs name the pool.
-        deadlines: Of starting and stopping.
+        python: Interpreter of the actors, if not the driver's.
+        name: Name of the pool in errors and logs.
+        deadlines: Deadlines of starting and stopping.
 
     Raises:
         WorkerError: A constructor raised.
@@ -144,7 +144,7 @@ class ActorPool(Pool):
         self._env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **(env_vars or {})}
         self._turn = threading.Lock()
         self._slots: list[_Slot] = []
-        # The cluster keeps Ray running, but may be shut down before the pool: hold a claim of our own.
+        # Hold a separate lease on Ray, because the cluster may be shut down before the pool.
         self._lease = RayLease()
         try:
             self._packed = pack_worker(worker_class, kwargs or {})
@@ -161,7 +161,7 @@ class ActorPool(Pool):
         return self._num_actors
 
     def pids(self) -> list[int]:
-        """The process id of each actor, on its own host."""
+        """The process id of each actor, on its host."""
         return [slot.actor.identity.pid for slot in self._slots if slot.actor.identity is not None]
 
     def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
@@ -182,7 +182,7 @@ class ActorPool(Pool):
             flights = [slot.actor.close() for slot in slots]
             collect(flights, deadline_s=self._deadlines.stop_s, deadlines=self._deadlines)
         except (WorkerError, DeadlineExceededError) as error:
-            # The work is over and its results are safe: say it, and end the processes all the same.
+            # The work is done and its results are safe: log the failure and stop the processes anyway.
             _log.warning("pool '%s' did not shut down by itself: %s", self._name, error)
         finally:
             self._end()
@@ -196,7 +196,7 @@ class ActorPool(Pool):
         self._lease.release()
 
     def _fill(self, index: int) -> _Slot:
-        """Starts an actor; its slot is busy until it is built."""
+        """Start an actor; its slot is busy until it is built."""
         actor = RemoteActor(
             f"actor {index} of pool '{self._name}'",
             group=self._name,
@@ -224,7 +224,7 @@ class ActorPool(Pool):
                 slot.until = time.monotonic() + job.deadline_s
 
     def _take_in(self, job: _Job) -> None:
-        """Waits for the next end of a call or of its time, and acts on it."""
+        """Wait until a call ends or exceeds its deadline, and handle it."""
         busy = {slot.flight.ref: index for index, slot in enumerate(self._slots) if slot.call is not None}
         if not busy:
             return
@@ -245,13 +245,13 @@ class ActorPool(Pool):
             self._replace(index, call, landing.error, job)
         elif landing.error is not None:
             job.fail(landing.error)
-            if call == _BUILD:  # its actor has no worker: try afresh when the pool is used again
+            if call == _BUILD:  # the actor has no worker: retry when the pool is used again
                 self._slots[index] = self._fill(index)
         elif call is not None and call != _BUILD:
             job.results[call] = landing.value
 
     def _outlived(self, index: int, job: _Job) -> None:
-        """The slot's call, or the building of its actor, has used up its time."""
+        """Handle a call or an actor's start that exceeded its deadline."""
         slot = self._slots[index]
         report = slot.flight.unanswered(self._deadlines.stack_s)
         error = exceeded(round(report.seconds, 1), [report], [])
@@ -261,8 +261,8 @@ class ActorPool(Pool):
         self._replace(index, call, error, job)
 
     def _replace(self, index: int, call: int | None, error: WorkerDiedError | DeadlineExceededError, job: _Job) -> None:
-        _log.warning("pool '%s': starting another actor in place of one that failed: %s", self._name, error)
-        with suppress(ray.exceptions.RayError):  # it is dead already, in most cases
+        _log.warning("pool '%s': replacing an actor that failed: %s", self._name, error)
+        with suppress(ray.exceptions.RayError):  # in most cases it is already dead
             self._slots[index].actor.kill()
         self._slots[index] = self._fill(index)
         tries = job.count_try(call)
@@ -274,13 +274,13 @@ class ActorPool(Pool):
         job.fail(
             type(error)(
                 f"pool '{self._name}': {what} failed {tries} times, each in a fresh process "
-                f"(max_restarts={self._max_restarts}); the last time:\n{error}"
+                f"(max_restarts={self._max_restarts}); the last error:\n{error}"
             )
         )
 
 
 class _Job:
-    """One `map`: what waits, what came, what went wrong first."""
+    """State of one `map`: pending calls, results and the first error."""
 
     def __init__(self, method: str, calls: Sequence[Any], deadline_s: float) -> None:
         self.method = method
@@ -303,18 +303,18 @@ class _Job:
         self.error = self.error or error
 
     def is_over(self, slots: Sequence[_Slot]) -> bool:
-        """True once nothing of this job waits or runs; an actor that is being built runs nothing of it."""
+        """Whether no call of this job is pending or running; an actor that is being built does not count."""
         running = any(slot.call is not None and slot.call != _BUILD for slot in slots)
         return not running and (self.error is not None or len(self.results) == len(self._calls))
 
 
 class InProcessPool(Pool):
-    """The face of a pool over one object in this process, without Ray; deadlines do not apply.
+    """A pool of one object in this process, without Ray; deadlines do not apply.
 
     Args:
         worker_class: A plain class, or one wrapped in `@ray.remote`, which is unwrapped.
         kwargs: Constructor arguments.
-        name: How errors name the pool.
+        name: Name of the pool in errors.
     """
 
     def __init__(self, worker_class: Any, kwargs: Mapping[str, Any] | None = None, *, name: str = "") -> None:

@@ -1,7 +1,7 @@
-"""The bundles of a cluster that each rank of a group has, and the GPUs that it sees by them; starts no worker.
+"""Assigns bundles of a cluster to the ranks of a group, and determines the GPUs that each rank sees.
 
-A worker whose engine runs several processes of its own (tensor parallel sampling) needs the GPUs of several bundles. Its own
-process is in the first; in each of the others a process that does nothing holds the GPU's share and says which GPU that is.
+A worker whose engine runs several processes (tensor-parallel sampling) needs the GPUs of several bundles. Its own process runs
+in the first; in each of the others an idle process reserves the GPU and reports which GPU it is.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rl_core.errors import ResourceInsufficientError
 
 
 class BundleAllocator:
-    """Bundles by rank: rank i has `per_worker` of them, side by side, from `i * per_worker` on.
+    """Bundles by rank: rank i has `per_worker` consecutive bundles, starting at `i * per_worker`.
 
     Args:
-        cluster: whose bundles.
-        per_worker: bundles of a rank.
-        num_workers: ranks.
+        cluster: the cluster that owns the bundles.
+        per_worker: number of bundles per rank.
+        num_workers: number of ranks.
 
     Raises:
-        ResourceInsufficientError: there are too few bundles, or those of one rank lie on several nodes.
+        ResourceInsufficientError: there are too few bundles, or those of one rank are on several nodes.
     """
 
     def __init__(self, cluster: RayVirtualCluster, *, per_worker: int, num_workers: int) -> None:
@@ -34,23 +34,23 @@ class BundleAllocator:
         if num_workers * per_worker > cluster.world_size():
             each = f" of {per_worker} bundles each" if per_worker > 1 else ""
             raise ResourceInsufficientError(
-                f"{num_workers} workers{each} were asked for, but {cluster.name} has {cluster.world_size()} bundles. Change: a "
+                f"{num_workers} workers{each} were requested, but {cluster.name} has {cluster.world_size()} bundles. Use a "
                 f"larger bundle_ct_per_node_list, or at most {cluster.world_size() // per_worker} workers."
             )
         for rank in range(num_workers):
             nodes = {bundle.node.node_id for bundle in self._all(rank)}
             if len(nodes) > 1:
                 raise ResourceInsufficientError(
-                    f"The {per_worker} bundles of worker {rank} lie on {len(nodes)} nodes, and its processes need one. Change: "
-                    f"give every node of {cluster.name} a multiple of {per_worker} bundles."
+                    f"The {per_worker} bundles of worker {rank} are on {len(nodes)} nodes, but must be on one. "
+                    f"Give every node of {cluster.name} a multiple of {per_worker} bundles."
                 )
 
     def first(self, rank: int) -> Bundle:
-        """The bundle that the rank's process is in."""
+        """The bundle of the rank's own process."""
         return self._all(rank)[0]
 
     def hold(self, rank: int, *, share: Mapping[str, float], runtime_env: Mapping[str, Any], name: str) -> list[ActorCall]:
-        """Begin to hold the rank's other GPUs, where it has any and nobody holds them yet."""
+        """Start reserving the rank's other GPUs, if it has any that are not reserved yet."""
         if self._per_worker == 1 or not self._cluster.use_gpus or rank in self._holders:
             return []
         self._holders[rank] = [
@@ -65,7 +65,7 @@ class BundleAllocator:
         return [holder.started() for holder in self._holders[rank]]
 
     def visible_gpus(self, rank: int, own: RemoteActor) -> dict[str, str]:
-        """The variable that shows the rank's process all of its GPUs; nothing where Ray's own is right."""
+        """The environment variable that makes all GPUs of the rank visible; empty if Ray's own value is correct."""
         holders = self._holders.get(rank)
         if not holders:
             return {}
@@ -73,7 +73,7 @@ class BundleAllocator:
         return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
 
     def give_back(self) -> None:
-        """End the processes that hold GPUs; calling it twice is fine."""
+        """Stop the processes that reserve GPUs; calling it twice is fine."""
         holders = [holder for several in self._holders.values() for holder in several]
         self._holders = {}
         for holder in holders:
@@ -85,5 +85,5 @@ class BundleAllocator:
 
 
 def strategy_of(bundle: Bundle) -> PlacementGroupSchedulingStrategy:
-    """What puts a process into a bundle."""
+    """The scheduling strategy that places a process in a bundle."""
     return PlacementGroupSchedulingStrategy(placement_group=bundle.group, placement_group_bundle_index=bundle.index)

@@ -1,7 +1,7 @@
-"""Notices that a Ray daemon of this machine died, so that waits for workers end with that as the reason.
+"""Detects that a Ray daemon on this machine died, so that waits for workers end with that reason.
 
-Without raylet or GCS server Ray answers nothing: calls wait, and after 14 to 60 s Ray's own C++ code ends the process. A thread
-sleeps on the daemons' process descriptors until one is gone; every wait of ours looks once a second whether it woke up.
+Without raylet or GCS server, Ray does not respond: calls block, and after 14 to 60 s Ray's C++ code ends the process. A thread
+sleeps on the daemons' process descriptors until one exits; every wait in this package checks once a second whether it has.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Daemon:
 
 @dataclass
 class _Reporting:
-    """What a run wants done when a daemon dies."""
+    """What to do when a daemon dies."""
 
     logs: Path | None = None
     give_up: Callable[[RayDiedError], None] | None = None
@@ -55,7 +55,7 @@ _watch: DaemonWatch | None = None
 
 
 class DaemonWatch:
-    """Watches the raylet of this process's node, and the GCS server if that is on this host, until `stop`.
+    """Watches the raylet of this process's node, and the GCS server if it is on this host, until `stop`.
 
     Args:
         node: Ray's own record of the node that this process is connected to.
@@ -74,7 +74,7 @@ class DaemonWatch:
         _watch = self
 
     def stop(self) -> None:
-        """End the watch; what ends from now on was meant to."""
+        """Stop watching, before an intended shutdown."""
         global _watch
         if _watch is self:
             _watch = None
@@ -96,7 +96,7 @@ class DaemonWatch:
             of[descriptor] = daemon
             poll.register(descriptor, select.POLLIN)
         if gone is None:
-            # A daemon's end takes its peers with it: of several the first is named.
+            # If one daemon dies, its peers follow: the first is named.
             gone = next((of[descriptor] for descriptor, _ in poll.poll() if descriptor in of), None)
         for descriptor in (*of, self._stop_read):
             os.close(descriptor)
@@ -109,7 +109,7 @@ class DaemonWatch:
         self.death = _text(daemon, _keep_logs(daemon))
         if self.noticed.wait(_NOTICED_S):
             return
-        # The main thread is in a call of Ray's that does not return: end the process with the reason before Ray ends it.
+        # The main thread is blocked in a Ray call: end the process with the reason before Ray ends it.
         error = RayDiedError(self.death)
         try:
             _log.error("%s", error)
@@ -122,11 +122,11 @@ class DaemonWatch:
 
 @contextmanager
 def reporting(*, logs: Path, give_up: Callable[[RayDiedError], None]) -> Iterator[None]:
-    """Within the block, keep the log of a daemon that dies, and end the process even if its main thread cannot.
+    """Within the block, keep the logs of a daemon that dies, and end the process even if the main thread is blocked.
 
     Args:
-        logs: Where copies of the daemon's logs are put; Ray's own folder is removed with it.
-        give_up: Called in a thread, before the process ends, if the main thread cannot notice the death.
+        logs: Folder for copies of the daemon's logs; Ray removes its own folder.
+        give_up: Called in a thread, before the process ends, if the main thread cannot detect the death.
     """
     global _reporting
     before, _reporting = _reporting, _Reporting(logs, give_up)
@@ -137,7 +137,7 @@ def reporting(*, logs: Path, give_up: Callable[[RayDiedError], None]) -> Iterato
 
 
 def is_dead() -> bool:
-    """Whether a daemon died without which this process's Ray cannot work."""
+    """Whether a daemon that this process's Ray needs has died."""
     if _watch is None or _watch.death is None:
         return False
     _watch.noticed.set()
@@ -155,7 +155,7 @@ def raise_if_dead() -> None:
 
 
 def wait(refs: Sequence[Any], *, num_returns: int, timeout_s: float) -> list[Any]:
-    """Those of `refs` that are done, as `ray.wait` has them.
+    """Those of `refs` that are ready, like `ray.wait`.
 
     Raises:
         RayDiedError: A daemon died meanwhile.
@@ -175,7 +175,7 @@ def _find(node: Any) -> list[_Daemon]:
     found = []
     for process in psutil.process_iter(["name", "cmdline"]):
         name, command = process.info["name"], process.info["cmdline"] or ()
-        if name == "raylet":  # of several on one host, in tests, the one of this process's node
+        if name == "raylet":  # if several run on one host, as in tests, the one of this process's node
             is_ours = f"--raylet_socket_name={node.raylet_socket_name}" in command
         else:
             is_ours = name in _DAEMONS and any(session in argument for argument in command)
@@ -185,7 +185,7 @@ def _find(node: Any) -> list[_Daemon]:
 
 
 def _keep_logs(daemon: _Daemon) -> list[Path]:
-    """The daemon's logs, or their copies where a run keeps them."""
+    """The daemon's logs, or their copies if the run keeps them."""
     files = daemon.log_files()
     if _reporting.logs is None:
         return files
@@ -210,6 +210,6 @@ def _text(daemon: _Daemon, logs: Sequence[Path]) -> str:
     where = f" Its log: {', '.join(map(str, logs))}." if logs else ""
     return (
         f"Ray's {_DAEMONS[daemon.name]} (process {daemon.name}, pid {daemon.pid}) died, and no worker can run without it."
-        f"{where}{tail}\nIf nobody killed it, look for an out-of-memory kill in the kernel log (`dmesg`). To continue from the "
-        "last checkpoint, start the same command again."
+        f"{where}{tail}\nIf it was not killed on purpose, look for an out-of-memory kill in the kernel log (`dmesg`). To "
+        "continue from the last checkpoint, run the same command again."
     )

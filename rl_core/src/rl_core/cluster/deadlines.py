@@ -1,4 +1,4 @@
-"""How long a remote call may take, and the report of who did not answer; knows no Ray."""
+"""Deadlines of remote calls, and the report of workers that did not answer. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rl_core.errors import DeadlineExceededError, UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Seconds that each kind of remote work may take before the run gives up and says who hangs.
+    """Maximum seconds for each kind of remote work.
 
     Attributes:
-        start_s: From asking for a process until its worker is built (a model is loaded within it).
-        call_s: One call of a worker's method, unless the call names its own.
-        stop_s: A worker's own `shutdown()`; then its process is killed.
-        stack_s: Getting the stack of a worker that does not answer.
+        start_s: From requesting a process until its worker is built (including model loading).
+        call_s: One call of a worker's method, unless the call sets its own.
+        stop_s: A worker's own `shutdown()`; afterwards its process is killed.
+        stack_s: Reading the stack of a worker that does not answer.
     """
 
     start_s: float = 900.0
@@ -32,14 +32,14 @@ class Deadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class Unanswered:
-    """One worker that was still busy when the time was up.
+    """A worker that was still busy at the deadline.
 
     Attributes:
         who: Such as "rank 1 (data=1) of 'policy'".
         where: Host and pid, or that its process has not started.
-        method: What it was asked to do.
-        seconds: How long ago it was asked.
-        doing: The Python stack, or why there is none.
+        method: The method that was called.
+        seconds: Seconds since the call.
+        doing: The Python stack, or why it is unavailable.
     """
 
     who: str
@@ -50,7 +50,7 @@ class Unanswered:
 
 
 def exceeded(deadline_s: float, waiting: Sequence[Unanswered], answered: Sequence[str]) -> DeadlineExceededError:
-    """The error that says who was waited for, what each was doing, and who had answered."""
+    """The error for an expired deadline, with the workers that did not answer, what each was doing, and those that did."""
     methods = sorted({one.method for one in waiting})
     lines = [
         f"{', '.join(methods)} did not finish within {deadline_s:g} s: "
@@ -61,7 +61,7 @@ def exceeded(deadline_s: float, waiting: Sequence[Unanswered], answered: Sequenc
         lines += [f"    {line}" for line in one.doing.splitlines()]
     lines.append(f"Answered: {', '.join(answered) or 'none'}.")
     lines.append(
-        "Where the work is merely long, raise the deadline; where ranks wait for each other, look for the one whose "
-        "stack differs. A worker that did not answer stays busy: restart or shut down its group."
+        "If the work just takes long, raise the deadline. If ranks wait for each other, look for the one with a different "
+        "stack. A worker that did not answer stays busy: restart or shut down its group."
     )
     return DeadlineExceededError("\n".join(lines))

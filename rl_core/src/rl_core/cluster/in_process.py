@@ -1,4 +1,4 @@
-"""A group of one worker in this very process, without Ray: for debuggers and fast tests."""
+"""A worker group of one worker in this process, without Ray: for debuggers and fast tests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rl_core.interfaces.worker_context import WorkerContext, construct
 
 
 class InProcessWorkerGroup(WorkerGroup):
-    """The face of a worker group over one object; arguments and results are passed by reference.
+    """A worker group of one object; arguments and results are passed by reference.
 
-    A submitted call runs at once, before `submit_...` returns. Deadlines do not apply: nothing can interrupt the
-    driver's own thread, and a debugger may sit in it.
+    A submitted call runs immediately, before `submit_...` returns. Deadlines do not apply: nothing can interrupt the
+    driver's own thread, which may be stopped in a debugger.
 
     Args:
-        worker_class: Gets a `WorkerContext` first where its constructor asks for one.
+        worker_class: Gets a `WorkerContext` first if its constructor takes one.
         worker_kwargs: The other constructor arguments.
-        sharding: Every axis of size 1; `data` alone by default.
-        name: How errors name the group.
-        device: What the worker computes on.
-        num_threads: Told to the worker; the process's own thread count is left alone.
+        sharding: Every axis of size 1; only `data` by default.
+        name: Name of the group in errors.
+        device: Device that the worker computes on.
+        num_threads: Passed to the worker; the process's own thread count is unchanged.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class InProcessWorkerGroup(WorkerGroup):
     ) -> None:
         self._sharding = sharding or NamedSharding.grid(data=1)
         if self._sharding.size != 1:
-            raise UserError(f"an in-process group has one worker, {self._sharding} asks for {self._sharding.size}")
+            raise UserError(f"an in-process group has one worker, but {self._sharding} needs {self._sharding.size}")
         self._class = worker_class
         self._kwargs = dict(worker_kwargs or {})
         self._name = name or worker_class.__name__
@@ -148,7 +148,7 @@ class InProcessWorkerGroup(WorkerGroup):
 
 
 class _Done(PendingCall):
-    """A call that has already run."""
+    """A completed call."""
 
     def __init__(self, value: Any, error: WorkerError | None, *, as_list: bool) -> None:
         self._value = value

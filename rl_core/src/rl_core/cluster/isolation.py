@@ -1,4 +1,4 @@
-"""Runs workers under another Python, so that trainer and sampler need not share versions; knows no group."""
+"""Runs workers with another Python interpreter, so that trainer and sampler may use different package versions."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ print("rlcore-probe " + json.dumps(found))
 
 
 def runtime_env_of(python: str | Path | None) -> dict[str, Any]:
-    """The Ray runtime environment whose workers run under that interpreter; empty for None.
+    """The Ray runtime environment that runs workers with this interpreter; empty for None.
 
     Args:
-        python: Path of an interpreter, such as `envs/vllm/bin/python`; it must lie at the same path on every node.
+        python: Path of an interpreter, such as `envs/vllm/bin/python`; it must be the same on every node.
 
     Raises:
-        UserError: It is not there, does not run, or lacks the driver's Python and Ray versions or rl-core.
+        UserError: It does not exist or run, its Python or Ray version differs from the driver's, or it lacks rl-core.
     """
     if python is None:
         return {}
-    # Not resolved: a virtual environment's interpreter is a link, and it is its own path that makes the environment.
+    # Not resolved: a virtual environment's interpreter is a link, and only the link's own path selects the environment.
     path = Path(python).expanduser().absolute()
     _check(str(path))
     return {"py_executable": str(path)}
@@ -51,18 +51,18 @@ def runtime_env_of(python: str | Path | None) -> dict[str, Any]:
 def _check(path: str) -> None:
     if not Path(path).is_file():
         raise UserError(
-            f"python: {path} is not there. Make the environment (`python -m venv DIR`, then install rl-core and "
-            "the backend into it) and give the path of its bin/python."
+            f"python: {path} does not exist. Create the environment (`python -m venv DIR`, then install rl-core and "
+            "the backend into it) and set the path of its bin/python."
         )
     found = _probe(path)
     ours = f"{sys.version_info[0]}.{sys.version_info[1]}"
     problems = []
     if found["python"] != ours:
-        problems.append(f"it is Python {found['python']}, the driver is {ours}: make it with python{ours}")
+        problems.append(f"it is Python {found['python']}, but the driver is {ours}: create it with python{ours}")
     if found["ray"] is None:
         problems.append(f"it cannot import ray ({found['ray_error']}): install ray=={ray.__version__} into it")
     elif found["ray"] != ray.__version__:
-        problems.append(f"it has ray {found['ray']}, the driver {ray.__version__}: install ray=={ray.__version__}")
+        problems.append(f"it has ray {found['ray']}, but the driver {ray.__version__}: install ray=={ray.__version__}")
     if found["rl_core"] is None:
         problems.append(f"it cannot import rl_core ({found['rl_core_error']}): install rl-core into it")
     if problems:
@@ -73,12 +73,12 @@ def _probe(path: str) -> dict[str, Any]:
     try:
         run = subprocess.run([path, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"python: {path} does not run: {error}. Give the path of an interpreter.") from error
+        raise UserError(f"python: {path} does not run: {error}. Set the path of an interpreter.") from error
     for line in run.stdout.splitlines():
         if line.startswith("rlcore-probe "):
             found: dict[str, Any] = json.loads(line.removeprefix("rlcore-probe "))
             return found
     raise UserError(
         f"python: {path} does not behave like a Python interpreter (exit status {run.returncode}): "
-        f"{run.stderr.strip()[-500:] or 'it printed nothing'}. Give the path of a bin/python."
+        f"{run.stderr.strip()[-500:] or 'it printed nothing'}. Set the path of a bin/python."
     )

@@ -1,10 +1,10 @@
-"""A tiny process that outlives its parent by a moment, to end whatever the parent left behind; standard library only.
+"""A small process that kills the processes its parent left behind; standard library only.
 
-Ray ends its own daemons and workers when a driver dies, but not the processes that a worker started in a session of
-their own, and `kill -9` leaves nobody to do it. The guard waits for its parent's death by any cause and then kills
-every process that carries the marker in its environment; then it removes the folder that was theirs, if it was given
-one. Ray's agents write their titles over theirs, and wait a minute for a dead cluster; where the marker's value is a
-folder, they are known by the logs that they have open there. It reads /proc: elsewhere than on Linux it ends nothing.
+Ray ends its own daemons and workers when a driver dies, but not the processes that a worker started in their own session, and
+after `kill -9` the driver cannot do it either. The reaper waits for its parent's death by any cause, kills every process with
+the marker in its environment, and then removes their folder, if given. Ray's agents overwrite their environment with their
+titles, and stay a minute after the cluster is gone; if the marker's value is a folder, they are recognized by the log files
+that they have open in it. It reads /proc and therefore works only on Linux.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _TRACKER_S = 3.0
 
 
 def start_reaper(variable: str, value: str, *, folder: str | None = None) -> subprocess.Popen[bytes]:
-    """Starts a guard of this process.
+    """Start a reaper for this process.
 
     Args:
-        variable: Name of an environment variable that the processes to end were *started* with (a variable set later
+        variable: Name of an environment variable that the processes to kill were *started* with (a variable set later
             in a running process does not mark its forked children).
-        value: Its value, unique to this process's descendants; may be the path of a folder that is theirs alone.
+        value: Its value, unique to this process's descendants; may be the path of a folder used only by them.
         folder: Removed once those processes are gone.
     """
-    # Run as a file, isolated and without site-packages: 10 ms and 9 MB. A clean environment, so that no sweep,
-    # neither its own nor another guard's, ends it.
+    # Run as a file, isolated and without site-packages: 10 ms and 9 MB. The environment is clean, so that neither this
+    # reaper nor another one kills it.
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), variable, value, *([folder] if folder is not None else [])],
         env={},
@@ -42,9 +42,9 @@ def start_reaper(variable: str, value: str, *, folder: str | None = None) -> sub
 
 
 def marked_processes(variable: str, *values: str) -> list[int]:
-    """Process ids that were started with the variable at one of the values, or, as Ray's, log into a folder of that path.
+    """Processes that were started with the variable at one of the values, or that, as Ray's, log into a folder of that path.
 
-    Without this process, and without zombies.
+    Excludes this process and zombies.
     """
     wanted = {f"{variable}={value}".encode() for value in values}
     folders = tuple(f"{value}/" for value in values)
@@ -56,7 +56,7 @@ def marked_processes(variable: str, *values: str) -> list[int]:
             with open(f"/proc/{entry}/environ", "rb") as environ:
                 if wanted & set(environ.read().split(b"\0")) or _logs_into(entry, folders):  # a zombie has neither
                     found.append(int(entry))
-        except OSError:  # it ended meanwhile, or belongs to somebody else
+        except OSError:  # it has ended meanwhile, or belongs to another user
             continue
     return found
 
@@ -70,10 +70,10 @@ def _logs_into(entry: str, folders: tuple[str, ...]) -> bool:
 
 
 def sweep(variable: str, *values: str, timeout_s: float = 10.0) -> None:
-    """Kills every marked process until two looks in a row find none, or the time is up.
+    """Kill every marked process until two scans in a row find none, or the timeout.
 
-    Python's resource trackers end by themselves once the processes that they track are gone, and unlink the shared memory
-    of those on their way: they are given a moment for it.
+    Python's resource trackers exit by themselves once their processes are gone, and unlink those processes' shared memory
+    first: they are given a moment for it.
     """
     began = time.monotonic()
     clean = 0
@@ -87,7 +87,7 @@ def sweep(variable: str, *values: str, timeout_s: float = 10.0) -> None:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # it ended between the look and the blow
+            except ProcessLookupError:  # it has ended since the scan
                 continue
         time.sleep(0.1)
 
@@ -96,12 +96,12 @@ def _is_tracker(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
             return b"multiprocessing.resource_tracker" in cmdline.read()
-    except OSError:  # it ended meanwhile
+    except OSError:  # it has ended meanwhile
         return False
 
 
 def main(arguments: list[str]) -> None:
-    """Waits until the parent is gone, then sweeps."""
+    """Wait until the parent is gone, then sweep."""
     parent, variable, value, *folders = int(arguments[0]), *arguments[1:]
     # Polling, not a pipe: a forked child of the parent would hold the pipe open.
     while os.getppid() == parent:

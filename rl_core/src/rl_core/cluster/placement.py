@@ -1,4 +1,4 @@
-"""Which node each entry of a cluster goes to, or why it fits nowhere; arithmetic only, knows no Ray."""
+"""Assigns the entries of a cluster to nodes, or reports why they do not fit; arithmetic only, without Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What a node has in all, and what of it is free."""
+    """Total and free resources of a node."""
 
     node_id: str
     address: str
@@ -24,7 +24,7 @@ class Node:
     free_gpus: float
 
     def room(self, request: Request, *, free: bool) -> int:
-        """How many of the request's bundles fit, counting all resources or the free ones."""
+        """Number of the request's bundles that fit, counting all resources or only free ones."""
         cpus, gpus = (self.free_cpus, self.free_gpus) if free else (self.cpus, self.gpus)
         fits = [int(have / need + 1e-6) for have, need in self._pairs(cpus, gpus, request) if need > 0]
         return min(fits)
@@ -41,7 +41,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Bundles per entry, and what one bundle takes."""
+    """Bundles per entry, and resources per bundle."""
 
     entries: tuple[int, ...]
     cpus_per_bundle: float
@@ -54,7 +54,7 @@ class Request:
                 f"bundle_ct_per_node_list={list(self.entries)} must name at least one node, each with at least one bundle"
             )
         if self.strategy not in _STRATEGIES:
-            raise UserError(f"placement_group_strategy={self.strategy!r} is none of {', '.join(_STRATEGIES)}")
+            raise UserError(f"placement_group_strategy={self.strategy!r} is not one of {', '.join(_STRATEGIES)}")
         if self.cpus_per_bundle <= 0:
             raise UserError(f"cpus_per_bundle={self.cpus_per_bundle} must be positive")
 
@@ -70,15 +70,15 @@ class Request:
 
 
 def plan(request: Request, nodes: Sequence[Node], *, free: bool) -> list[Node] | None:
-    """The node of each entry, in entry order; None where they do not fit.
+    """The node of each entry, in entry order; None if they do not fit.
 
-    The largest entry takes the node with the most room, which is exact for STRICT_SPREAD (all bundles are alike, so
-    a node's room is one number). PACK fills the fullest node that has room.
+    The largest entry gets the node with the most capacity, which is optimal for STRICT_SPREAD (all bundles are equal, so
+    a node's capacity is one number). PACK fills the fullest node with enough capacity.
 
     Args:
-        request: What is asked.
-        nodes: Earlier nodes are preferred where room is equal.
-        free: Count what is free now instead of all there is.
+        request: The requested bundles.
+        nodes: Earlier nodes are preferred at equal capacity.
+        free: Count only resources that are free now.
     """
     room = {node.node_id: node.room(request, free=free) for node in nodes}
     used: dict[str, int] = dict.fromkeys(room, 0)
@@ -110,13 +110,13 @@ def _choose(strategy: Strategy, candidates: list[Node], used: dict[str, int], ro
 
 
 def insufficient(request: Request, nodes: Sequence[Node], *, free: bool) -> ResourceInsufficientError:
-    """The error: what was asked, what there is, what to change."""
+    """The error: what was requested, what is available, what to change."""
     there = "; ".join(str(node) for node in nodes) or "no node"
     count = f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}"
     lines = [f"Asked for {request}.", f"Ray has {count}: {there}."]
     if free:
         lines.append(
-            "It would fit, but other work holds what is missing: shut down the other cluster or worker group first, "
+            "It would fit, but the missing resources are in use: shut down the other cluster or worker group first, "
             "or let groups share the bundles of one cluster (max_colocated_worker_groups=2)."
         )
     else:
@@ -129,9 +129,9 @@ def _advice(request: Request, nodes: Sequence[Node]) -> str:
     kind = "GPUs" if request.gpus_per_bundle else "CPUs"
     advice = []
     if rooms:
-        advice.append(f"ask for at most bundle_ct_per_node_list={rooms}")
+        advice.append(f"request at most bundle_ct_per_node_list={rooms}")
     if request.gpus_per_bundle:
-        advice.append("take CPUs with use_gpus=False")
+        advice.append("use CPUs with use_gpus=False")
     elif request.cpus_per_bundle > 1:
         advice.append(f"lower cpus_per_bundle={request.cpus_per_bundle:g}")
     if plan(replace(request, strategy="PACK"), nodes, free=False) is not None:

@@ -1,4 +1,4 @@
-"""Finds a port on this machine for a rendezvous; knows no Ray."""
+"""Finds a free port on this machine for a rendezvous."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import socket
 
 from rl_core.errors import ResourceInsufficientError
 
-# Below Linux's ephemeral range (32768 and up), whose ports any outgoing connection may take meanwhile, and above
+# Below Linux's ephemeral range (32768 and up), from which any outgoing connection may take a port meanwhile, and above
 # the range of `ray start`'s workers (10002 to 19999).
 _LOW, _HIGH = 20_000, 32_000
 _given: set[int] = set()
 
 
 def free_port(address: str = "") -> int:
-    """A port that nothing listens on now and that this process has not given before.
+    """A port that is free now and that this process has not returned before.
 
     Args:
-        address: Where it will be listened on; empty for every interface.
+        address: Address to listen on; empty for every interface.
 
     Raises:
-        ResourceInsufficientError: Two hundred ports at random were all taken.
+        ResourceInsufficientError: 200 random ports were all taken.
     """
     generator = random.Random()  # seeded by the system, so that drivers of one machine differ
     for _ in range(200):
@@ -35,6 +35,6 @@ def free_port(address: str = "") -> int:
         _given.add(port)
         return port
     raise ResourceInsufficientError(
-        f"no free port found between {_LOW} and {_HIGH} in 200 tries; too many processes listen on this machine: "
-        "look at `ss -ltn` and end those that are left over"
+        f"no free port found between {_LOW} and {_HIGH} in 200 attempts; too many processes listen on this machine: "
+        "list them with `ss -ltn` and stop those that are not needed"
     )

@@ -1,4 +1,4 @@
-"""Joins the process group of a worker group; on one machine it listens on the loopback interface only."""
+"""Joins the process group of a worker group; on a single machine it listens only on the loopback interface."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rl_core.rendezvous.stores import open_store
 
 
 def join_process_group(context: WorkerContext, backend: str, *, timeout: timedelta | None = None) -> None:
-    """Make the default process group of this worker and its peers; returns once all have joined.
+    """Create the default process group of this worker and its peers; returns once all have joined.
 
     Args:
-        context: Rank, size and meeting point.
-        backend: As `torch.distributed` names it, such as `cpu:gloo,cuda:nccl`.
-        timeout: Longest wait of a collective, and for the peers; torch's default if None.
+        context: Rank, world size and rendezvous address.
+        backend: As in `torch.distributed`, such as `cpu:gloo,cuda:nccl`.
+        timeout: Maximum time of a collective, and of waiting for the peers; torch's default if None.
     """
     timeout = timeout or dist.default_pg_timeout
     for variable, value in interface_variables(context.master_address).items():

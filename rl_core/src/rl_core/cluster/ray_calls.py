@@ -1,4 +1,4 @@
-"""Waits for calls under way on several Ray actors: the first failure ends the wait, a deadline names who hangs."""
+"""Waits for pending calls on several Ray actors: the first failure ends the wait, and a deadline names those that hang."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rl_core.cluster.remote_actor import ActorCall, resolve
 from rl_core.cluster.worker_group import PendingCall, root_cause
 from rl_core.errors import WorkerDiedError, WorkerError
 
-# A rank that dies makes its peers fail in their collective, often before Ray has noticed the death: after the first
-# failure, wait this long for the root cause.
+# A rank that dies makes its peers fail in their collective, often before Ray notices the death: after the first failure, wait
+# this long for the root cause.
 _GRACE_S = 5.0
 
 
 class PendingRayCall(PendingCall):
-    """Calls under way, one per actor.
+    """Pending calls, one per actor.
 
     Args:
         flights: In the order of the results.
-        deadline_s: Of `result`, where it is not given another.
+        deadline_s: Default deadline of `result`.
         deadlines: The group's.
-        shape: Makes the result of the list of values.
+        shape: Converts the list of values to the result.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PendingRayCall(PendingCall):
         return [self._values.get(index, self._errors.get(index)) for index in range(len(self._flights))]
 
     def _advance(self, timeout_s: float) -> None:
-        """Waits for at least one call to end, and takes in all that have."""
+        """Wait for at least one call to end, and process all that have."""
         if not self._open:
             return
         ready = daemons.wait(list(self._open), num_returns=1, timeout_s=timeout_s)
@@ -97,22 +97,22 @@ class PendingRayCall(PendingCall):
         return next((error for error in self._errors.values() if isinstance(error, WorkerDiedError)), None)
 
     def _error(self) -> WorkerError:
-        """A death explains the others' failures; else the first failure that was seen."""
+        """A death, which explains the other failures; else the first failure."""
         error = root_cause(list(self._errors.values()))
         if len(self._errors) > 1:
-            self._errors = {0: error}  # told once, however often it is asked for
+            self._errors = {0: error}  # reported only once
         return error
 
     def _expired(self) -> Exception:
         waiting = [self._flights[index] for index in sorted(self._open.values())]
         answered = [self._flights[index].actor.label for index in sorted(self._values)]
         seconds = max(time.monotonic() - flight.started for flight in waiting)
-        with ThreadPoolExecutor(max_workers=16) as looks:  # a look at another node takes seconds
+        with ThreadPoolExecutor(max_workers=16) as looks:  # reading a stack on another node takes seconds
             reports = list(looks.map(lambda flight: flight.unanswered(self._deadlines.stack_s), waiting))
         return exceeded(round(seconds, 1), reports, answered)
 
 
 def collect(flights: Sequence[ActorCall], *, deadline_s: float, deadlines: Deadlines) -> list[Any]:
-    """The values, in order; errors as `PendingCall.result`."""
+    """The values, in order; errors as in `PendingCall.result`."""
     values: list[Any] = PendingRayCall(flights, deadline_s=deadline_s, deadlines=deadlines).result()
     return values

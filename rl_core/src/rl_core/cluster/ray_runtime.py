@@ -1,4 +1,4 @@
-"""Joins a running Ray or starts a local one that ends with us; knows no cluster and no worker."""
+"""Joins a running Ray, or starts a local one that ends with this process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _leases: _Runtime | None = None
 
 
 class RayLease:
-    """A claim on this process's Ray; the last one to be released stops a Ray that we started."""
+    """A lease on this process's Ray; releasing the last one stops a Ray that we started."""
 
     def __init__(self) -> None:
         self._runtime: _Runtime | None = _acquire()
 
     def release(self) -> None:
-        """Gives the claim back. A second call does nothing."""
+        """Release the lease. Idempotent."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.release()
@@ -73,7 +73,7 @@ class _Runtime:
             return
         atexit.unregister(self.stop)
         if died:
-            # Ray's own way down would wait for the daemon, and its C++ threads crash a process that exits without it.
+            # Ray's own shutdown would wait for the daemon, and its C++ threads crash a process that exits without it.
             atexit.register(_exit_without_ray)
         elif ray.is_initialized() and _session() == self.session:
             ray.shutdown()
@@ -81,19 +81,19 @@ class _Runtime:
             orphan_reaper.sweep(MARKER, str(self._temp_dir))
             self._guard.terminate()
             self._guard.wait()
-            shutil.rmtree(self._temp_dir, ignore_errors=True)  # a killed daemon may still write its last line
+            shutil.rmtree(self._temp_dir, ignore_errors=True)  # a killed daemon may still write a last line
 
     def _connect(self) -> None:
-        logging.getLogger("ray").setLevel(logging.ERROR)  # before `init`, which speaks before it looks at its argument
+        logging.getLogger("ray").setLevel(logging.ERROR)  # before `init`, which logs before it applies its argument
         address = os.environ.get("RAY_ADDRESS")
         if address:
             ray.init(address=address, logging_level=logging.ERROR)
             return
-        # Readable by this user alone. Ray opens the folder that it is given to everybody, so it is given one inside.
+        # Readable only by this user. Ray makes the folder that it is given world-readable, so it gets one inside.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="rlcore-ray-"))
         self._guard = orphan_reaper.start_reaper(MARKER, str(self._temp_dir), folder=str(self._temp_dir))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray's daemons inherit the mark, their workers from them; the driver's own later children must not.
+        # Ray's daemons and their workers inherit the marker; later children of the driver must not.
         with _variables(**{MARKER: str(self._temp_dir)}), _on_loopback(), _daemons_in_own_session():
             ray.init(
                 address="local",
@@ -103,7 +103,7 @@ class _Runtime:
                 _temp_dir=str(self._temp_dir / "ray"),
                 _node_ip_address=loopback.ADDRESS,
                 _system_config={
-                    # Every actor of ours has an environment of its own, so that no prestarted worker is ever used.
+                    # Every actor of ours has its own runtime environment, so prestarted workers are never used.
                     "prestart_worker_first_driver": False,
                     "process_group_cleanup_enabled": True,
                 },
@@ -112,7 +112,7 @@ class _Runtime:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Put our own signal handlers back: Ray's C++ code takes SIGTERM over, prints a stack and aborts."""
+    """Restore our own signal handlers: Ray's C++ code takes over SIGTERM, prints a stack and aborts."""
     own = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -125,7 +125,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 @contextmanager
 def _variables(**values: str) -> Iterator[None]:
-    """Environment variables for the processes that the block starts."""
+    """Environment variables for processes started in the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -140,15 +140,15 @@ def _variables(**values: str) -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Let a Ray that the block starts listen on 127.0.0.1 only.
+    """Make a Ray that is started in the block listen only on 127.0.0.1.
 
-    All of Ray's servers do so if the node's address is 127.0.0.1, but on Linux Ray replaces that address by the machine's
-    outer one, unless this switch, made for other systems, tells it that there is no cluster.
+    All of Ray's servers do so if the node's address is 127.0.0.1, but on Linux Ray replaces that address with the machine's
+    external one, unless this switch, meant for other systems, disables clusters.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        with _variables(**{ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):  # the daemons and workers read it as well
+        with _variables(**{ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):  # daemons and workers read it as well
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
@@ -156,10 +156,10 @@ def _on_loopback() -> Iterator[None]:
 
 @contextmanager
 def _daemons_in_own_session() -> Iterator[None]:
-    """Keep signals that are sent to our process group, by `timeout` or a closing terminal, from Ray's daemons.
+    """Keep signals sent to our process group, by `timeout` or a closing terminal, from Ray's daemons.
 
-    They would end at once, before the run has saved a checkpoint. Elsewhere than on Linux Ray needs them in our group, to
-    end them with us.
+    They would end the daemons at once, before the run has saved a checkpoint. On systems other than Linux, Ray needs the
+    daemons in our group, to end them with us.
     """
     if sys.platform != "linux":
         yield
@@ -189,13 +189,13 @@ def _acquire() -> _Runtime:
 
 
 def _session() -> str:
-    """Which Ray this process is connected to, so that one that the user has stopped is not mistaken for the next."""
+    """Identifies the Ray that this process is connected to, so that one that the user has stopped is not reused."""
     context = ray.get_runtime_context()
     return f"{context.gcs_address}/{context.get_job_id()}"
 
 
 def _object_store_bytes() -> int:
-    """A fifth of the memory, at most 4 GiB and four fifths of what /dev/shm has left; never under Ray's minimum."""
+    """A fifth of the memory, at most 4 GiB and four fifths of the free space in /dev/shm; at least Ray's minimum."""
     limits = [4 * _GIB, psutil.virtual_memory().total // 5]
     if os.path.isdir("/dev/shm"):
         limits.append(shutil.disk_usage("/dev/shm").free * 4 // 5)

@@ -1,4 +1,4 @@
-"""A group of workers as Ray actors, one per bundle of a virtual cluster; knows no model and no batch."""
+"""A group of workers as Ray actors, one per bundle of a virtual cluster."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ _log = logging.getLogger(__name__)
 
 
 class RayWorkerGroup(WorkerGroup):
-    """One Ray actor per rank, each in a bundle of the cluster, all built when the constructor returns.
+    """One Ray actor per rank, each in a bundle of the cluster; all are built when the constructor returns.
 
-    The class is a plain class. Where the first parameter of its constructor is called `context` (or is annotated as
-    `WorkerContext`), it is given its `WorkerContext`; any other class is built from `worker_kwargs` alone, so that
-    `RayWorkerGroup(cluster, policy_class)` works with classes that know nothing of ranks. A class that is already
-    wrapped in `@ray.remote` is unwrapped. Methods run on the main thread of their process, one at a time.
+    The class is a plain class. If the first parameter of its constructor is named `context` (or annotated as
+    `WorkerContext`), it gets its `WorkerContext`; any other class is built from `worker_kwargs` alone, so that
+    `RayWorkerGroup(cluster, policy_class)` works with classes without ranks. A class wrapped in `@ray.remote` is
+    unwrapped. Methods run on the main thread of their process, one at a time.
 
     Each process starts with RANK, WORLD_SIZE, LOCAL_RANK, NODE_RANK, OMP_NUM_THREADS and OMP_WAIT_POLICY=passive in
     its environment, and has MASTER_ADDR and MASTER_PORT before the class is imported.
 
     Args:
-        cluster: Where the workers live.
+        cluster: Cluster that the workers run on.
         worker_class: Imported in the worker's process, so it must be importable there (or defined in `__main__`).
         worker_kwargs: Constructor arguments, stored once for all ranks.
         sharding: The grid; `data` over all workers by default.
-        num_workers: The first so many bundles; every bundle by default.
-        name: How errors and logs name the group.
-        env_vars: More environment variables; they win over those above.
-        runtime_env: More of Ray's runtime environment.
-        python: Interpreter that the workers run under, where not the driver's.
-        deadlines: Of starting, calling and stopping.
+        num_workers: Number of workers, in the first bundles; one per bundle by default.
+        name: Name of the group in errors and logs.
+        env_vars: Additional environment variables; they override those above.
+        runtime_env: Additional fields of Ray's runtime environment.
+        python: Interpreter of the workers, if not the driver's.
+        deadlines: Deadlines of starting, calling and stopping.
         cpus_per_worker: Ray CPUs of a worker, and its threads; its share of the bundle by default.
         gpus_per_worker: Ray GPUs of a worker; its share of the bundle by default.
         bundles_per_worker: Bundles of a worker, on one node; its process sees the GPUs of all of them.
-        max_restarts: How many dead workers may be replaced, over the group's life, when the next call finds them
-            dead. The replacement has no state of the old one, and a call under way is never run twice.
+        max_restarts: Maximum number of dead workers that calls replace during the group's life. A replacement has no
+            state of the old worker, and a running call is never repeated.
 
     Raises:
-        ResourceInsufficientError: More workers than bundles, or more groups than the cluster lets share.
+        ResourceInsufficientError: More workers than bundles, or more groups than may share the cluster.
         WorkerError: A constructor raised.
         DeadlineExceededError: A worker was not built within `deadlines.start_s`.
     """
@@ -105,15 +105,15 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def name(self) -> str:
-        """How errors and logs name the group."""
+        """Name of the group in errors and logs."""
         return self._name
 
     def context_of(self, rank: int) -> WorkerContext:
-        """What that rank was told about itself."""
+        """The context of a rank."""
         return self._contexts[rank]
 
     def pids(self) -> list[int]:
-        """The process id of each rank, on its own host."""
+        """The process id of each rank, on its host."""
         return [actor.identity.pid for actor in self._actors if actor.identity is not None]
 
     def submit_each(
@@ -181,7 +181,7 @@ class RayWorkerGroup(WorkerGroup):
         for one in ranks:
             self._actors[one] = self._start(one)
         if rank is None:
-            self._contexts = {}  # a new meeting point: the old port may still be held by a dying peer
+            self._contexts = {}  # a new rendezvous: the old port may still be held by a dying peer
         self._build(ranks)
 
     def shutdown(self) -> None:
@@ -191,7 +191,7 @@ class RayWorkerGroup(WorkerGroup):
             alive = [] if daemons.is_dead() else [actor for actor in self._actors if actor.is_alive()]
             collect([actor.close() for actor in alive], deadline_s=self._deadlines.stop_s, deadlines=self._deadlines)
         except (WorkerError, DeadlineExceededError) as error:
-            # The work is over and its results are safe: say it, and end the processes all the same.
+            # The work is done and its results are safe: log the failure and stop the processes anyway.
             _log.warning("'%s' did not shut down by itself: %s", self._name, error)
         finally:
             self._end()
@@ -207,13 +207,13 @@ class RayWorkerGroup(WorkerGroup):
         self._places.give_back()
 
     def _start(self, rank: int) -> RemoteActor:
-        """Asks Ray for the process of one rank."""
+        """Request the process of one rank from Ray."""
         bundle = self._places.first(rank)
         coords = ", ".join(f"{axis}={at}" for axis, at in self._sharding.get_worker_coords(rank).items())
         share = self._cluster.worker_share()
         gpus = share["num_gpus"] if self._gpus is None else self._gpus
         env = {
-            # Ray leaves all of the node's GPUs to a process that was given none.
+            # Ray makes all GPUs of the node visible to a process without any.
             **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
             **interface_variables(self._places.first(0).node.address),
             "RANK": str(rank),
@@ -238,7 +238,7 @@ class RayWorkerGroup(WorkerGroup):
         )
 
     def _build(self, ranks: Sequence[int]) -> None:
-        """Waits for the processes, lets rank 0 find a meeting point where there is none yet, and builds the workers."""
+        """Wait for the processes, let rank 0 find a rendezvous address if there is none yet, and build the workers."""
         actors = [self._actors[rank] for rank in ranks]
         share, name = self._cluster.worker_share(), self._name
         holding = [
@@ -289,7 +289,7 @@ class RayWorkerGroup(WorkerGroup):
         return before[self._places.first(rank).node.node_id]
 
     def _revive(self) -> None:
-        """Refuses a group that was shut down, and replaces dead workers while `max_restarts` lasts."""
+        """Raise if the group was shut down; replace dead workers within `max_restarts`."""
         if not self._actors:
             raise UserError(f"group '{self._name}' was shut down; no method can run on it")
         if self._restarts_left <= 0:
@@ -297,7 +297,7 @@ class RayWorkerGroup(WorkerGroup):
         for rank, alive in enumerate(self.workers_alive()):
             if not alive and self._restarts_left > 0:
                 self._restarts_left -= 1
-                _log.warning("rank %d of '%s' is dead; starting another in its place", rank, self._name)
+                _log.warning("rank %d of '%s' is dead and is being replaced", rank, self._name)
                 self.restart(rank)
 
     def _pending(
@@ -315,7 +315,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @staticmethod
     def _store(value: Any, readers: int) -> Any:
-        """Into Ray's object store once where several ranks read it; Ray resolves the reference before the call."""
+        """Put a value into Ray's object store if several ranks read it; Ray resolves the reference before the call."""
         return ray.put(value) if readers > 1 else value
 
 
@@ -324,6 +324,6 @@ def _grid(most: int, sharding: NamedSharding | None, num_workers: int | None) ->
     grid = sharding or NamedSharding.grid(data=count)
     if sorted(grid.layout.ravel().tolist()) != list(range(count)):
         raise UserError(
-            f"{grid} must hold each of the ranks 0 to {count - 1} once; change num_workers={num_workers} or the sharding"
+            f"{grid} must contain each of the ranks 0 to {count - 1} once; change num_workers={num_workers} or the sharding"
         )
     return grid

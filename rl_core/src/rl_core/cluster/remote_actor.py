@@ -1,4 +1,4 @@
-"""The driver's handle of one worker process: start, call, look at, end. Knows neither groups nor pools."""
+"""The driver's handle of one worker process: start, call, inspect and stop it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _DEATHS = (
 )
 
 _CLOCK_S = 2.0
-"""By how much a process may seem older or younger than it said: both count from the time of the boot, which the kernel gives in
-whole seconds and corrects with the clock. A pid does not come back so soon."""
+"""Tolerance when comparing process start times: both are relative to the boot time, which the kernel reports in whole seconds
+and corrects with the clock. Pids are not reused so soon."""
 
 
 def pack_worker(worker_class: type, kwargs: Mapping[str, Any]) -> Any:
@@ -38,7 +38,7 @@ def pack_worker(worker_class: type, kwargs: Mapping[str, Any]) -> Any:
 
 
 def plain_class(worker_class: Any) -> type:
-    """The class itself, also of one that arrives already wrapped in `@ray.remote`."""
+    """The class itself, unwrapped if it is wrapped in `@ray.remote`."""
     if isinstance(worker_class, ray.actor.ActorClass):
         wrapped: type = worker_class.__ray_metadata__.modified_class
         return wrapped
@@ -47,12 +47,12 @@ def plain_class(worker_class: Any) -> type:
 
 
 def is_wrapped(worker_class: Any) -> bool:
-    """True of a class that arrives wrapped in `@ray.remote`."""
+    """Whether a class is wrapped in `@ray.remote`."""
     return isinstance(worker_class, ray.actor.ActorClass)
 
 
 def own_options(worker_class: Any) -> dict[str, Any]:
-    """The options that a class wrapped in `@ray.remote(...)` asks for, without those that a pool or group decides."""
+    """The options of a class wrapped in `@ray.remote(...)`, without those that a pool or group decides."""
     if not isinstance(worker_class, ray.actor.ActorClass):
         return {}
     decided = {
@@ -67,14 +67,14 @@ class RemoteActor:
     """One worker process.
 
     Args:
-        label: How errors and logs name it, such as "rank 1 (data=1) of 'policy'".
+        label: Its name in errors and logs, such as "rank 1 (data=1) of 'policy'".
         options: Ray actor options (CPUs, GPUs, placement).
-        env: Environment variables that its process starts with.
+        env: Environment variables of the process.
         runtime_env: Ray runtime environment, such as another Python.
 
     Attributes:
         group: The group or pool that it belongs to.
-        marker: By which `guard` knows its process and what that starts.
+        marker: Identifies its process and that process's children for `orphan_reaper`.
     """
 
     def __init__(
@@ -107,43 +107,43 @@ class RemoteActor:
 
     @property
     def identity(self) -> Identity | None:
-        """Which process it is; None until that has started."""
+        """Identifies its process; None before it has started."""
         if self._identity is None and ray.wait([self._identity_ref], timeout=0)[0]:
             self._identity = resolve(self.started()).value
         return self._identity
 
     def started(self) -> ActorCall:
-        """The wait for its process."""
+        """Wait for its process."""
         return ActorCall(self, "start", self._identity_ref)
 
     def find_port(self) -> ActorCall:
-        """Asks for a port that is free on its node."""
+        """Find a port that is free on its node."""
         return ActorCall(self, "find a port", self._handle.find_port.remote())
 
     def build(self, packed: Any, context: WorkerContext, env: Mapping[str, str]) -> ActorCall:
-        """Makes the worker from `pack_worker`'s reference."""
+        """Build the worker from the reference returned by `pack_worker`."""
         return ActorCall(self, "__init__()", self._handle.build.remote(packed, context, dict(env)))
 
     def call(self, method: str, arguments: Any, *leading: Any, keep_result: bool = True) -> ActorCall:
-        """Starts a method; `arguments` is (args, kwargs) or a reference to it, `leading` may be references too.
+        """Start a method; `arguments` is (args, kwargs) or a reference to it; `leading` may be references too.
 
-        Without `keep_result` its result is dropped where it was made and None arrives.
+        Without `keep_result`, the result is dropped in the worker, and None is returned.
         """
         daemons.raise_if_dead()
         remote = self._handle.call.options(name=f"{method} [{self.label}]")
         return ActorCall(self, f"{method}()", remote.remote(method, arguments, keep_result, *leading))
 
     def close(self) -> ActorCall:
-        """Starts the worker's own `shutdown`."""
+        """Start the worker's own `shutdown`."""
         return ActorCall(self, "shutdown()", self._handle.close.remote())
 
     def kill(self) -> None:
-        """Ends the process at once, and what it started."""
-        if not daemons.is_dead():  # then Ray hears nothing, and `wait_gone` ends the process
+        """Kill the process and its children."""
+        if not daemons.is_dead():  # otherwise Ray does not respond, and `wait_gone` ends the process
             ray.kill(self._handle, no_restart=True)
 
     def process_here(self) -> psutil.Process | None:
-        """The process, where it runs on this host and is not gone."""
+        """The process, if it is alive and on this host."""
         identity = self.identity
         if identity is None or identity.host != gethostname():
             return None
@@ -155,17 +155,17 @@ class RemoteActor:
             return None
 
     def is_alive(self) -> bool:
-        """False once the process is gone, or Ray has said so of a call on it."""
+        """False once the process is gone, or Ray has reported so for a call."""
         if self._death_seen:
             return False
         if self.identity is not None and self.identity.host == gethostname():
             return self.process_here() is not None
-        # The public state API needs the dashboard; this is the table that it reads.
+        # The public state API requires the dashboard; this is the table that it reads.
         row = ray._private.state.actors(self._handle._actor_id.hex())
         return bool(row) and row["State"] != "DEAD"
 
     def note_death(self) -> None:
-        """Ray gave up on it: what is still running under its pid, if anything, takes no more calls."""
+        """Record that Ray gave up on the actor: a process still running under its pid takes no more calls."""
         self._death_seen = True
 
     def where(self) -> str:
@@ -175,16 +175,16 @@ class RemoteActor:
         return f"host {self.identity.host}, pid {self.identity.pid}"
 
     def stack(self, timeout_s: float) -> str:
-        """What its threads are doing, or why that cannot be seen."""
+        """What its threads are doing, or why that is unavailable."""
         identity = self.identity
         if identity is None:
-            return "nothing yet: Ray has not started its process (no free resources, or its environment is being made)"
+            return "nothing yet: Ray has not started its process (no free resources, or its environment is being created)"
         if identity.host == gethostname():
             return stacks.read_stack(identity.pid, identity.stack_file, timeout_s=timeout_s)
         return _stack_elsewhere(identity, timeout_s)
 
     def log_tail(self, lines: int = 15) -> str:
-        """The end of its standard error, where that is on this host."""
+        """The end of its standard error, if the file is on this host."""
         if self.identity is None or not self.identity.log_file:
             return ""
         log = Path(self.identity.log_file)
@@ -196,22 +196,22 @@ class RemoteActor:
 
 
 def wait_gone(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
-    """Waits for the end of killed processes on this host, then insists; elsewhere their nodes see to it."""
+    """Wait until killed processes on this host are gone, then kill them directly; other nodes do so themselves."""
     here = [actor for actor in actors if actor.identity is not None and actor.identity.host == gethostname()]
     until = time.monotonic() + timeout_s
     while not daemons.is_dead() and any(actor.process_here() is not None for actor in here) and time.monotonic() < until:
         time.sleep(0.02)
     if here:
-        # Ray asks a process to exit; one that is stopped does not hear it. With it goes what it started.
+        # Ray asks a process to exit, but a stopped process does not respond. Its children are killed with it.
         orphan_reaper.sweep(MARKER, *(actor.marker for actor in here))
 
 
 class ActorCall:
-    """One call under way on one actor.
+    """A pending call on an actor.
 
     Attributes:
-        actor: Who runs it.
-        method: What, as errors name it.
+        actor: The actor.
+        method: The method's name in errors.
         ref: Ray's reference to the result.
     """
 
@@ -222,12 +222,12 @@ class ActorCall:
         self.started = time.monotonic()
 
     def resolve(self) -> Any:
-        """The result of a call that is done.
+        """The result of a completed call.
 
         Raises:
             WorkerError: The worker raised.
             WorkerDiedError: Its process is gone.
-            RayDiedError: So is Ray.
+            RayDiedError: Ray itself died.
         """
         try:
             result = ray.get(self.ref)
@@ -249,7 +249,7 @@ class ActorCall:
         return result
 
     def unanswered(self, stack_s: float) -> Unanswered:
-        """The line of a deadline's report."""
+        """The worker's entry in the report of an expired deadline."""
         seconds = time.monotonic() - self.started
         return Unanswered(
             who=self.actor.label,
@@ -263,7 +263,7 @@ class ActorCall:
         return f"{self.actor.label}, {self.actor.where()}, failed in {self.method}"
 
     def _died(self, error: Exception) -> WorkerDiedError:
-        # Ray appends a list of guesses and its own ids: keep what it knows.
+        # Ray appends a list of possible causes and its own ids: keep only the facts.
         known = str(error).split("Some common causes")[0]
         known = known.split("The actor is dead because")[-1].strip()
         text = f"{self.actor.label}, {self.actor.where()}, died in {self.method}. Ray says: {known}"
@@ -272,14 +272,14 @@ class ActorCall:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """A flight that ended: its value, or what it raised."""
+    """The value of a completed call, or its exception."""
 
     value: Any = None
     error: WorkerError | None = None
 
 
 def resolve(flight: ActorCall) -> _Outcome:
-    """Like `ActorCall.resolve`, but the error is kept instead of raised."""
+    """Like `ActorCall.resolve`, but the error is returned instead of raised."""
     try:
         return _Outcome(value=flight.resolve())
     except WorkerError as error:
@@ -288,20 +288,20 @@ def resolve(flight: ActorCall) -> _Outcome:
 
 def _worker_error(headline: str, failure: Failure) -> WorkerError:
     text = f"{headline}: {failure.summary}"
-    if failure.exit_code != UserError.exit_code:  # a user's mistake is explained by its text; where it was found helps nobody
+    if failure.exit_code != UserError.exit_code:  # the text of a user error is sufficient without the traceback
         text += f"\n--- its traceback ---\n{failure.traceback.rstrip()}"
     error = WorkerError(text)
     error.exit_code = failure.exit_code
     if failure.pickled is not None:
         try:
             error.__cause__ = cloudpickle.loads(failure.pickled)
-        except Exception as unpickling:  # its module may exist in the worker's Python alone
+        except Exception as unpickling:  # its module may exist only in the worker's Python
             error.add_note(f"(the exception itself cannot be rebuilt here: {unpickling!r})")
     return error
 
 
 def _stack_elsewhere(identity: Identity, timeout_s: float) -> str:
-    """Sends a task to the worker's node that looks from there."""
+    """Run a Ray task on the worker's node that reads the stack there."""
     task = ray.remote(stacks.read_stack).options(
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(identity.node_id, soft=False),

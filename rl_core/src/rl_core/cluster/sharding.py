@@ -1,4 +1,4 @@
-"""A grid of ranks whose axes have names (pipeline, data, context, tensor); knows no process and no device."""
+"""A grid of ranks with named axes (pipeline, data, context, tensor)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rl_core.errors import UserError
 
 
 class NamedSharding:
-    """Which rank sits at which named coordinates.
+    """Maps ranks to named coordinates.
 
     Args:
         layout: Nested sequence (or integer array) of distinct ranks, one dimension per name.
         names: The axis names, outermost first.
 
     Raises:
-        UserError: Names and dimensions differ in number, a name or a rank comes twice, a rank is not an integer, or the
+        UserError: The numbers of names and dimensions differ, a name or a rank is repeated, a rank is not an integer, or the
             layout is empty.
     """
 
@@ -40,17 +40,17 @@ class NamedSharding:
         if len(set(self._names)) != len(self._names):
             raise UserError(f"axis names must differ, found {list(self._names)}")
         if grid.size == 0:
-            raise UserError(f"the layout of shape {grid.shape} holds no rank; every axis needs a size of at least 1")
+            raise UserError(f"the layout of shape {grid.shape} has no ranks; every axis needs a size of at least 1")
         if np.unique(grid).size != grid.size or grid.min() < 0:
             raise UserError(f"ranks must be distinct and not negative, found {grid.ravel().tolist()}")
         self._grid = grid
 
     @classmethod
     def grid(cls, **sizes: int) -> NamedSharding:
-        """Ranks 0, 1, 2, ... in row-major order, the last axis given varying fastest.
+        """Ranks 0, 1, 2, ... in row-major order; the last axis varies fastest.
 
         `NamedSharding.grid(data=2, tensor=2)` puts ranks 0 and 1 at data=0. Give the axes in the order
-        pipeline, data, context, tensor, so that tensor-parallel ranks are neighbours (one node).
+        pipeline, data, context, tensor, so that tensor-parallel ranks are adjacent (on one node).
         """
         if not sizes or any(not _is_size(size) for size in sizes.values()):
             raise UserError(f"every axis needs an integer size of at least 1, found {sizes or 'no axis'}")
@@ -99,11 +99,11 @@ class NamedSharding:
         return {name: int(at) for name, at in zip(self._names, found[0], strict=True)}
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Every rank at these coordinates, in row-major order; axes not named are free."""
+        """All ranks at these coordinates, in row-major order; unnamed axes are free."""
         return [int(rank) for rank in np.ravel(self._select(coords))]
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """The grid of the axes not named, at these coordinates; one rank where every axis is named."""
+        """The grid of the unnamed axes at these coordinates; a single rank if every axis is named."""
         selected = self._select(coords)
         free = [name for name in self._names if name not in coords]
         return NamedSharding(selected, free) if free else int(selected)

@@ -1,8 +1,8 @@
-"""The Python stack of another process, even one that holds the interpreter lock; knows no Ray.
+"""Reads the Python stack of another process, even of one that holds the interpreter lock.
 
-A worker registers `faulthandler` on a signal, writing into an unlinked file; whoever is on the same host sends the
-signal and reads the file through /proc. The handler is C code that needs neither a free thread nor the interpreter
-lock, so a worker stuck in a C extension, a collective or `time.sleep` answers alike, and its calls keep the main thread.
+A worker registers `faulthandler` on a signal, with output to an unlinked file; another process on the same host sends the
+signal and reads the file through /proc. The handler is C code that needs neither a free thread nor the interpreter lock, so a
+worker stuck in a C extension, a collective or `time.sleep` responds as well, and calls still run on its main thread.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _kept_open: list[IO[bytes]] = []
 
 
 def install() -> str:
-    """Makes this process answer `read_stack`; returns the path of its answers, readable while it lives."""
-    answers = tempfile.TemporaryFile()  # noqa: SIM115 - it must stay open as long as the process lives
+    """Make this process respond to `read_stack`; returns the path of the output, readable while the process lives."""
+    answers = tempfile.TemporaryFile()  # noqa: SIM115 - must stay open as long as the process lives
     _kept_open.append(answers)
     faulthandler.register(_SIGNAL, file=answers, all_threads=True)
     return f"/proc/{os.getpid()}/fd/{answers.fileno()}"
 
 
 def read_stack(pid: int, path: str, *, timeout_s: float) -> str:
-    """What every Python thread of that process is doing, innermost call first, the busiest thread first.
+    """The stack of every Python thread of a process, innermost call first, the running thread first.
 
-    Where no answer comes (the process is stopped, or is gone), a line says so, with the process's state.
+    If the process does not respond (because it is stopped or gone), a line with its state.
     """
     try:
         size = Path(path).stat().st_size
@@ -57,7 +57,7 @@ def _wait_for_growth(path: str, size: int, timeout_s: float) -> str:
 
 
 def _order_threads(dump: str) -> str:
-    """The thread that was running comes last in a dump and interests most; Ray's own frames interest nobody."""
+    """Put the thread that was running, the last one of a dump, first, and remove Ray's own frames."""
     threads = [block for block in dump.strip().split("\n\n") if block]
     threads.sort(key=lambda block: not block.startswith("Current thread"))
     return "\n".join(_without_ray(block) for block in threads if "_private/gc_collect_manager" not in block)

@@ -1,4 +1,4 @@
-"""Reserves bundles of CPUs and GPUs on the nodes of a Ray; knows no worker class."""
+"""Reserves bundles of CPUs and GPUs on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_core.cluster.ports import free_port
 from rl_core.cluster.ray_runtime import RayLease
 from rl_core.errors import ResourceInsufficientError, UserError
 
-# Ray returns the resources of something that was just shut down a moment later.
+# Ray frees the resources of something that was just shut down a moment later.
 _SETTLE_S = 5.0
 _PLACE_S = 30.0
 
@@ -31,10 +31,10 @@ class Bundle:
     """One rank's share of a node.
 
     Attributes:
-        group: Ray's placement group that holds it.
-        index: Its place there.
-        node: Where it is.
-        node_rank: Which of the cluster's nodes that is.
+        group: Ray's placement group of the bundle.
+        index: Its index there.
+        node: Its node.
+        node_rank: Index of the node within the cluster.
     """
 
     def __init__(self, group: PlacementGroup, index: int, node: Node, node_rank: int) -> None:
@@ -45,26 +45,26 @@ class Bundle:
 
 
 class RayVirtualCluster:
-    """Bundles, one per rank, on the nodes of a Ray.
+    """Bundles, one per rank, on the nodes of a Ray cluster.
 
-    Joins the Ray of this process or of RAY_ADDRESS; where there is neither, starts one on this machine, on the
-    loopback interface, which ends with the cluster.
+    Joins the Ray of this process or of RAY_ADDRESS; without either, starts one on this machine, on the loopback
+    interface, which ends with the cluster.
 
     Args:
         bundle_ct_per_node_list: Ranks on each node: [8, 8] is two nodes with eight each.
-        use_gpus: One GPU a bundle; None takes GPUs where there are any and CPUs otherwise.
-        max_colocated_worker_groups: How many worker groups may share a bundle. Each is given that fraction of it,
+        use_gpus: Whether each bundle has a GPU; None uses GPUs if there are any, else CPUs.
+        max_colocated_worker_groups: Number of worker groups that may share a bundle. Each gets that fraction of it,
             but all its threads, because their phases alternate.
-        num_gpus_per_node: The most GPUs that an entry may ask of a node; None for no bound but what is there.
-        placement_group_strategy: STRICT_SPREAD: a node of its own for every entry. SPREAD: as far as nodes suffice.
-            PACK: on as few nodes as possible. STRICT_PACK: all on one.
-        cpus_per_bundle: CPUs reserved for a bundle, and its number of threads; None reserves one and gives an equal
+        num_gpus_per_node: Maximum number of GPUs that an entry may request per node; None for no limit.
+        placement_group_strategy: STRICT_SPREAD: a separate node for every entry. SPREAD: the same as far as possible.
+            PACK: as few nodes as possible. STRICT_PACK: all on one node.
+        cpus_per_bundle: CPUs reserved for a bundle, and its number of threads; None reserves one, with an equal
             share of the node as threads.
-        name: How errors name the cluster.
+        name: Name of the cluster in errors.
 
     Raises:
-        ResourceInsufficientError: At once where the nodes are too few or too small, and after a few seconds where
-            other work holds what is missing.
+        ResourceInsufficientError: Immediately if the nodes are too few or too small, and after a few seconds if the
+            missing resources are in use.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RayVirtualCluster:
             )
             if self.use_gpus and num_gpus_per_node is not None and max(request.entries) > num_gpus_per_node:
                 raise ResourceInsufficientError(
-                    f"Asked for {request}, but num_gpus_per_node={num_gpus_per_node}. Change: spread the bundles over "
+                    f"Requested {request}, but num_gpus_per_node={num_gpus_per_node}. Spread the bundles over "
                     "more nodes, each with at most that many, or raise num_gpus_per_node."
                 )
             self._place(request, _choose_nodes(request))
@@ -106,11 +106,11 @@ class RayVirtualCluster:
             raise
 
     def world_size(self) -> int:
-        """Number of bundles, so of ranks that a group can have."""
+        """Number of bundles, and thus the maximum number of ranks of a group."""
         return len(self._bundles)
 
     def node_count(self) -> int:
-        """Number of different nodes that the bundles lie on."""
+        """Number of different nodes of the bundles."""
         return len({bundle.node.node_id for bundle in self._bundles})
 
     def get_placement_groups(self) -> list[PlacementGroup]:
@@ -136,7 +136,7 @@ class RayVirtualCluster:
         return {"num_cpus": cpus * share, "num_gpus": share if self.use_gpus else 0.0}
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """The address of rank 0's node, and a port that is free there and was not given before."""
+        """The address of rank 0's node, and a port that is free there and was not returned before."""
         node = self._bundles[0].node
         if node.node_id == ray.get_runtime_context().get_node_id():
             return node.address, free_port()
@@ -146,28 +146,28 @@ class RayVirtualCluster:
         return node.address, int(ray.get(find.remote(), timeout=_PLACE_S))
 
     def attach(self, tenant: _Tenant, name: str) -> None:
-        """Books a place on the bundles for a worker group.
+        """Reserve a share of the bundles for a worker group.
 
         Raises:
-            ResourceInsufficientError: `max_colocated_worker_groups` are there already.
+            ResourceInsufficientError: `max_colocated_worker_groups` groups already share the cluster.
         """
         if not self._bundles:
-            raise UserError(f"{self.name} was shut down; make another one for '{name}'")
+            raise UserError(f"{self.name} was shut down; create a new one for '{name}'")
         if len(self._tenants) >= self.max_colocated_worker_groups:
             raise ResourceInsufficientError(
-                f"worker group '{name}' finds no place in {self.name}: max_colocated_worker_groups="
-                f"{self.max_colocated_worker_groups}, and as many are there. Change: shut one down, or make the "
+                f"worker group '{name}' does not fit in {self.name}, which already has max_colocated_worker_groups="
+                f"{self.max_colocated_worker_groups} groups. Shut one down, or create the "
                 f"cluster with max_colocated_worker_groups={self.max_colocated_worker_groups + 1}."
             )
         self._tenants.append(tenant)
 
     def detach(self, tenant: _Tenant) -> None:
-        """Gives the place back. A second call does nothing."""
+        """Release the share. Idempotent."""
         with suppress(ValueError):
             self._tenants.remove(tenant)
 
     def shutdown(self) -> None:
-        """Ends the worker groups, frees the bundles, and stops Ray where it was started here. Idempotent."""
+        """Shut down the worker groups, free the bundles, and stop Ray if it was started here. Idempotent."""
         for tenant in list(self._tenants):
             tenant.shutdown()
         groups, self._groups, self._bundles = self._groups, [], []
@@ -187,7 +187,7 @@ class RayVirtualCluster:
         if self.use_gpus:
             resources["GPU"] = request.gpus_per_bundle
         for count, node in zip(request.entries, nodes, strict=True):
-            # Pinned by node id: then ranks are in order, and "it does not fit" is known before Ray is asked to wait.
+            # Pinned by node id, so that ranks are in order and a lack of resources is known before Ray waits for them.
             group = placement_group(
                 [resources] * count,
                 strategy="STRICT_PACK",
@@ -216,7 +216,7 @@ def _choose_nodes(request: Request) -> list[Node]:
 
 
 def _nodes() -> list[Node]:
-    """The living nodes, the driver's own first."""
+    """The live nodes, the driver's own first."""
     free: dict[str, dict[str, Any]] = ray._private.state.available_resources_per_node()
     here = ray.get_runtime_context().get_node_id()
     nodes = [

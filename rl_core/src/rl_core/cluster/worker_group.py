@@ -1,4 +1,4 @@
-"""The face of a group of workers, whether they are Ray actors or one object in this process; knows neither."""
+"""Interface of worker groups, either of Ray actors or of one object in this process."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import Any, Self
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 
-# A rank that dies makes its peers in other groups fail in their collective, often before its own death is seen: after the
+# A rank that dies makes its peers in other groups fail in their collective, often before its own death is noticed: after the
 # first failure, wait this long for the root cause.
 _GRACE_S = 5.0
 
 
 class PendingCall(ABC):
-    """A call that was started and not awaited."""
+    """A call that was started but not awaited."""
 
     @abstractmethod
     def poll(self, timeout_s: float) -> bool:
-        """True once every worker has answered; looks for that long at most.
+        """Whether every worker has answered; waits up to `timeout_s`.
 
         Raises:
-            WorkerError: A worker raised or died, as soon as that is seen, whoever else is still busy.
+            WorkerError: A worker raised or died; raised immediately, even if others are still busy.
         """
 
     @abstractmethod
     def result(self, deadline_s: float | None = None) -> Any:
-        """What the call gives, of the form that its `run_...` twin returns.
+        """The result of the call, as returned by the corresponding `run_...` method.
 
         Args:
             deadline_s: Seconds from now; None for the group's own deadline.
 
         Raises:
-            WorkerError: A worker raised; WorkerDiedError where its process is gone.
+            WorkerError: A worker raised; WorkerDiedError if its process is gone.
             DeadlineExceededError: Some did not answer in time; names them with their stacks.
         """
 
     @abstractmethod
     def settle(self, deadline_s: float | None = None) -> list[Any]:
-        """One entry for each worker that was called: what it answered, or the WorkerDiedError of one that died.
+        """One entry per called worker: its answer, or the WorkerDiedError of one that died.
 
-        Unlike in `result`, the death of one does not end the wait for the others, whose answers are not lost.
+        Unlike in `result`, a death does not end the wait for the others, and their answers are kept.
 
         Args:
             deadline_s: Seconds from now; None for the group's own deadline.
@@ -57,8 +57,8 @@ class PendingCall(ABC):
 class WorkerGroup(ABC):
     """Workers of one class on a named grid of ranks.
 
-    Every `run_...` starts a method on some ranks and waits; every `submit_...` starts it and returns a `PendingCall`.
-    Results come back once each, in input order. `deadline_s=None` means the group's own deadline of a call.
+    Every `run_...` calls a method on some ranks and waits; every `submit_...` starts it and returns a `PendingCall`.
+    Each result is returned once, in input order. `deadline_s=None` means the group's default deadline.
 
     Raises (all calls):
         WorkerError, WorkerDiedError, DeadlineExceededError: as `PendingCall.result`.
@@ -78,21 +78,21 @@ class WorkerGroup(ABC):
     def submit_each(
         self, method: str, per_rank_args: Sequence[Any], *, deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
-        """Starts `method(*per_rank_args[rank], **kwargs)` on every rank; an item that is no tuple is the one argument."""
+        """Start `method(*per_rank_args[rank], **kwargs)` on every rank; an item that is not a tuple is the only argument."""
 
     @abstractmethod
     def submit_some(
         self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
-        """Starts `method(*args_by_rank[rank], **kwargs)` on those ranks alone; one result each, in the mapping's order."""
+        """Start `method(*args_by_rank[rank], **kwargs)` on those ranks; one result each, in the mapping's order."""
 
     @abstractmethod
     def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
-        """Starts the method with the same arguments on every rank."""
+        """Start the method with the same arguments on every rank."""
 
     @abstractmethod
     def submit_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
-        """Starts the method on one rank; its result is that rank's."""
+        """Start the method on one rank; the result is that rank's."""
 
     @abstractmethod
     def submit_sharded(
@@ -104,23 +104,23 @@ class WorkerGroup(ABC):
         deadline_s: float | None = None,
         **kwargs: Any,
     ) -> PendingCall:
-        """Starts `method(shards[i], *args, **kwargs)` on every rank whose coordinate on `axis` is i."""
+        """Start `method(shards[i], *args, **kwargs)` on every rank whose coordinate on `axis` is i."""
 
     def run_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """The method with the same arguments on every rank; one result a rank, in rank order."""
+        """Call the method with the same arguments on every rank; one result per rank, in rank order."""
         results: list[Any] = self.submit_all(method, *args, deadline_s=deadline_s, **kwargs).result()
         return results
 
     def run_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> Any:
-        """The method on one rank; its result."""
+        """Call the method on one rank; returns its result."""
         return self.submit_one(method, *args, rank=rank, deadline_s=deadline_s, **kwargs).result()
 
     def run_each(
         self, method: str, per_rank_args: Sequence[Any], *, deadline_s: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """`method(*per_rank_args[rank], **kwargs)` on every rank; one result a rank, in rank order.
+        """Call `method(*per_rank_args[rank], **kwargs)` on every rank; one result per rank, in rank order.
 
-        An item that is no tuple is the one positional argument.
+        An item that is not a tuple is the only positional argument.
         """
         results: list[Any] = self.submit_each(method, per_rank_args, deadline_s=deadline_s, **kwargs).result()
         return results
@@ -134,13 +134,13 @@ class WorkerGroup(ABC):
         deadline_s: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """`method(shards[i], *args, **kwargs)` on every rank whose coordinate on `axis` is i.
+        """Call `method(shards[i], *args, **kwargs)` on every rank whose coordinate on `axis` is i.
 
-        The shard is replicated over the other axes. One result a shard, in shard order: that of the rank whose
+        The shard is replicated over the other axes. One result per shard, in shard order: that of the rank whose
         other coordinates are all 0.
 
         Raises:
-            UserError: There is no such axis, or the shards are not as many as it is long.
+            UserError: There is no such axis, or the number of shards does not match its size.
         """
         pending = self.submit_sharded(method, shards, *args, axis=axis, deadline_s=deadline_s, **kwargs)
         results: list[Any] = pending.result()
@@ -148,26 +148,26 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def pids(self) -> list[int]:
-        """The process id of each rank, on its own host."""
+        """The process id of each rank, on its host."""
 
     @abstractmethod
     def describe_rank(self, rank: int) -> str:
-        """How errors name that rank: its coordinates and group, its host and process."""
+        """The name of a rank in errors: its coordinates and group, its host and process."""
 
     @abstractmethod
     def workers_alive(self) -> list[bool]:
-        """For each rank, whether its process lives."""
+        """For each rank, whether its process is alive."""
 
     @abstractmethod
     def restart(self, rank: int | None = None) -> None:
-        """Ends the worker and builds it anew in its place, without its state; every worker where `rank` is None.
+        """Restart the worker of a rank, or all workers, without their state.
 
-        Ranks that have met in a process group must be restarted together.
+        Ranks that share a process group must be restarted together.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Runs each worker's own `shutdown()`, then ends the processes. A second call does nothing."""
+        """Run each worker's own `shutdown()`, then stop the processes. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -177,13 +177,13 @@ class WorkerGroup(ABC):
 
 
 def wait_together(pending: Sequence[PendingCall], deadline_s: float) -> list[Any]:
-    """The results of calls of several groups that need each other, such as the two ends of a broadcast.
+    """The results of calls of several groups that depend on each other, such as the two ends of a broadcast.
 
-    Awaiting one after the other would sit out the first one's deadline when the second has already failed.
+    Awaiting them one after the other would wait for the first one's deadline even if the second has already failed.
 
     Raises:
-        WorkerError: The first failure of any, at once; a death, where one is seen soon after, since it explains the others.
-        DeadlineExceededError: Names all that did not answer, of every group.
+        WorkerError: The first failure, immediately; or a death that is noticed soon after, since it explains the others.
+        DeadlineExceededError: Names all workers that did not answer, of every group.
     """
     until = time.monotonic() + deadline_s
     open_calls = list(pending)
@@ -205,7 +205,7 @@ def wait_together(pending: Sequence[PendingCall], deadline_s: float) -> list[Any
 
 
 def root_cause(failures: Sequence[WorkerError]) -> WorkerError:
-    """The failure that explains the others: a death, else the first that was seen; its text names the others."""
+    """The failure that explains the others: a death, else the first one; its text includes the others."""
     cause = next((failure for failure in failures if isinstance(failure, WorkerDiedError)), failures[0])
     others = [str(other).splitlines()[0] for other in failures if other is not cause]
     if others:
@@ -230,7 +230,7 @@ def _expired(call: PendingCall) -> str | None:
 
 
 def check_shards(sharding: NamedSharding, shards: Sequence[Any], axis: str) -> None:
-    """One shard for each coordinate of the axis, or a UserError."""
+    """Raise a UserError unless there is one shard per coordinate of the axis."""
     size = sharding.get_axis_size(axis)
     if len(shards) != size:
         raise UserError(
@@ -240,6 +240,6 @@ def check_shards(sharding: NamedSharding, shards: Sequence[Any], axis: str) -> N
 
 
 def check_per_rank(sharding: NamedSharding, per_rank_args: Sequence[Any]) -> None:
-    """One item for each rank, or a UserError."""
+    """Raise a UserError unless there is one item per rank."""
     if len(per_rank_args) != sharding.size:
-        raise UserError(f"{len(per_rank_args)} per-rank arguments were given for {sharding.size} ranks; give one each")
+        raise UserError(f"{len(per_rank_args)} per-rank arguments were given for {sharding.size} ranks; pass one per rank")

@@ -1,4 +1,4 @@
-"""The base section of an algorithm: the keys that all algorithms have, and what each one declares. Does not import torch."""
+"""Base section of algorithms: the keys that all algorithms share, and what each one declares. Does not import torch."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class AlgorithmConfig(Section):
             NotImplementedError: The section's model does not implement it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} must implement the property `runtime_needs`: without it the runtime cannot know how many "
-            "prompts or records a step takes. See docs/custom_losses_and_algorithms.md"
+            f"{type(self).__name__} must implement the property `runtime_needs`, which declares how many prompts or records a "
+            "step takes. See docs/custom_losses_and_algorithms.md"
         )
 
     @model_validator(mode="after")
     def _declares_its_needs(self) -> AlgorithmConfig:
-        # Evaluated here so that an algorithm without a declaration, or with an impossible one, never starts a worker.
+        # Evaluated here so that no worker is started for an algorithm with a missing or invalid declaration.
         _ = self.runtime_needs
         return self
 

@@ -1,4 +1,4 @@
-"""What is wrong with a config, one line each: location, key, what was found, what is allowed, and a suggestion.
+"""Problems of a config, one line each: location, key, what was found, what is allowed, and a suggestion.
 
 Independent of YAML and of the sections; other modules report their findings here.
 """
@@ -20,7 +20,7 @@ _LONGEST_VALUE = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem.
 
     Attributes:
         place: Where it is written; None if nothing was read.
@@ -40,10 +40,10 @@ class Problem:
 
 
 class InvalidConfigError(ConfigError):
-    """The config is invalid.
+    """The config is invalid; lists all problems.
 
     Attributes:
-        problems: Everything that is wrong, in the order of the files.
+        problems: All problems, in file order.
     """
 
     def __init__(self, problems: Iterable[Problem]) -> None:

@@ -15,12 +15,12 @@ def parse_duration(value: float | str) -> float:
     """
     found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
     if isinstance(value, str) and found is None:
-        raise ValueError(f"{value!r} is no duration: give seconds, or MM:SS, HH:MM:SS or D-HH:MM:SS, such as 03:50:00")
+        raise ValueError(f"{value!r} is not a duration: give seconds, or MM:SS, HH:MM:SS or D-HH:MM:SS, such as 03:50:00")
     if found is None:
         seconds = float(value)
     else:
         days, hours, minutes = (int(found[name] or 0) for name in ("days", "hours", "minutes"))
         seconds = ((days * 24 + hours) * 60 + minutes) * 60 + float(found["seconds"])
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"{value!r} is no duration: it must be longer than 0")
+        raise ValueError(f"{value!r} is not a duration: it must be positive")
     return seconds

@@ -184,7 +184,7 @@ def describe_type(annotation: Any, bounds: Sequence[Any] = ()) -> str:
             text += _bounds(bounds, of=option)
         if text not in texts:
             texts.append(text)
-    # null comes last, after what it stands in for
+    # null comes last
     texts.sort(key=lambda text: text == "null")
     return (", or " if any("," in text for text in texts[:-1]) else " or ").join(texts)
 

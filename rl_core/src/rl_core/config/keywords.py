@@ -36,11 +36,11 @@ def section_from_keywords(
         fields: the arguments by name.
         model_name: the field of that name; None if it was not given.
         torch_dtype: `precision` by its documented name, as text or as a torch dtype; None if it was not given.
-        config: the whole section, which excludes any of `fields`.
-        nested: what makes a model of a field that may be given as a plain mapping.
+        config: a whole section; mutually exclusive with `fields`.
+        nested: converts a plain mapping to the model of its field.
 
     Raises:
-        ConfigError: a whole section and additional fields, no model, an unknown field, or a value that is not allowed.
+        ConfigError: a whole section and additional fields, no model, an unknown field, or an invalid value.
     """
     given = dict(fields)
     if model_name is not None:
@@ -50,7 +50,7 @@ def section_from_keywords(
     if config is not None:
         if given:
             raise ConfigError(
-                f"{who} got a whole `config` and fields beside it: put them into the config, for example with "
+                f"{who} got a whole `config` and additional fields. Put the fields into the config, for example with "
                 "`config.model_copy(update={...})`."
             )
         return config
@@ -84,7 +84,7 @@ def _sorted_out(
         else:
             known = sorted({*model.model_fields, *own_model.model_fields, "torch_dtype", "cluster"})
             raise ConfigError(
-                f"{who} has no argument {key!r}.{did_you_mean(key, known)} It takes the fields of {model.__name__} and of its "
+                f"{who} has no argument {key!r}.{did_you_mean(key, known)} It takes the fields of {model.__name__} and "
                 f"`{own}`: {', '.join(known)}."
             )
     return values, own_values

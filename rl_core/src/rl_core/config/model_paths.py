@@ -1,4 +1,4 @@
-"""Finds out what the path of a model contains, from its folder and the headers of its files. Does not import torch."""
+"""Checks what a model path contains, from its folder and the headers of its files. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def model_path_problem(name_or_path: str) -> str | None:
         return None if path.is_file() else f"there is no GGUF file {name_or_path}."
     if path.is_file():
         return (
-            f"{name_or_path} is a file, and a model is a folder with config.json and weights, or a .gguf file. "
-            f"Name the folder that `save_pretrained` wrote, such as {path.parent}."
+            f"{name_or_path} is a file, but a model is a folder with config.json and weights, or a .gguf file. "
+            f"Use a folder written by `save_pretrained`, such as {path.parent}."
         )
     if path.is_dir() and not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             return (
-                f"{name_or_path} holds a LoRA adapter only, and a model is whole weights. Merge it into its base with `rlcore "
-                "convert CHECKPOINT --to hf --merge OUTPUT`, and name OUTPUT."
+                f"{name_or_path} contains only a LoRA adapter, not a whole model. Merge it into its base with `rlcore "
+                "convert CHECKPOINT --to hf --merge OUTPUT` and use OUTPUT."
             )
         hint = _checkpoint_hint(path)
         return f"{name_or_path} has no config.json, so it is not a model folder.{hint}"
@@ -43,7 +43,7 @@ def _checkpoint_hint(path: Path) -> str:
     )
     if inner:
         return f" The weights of a checkpoint are in {inner[-1].parent}."
-    return " Name the folder that `save_pretrained` (or `rlcore convert`) wrote."
+    return " Use a folder written by `save_pretrained` or `rlcore convert`."
 
 
 def model_config(name_or_path: str) -> dict[str, Any] | None:

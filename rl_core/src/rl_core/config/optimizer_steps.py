@@ -79,7 +79,7 @@ def optimizer_steps(run: RunConfig, model: str) -> OptimizerSteps | None:
     asked = section.train_global_batch_size
     rows = rows_per_optimizer_step(plan.rows, asked=asked, multiple_of=section.data_ranks(run.cluster) * plan.rows_per_unit)
     per_pass = -(-plan.rows // rows)
-    # Parts that were made from Python have places of their own, and with them maybe more ranks.
+    # Sections created in Python have their own placement, and with it possibly more ranks.
     settled = asked is None or "cluster" in run.model_fields_set or per_pass == 1
     # Unshuffled, an epoch's last batch may be smaller.
     whole = plan.is_exact and run.data.shuffle and run.algorithm.max_num_epochs is None

@@ -61,5 +61,5 @@ def looks_like_path(text: str) -> bool:
 def _exists(path: str) -> bool:
     try:
         return os.path.exists(path)
-    except (OSError, ValueError):  # a template with line breaks or a NUL is no file's name
+    except (OSError, ValueError):  # a template with line breaks or a NUL is not a file name
         return False

@@ -46,7 +46,7 @@ class OptimizerConfig(Section):
     @classmethod
     def _is_a_path(cls, name: str) -> str:
         if not is_path(name):
-            raise ValueError(f"{name!r} is no dotted name. Write it in full, such as {_ADAMW}")
+            raise ValueError(f"{name!r} is not a dotted path. Write it in full, such as {_ADAMW}")
         return name
 
     @model_validator(mode="before")
@@ -147,8 +147,8 @@ class GenerationConfig(ComponentSection):
     def _validation_is_greedy_or_as_in_training(self) -> Self:
         if self.val_temperature not in (0.0, self.temperature):
             raise ValueError(
-                f"val_temperature {self.val_temperature} is neither 0 (greedy) nor the temperature of training, "
-                f"{self.temperature}; an engine samples at one temperature"
+                f"val_temperature is {self.val_temperature}: set it to 0 (greedy) or to the training temperature "
+                f"{self.temperature}, because an engine samples at one temperature"
             )
         return self
 
@@ -233,5 +233,5 @@ class PolicyConfig(ComponentSection):
     @model_validator(mode="after")
     def _one_way_of_batching(self) -> PolicyConfig:
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:
-            raise ValueError("dynamic_batching and sequence_packing both decide what a microbatch is: enable one of them")
+            raise ValueError("dynamic_batching and sequence_packing are mutually exclusive: enable one of them")
         return self

@@ -30,7 +30,7 @@ class RolloutNeeds:
     def __post_init__(self) -> None:
         _at_least_one(prompts_per_draw=self.prompts_per_draw, samples_per_prompt=self.samples_per_prompt)
         if not 0.0 <= self.sampled_fraction <= 1.0:
-            raise ValueError(f"sampled_fraction is {self.sampled_fraction}: it is a probability, from 0 to 1")
+            raise ValueError(f"sampled_fraction is {self.sampled_fraction}: it must be a probability from 0 to 1")
 
     @property
     def rows_per_draw(self) -> int:
@@ -77,9 +77,9 @@ class RuntimeNeeds:
         _at_least_one(max_turns=self.max_turns, val_samples_per_prompt=self.val_samples_per_prompt)
         unknown = set(self.companions) - set(get_args(Companion))
         if unknown:
-            raise ValueError(f"companions has {', '.join(sorted(unknown))}: there are {', '.join(get_args(Companion))}")
+            raise ValueError(f"companions has {', '.join(sorted(unknown))}: choose from {', '.join(get_args(Companion))}")
         if self.rollouts is not None and self.records is not None:
-            raise ValueError("a step has rollouts or records: answers from the data among rollouts are `sampled_fraction`")
+            raise ValueError("set rollouts or records, not both; to mix data answers into rollouts, use `sampled_fraction`")
 
     @property
     def samples(self) -> bool:

@@ -80,7 +80,7 @@ class EnvironmentConfig(ComponentSection):
     @model_validator(mode="after")
     def _one_implementation(self) -> EnvironmentConfig:
         if self.name is not None and self.env_cls is not None:
-            raise ValueError("name and env_cls both say which environment it is: keep one of them")
+            raise ValueError("name and env_cls both select the environment: keep one of them")
         return self
 
 
@@ -116,8 +116,8 @@ class PromptConfig(Section):
     def _no_examples(self) -> PromptConfig:
         if self.examples_type is not None:
             raise ValueError(
-                f"examples_type is {self.examples_type!r}, and templates have no lists of examples: write them into a template "
-                "of your own and name its path in prompt_config"
+                f"examples_type is {self.examples_type!r}, but few-shot lists are not supported: write the examples into your "
+                "own template and set prompt_config to its path"
             )
         return self
 
@@ -163,16 +163,16 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _one_source_each(self) -> DataConfig:
         if self.train is not None and self.train_data_path is not None:
-            raise ValueError("train and train_data_path both name the training data: keep one of them")
+            raise ValueError("train and train_data_path both define the training data: keep one of them")
         if self.mix and (self.train is not None or self.train_data_path is not None):
-            raise ValueError("mix and train both name the training data: keep one of them")
+            raise ValueError("mix and train both define the training data: keep one of them")
         if self.validation is not None and self.val_data_path is not None:
-            raise ValueError("validation and val_data_path both name the validation data: keep one of them")
+            raise ValueError("validation and val_data_path both define the validation data: keep one of them")
         if self.split is not None and (self.validation is not None or self.val_data_path is not None):
-            raise ValueError("split and validation both name the validation data: keep one of them")
+            raise ValueError("split and validation both define the validation data: keep one of them")
         for key, section in (("train", self.train), ("validation", self.validation)):
             if section is not None and section.weight is not None:
-                raise ValueError(f"{key}.weight weighs nothing: weights are for the members of mix")
+                raise ValueError(f"{key}.weight has no effect: weights apply only to the datasets of mix")
         return self
 
     @model_validator(mode="after")
@@ -183,8 +183,8 @@ class DataConfig(Section):
                     continue
                 if key not in type(section).model_fields or (key == "prompt" and getattr(section, "record_fn", None)):
                     raise ValueError(
-                        f"prompt.{asked} is for every dataset, and {name} ({section.dataset_name}) fills no template: write "
-                        f"`{key}` into the sections of those that do"
+                        f"prompt.{asked} applies to all datasets, but {name} ({section.dataset_name}) has no template: set "
+                        f"`{key}` in the sections of the datasets that do"
                     )
         return self
 
@@ -277,7 +277,7 @@ class CheckpointingConfig(Section):
     @model_validator(mode="after")
     def _ranking_needs_a_metric(self) -> CheckpointingConfig:
         if self.keep_top_k is not None and self.metric_name is None:
-            raise ValueError("keep_top_k ranks checkpoints by metric_name: set it, for example validation/accuracy")
+            raise ValueError("keep_top_k requires metric_name: set it, for example to validation/accuracy")
         return self
 
 

@@ -21,7 +21,7 @@ _SECRET_WORDS = frozenset(
     {"token", "tokens", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential", "credentials"}
     | {"key", "keys", "apikey", "auth", "authorization", "bearer", "cookie", "webhook", "dsn"}
 )
-_COUNTED = frozenset({"tokens", "keys"})  # `MAX_TOKENS=512` is a number of them
+_COUNTED = frozenset({"tokens", "keys"})  # `MAX_TOKENS=512` is a count
 _URL_WITH_PASSWORD = re.compile(r"[A-Za-z][\w+.-]*://[^/\s:@]*:[^/\s@]+@")
 _WELL_KNOWN = re.compile(r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|wandb_v1_|eyJ)[\w.-]{8,}")
 _LONG_ENOUGH = 6

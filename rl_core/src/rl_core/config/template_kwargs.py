@@ -31,9 +31,9 @@ def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     for name, value in kwargs.items():
         if name in _RESERVED:
-            raise ValueError(f"{name!r} is set for every conversation by rlcore: leave it out")
+            raise ValueError(f"{name!r} is set by rlcore for every conversation: remove it")
         if not name.isidentifier():
-            raise ValueError(f"{name!r} cannot be the name of a template's variable: use letters, digits and underscores")
+            raise ValueError(f"{name!r} cannot be a template variable: use letters, digits and underscores")
         _check_value(name, value)
     return kwargs
 

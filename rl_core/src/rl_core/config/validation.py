@@ -70,10 +70,10 @@ class Validator:
             for detail in error.errors(include_url=False):
                 self._report(detail, model=model, values=values, path=path)
             return None
-        except Exception as error:  # a validator of a plugin's model may raise anything; it is reported as the plugin's
+        except Exception as error:  # a validator of a plugin's model may raise anything
             self.problems.add(
-                f"the model {model.__module__}.{model.__qualname__} failed on it ({type(error).__name__}: {error}): that "
-                "is a bug of the distribution that has this model.",
+                f"the model {model.__module__}.{model.__qualname__} failed on it ({type(error).__name__}: {error}). This "
+                "is a bug in the distribution that defines this model.",
                 place=self.written.nearest(path).key_place,
                 path=path,
             )
@@ -117,7 +117,7 @@ class Validator:
     def _missing(self, field: Field | None, path: KeyPath) -> None:
         purpose = ""
         if field is not None:
-            # The first sentence: a docstring's line ends where it was wrapped.
+            # The first sentence, because docstrings are wrapped within sentences.
             doc = " ".join((field.info.description or "").split()).partition(". ")[0].rstrip(".")
             purpose = f" to {field.allowed}" + (f". {doc}" if doc else "")
         self.problems.add(f"must be set{purpose}.", place=self.written.nearest(path[:-1]).key_place, path=path)
@@ -133,12 +133,12 @@ class Validator:
         hint = f" Did you mean {show(meant)}?" if meant else ""
         written = self.written.at(path)
         if written is not None and written.text is not None and not isinstance(written.value, str) and "text" in allowed:
-            hint = f" YAML reads {written.text!r} so: write it in quotes if text is meant."
+            hint = f" YAML does not read {written.text!r} as text: quote it if text is meant."
         self.problems.add(f"must be {allowed}; found {show(found)}.{hint}", place=self.written.nearest(path).place, path=path)
 
     @staticmethod
     def _allowed_within(model: Model | None, path: KeyPath) -> tuple[str, list[Any]]:
-        """What an item of a list, or a value of a mapping, may be."""
+        """Allowed values of a list item or a mapping value."""
         for length in range(len(path) - 1, 0, -1):
             outer = find_field(model, path[:length]) if model is not None else None
             if outer is not None and not outer.is_free:
@@ -175,7 +175,7 @@ class Validator:
         if meant is not None:
             return f" Did you mean {meant!r}?"
         shown = listed(keys[:_MOST_KEYS_LISTED]) + (", ..." if len(keys) > _MOST_KEYS_LISTED else "")
-        return f" Its keys: {shown}." if keys else " It takes no keys."
+        return f" Allowed keys: {shown}." if keys else " It takes no keys."
 
     @staticmethod
     def _section_of_other_backend(name: str, keys: list[str], values: Any) -> str | None:
@@ -186,8 +186,8 @@ class Validator:
         backend = name.removesuffix("_cfg")
         its = f", whose own section is {listed(own)}" if own else ", which has no section of its own"
         return (
-            f"{name} is the section of the backend {backend!r}, and the backend here is {chosen!r}{its}: remove it or "
-            "change the backend. (Inherited? `_override_: true` in the section that holds it replaces what is inherited.)"
+            f"{name} is the section of the backend {backend!r}, but the backend is {chosen!r}{its}: remove it or change the "
+            "backend. (If it is inherited, `_override_: true` in its parent section replaces what is inherited.)"
         )
 
 

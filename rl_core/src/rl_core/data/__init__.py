@@ -15,7 +15,7 @@ __all__ = ["BatchedDataDict", "DatumSpec", "load_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, because light modules of this package are imported where torch must not be loaded."""
+    """Import on first use, because light modules of this package must be importable without torch."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

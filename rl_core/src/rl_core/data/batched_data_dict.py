@@ -1,4 +1,4 @@
-"""`BatchedDataDict`: columns of one batch size; knows rows, not what they mean, nor which rows belong together."""
+"""`BatchedDataDict`: columns of one batch size, independent of their meaning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DictT = TypeVar("DictT")
 
 
 class ColumnsDifferError(DataError, KeyError):
-    """Batches that should be joined do not have the same keys."""
+    """Batches to be concatenated do not have the same keys."""
 
     __str__ = Exception.__str__
 
@@ -38,15 +38,15 @@ class ColumnsDifferError(DataError, KeyError):
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """Columns of one batch size: tensors [B, ...] and lists of length B.
 
-    Rows are right-padded. A batch may cross processes without its tensors being copied; see `rl_core.data.transfer` for
-    the rule (*copy on touch*) and for what happens to memory that others read too.
+    Rows are right-padded. Batches pass between processes without copying tensors; see `rl_core.data.transfer` for the rule
+    (*copy on touch*) on shared memory.
 
     Attributes:
-        micro_batch_indices: For each global batch of this shard the (start, end) rows of each microbatch, counted from
-            the global batch's first row; None before a sharding with a token budget or packing.
-        micro_batch_lengths: For each global batch the tokens of each microbatch: its padded width (token budget) or all
-            its tokens (packing); None likewise.
-        elem_counts_per_gb: Rows of this shard in each global batch; None before any sharding.
+        micro_batch_indices: For each global batch of this shard, the (start, end) rows of each microbatch, relative to the
+            global batch's first row; None unless sharded with a token budget or packing.
+        micro_batch_lengths: For each global batch, the tokens of each microbatch: its padded width (token budget) or all its
+            tokens (packing); None likewise.
+        elem_counts_per_gb: Number of rows of this shard in each global batch; None if not sharded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,17 +61,17 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         batches: Iterable[Mapping[str, Any]],
         pad_value_dict: Mapping[str, int | float | bool] | None = None,
     ) -> Self:
-        """The rows of all batches, in order.
+        """Concatenate batches.
 
         Lists are joined, 1-D tensors concatenated, others right-padded along axis 1 to the widest.
 
         Args:
-            batches: Batches (or plain dicts) of the same keys.
-            pad_value_dict: What pads a key; otherwise the value of `schema.PAD_VALUES`, otherwise 0.
+            batches: Batches (or plain dicts) with the same keys.
+            pad_value_dict: Padding value by key; defaults to `schema.PAD_VALUES`, else 0.
 
         Raises:
             ColumnsDifferError: Their keys differ (a KeyError).
-            DataError: A key's columns are of different kinds, dtypes or numbers of axes.
+            DataError: The columns of a key differ in kind, dtype or number of axes.
         """
         parts = list(batches)
         if not parts:
@@ -79,23 +79,23 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         for number, part in enumerate(parts):
             if part.keys() != parts[0].keys():
                 odd = sorted(part.keys() ^ parts[0].keys())
-                raise ColumnsDifferError(f"batch {number} and batch 0 do not have the same keys: {odd} in one only")
+                raise ColumnsDifferError(f"batch {number} and batch 0 do not have the same keys: {odd} in only one of them")
         pads = pad_value_dict or {}
         return cls({key: _joined(key, [part[key] for part in parts], pads.get(key, pad_value(key))) for key in parts[0]})
 
     @property
     def size(self) -> int:
-        """B, the number of rows; 0 without columns."""
+        """B, the number of rows; 0 if there are no columns."""
         return len(next(iter(self.data.values()))) if self.data else 0
 
     def __setitem__(self, key: str, value: Any) -> None:
         if not isinstance(value, (list, BorrowedColumn)) and not (isinstance(value, torch.Tensor) and value.ndim > 0):
-            raise DataError(f"column {key!r} is {_described(value)}: a column is a tensor [B, ...] or a list of length B")
+            raise DataError(f"column {key!r} is {_described(value)}: a column must be a tensor [B, ...] or a list of length B")
         others = [name for name in self.data if name != key]
         if others and len(value) != len(self.data[others[0]]):
             raise DataError(
                 f"column {key!r} has {len(value)} rows and column {others[0]!r} has {len(self.data[others[0]])}: "
-                "all columns of a batch have one batch size"
+                "all columns of a batch must have the same batch size"
             )
         self.data[key] = value
 
@@ -114,11 +114,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return dict(self)
 
     def slice(self, start: int, end: int) -> SlicedDataDict[DictT]:
-        """Rows start..end (end excluded), as views."""
+        """Rows start to end (excluded), as views."""
         return SlicedDataDict[DictT]({key: _cut(value, start, end) for key, value in self.data.items()})
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """A new batch of these rows, in this order; a row may come twice. A bool tensor [B] selects where it is True."""
+        """A new batch of these rows, in this order; rows may repeat. A bool tensor [B] selects the rows where it is True."""
         place = torch.as_tensor(indices)
         place = place.nonzero().flatten() if place.dtype == torch.bool else place.to(torch.int64)
         return self._mapped(
@@ -127,48 +127,48 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         )
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each row `num_repeats` times in a row; list entries are deep copies, so that samples may diverge."""
+        """Repeat each row `num_repeats` times consecutively; list entries are deep copies, so that samples may diverge."""
         return self._mapped(
             lambda column: column.repeat_interleave(num_repeats, dim=0),
             lambda column: [copy.deepcopy(entry) for entry in column for _ in range(num_repeats)],
         )
 
     def reorder_data(self, indices: Sequence[int] | torch.Tensor) -> None:
-        """Undo a sort, in place: row j goes to place indices[j]. Drops the microbatch plan, which it would falsify.
+        """Undo a sort in place: row j moves to index indices[j]. Drops the microbatch plan, which becomes invalid.
 
         Args:
-            indices: The permutation that `shard_by_batch_size` returned: `indices[j]` is where row j came from.
+            indices: The permutation returned by `shard_by_batch_size`: `indices[j]` is the original index of row j.
 
         Raises:
-            DataError: It is no permutation of the rows.
+            DataError: It is not a permutation of the rows.
         """
         order = torch.as_tensor(indices, dtype=torch.int64)
         if not torch.equal(order.sort().values, torch.arange(self.size)):
-            raise DataError(f"indices are no permutation of the {self.size} rows: {order.tolist()[:16]}...")
+            raise DataError(f"indices are not a permutation of the {self.size} rows: {order.tolist()[:16]}...")
         self.data = self.select_indices(order.argsort()).data
         self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every tensor that has axis `dim` to at most `truncated_len` there, in place; as views."""
+        """Truncate every tensor along axis `dim` to at most `truncated_len`, in place; as views."""
         for key, column in self.items():
             if isinstance(column, torch.Tensor) and column.ndim > dim and column.shape[dim] > truncated_len:
                 self[key] = column.narrow(dim, 0, truncated_len)
 
     def to(self, device: str | torch.device) -> Self:
-        """This batch, its tensors brought to `device` in place."""
+        """Move the tensors to `device` in place; returns this batch."""
         for key, column in self.items():
             if isinstance(column, torch.Tensor):
                 self[key] = column.to(device)
         return self
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict[DictT]:
-        """Part `rank` of `chunks` equal parts of contiguous rows.
+        """Shard `rank` of `chunks` equal shards of contiguous rows.
 
         Raises:
-            DataError: The rows do not split evenly, or there is no such part.
+            DataError: The rows do not split evenly, or there is no such shard.
         """
         if self.size % chunks or not 0 <= rank < chunks:
-            raise DataError(f"part {rank} of {chunks} equal parts of {self.size} rows does not exist")
+            raise DataError(f"shard {rank} of {chunks} equal shards of {self.size} rows does not exist")
         rows = self.size // chunks
         return self.slice(rank * rows, (rank + 1) * rows)
 
@@ -176,15 +176,15 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Global batch `batch_idx` of this shard, with its microbatch plan.
 
         Args:
-            batch_idx: Which one, from 0.
-            batch_size: Rows of this shard in a global batch; not needed (and not read) after a sharding.
+            batch_idx: Its index, from 0.
+            batch_size: Rows of this shard in a global batch; ignored if the batch was sharded.
 
         Raises:
-            DataError: There is no such global batch, or the shard was never sharded and no size is given.
+            DataError: There is no such global batch, or the batch was not sharded and no size is given.
         """
         counts = self.elem_counts_per_gb
         if counts is None and batch_size is None:
-            raise DataError("a batch that no sharding made has no global batches: give batch_size")
+            raise DataError("a batch that was not sharded has no global batches: give batch_size")
         counts = counts or [end - start for start, end in runs_of(self.size, batch_size or self.size)]
         if not 0 <= batch_idx < len(counts):
             raise DataError(f"global batch {batch_idx} does not exist: there are {len(counts)}")
@@ -232,29 +232,29 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         sequence_packing_args: SequencePackingArgs | None = None,
         rows_per_unit: int = 1,
     ) -> list[SlicedDataDict[DictT]] | tuple[list[SlicedDataDict[DictT]], list[int]]:
-        """The batch split over shards: each chunk of `batch_size` rows is divided among all of them.
+        """Split the batch over shards: each global batch of `batch_size` rows is divided among all of them.
 
         [A A B B C C D D] with 2 shards and batch size 2 gives [A B C D] twice.
 
         Args:
-            shards: How many (data-parallel ranks).
+            shards: Number of shards (data-parallel ranks).
             batch_size: Rows of a global batch over all shards; None for all rows.
-            allow_uneven_shards: Let shards differ by one row, and the last global batch be short. With a token budget or
-                packing shards may differ anyhow; what they have in common is the number of microbatches.
+            allow_uneven_shards: Allow shards to differ by one row, and a shorter last global batch. With a token budget or
+                packing, shards may differ anyway; only their numbers of microbatches are equal.
             dynamic_batching_args: Microbatches of length-sorted rows under a token budget.
             sequence_packing_args: Microbatches of packed rows.
-            rows_per_unit: Rows that a loss reads together, from row 0 on: they stay neighbours, in order, within one shard
-                and one microbatch. Without a plan shards must be multiples of it, which is the caller's to see to.
+            rows_per_unit: Rows that a loss reads together, from row 0 on: they stay adjacent, in order, within one shard
+                and one microbatch. Without a plan, the caller must ensure that shards are multiples of it.
 
         Returns:
-            `list[SlicedDataDict]`, one a shard; with a token budget or packing `(shards, sorted_indices)`, where row j of
+            `list[SlicedDataDict]`, one per shard; with a token budget or packing `(shards, sorted_indices)`: row j of
             `from_batches(shards)` was row `sorted_indices[j]`, so that `reorder_data(sorted_indices)` restores the order.
 
         Raises:
-            DataError: The rows do not divide as asked, a row exceeds the token budget, or both modes are asked for.
+            DataError: The rows do not divide evenly, a row exceeds the token budget, or both modes are requested.
         """
         if dynamic_batching_args is not None and sequence_packing_args is not None:
-            raise DataError("a token budget over sorted rows and sequence packing exclude each other: give one")
+            raise DataError("dynamic batching and sequence packing are mutually exclusive: use one of them")
         if dynamic_batching_args is not None:
             plans = shard_by_token_budget(
                 self[dynamic_batching_args["input_lengths_key"]].tolist(),
@@ -277,37 +277,37 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return [self._shard(plan) for plan in plans], [row for plan in plans for row in plan.rows]
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[DictT]]:
-        """Microbatches of `microbatch_size` rows, as views; the last has fewer where they do not divide."""
+        """Microbatches of `microbatch_size` rows, as views; the last may have fewer."""
         return (self.slice(start, end) for start, end in runs_of(self.size, microbatch_size))
 
     def get_microbatch_iterator_len(self, microbatch_size: int) -> int:
-        """How many microbatches `make_microbatch_iterator` gives."""
+        """Number of microbatches of `make_microbatch_iterator`."""
         return -(-self.size // microbatch_size)
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict[DictT]]:
-        """The microbatches of the token-budget plan, cut to their width, as views."""
+        """The microbatches of the token-budget plan, truncated to their width, as views."""
         for start, end, length in self._planned("dynamic_batching_args"):
             microbatch = self.slice(start, end)
             microbatch.truncate_tensors(sequence_dim, length)
             yield microbatch
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """How many microbatches the token-budget plan has."""
+        """Number of microbatches in the token-budget plan."""
         return len(list(self._planned("dynamic_batching_args")))
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[DictT]]:
-        """The rows of each bin of the packing plan, still padded, as views; `packed.pack_rows` lays them end to end."""
+        """The rows of each bin of the packing plan, still padded, as views; `pack_rows` concatenates them."""
         return (self.slice(start, end) for start, end, _ in self._planned("sequence_packing_args"))
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """How many microbatches the packing plan has, and the most rows in one."""
+        """Number of microbatches in the packing plan, and the most rows in one."""
         rows = [end - start for start, end, _ in self._planned("sequence_packing_args")]
         return len(rows), max(rows)
 
     def all_gather(self, group: dist.ProcessGroup | None = None) -> Self:
-        """The rows of every rank of the group, in rank order, on every rank; on this batch's device.
+        """Gather the rows of every rank of the group, in rank order, on this batch's device.
 
-        Widths may differ between ranks (they are padded), keys may not.
+        Widths may differ between ranks (rows are padded), keys may not.
         """
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, self, group=group)
@@ -329,9 +329,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return shard
 
     def _planned(self, asked_by: str) -> Iterator[tuple[int, int, int]]:
-        """Each planned microbatch's first row, its end, and its length."""
+        """First row, end and length of each planned microbatch."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
-            raise DataError(f"this batch has no microbatch plan: make it by shard_by_batch_size({asked_by}=...)")
+            raise DataError(f"this batch has no microbatch plan: create it with shard_by_batch_size({asked_by}=...)")
         first = 0
         for indices, lengths in zip(self.micro_batch_indices, self.micro_batch_lengths, strict=True):
             for (start, end), length in zip(indices, lengths, strict=True):
@@ -340,7 +340,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
 
 class SlicedDataDict(BatchedDataDict[DictT]):
-    """A part of a batch; the type says that rows of the whole may be missing."""
+    """Part of a batch."""
 
 
 def _rebuilt(cls: type[BatchedDataDict[Any]], columns: dict[str, Any], plan: tuple[Any, Any, Any]) -> Any:
@@ -360,7 +360,7 @@ def _joined(key: str, parts: list[Any], padding: float) -> Any:
         raise DataError(f"column {key!r} is a list in one batch and a tensor in another")
     kinds = {(part.dtype, part.ndim, tuple(part.shape[2:])) for part in parts}
     if len(kinds) > 1:
-        raise DataError(f"column {key!r} cannot be joined: {', '.join(sorted(_described(part) for part in parts))}")
+        raise DataError(f"column {key!r} cannot be concatenated: {', '.join(sorted(_described(part) for part in parts))}")
     return cat_right_padded(parts, pad_value=padding)
 
 

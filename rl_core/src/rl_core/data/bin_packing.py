@@ -1,4 +1,4 @@
-"""Which rows go into which bin, so that no bin holds more than its capacity; knows lengths only, no tensors."""
+"""Assigns rows to bins of limited capacity, by their lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_core.errors import DataError
 
 
 class PackingAlgorithm(Enum):
-    """The ways to fill bins; see each packer's docstring."""
+    """Packing algorithms; see each packer's docstring."""
 
     CONCATENATIVE = "concatenative"
     FIRST_FIT_DECREASING = "first_fit_decreasing"
@@ -22,14 +22,14 @@ class PackingAlgorithm(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PackingMetrics:
-    """How full the bins of all `pack` calls since the last reset were.
+    """Utilization of the bins of all `pack` calls since the last reset.
 
     Attributes:
-        sequences: Rows packed.
-        tokens: Their lengths, summed.
-        bins: Bins made.
-        lower_bound: Bins that no packing can do without: ceil(tokens / capacity) a call, summed.
-        utilization: tokens / (bins * capacity), from 0 to 1; 0 where nothing was packed.
+        sequences: Number of rows packed.
+        tokens: Sum of their lengths.
+        bins: Number of bins.
+        lower_bound: Minimum number of bins of any packing: ceil(tokens / capacity) per call, summed.
+        utilization: tokens / (bins * capacity), from 0 to 1; 0 if nothing was packed.
     """
 
     sequences: int
@@ -40,13 +40,13 @@ class PackingMetrics:
 
 
 class SequencePacker(ABC):
-    """Packs rows into bins. The same lengths always give the same bins: ranks that plan alone agree.
+    """Packs rows into bins. Deterministic: ranks that plan independently agree.
 
     Args:
-        bin_capacity: Tokens that a bin holds at most.
-        collect_metrics: Whether `pack` counts for `metrics`.
-        min_bin_count: Make at least this many bins, by splitting full ones.
-        bin_count_multiple: Make a multiple of this many bins, by splitting full ones.
+        bin_capacity: Maximum number of tokens in a bin.
+        collect_metrics: Whether `pack` updates `metrics`.
+        min_bin_count: Minimum number of bins, reached by splitting full ones.
+        bin_count_multiple: Make the number of bins a multiple of this, by splitting full ones.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SequencePacker(ABC):
             ("bin_count_multiple", bin_count_multiple),
         ):
             if value is not None and value < 1:
-                raise DataError(f"{name} is {value}: give a number of at least 1")
+                raise DataError(f"{name} is {value}: it must be at least 1")
         self.bin_capacity = bin_capacity
         self.collect_metrics = collect_metrics
         self.min_bin_count = min_bin_count or 1
@@ -72,21 +72,21 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Bins of row numbers; every length is known to fit a bin."""
+        """Bins of row numbers; every length fits a bin."""
 
     def pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Row numbers by bin: every row once, no bin empty, none over capacity.
+        """Row numbers by bin: every row once, no empty bin, none over capacity.
 
         Args:
             lengths: Tokens of each row.
 
         Raises:
-            DataError: A row is longer than a bin, or there are fewer rows than bins asked for.
+            DataError: A row is longer than a bin, or there are fewer rows than required bins.
         """
         for row, length in enumerate(lengths):
             if not 0 <= length <= self.bin_capacity:
                 raise DataError(
-                    f"row {row} has {length} tokens and a bin holds {self.bin_capacity}: "
+                    f"row {row} has {length} tokens, but a bin holds at most {self.bin_capacity}: "
                     "raise max_tokens_per_microbatch or shorten the row"
                 )
         if not lengths:
@@ -100,12 +100,12 @@ class SequencePacker(ABC):
         return bins
 
     def reset_metrics(self) -> None:
-        """Count from zero."""
+        """Reset the metrics."""
         self._sequences = self._tokens = self._bins = self._lower_bound = 0
 
     @property
     def metrics(self) -> PackingMetrics:
-        """What was counted since the last reset; zeros unless `collect_metrics`."""
+        """Metrics since the last reset; zeros unless `collect_metrics`."""
         return PackingMetrics(
             sequences=self._sequences,
             tokens=self._tokens,
@@ -120,7 +120,7 @@ class SequencePacker(ABC):
         if wanted > len(lengths):
             raise DataError(
                 f"{len(lengths)} rows cannot fill {wanted} bins (at least {self.min_bin_count}, a multiple of "
-                f"{self.bin_count_multiple}): give more rows, a larger capacity, or fewer shards"
+                f"{self.bin_count_multiple}): use more rows, a larger capacity, or fewer shards"
             )
         while len(bins) < wanted:
             fullest = max(
@@ -132,10 +132,10 @@ class SequencePacker(ABC):
 
 
 def _halves(rows: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Two bins of about equal weight: longest first, each to the lighter side."""
+    """Two bins of about equal weight: longest row first, each into the lighter bin."""
     sides: list[list[int]] = [[], []]
     for row in sorted(rows, key=lambda row: -lengths[row]):
-        # An empty side counts as lighter even among rows of no tokens, so that neither stays empty.
+        # An empty bin counts as lighter even if all rows have no tokens, so that neither stays empty.
         weights = [(sum(lengths[other] for other in side), len(side)) for side in sides]
         sides[weights.index(min(weights))].append(row)
     return sides
@@ -161,7 +161,7 @@ def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 class ConcatenativePacker(SequencePacker):
-    """Rows in their order; a new bin where the next row does not fit. Keeps the order, wastes the most."""
+    """Rows in order; a new bin if the next row does not fit. Keeps the order but wastes the most space."""
 
     def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
         bins: list[list[int]] = [[]]
@@ -176,14 +176,14 @@ class ConcatenativePacker(SequencePacker):
 
 
 class FirstFitDecreasingPacker(SequencePacker):
-    """Longest row first, into the first bin with room: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007)."""
+    """Longest row first, into the first bin that fits: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007)."""
 
     def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
         return _first_fit(_longest_first(range(len(lengths)), lengths), lengths, self.bin_capacity)
 
 
 class FirstFitShufflePacker(SequencePacker):
-    """Rows in a shuffled order of fixed seed, into the first bin with room: bins of mixed lengths."""
+    """Rows in a shuffled order of fixed seed, into the first bin that fits: bins of mixed lengths."""
 
     seed = 0
 
@@ -196,8 +196,8 @@ class FirstFitShufflePacker(SequencePacker):
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """MFFD of Johnson and Garey (1985): at most 71/60 of the fewest bins, plus 1.
 
-    Rows over half a bin open one each; each such bin then takes a row over a third, or a pair over a sixth; what is
-    left fills the gaps, longest first, and the rest is packed first-fit decreasing.
+    Each row longer than half a bin opens one; each such bin then takes a row longer than a third, or a pair longer than a
+    sixth. The remaining rows fill the gaps, longest first, and the rest is packed first-fit decreasing.
     """
 
     def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -211,7 +211,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
 
 
 class _Filling:
-    """Bins that one large row each has opened, the longest first, and the rows (longest first) still to place."""
+    """Bins that each contain one large row, longest first, and the rows (longest first) still to be assigned."""
 
     def __init__(self, lengths: Sequence[int], capacity: int, large: list[int], rest: list[int]) -> None:
         self.lengths, self.capacity, self.rest = lengths, capacity, rest
@@ -267,17 +267,17 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """A packer of that algorithm.
+    """Create a packer.
 
     Args:
         algorithm: A `PackingAlgorithm` or its name, in any case.
-        bin_capacity: Tokens that a bin holds at most.
-        collect_metrics: Whether the packer's `metrics` count.
-        min_bin_count: Make at least this many bins.
-        bin_count_multiple: Make a multiple of this many bins.
+        bin_capacity: Maximum number of tokens in a bin.
+        collect_metrics: Whether to update the packer's `metrics`.
+        min_bin_count: Minimum number of bins.
+        bin_count_multiple: Make the number of bins a multiple of this.
 
     Raises:
-        DataError: No algorithm of that name, or neither a name nor a `PackingAlgorithm`.
+        DataError: Unknown algorithm.
     """
     if not isinstance(algorithm, PackingAlgorithm):
         names = {known.value: known for known in PackingAlgorithm}

@@ -1,8 +1,8 @@
-"""Conversations as the text of a chat template, tools and calls in the form that it takes; knows a tokenizer's face, no row.
+"""Renders conversations with a chat template, with tools and calls in the form that the template expects.
 
-Templates differ in how they take a call: arguments as an object or as a text of JSON, no content as an empty one or as none.
-Given the wrong one they leave the call out, or write a text within a text, without a word. So a template is asked once, with a
-conversation whose every name is known, and the form is taken in which all of it comes out.
+Templates differ in how they expect a call: arguments as an object or as JSON text, missing content as an empty string or as
+None. Given the wrong form they silently omit the call, or quote a text within a text. Each template is therefore probed once,
+with a conversation of known names, and the form is used in which nothing is lost.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """How a template takes messages that call tools.
+    """The form in which a template expects messages with tool calls.
 
     Attributes:
-        arguments_as_text: Whether arguments are a text of JSON; else an object.
-        empty_content: What a message that only calls says.
+        arguments_as_text: Whether arguments are JSON text instead of an object.
+        empty_content: Content of a message with only calls.
     """
 
     arguments_as_text: bool = False
     empty_content: str | None = ""
 
     def written(self, message: Message) -> dict[str, Any]:
-        """A message as the template takes it, without the tensors, which are ours."""
+        """The message as the template expects it, without our tensors."""
         plain = {key: value for key, value in message.items() if not isinstance(value, torch.Tensor)}
         if plain.get("tool_calls"):
             plain["content"] = plain.get("content") or self.empty_content
@@ -45,12 +45,12 @@ class ToolFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUsage:
-    """What of tools a conversation has, and a template therefore must be able to say.
+    """Tool features that a conversation uses and a template must support.
 
     Attributes:
         offers: Whether functions are offered.
-        calls: The most calls of a message.
-        results: Whether there are results.
+        calls: Maximum number of calls in a message.
+        results: Whether there are tool results.
     """
 
     offers: bool
@@ -62,10 +62,10 @@ FORMS = tuple(ToolFormat(arguments_as_text=text, empty_content=empty) for text i
 
 
 def with_calls_read(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with their calls in the one form that `tool_calls.read_calls` gives, whoever made them.
+    """The messages, with their calls normalised by `tool_calls.read_calls`.
 
     Raises:
-        DataError: A call is none.
+        DataError: A call is invalid.
     """
     return [
         {**message, "tool_calls": read_calls(message["tool_calls"], f"message {number}")}
@@ -76,15 +76,15 @@ def with_calls_read(messages: Sequence[Message]) -> list[Message]:
 
 
 def form_for(messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any] | None) -> ToolFormat:
-    """The form in which the tokenizer's template says all that a conversation has of tools.
+    """The form in which the tokenizer's template renders all tool features of a conversation.
 
     Args:
-        messages: The whole conversation, as `with_calls_read` gives it.
+        messages: The whole conversation, from `with_calls_read`.
         tokenizer: A Transformers tokenizer with a chat template.
-        tools: What is offered.
+        tools: The offered functions.
 
     Raises:
-        DataError: The template leaves something out in every form.
+        DataError: The template omits something in every form.
     """
     said = ToolUsage(
         offers=bool(tools),
@@ -104,7 +104,7 @@ def render(
     add_generation_prompt: bool,
     tools: Sequence[Any] | None = None,
 ) -> str:
-    """The text that the tokenizer's template makes of messages.
+    """Render messages with the tokenizer's template.
 
     Raises:
         DataError: It cannot render them.
@@ -118,7 +118,7 @@ def render(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
-    except (TemplateError, TypeError) as error:  # Jinja passes on what an expression of the template raises
+    except (TemplateError, TypeError) as error:  # Jinja does not wrap errors raised by an expression of the template
         roles = [message["role"] for message in messages]
         raise DataError(f"the chat template cannot render messages of the roles {roles}: {error}") from error
     return text
@@ -127,16 +127,16 @@ def render(
 def check_names(
     messages: Sequence[Message], text: str, spans: Mapping[int, tuple[int, int]], *, tools: Sequence[Any] | None
 ) -> None:
-    """Check that a rendered conversation names the functions that are offered and called.
+    """Check that a rendered conversation names the functions offered and called.
 
     Args:
         messages: The conversation.
         text: The whole text.
-        spans: First and end character of each trained message, which must name the functions that it calls.
-        tools: What is offered.
+        spans: Span of each trained message, which must name the functions it calls.
+        tools: The offered functions.
 
     Raises:
-        DataError: A function that is offered, or one that is called, is not named.
+        DataError: An offered or called function is not named.
     """
     for name in (_function(tool).get("name", "") for tool in tools or ()):
         if name not in text:
@@ -155,7 +155,7 @@ _OFFERED = "rlcoreoffered"
 
 @lru_cache(maxsize=64)
 def _form_of(tokenizer: Any, template: str, said: ToolUsage) -> ToolFormat:
-    """The first form in which nothing is left out; the template is an argument since a tokenizer's may be replaced."""
+    """The first form that omits nothing; the template is an argument because a tokenizer's may be replaced."""
     problems = []
     for form in FORMS if said.calls else FORMS[:1]:
         problem = _problem(tokenizer, form, said)
@@ -190,18 +190,18 @@ def _problem(tokenizer: Any, form: ToolFormat, said: ToolUsage) -> DataError | N
         if not all(part in after for part in (name, f"{name}key", f"{name}value")):
             return _left_out("tool calls" if name == _CALLED[0] else "all calls of a message but the first")
     if "{'" in after:
-        return DataError("the chat template writes arguments as Python would, and not as JSON: it needs `| tojson`")
+        return DataError("the chat template writes arguments in Python syntax instead of JSON: add `| tojson`")
     if form.empty_content is None and "None" in after:
-        return _left_out("tool calls of a message without a content")
+        return _left_out("tool calls of a message without content")
     if said.results and not all(f"{name}result" in after for name in names or _CALLED[:1]):
-        return _left_out("the results of tools")
+        return _left_out("tool results")
     return None
 
 
 def _left_out(what: str) -> DataError:
     return DataError(
-        f"the chat template leaves out {what}: a model would be trained on another conversation than the data holds. Give a "
-        "template that says it (policy.tokenizer.chat_template), or data without it (`tools_key: null` offers nothing)"
+        f"the chat template leaves out {what}, so the model would be trained on a different conversation than the data has. "
+        "Use a template that includes it (policy.tokenizer.chat_template), or data without it (`tools_key: null` for no tools)"
     )
 
 
@@ -216,7 +216,7 @@ def _function(tool: Any) -> Mapping[str, Any]:
 
 
 def _probe_id(name: str) -> str:
-    """Nine letters and digits: some templates take no other."""
+    """Nine letters and digits, because some templates reject other ids."""
     return f"call{_CALLED.index(name):05}"
 
 

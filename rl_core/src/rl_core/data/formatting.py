@@ -1,4 +1,4 @@
-"""How errors show a value of the data; knows nothing else."""
+"""Formats values of the data for errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _LONGEST = 120
 
 
 def format_value(value: Any) -> str:
-    """A value in an error: whole, unless it is long."""
+    """The value as text, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

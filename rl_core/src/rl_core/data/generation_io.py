@@ -1,4 +1,4 @@
-"""The two ends of a generation call: prompts checked at the door, completions put together into the answer; knows no engine."""
+"""Input and output of a generation call: checks prompts and builds the output batch from completions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample
 
 @dataclass(frozen=True, kw_only=True)
 class LengthLimits:
-    """What bounds every row.
+    """Limits of every row.
 
     Attributes:
-        vocab_size: ids are below it.
-        max_model_len: most tokens of prompt and completion.
-        max_new_tokens: most tokens of a completion.
+        vocab_size: ids must be smaller.
+        max_model_len: maximum number of tokens of prompt and completion.
+        max_new_tokens: maximum number of tokens of a completion.
     """
 
     vocab_size: int
@@ -33,14 +33,14 @@ class LengthLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One row that is asked, without padding.
+    """One input row, without padding.
 
     Attributes:
-        number: place in the batch.
-        tokens: what the model reads.
-        limit: most tokens of the completion, which fit into `max_model_len`.
-        seed: what its draws are made of; None where the row brings none.
-        stop_strings: those of the row alone.
+        number: row number in the batch.
+        tokens: the prompt's tokens.
+        limit: maximum number of completion tokens, within `max_model_len`.
+        seed: the row's random seed; None if the batch has none.
+        stop_strings: the row's own stop strings.
     """
 
     number: int
@@ -55,11 +55,11 @@ class Completion:
     """One finished row.
 
     Attributes:
-        prompt: its prompt's tokens.
-        tokens: those that were sampled, the end-of-sequence token included.
+        prompt: tokens of the prompt.
+        tokens: sampled tokens, including the end-of-sequence token.
         logprobs: of each sampled token, in nats.
         truncated: ended by a limit, not by a stop.
-        weight_version: of the weights that sampled it.
+        weight_version: version of the weights that sampled it.
     """
 
     prompt: Sequence[int]
@@ -83,14 +83,14 @@ def refuse_text(data: Any) -> None:
 
 
 def read_prompts(data: Mapping[str, Any], limits: LengthLimits) -> list[Prompt]:
-    """The rows of a batch in its order.
+    """The rows of a batch, in order.
 
     Args:
         data: see `GenerationDatumSpec`.
-        limits: what bounds every row.
+        limits: limits of every row.
 
     Raises:
-        DataError: an empty prompt, an id outside the vocabulary, no room for a token, an empty stop string; names the row.
+        DataError: an empty prompt, an id outside the vocabulary, no space for a token, or an empty stop string; names the row.
     """
     refuse_text(data)
     batch = with_input_lengths(BatchedDataDict({key: data[key] for key in _READ if key in data}))
@@ -102,7 +102,7 @@ def read_prompts(data: Mapping[str, Any], limits: LengthLimits) -> list[Prompt]:
     strings = batch["stop_strings"] if "stop_strings" in batch else [None] * len(prompts)
     for number, own in enumerate(strings):
         if any(not string for string in own or ()):
-            raise DataError(f"Row {number} has an empty stop string, which is everywhere. Leave it out.")
+            raise DataError(f"Row {number}: stop strings must not be empty.")
     return [
         Prompt(number=number, tokens=prompt, limit=limit, seed=seed, stop_strings=tuple(own or ()))
         for number, (prompt, limit, seed, own) in enumerate(
@@ -135,7 +135,7 @@ def end_token_ids(*sources: Any, further: Iterable[int] | None = None) -> frozen
     """Ids that end a completion.
 
     Args:
-        *sources: whatever has an `eos_token_id` (an int, a list or None): a generation config, a tokenizer; None is skipped.
+        *sources: objects with an `eos_token_id` (an int, a list or None), such as a generation config or a tokenizer, or None.
         further: the user's stop tokens.
     """
     ids = set(further or ())
@@ -148,18 +148,18 @@ def end_token_ids(*sources: Any, further: Iterable[int] | None = None) -> frozen
 def _check_prompt(number: int, prompt: list[int], length: int, limits: LengthLimits) -> None:
     if not prompt or length != len(prompt):
         raise DataError(
-            f"Row {number} has input length {length} in {len(prompt)} positions: a prompt has at least one token, all of them "
-            "inside input_ids. Drop the row, or begin it with a start token."
+            f"Row {number} has input length {length}, but input_ids has {len(prompt)} positions: a prompt needs at least one "
+            "token, all of them inside input_ids. Drop the row, or begin it with a start token."
         )
     if length >= limits.max_model_len:
         raise DataError(
-            f"Row {number} has a prompt of {length} tokens, which leaves no room for a completion within max_model_len = "
-            f"{limits.max_model_len}. Raise policy.max_total_sequence_length (up to what the model can do) or drop the row."
+            f"Row {number} has a prompt of {length} tokens, which leaves no space for a completion within max_model_len = "
+            f"{limits.max_model_len}. Raise policy.max_total_sequence_length (up to the model's limit) or drop the row."
         )
     outside = [token for token in prompt if not 0 <= token < limits.vocab_size]
     if outside:
         raise DataError(
-            f"Row {number} holds token id {outside[0]}, outside the model's vocabulary of {limits.vocab_size}. "
+            f"Row {number} has token id {outside[0]}, outside the model's vocabulary of {limits.vocab_size}. "
             "Tokenize with the model's own tokenizer."
         )
 
@@ -168,7 +168,7 @@ def _row_limits(batch: BatchedDataDict[Any], prompts: list[list[int]], limits: L
     own = batch["max_new_tokens"].tolist() if "max_new_tokens" in batch else [limits.max_new_tokens] * len(prompts)
     for number, limit in enumerate(own):
         if limit < 1:
-            raise DataError(f"Row {number} has max_new_tokens = {limit}: a completion has at least one token.")
+            raise DataError(f"Row {number} has max_new_tokens = {limit}: it must be at least 1.")
     return [
         min(limit, limits.max_new_tokens, limits.max_model_len - len(prompt))
         for limit, prompt in zip(own, prompts, strict=True)

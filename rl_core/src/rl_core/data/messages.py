@@ -1,7 +1,7 @@
-"""Conversations as tokens: message logs, their loss masks and flat batches; knows a tokenizer's face, no model.
+"""Conversations as tokens: message logs, their loss masks and flat batches.
 
-A message log is a list of {role, content, token_ids, ...}. Concatenating `token_ids` gives *the* training sequence, so that
-it must be what the chat template makes of the whole conversation, token for token.
+A message log is a list of {role, content, token_ids, ...}. The concatenated `token_ids` are *the* training sequence, so they
+must equal the tokens of the whole conversation as rendered by the chat template.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ MessageLog = list[Message]
 
 
 class DatumSpec(TypedDict):
-    """One prompt (or conversation), tokenised.
+    """One prompt (or conversation), tokenized.
 
     Attributes:
         message_log: Messages with `token_ids` [t] int64.
-        length: Tokens in all.
-        extra_env_info: What the environment knows of the row; None for a plain conversation.
-        loss_multiplier: 0.0 drops the row from training, else 1.0.
-        idx: The row's place in its dataset.
-        task_name: Which environment answers and scores.
-        stop_strings: Texts that end a completion, or None.
+        length: Total number of tokens.
+        extra_env_info: The environment's data for the row; None for a plain conversation.
+        loss_multiplier: 0.0 excludes the row from training, else 1.0.
+        idx: Index of the row in its dataset.
+        task_name: Environment that responds and scores.
+        stop_strings: Strings that end a completion, or None.
     """
 
     message_log: MessageLog
@@ -47,9 +47,9 @@ class DatumSpec(TypedDict):
 
 
 class PreferenceDatumSpec(TypedDict):
-    """One prompt with a preferred and a rejected answer, both tokenised with the prompt; fields as in `DatumSpec`.
+    """One prompt with a chosen and a rejected answer, both tokenized with the prompt; fields as in `DatumSpec`.
 
-    `margin` is by how much the preferred answer's score should lead, 0.0 where it is not there.
+    `margin` is the required score margin of the chosen answer; 0.0 by default.
     """
 
     message_log_chosen: MessageLog
@@ -72,37 +72,34 @@ def get_formatted_message_log(
     add_eos_token: bool = True,
     trained: Collection[int] | None = None,
 ) -> MessageLog:
-    """The messages with `token_ids` [t] int64 added; concatenated, they are the whole conversation's tokens.
+    """Add `token_ids` [t] int64 to the messages; concatenated, they are the tokens of the whole conversation.
 
     With a chat template, the conversation is rendered once, as a whole. The tokens of a trained message are those that a model
     would sample; the header that opens an assistant turn belongs to the message before it. If that message is trained as well
-    or there is none, `sampled_range` has the range of the message's tokens that are sampled. Text of untrained messages belongs
-    to the last of them before a trained one. If the template drops part of the last answer, that answer follows its prompt as
-    the data has it. The tools that are offered and called are in the tokens, or it is an error: see `rendering`.
+    or does not exist, `sampled_range` is the range of the message's sampled tokens. Text of untrained messages belongs to the
+    last of them before a trained one. If the template drops part of the last answer, the answer from the data follows its
+    prompt instead. Tools that are offered or called must be in the tokens: see `chat_template`.
 
-    Without a chat template, each content is tokenized by itself, without special tokens, and nothing is put between messages.
-    The tokenizer's BOS token, if it has one, opens the first message; its EOS token closes every assistant message.
+    Without a chat template, each content is tokenized by itself, without special tokens or text between messages. The
+    tokenizer's BOS token, if any, opens the first message; its EOS token closes every assistant message.
 
     Args:
-        message_log: Messages of `role` and `content`, with `tool_calls` in OpenAI's form where tools are called.
+        message_log: Messages with `role` and `content`, and `tool_calls` in OpenAI's form.
         tokenizer: A Transformers tokenizer.
-        add_generation_prompt: Whether the last message is followed by the header of an assistant turn (template only).
-        tools: Functions that are offered, for the template.
-        add_bos_token: Whether BOS opens the conversation (without a template; a template says so itself).
+        add_generation_prompt: Whether to append the header of an assistant turn (template only).
+        tools: Offered functions, for the template.
+        add_bos_token: Whether BOS opens the conversation (without a template; a template decides this itself).
         add_eos_token: Whether EOS closes assistant messages (likewise).
-        trained: Numbers of the messages that are trained, none of them for a prompt. By default, all messages of the assistant;
-            the others then get tokens of their own as far as the template keeps them apart.
+        trained: Indices of the trained messages; empty for a prompt. By default, all assistant messages; each of the others
+            then gets its own tokens if the template allows it.
 
     Raises:
-        DataError: The template cannot render the conversation, leaves out tools, or leaves out part of a trained message.
+        DataError: The template cannot render the conversation, or omits tools or part of a trained message.
     """
     if getattr(tokenizer, "chat_template", None):
         return _rendered_log(message_log, tokenizer, header=add_generation_prompt, tools=tools, trained=trained)
     if tools or any(message.get("tool_calls") for message in message_log):
-        raise DataError(
-            "the conversation has tools, and without a chat template there is nothing that could say them: give one "
-            "(policy.tokenizer.chat_template)"
-        )
+        raise DataError("the conversation has tools, which require a chat template: set one (policy.tokenizer.chat_template)")
     pieces = _plain_pieces(message_log, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token)
     return [
         {**message, "token_ids": torch.tensor(piece, dtype=torch.int64)}
@@ -113,7 +110,7 @@ def get_formatted_message_log(
 def trained_messages(
     message_log: Sequence[Mapping[str, Any]], roles_to_train_on: Sequence[str] = ("assistant",), only_unmask_final: bool = False
 ) -> list[int]:
-    """Numbers of the messages that are trained: those of the roles, or the last of them alone, without `weight: 0`."""
+    """Indices of the trained messages: those with these roles, or only the last of them, without `weight: 0`."""
     trained = [number for number, message in enumerate(message_log) if message["role"] in roles_to_train_on]
     trained = trained[-1:] if only_unmask_final else trained
     return [number for number in trained if message_log[number].get("weight") != 0]
@@ -126,16 +123,16 @@ def add_loss_mask_to_message_log(
     *,
     tokenizer: Any = None,
 ) -> None:
-    """Give every message a `token_loss_mask` [t] float32, in place: 1 on the tokens of a message that is trained, else 0.
+    """Set `token_loss_mask` [t] float32 of every message in place: 1 on the tokens of a trained message, else 0.
 
-    A message with `weight: 0` is not trained, whatever its role. With a tokenizer, neither is white space after the special
-    token that closes a turn (the line break after `<|im_end|>`): a model stops there, so that it is never sampled.
+    A message with `weight: 0` is not trained, whatever its role. With a tokenizer, white space after the special token that
+    closes a turn (the line break after `<|im_end|>`) is not trained either, because a model stops before it.
 
     Args:
         message_logs: Message logs with `token_ids`.
-        roles_to_train_on: The roles that are trained.
+        roles_to_train_on: Roles to train on.
         only_unmask_final: Train only the last message of these roles.
-        tokenizer: Knows the special tokens; None trains all tokens of a message.
+        tokenizer: Provides the special tokens; if None, all tokens of a message are trained.
 
     Raises:
         DataError: A message has no `token_ids`.
@@ -154,13 +151,12 @@ def add_loss_mask_to_message_log(
 
 
 def message_log_to_flat_messages(message_log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The log's fields, one entry each: per-token tensors concatenated to [T], others as lists over messages.
+    """Flatten a message log: per-token tensors are concatenated to [T], other fields become lists over messages.
 
-    A per-token field that some messages lack is filled there with its padding value (0.0 log-probs on a prompt); another
-    field with None.
+    If a message lacks a field, a per-token field gets its padding value (0.0 log-probs on a prompt), another field None.
 
     Raises:
-        DataError: A message has no `token_ids`, or a per-token tensor whose length differs from theirs.
+        DataError: A message has no `token_ids`, or a per-token tensor of another length.
     """
     return _flat(message_log, _tensor_fields([message_log]))
 
@@ -170,11 +166,11 @@ def batched_message_log_to_flat_message(
     pad_value_dict: Mapping[str, int | float | bool] | None = None,
     make_sequence_length_divisible_by: int = 1,
 ) -> tuple[BatchedDataDict[Any], torch.Tensor]:
-    """The logs as one right-padded batch, and the rows' lengths.
+    """Flatten message logs into one right-padded batch, and return the rows' lengths.
 
     Args:
         message_logs: B message logs.
-        pad_value_dict: What pads a field; otherwise `schema.pad_value`. Give `token_ids` the tokenizer's padding id.
+        pad_value_dict: Padding value by key; defaults to `schema.pad_value`. Set `token_ids` to the tokenizer's padding id.
         make_sequence_length_divisible_by: T is rounded up to a multiple of this.
 
     Returns:
@@ -198,7 +194,7 @@ def batched_message_log_to_flat_message(
 
 
 def get_first_index_that_differs(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """The first place where two sequences (or texts) differ; the shorter length if one begins the other."""
+    """The first index at which two sequences (or texts) differ; the shorter length if one is a prefix of the other."""
     pairs = zip(first, second, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
@@ -240,7 +236,7 @@ def _rendered_log(
     cuts = sorted({cut for span in located.spans.values() for cut in span} - {0, len(located.text)})
     pieces = encode_pieces(located.text, cuts, tokenizer)
     tokens = torch.tensor([token for piece in pieces for token in piece], dtype=torch.int64)
-    # Which token starts at a character; the last entry wins, so that an empty text has no tokens.
+    # The token that starts at each character; the last entry wins, so an empty text has no tokens.
     index = dict(zip([0, *cuts, len(located.text)], accumulate(map(len, pieces), initial=0), strict=False))
     starts = [index[start] for start in _starts(len(messages), located)] + [len(tokens)]
     if trained is None:
@@ -255,7 +251,7 @@ def _rendered_log(
 
 
 def _starts(count: int, located: LocatedText) -> list[int]:
-    """The character where each message's share of the text starts."""
+    """The character at which each message's share of the text starts."""
     starts = [0]
     for number in range(1, count):
         if number - 1 in located.spans:
@@ -276,7 +272,7 @@ def _divide_untrained(
     tokens: Sequence[int],
     tokenizer: Any,
 ) -> None:
-    """Give untrained neighbors the tokens of their own, in place, if template and tokenizer keep them apart."""
+    """Give each untrained message its own tokens, in place, if template and tokenizer allow it."""
     for number in range(1, len(messages)):
         if {number - 1, number} & located.spans.keys():
             continue
@@ -292,14 +288,14 @@ def _divide_untrained(
 
 
 def _never_sampled(tokens: Sequence[int], tokenizer: Any) -> int:
-    """How many tokens at the end are white space after a special token."""
+    """Number of tokens at the end that are white space after a special token."""
     special = set(getattr(tokenizer, "all_special_ids", ()))
     after = next((count for count, token in enumerate(reversed(tokens)) if token in special), 0)
     return after if after and not tokenizer.decode(tokens[len(tokens) - after :]).strip() else 0
 
 
 def _tensor_fields(message_logs: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, torch.dtype]:
-    """The per-token fields that occur, with their dtypes."""
+    """The per-token fields of the logs, with their dtypes."""
     fields: dict[str, torch.dtype] = {"token_ids": torch.int64}
     for log in message_logs:
         for message in log:
@@ -324,7 +320,7 @@ def _tokens_of(message: Mapping[str, Any], key: str, dtype: torch.dtype) -> torc
     length = len(_tokenized(message))
     value: torch.Tensor = message.get(key, torch.full((length,), pad_value(key), dtype=dtype))
     if len(value) != length:
-        raise DataError(f"a {message['role']!r} message has {length} token_ids and {len(value)} {key}: one a token")
+        raise DataError(f"a {message['role']!r} message has {length} token_ids but {len(value)} {key}: the numbers must match")
     return value
 
 

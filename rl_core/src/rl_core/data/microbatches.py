@@ -1,9 +1,9 @@
-"""Which rows go to which shard and which microbatch; knows lengths and budgets, no tensors.
+"""Assigns rows to shards and microbatches, by their lengths.
 
-With a token budget or with packing every shard of a global batch gets the *same number* of microbatches: ranks meet in a
-collective once a microbatch, and a rank with one less would leave the others waiting for ever.
+With a token budget or packing, every shard of a global batch gets the *same number* of microbatches: ranks synchronize in a
+collective once per microbatch, so a rank with fewer would make the others wait forever.
 
-Rows that a loss reads together (`rows_per_unit`, such as the two of a pair) are planned as one, so they stay neighbours.
+Rows that a loss reads together (`rows_per_unit`, such as the two of a pair) are planned as one unit, so they stay adjacent.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class DynamicBatchingArgs(TypedDict):
     """Microbatches of length-sorted rows under a token budget.
 
     Attributes:
-        max_tokens_per_microbatch: Rows times padded width is at most this.
-        sequence_length_round: The width is rounded up to a multiple of this (and never exceeds T).
-        input_key: The [B, T] column that gives T.
+        max_tokens_per_microbatch: Maximum of rows times padded width.
+        sequence_length_round: The width is rounded up to a multiple of this (but never above T).
+        input_key: The [B, T] column that determines T.
         input_lengths_key: The [B] column of row lengths, in tokens.
     """
 
@@ -34,10 +34,10 @@ class DynamicBatchingArgs(TypedDict):
 
 
 class SequencePackingArgs(TypedDict):
-    """Microbatches of rows laid end to end.
+    """Microbatches of packed rows.
 
     Attributes:
-        max_tokens_per_microbatch: Padded lengths of a microbatch sum to at most this.
+        max_tokens_per_microbatch: Maximum sum of padded lengths.
         input_key: The [B, T] column of tokens.
         input_lengths_key: The [B] column of row lengths, in tokens.
         algorithm: A `PackingAlgorithm` or its name.
@@ -53,7 +53,7 @@ class SequencePackingArgs(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """Rows of one forward-backward, and its length: padded width (token budget) or tokens in all (packing)."""
+    """Rows of one forward-backward pass, and its length: padded width (token budget) or total tokens (packing)."""
 
     rows: list[int]
     length: int
@@ -61,13 +61,13 @@ class Microbatch:
 
 @dataclass(kw_only=True)
 class ShardPlan:
-    """The rows of one shard, in its order, and how they fall into global batches and microbatches.
+    """The rows of one shard, in order, and their global batches and microbatches.
 
     Attributes:
-        rows: Row numbers of the whole batch.
-        elem_counts_per_gb: Rows of this shard in each global batch.
-        micro_batch_indices: For each global batch, the (start, end) of each microbatch, counted from that global
-            batch's first row in this shard; None where microbatches are by count.
+        rows: Row numbers in the whole batch.
+        elem_counts_per_gb: Number of rows of this shard in each global batch.
+        micro_batch_indices: For each global batch, the (start, end) of each microbatch, relative to that global batch's
+            first row in this shard; None if microbatches have a fixed number of rows.
         micro_batch_lengths: For each global batch, the length of each microbatch, in tokens; None likewise.
     """
 
@@ -77,7 +77,7 @@ class ShardPlan:
     micro_batch_lengths: list[list[int]] | None = None
 
     def add_global_batch(self, microbatches: Sequence[Microbatch]) -> None:
-        """Append these microbatches' rows as one more global batch."""
+        """Append a global batch of these microbatches."""
         ends = [0]
         for microbatch in microbatches:
             self.rows.extend(microbatch.rows)
@@ -88,23 +88,23 @@ class ShardPlan:
 
 
 def shard_by_count(rows: int, shards: int, *, batch_size: int | None, allow_uneven: bool) -> list[ShardPlan]:
-    """Plans that split each global batch into equal runs of rows: [A A B B C C D D], 2 by 2 → [A B C D] twice.
+    """Split each global batch into equal runs of rows: [A A B B C C D D], 2 by 2 → [A B C D] twice.
 
     Args:
-        rows: Rows of the batch.
-        shards: Shards to make.
+        rows: Number of rows in the batch.
+        shards: Number of shards.
         batch_size: Rows of a global batch; None for all.
-        allow_uneven: Let shards differ by one row (the first ones have it), and the last global batch be short.
+        allow_uneven: Allow shards to differ by one row (the first ones have more), and a shorter last global batch.
 
     Raises:
-        DataError: It does not come out even and need not be allowed to.
+        DataError: The rows do not split evenly, and `allow_uneven` is false.
     """
     plans = [ShardPlan() for _ in range(shards)]
     for start, end in _global_batches(rows, batch_size, allow_short=allow_uneven):
         share, more = divmod(end - start, shards)
         if more and not allow_uneven:
             raise DataError(
-                f"a global batch of {end - start} rows does not split evenly over {shards} shards: choose a multiple "
+                f"a global batch of {end - start} rows does not split evenly over {shards} shards: use a multiple "
                 "of the shards, or allow_uneven_shards=True"
             )
         for shard, plan in enumerate(plans):
@@ -124,18 +124,18 @@ def shard_by_token_budget(
     args: DynamicBatchingArgs,
     rows_per_unit: int = 1,
 ) -> list[ShardPlan]:
-    """Plans of length-sorted microbatches under a token budget, the costliest first.
+    """Plan microbatches of length-sorted rows under a token budget, the most expensive first.
 
     Args:
         lengths: Tokens of each row.
-        shards: Shards to make.
+        shards: Number of shards.
         batch_size: Rows of a global batch; None for all.
-        width: T of the batch; no microbatch is wider.
+        width: T of the batch, the maximum width of a microbatch.
         args: The budget.
-        rows_per_unit: Rows that are read together.
+        rows_per_unit: Number of rows that are read together.
 
     Raises:
-        DataError: A unit exceeds the budget, or a global batch has too few rows to give all shards as many microbatches.
+        DataError: A unit exceeds the budget, or a global batch has too few rows for an equal number of microbatches per shard.
     """
     budget = args["max_tokens_per_microbatch"]
     units = _units(len(lengths), batch_size, rows_per_unit)
@@ -150,8 +150,8 @@ def shard_by_token_budget(
         for unit in order:
             if rows_per_unit * padded(unit) > budget:
                 raise DataError(
-                    f"row {unit * rows_per_unit} takes {padded(unit)} tokens{_together(rows_per_unit)} and a microbatch holds "
-                    f"{budget}: raise max_tokens_per_microbatch or shorten the row"
+                    f"row {unit * rows_per_unit} needs {padded(unit)} tokens{_together(rows_per_unit)}, but a microbatch holds "
+                    f"at most {budget}: raise max_tokens_per_microbatch or shorten the row"
                 )
             if microbatches and (len(microbatches[-1]) + 1) * rows_per_unit * padded(microbatches[-1][0]) <= budget:
                 microbatches[-1].append(unit)
@@ -164,7 +164,7 @@ def shard_by_token_budget(
 
     plans = [ShardPlan() for _ in range(shards)]
     for start, end in _global_batches(len(lengths), batch_size):
-        # Sorted by width: neighbours cost the same, so shard s takes every shards-th one.
+        # Sorted by width: adjacent microbatches cost the same, so shard s takes every shards-th one.
         _deal(plan_one(start, end), plans)
     return plans
 
@@ -172,17 +172,17 @@ def shard_by_token_budget(
 def shard_by_packing(
     lengths: Sequence[int], shards: int, *, batch_size: int | None, args: SequencePackingArgs, rows_per_unit: int = 1
 ) -> list[ShardPlan]:
-    """Plans of packed microbatches, the fullest first; a microbatch's length is the sum of its padded rows.
+    """Plan packed microbatches, the fullest first; a microbatch's length is the sum of its padded rows.
 
     Args:
         lengths: Tokens of each row.
-        shards: Shards to make.
+        shards: Number of shards.
         batch_size: Rows of a global batch; None for all.
         args: Algorithm and budget.
-        rows_per_unit: Rows that are read together.
+        rows_per_unit: Number of rows that are read together.
 
     Raises:
-        DataError: A unit exceeds the budget, or a global batch has fewer units than microbatches are needed.
+        DataError: A unit exceeds the budget, or a global batch has fewer units than required microbatches.
     """
     packer = get_packer(
         args["algorithm"],
@@ -208,24 +208,24 @@ def shard_by_packing(
 
 
 def runs_of(size: int, rows: int) -> Iterator[tuple[int, int]]:
-    """The (start, end) of runs of `rows` rows that cover `size`; the last may be shorter."""
+    """The (start, end) of consecutive runs of `rows` rows that cover `size`; the last may be shorter."""
     if rows < 1:
-        raise DataError(f"batches of {rows} rows were asked for: give at least 1")
+        raise DataError(f"the batch size is {rows}: it must be at least 1")
     for start in range(0, size, rows):
         yield start, min(start + rows, size)
 
 
 def _global_batches(rows: int, batch_size: int | None, *, allow_short: bool = False) -> Iterator[tuple[int, int]]:
     if rows == 0:
-        raise DataError("a batch of 0 rows cannot be sharded: drop it before it gets here")
+        raise DataError("a batch of 0 rows cannot be sharded: skip empty batches")
     batch_size = rows if batch_size is None else batch_size
     if batch_size < 1 or (rows % batch_size and not allow_short):
-        raise DataError(f"{rows} rows do not make whole global batches of {batch_size}: choose a divisor of {rows}")
+        raise DataError(f"{rows} rows do not make whole global batches of {batch_size}: use a divisor of {rows}")
     return runs_of(rows, batch_size)
 
 
 def _units(rows: int, batch_size: int | None, rows_per_unit: int) -> list[range]:
-    """The rows of each unit, which no global batch may cut in two."""
+    """The rows of each unit; no unit may span two global batches."""
     if rows % rows_per_unit or (batch_size or 0) % rows_per_unit:
         raise DataError(
             f"{rows} rows in global batches of {batch_size or rows} cannot be read {rows_per_unit} at a time: make both "
@@ -235,7 +235,7 @@ def _units(rows: int, batch_size: int | None, rows_per_unit: int) -> list[range]
 
 
 def _together(rows_per_unit: int) -> str:
-    return "" if rows_per_unit == 1 else f" (and so does each of the {rows_per_unit} rows that are read together)"
+    return "" if rows_per_unit == 1 else f" (as does each of the {rows_per_unit} rows that are read together)"
 
 
 def _round_up(length: int, multiple: int) -> int:
@@ -243,12 +243,12 @@ def _round_up(length: int, multiple: int) -> int:
 
 
 def _split_to_multiple(microbatches: list[list[int]], shards: int) -> None:
-    """Halve the microbatches of most rows, in place and in order, until the shards divide their number."""
+    """Halve the microbatches with the most rows, in place and in order, until their number is a multiple of the shards."""
     rows = sum(len(each) for each in microbatches)
     wanted = _round_up(len(microbatches), shards)
     if wanted > rows:
         raise DataError(
-            f"{rows} rows cannot fill {wanted} microbatches, a multiple of {shards} shards: give more rows, a larger "
+            f"{rows} rows cannot fill {wanted} microbatches, a multiple of {shards} shards: use more rows, a larger "
             "max_tokens_per_microbatch, or fewer shards"
         )
     while len(microbatches) < wanted:

@@ -1,7 +1,7 @@
-"""Rows laid end to end in one long row, and back; knows the layout only, no model.
+"""Packs rows into one long row, and unpacks them.
 
-A packed row keeps rows apart by two things that attention kernels read: position ids that restart at 0 with each row, and
-`cu_seqlens`, the places where rows begin. Whoever attends across those borders contaminates one row with another.
+Attention kernels keep packed rows apart by position ids that restart at 0 with each row, and by `cu_seqlens`, the offsets at
+which rows begin. Attention across these boundaries contaminates one row with another.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class PackedBatch:
 
     Attributes:
         input_ids: [1, N] int64.
-        position_ids: [1, N] int64; 0, 1, 2, ... in each row, its padding included.
-        cu_seqlens: [R + 1] int32; row r lies at cu_seqlens[r] up to cu_seqlens[r + 1], its padding included.
-        max_seqlen: Tokens of the longest row, its padding included.
-        row_index: [N] int64; the row of each token, -1 on padding.
+        position_ids: [1, N] int64; 0, 1, 2, ... in each row, including its padding.
+        cu_seqlens: [R + 1] int32; row r spans cu_seqlens[r] to cu_seqlens[r + 1], including its padding.
+        max_seqlen: Length of the longest row, including its padding.
+        row_index: [N] int64; row of each token, -1 on padding.
         lengths: [R] int64; tokens of each row, without padding.
     """
 
@@ -44,12 +44,12 @@ def pack_rows(
     input_key: str = "input_ids",
     input_lengths_key: str = "input_lengths",
 ) -> PackedBatch:
-    """The rows of a microbatch as one packed row.
+    """Pack the rows of a microbatch.
 
     Args:
         data: Has `input_key` [R, T] and `input_lengths_key` [R].
-        pad_multiple: Each row is padded to a multiple of this many tokens.
-        pad_value: The token that pads.
+        pad_multiple: Each row is padded to a multiple of this number of tokens.
+        pad_value: The padding token.
         input_key: The key of the tokens.
         input_lengths_key: The key of the lengths.
 
@@ -58,7 +58,7 @@ def pack_rows(
     """
     tokens, lengths = data[input_key], data[input_lengths_key].to(torch.int64)
     if bool((lengths < 0).any()) or bool((lengths > tokens.shape[1]).any()):
-        raise DataError(f"{input_lengths_key!r} is {lengths.tolist()} where {input_key!r} has {tokens.shape[1]} tokens")
+        raise DataError(f"{input_lengths_key!r} is {lengths.tolist()}, but {input_key!r} has {tokens.shape[1]} tokens")
     padded = (lengths + pad_multiple - 1) // pad_multiple * pad_multiple
     ends = padded.cumsum(0)
     row = torch.repeat_interleave(torch.arange(len(lengths), device=tokens.device), padded.to(tokens.device))
@@ -78,32 +78,32 @@ def pack_rows(
 
 
 def pack_values(values: torch.Tensor, packed: PackedBatch, *, pad_value: float = 0) -> torch.Tensor:
-    """Any [R, T] column in the layout of `packed`: [1, N]; `pad_value` on padding. Gradients flow through.
+    """A [R, T] column in the layout of `packed`: [1, N]; `pad_value` on padding. Gradients flow through.
 
     Args:
-        values: [R, T], one number a token.
+        values: [R, T], one number per token.
         packed: The layout.
-        pad_value: What stands on padding.
+        pad_value: Value on padding.
     """
     return _gather(values, packed.row_index, packed.position_ids[0], pad_value)
 
 
 def unpack_rows(values: torch.Tensor, packed: PackedBatch, max_len: int) -> torch.Tensor:
-    """What was computed for each packed token, by row: [R, max_len]; 0.0 on padding. Gradients flow through.
+    """Values of packed tokens, by row: [R, max_len]; 0.0 on padding. Gradients flow through.
 
     Args:
-        values: [1, N] or [N], one number a packed token.
+        values: [1, N] or [N], one number per packed token.
         packed: The layout.
         max_len: T of the result.
 
     Raises:
-        DataError: A row is longer than `max_len`, or `values` has another number of tokens than the layout.
+        DataError: A row is longer than `max_len`, or the number of `values` does not match the layout.
     """
     values = values.reshape(-1)
     if len(values) != len(packed.row_index):
-        raise DataError(f"{len(values)} values for a packed row of {len(packed.row_index)} tokens")
+        raise DataError(f"{len(values)} values do not match a packed row of {len(packed.row_index)} tokens")
     if len(packed.lengths) and int(packed.lengths.max()) > max_len:
-        raise DataError(f"a row of {int(packed.lengths.max())} tokens does not unpack to {max_len}")
+        raise DataError(f"a row of {int(packed.lengths.max())} tokens does not fit in {max_len}")
     position = torch.arange(max_len, device=values.device)
     is_token = position < packed.lengths.to(values.device).unsqueeze(1)
     place = packed.cu_seqlens[:-1].to(values.device, torch.int64).unsqueeze(1) + position

@@ -1,4 +1,4 @@
-"""What a right-padded batch must look like where it enters, and making one of shorter rows; knows no tokenizer."""
+"""Checks right padding of incoming batches, and pads shorter rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TOKENS_AND_LENGTHS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_
 
 
 def cat_right_padded(parts: Sequence[torch.Tensor], *, pad_value: float) -> torch.Tensor:
-    """The rows of all parts, the narrower ones padded on the right: [sum of B, largest T, ...].
+    """Concatenate rows, padding the narrower ones on the right: [sum of B, largest T, ...].
 
     Args:
         parts: Tensors [B, T, ...] (padded along axis 1), or [B].
-        pad_value: What fills the new places.
+        pad_value: Padding value.
     """
     if parts[0].ndim < 2:
         return torch.cat(list(parts))
@@ -37,18 +37,18 @@ def cat_right_padded(parts: Sequence[torch.Tensor], *, pad_value: float) -> torc
 
 
 def lengths_from_attention_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Tokens of each row: [B] int64.
+    """Number of tokens of each row: [B] int64.
 
     Args:
         attention_mask: [B, T], 1 on tokens, 0 on padding.
 
     Raises:
-        DataError: A row is padded on the left or has holes, or an entry is neither 0 nor 1.
+        DataError: A row is padded on the left or has gaps, or an entry is neither 0 nor 1.
     """
     if attention_mask.ndim != 2:
         raise DataError(f"attention_mask has shape {list(attention_mask.shape)}: expected [B, T]")
     if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
-        raise DataError("attention_mask holds something else than 0 and 1: give 1 on tokens and 0 on padding")
+        raise DataError("attention_mask has values other than 0 and 1: use 1 on tokens and 0 on padding")
     mask = attention_mask.to(torch.int64)
     lengths = mask.sum(1)
     expected = torch.arange(mask.shape[1], device=mask.device) < lengths.unsqueeze(1)
@@ -56,8 +56,8 @@ def lengths_from_attention_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     if len(wrong):
         row = int(wrong[0])
         raise DataError(
-            f"attention_mask of row {row} is {_brief(mask[row])}: tokens must come first and padding after them, with no "
-            "hole (set padding_side='right' in the tokenizer)"
+            f"attention_mask of row {row} is {_brief(mask[row])}: tokens must come first, followed by padding, without gaps "
+            "(set padding_side='right' in the tokenizer)"
         )
     return lengths
 
@@ -77,7 +77,7 @@ def with_input_lengths(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     lengths = lengths_from_attention_mask(data["attention_mask"])
     if "input_lengths" in data and not torch.equal(lengths, data["input_lengths"].to(lengths)):
         raise DataError(
-            f"input_lengths is {_brief(data['input_lengths'])} and attention_mask counts {_brief(lengths)}: give one"
+            f"input_lengths is {_brief(data['input_lengths'])}, but attention_mask counts {_brief(lengths)}: pass only one"
         )
     accepted = data.copy()
     del accepted["attention_mask"]
@@ -86,15 +86,15 @@ def with_input_lengths(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 
 
 def verify_right_padding(data: Mapping[str, Any], pad_value: int = 0, raise_error: bool = True) -> tuple[bool, str | None]:
-    """Whether all beyond each row's length is padding, and if not, what is wrong.
+    """Whether all positions after each row's length are padding, and if not, what is wrong.
 
     Args:
-        data: `input_ids` with `input_lengths`, or `output_ids` with `unpadded_sequence_lengths`; each pair that is there.
+        data: `input_ids` with `input_lengths`, or `output_ids` with `unpadded_sequence_lengths`, or both pairs.
         pad_value: The padding token.
         raise_error: Raise instead of returning (False, message).
 
     Raises:
-        DataError: It is not so, and `raise_error`.
+        DataError: A check fails and `raise_error` is set.
     """
     pairs = [pair for pair in _TOKENS_AND_LENGTHS if pair[0] in data and pair[1] in data]
     messages = [_padding_fault(data, *pair, pad_value) for pair in pairs]
@@ -121,7 +121,7 @@ def _padding_fault(data: Mapping[str, Any], tokens_key: str, lengths_key: str, p
     row, position = wrong[0].tolist()
     return (
         f"{tokens_key} of row {row} has {int(lengths[row])} tokens, but position {position} holds "
-        f"{int(tokens[row, position])} where padding is {pad_value}: the row is padded on the left or its length is wrong"
+        f"{int(tokens[row, position])} instead of the padding {pad_value}: the row is padded on the left or its length is wrong"
     )
 
 

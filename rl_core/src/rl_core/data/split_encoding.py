@@ -1,4 +1,4 @@
-"""Encodes a text so that given characters begin a token, as they do where a model starts or stops sampling."""
+"""Encodes a text with token boundaries at given characters, as when a model starts or stops sampling there."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rl_core.errors import DataError
 
 
 def encode(text: str, tokenizer: Any) -> list[int]:
-    """The text's token ids, special tokens only as far as the text names them."""
+    """The text's token ids, with only those special tokens that are in the text."""
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens
 
 
 def encode_pieces(text: str, borders: Sequence[int], tokenizer: Any) -> list[list[int]]:
-    """The token ids of the pieces between the borders; concatenated, they are the whole text.
+    """The token ids of the pieces between the boundaries; concatenated, they are the whole text.
 
-    The pieces are those of the text encoded at once wherever the tokenizer keeps the border. Where it merges the characters
-    around a border into one token (white space at the beginning of an answer, say), the text is encoded in two, as it is when
-    a model continues a prompt.
+    If the tokenizer keeps a boundary, the pieces are those of the text encoded as a whole. If it merges the characters around a
+    boundary into one token (for example, white space at the beginning of an answer), the two sides are encoded separately, as
+    when a model continues a prompt.
 
     Args:
         text: The text.
@@ -27,7 +27,7 @@ def encode_pieces(text: str, borders: Sequence[int], tokenizer: Any) -> list[lis
         tokenizer: A Transformers tokenizer.
 
     Raises:
-        DataError: The tokenizer cannot encode what follows a border on its own without changing it.
+        DataError: The tokenizer cannot encode the text after a boundary separately without changing it.
     """
     whole = encode(text, tokenizer)
     counts: list[int] = []
@@ -48,14 +48,14 @@ def _check_joined(pieces: list[list[int]], whole: list[int], left: str, right: s
     if _text(whole, tokenizer) == left + right:
         is_changed = _text(joined, tokenizer) != left + right
     else:
-        # A decoder that does not give the text back says nothing; a word's beginning in the middle of a text is a change.
+        # A decoder that does not restore the whole text proves nothing; a word prefix in the middle of a text is a change.
         first = tokenizer.convert_ids_to_tokens(encode(right, tokenizer)[:1])
         is_changed = bool(first) and first[0].startswith("\u2581") and not right[:1].isspace()
     if is_changed:
         raise DataError(
-            f"the text {left[-20:]!r} and what follows it, {right[:20]!r}, are other tokens together than apart, and this "
-            "tokenizer adds characters to the second when it encodes it alone, so that the border between prompt and answer "
-            "cannot be kept. Strip the white space around it, or use a template whose header this tokenizer keeps whole"
+            f"the texts {left[-20:]!r} and {right[:20]!r} have other tokens together than apart, and this tokenizer adds "
+            "characters to the second when it encodes it separately, so the boundary between prompt and answer cannot be "
+            "kept. Strip the white space around it, or use a template with a header that this tokenizer does not merge"
         )
 
 

@@ -1,4 +1,4 @@
-"""Noise that is a function of integers alone: the finaliser of splitmix64, elementwise over int64 tensors; keeps no state."""
+"""Stateless random numbers: the finaliser of splitmix64, elementwise over int64 tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def mix(state: torch.Tensor) -> torch.Tensor:
 
 
 def shift_right(state: torch.Tensor, bits: int) -> torch.Tensor:
-    """The shift of uint64: `>>` of int64 copies the sign."""
+    """Logical right shift as of uint64: `>>` of int64 copies the sign bit."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def derived_seeds(seed: int, call: int, rows: int) -> torch.Tensor:
-    """[rows] int64, distinct seeds of the rows of one call, for a batch that brings none."""
+    """[rows] int64, distinct seeds for the rows of one call, if the batch has none."""
     base = mix(mix(torch.tensor([seed])) + call)
     return mix(base + torch.arange(rows))

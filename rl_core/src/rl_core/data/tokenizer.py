@@ -1,4 +1,4 @@
-"""Loading a tokenizer that is fit to batch with; knows Transformers' tokenizers, no model."""
+"""Loads a tokenizer and prepares it for batching."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def load_tokenizer(
 ) -> Any:
     """A Transformers tokenizer that pads on the right and has a padding token.
 
-    A tokenizer without a padding token pads with its EOS token: what lies in the padding is never read, since lengths and
-    masks travel with every batch.
+    A tokenizer without a padding token pads with its EOS token; padding is never read, since every batch has lengths and
+    masks.
 
     Args:
         name_or_path: A model's name, a folder, or a GGUF file.
-        chat_template: Replaces the tokenizer's own: the Jinja text, or the path of a file that holds it.
+        chat_template: Replaces the tokenizer's own: the Jinja text, or the path of a file.
         chat_template_kwargs: Variables for the template; see `with_template_kwargs`.
-        trust_remote_code: Whether code that comes with the tokenizer may run.
+        trust_remote_code: Whether to run code that comes with the tokenizer.
 
     Raises:
-        DataError: There is no such tokenizer, it has neither a padding nor an EOS token, or its template does not read one of
+        DataError: The tokenizer does not exist, has neither a padding nor an EOS token, or its template does not use one of
             the variables.
     """
     from transformers import AutoTokenizer
@@ -50,10 +50,10 @@ def load_tokenizer(
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=trust_remote_code)
     except ImportError as error:
-        raise DataError(f"reading {str(name_or_path)!r} needs a package that is not here: {error}") from error
+        raise DataError(f"reading {str(name_or_path)!r} requires a package that is not installed: {error}") from error
     except (OSError, ValueError) as error:
         raise DataError(
-            f"no tokenizer could be read from {str(name_or_path)!r}: {str(error).rstrip('.')}. Give a model's name, a "
+            f"cannot load a tokenizer from {str(name_or_path)!r}: {str(error).rstrip('.')}. Use a model's name, a "
             "folder with its tokenizer files, or a .gguf file"
         ) from error
     if chat_template is not None:
@@ -76,20 +76,20 @@ def load_tokenizer_if_there(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """The tokenizer that is named, or the model's; None where the model's folder has none and no other is named.
+    """The named tokenizer, or the model's; None if none is named and the model's folder has none.
 
     Args:
         model_name: A model's name, a folder, or a GGUF file.
-        tokenizer_name: Likewise, of another tokenizer.
+        tokenizer_name: Likewise, for another tokenizer.
         chat_template: As `load_tokenizer`.
         chat_template_kwargs: As `load_tokenizer`.
         trust_remote_code: As `load_tokenizer`.
 
     Raises:
-        DataError: There should be one, and it cannot be loaded.
+        DataError: The tokenizer exists or is named, but cannot be loaded.
     """
     folder = Path(model_name).expanduser()
-    # Asked for a tokenizer that is not there, Transformers may make an empty one.
+    # If there is no tokenizer, Transformers may return an empty one.
     if tokenizer_name is None and folder.is_dir() and not any(path for pattern in _FILES for path in folder.glob(pattern)):
         return None
     return load_tokenizer(
@@ -101,7 +101,7 @@ def load_tokenizer_if_there(
 
 
 def load_policy_tokenizer(policy: PolicyConfig) -> Any:
-    """The tokenizer that a policy's section names, with its chat template and the variables of it.
+    """The tokenizer of a policy's section, with its chat template and template variables.
 
     Raises:
         DataError: As `load_tokenizer`.
@@ -125,16 +125,16 @@ def find_tokenizer(model_name: str | Path, section: TokenizerConfig, *, trust_re
 
 
 def with_template_kwargs(template: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The chat template with default values for some of its variables.
+    """Add default values of variables to a chat template.
 
-    They become part of the template's text, so that whoever applies it, from a saved checkpoint too, renders the same.
+    They become part of the template's text, so that it renders the same everywhere, also from a saved checkpoint.
 
     Args:
         template: The Jinja text, or texts by name.
         kwargs: Values by variable.
 
     Raises:
-        DataError: There is no template, or it does not read a variable.
+        DataError: There is no template, or it does not use a variable.
     """
     try:
         check_template_kwargs(dict(kwargs))
@@ -146,12 +146,12 @@ def with_template_kwargs(template: Any, kwargs: Mapping[str, Any]) -> Any:
         if name not in words:
             near = difflib.get_close_matches(name, words, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            found = f"the chat template does not read {name!r}{hint}" if words else "the tokenizer has no chat template"
+            found = f"the chat template does not use {name!r}{hint}" if words else "the tokenizer has no chat template"
             raise DataError(
-                f"chat_template_kwargs: {found}, so that it has no effect. Leave it out, or use a template that reads it "
+                f"chat_template_kwargs: {found}, so the value would have no effect. Remove it, or use a template that uses it "
                 "(chat_template)"
             )
-    # Transformers removes the line break after a block, and no more than that one.
+    # Transformers removes only one line break after a block.
     defaults = "".join(f"{{% if {n} is not defined %}}{{% set {n} = {v!a} %}}{{% endif %}}" for n, v in kwargs.items()) + "\n"
     return {n: defaults + text for n, text in template.items()} if isinstance(template, Mapping) else defaults + template
 
@@ -161,6 +161,6 @@ def _template_text(chat_template: str | Path) -> str:
     if not is_path:
         return str(chat_template)
     if not Path(chat_template).is_file():
-        raise DataError(f"chat_template {str(chat_template)!r} is neither a Jinja text nor a file that exists")
-    # A byte order mark would stand at the beginning of every prompt.
+        raise DataError(f"chat_template {str(chat_template)!r} is neither Jinja text nor an existing file")
+    # A byte order mark would be part of every prompt.
     return Path(chat_template).read_text(encoding="utf-8-sig")

@@ -1,4 +1,4 @@
-"""Tools in data, in OpenAI's form: what a row offers, what a message calls, what answers a call; knows no chat template."""
+"""Tools, calls and results in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -17,79 +17,79 @@ _CALL = "{id, type: function, function: {name, arguments}}"
 
 
 def read_tools(value: Any, what: str) -> list[Tool]:
-    """The functions that a field offers, `{type: function, function: {name, ...}}` each; none for null or an empty list.
+    """The functions offered by a field, as `{type: function, function: {name, ...}}`; empty for null or an empty list.
 
-    The list, each of its functions and the parameters of one may be texts of JSON; a function without its wrapping gets it.
+    The list, its functions and their parameters may be JSON text; a function without the outer object gets it.
 
     Args:
         value: The field.
-        what: What errors call it.
+        what: Its name in errors.
 
     Raises:
-        DataError: It is no list of functions.
+        DataError: It is not a list of functions.
     """
     listed = from_text(value, what)
     if listed is None:
         return []
     if not isinstance(listed, list):
         raise DataError(
-            f"{what} is {format_value(value)}: expected a list of functions, {_SPEC} each, or the JSON of one. If the field "
-            "is something else, name another `tools_key` (null for none)"
+            f"{what} is {format_value(value)}: expected a list of functions, {_SPEC} each, or its JSON. If the field "
+            "contains something else, choose another `tools_key` (null for none)"
         )
     return [_tool(each, f"tool {number} of {what}") for number, each in enumerate(listed)]
 
 
 def tools_of(row: Mapping[str, Any], key: str | None, *, is_named: bool) -> list[Tool]:
-    """The functions that a row offers.
+    """The functions offered by a row.
 
     Args:
         row: Its fields.
-        key: The field that holds them; None for no field.
-        is_named: Whether the config names the field, so that every row has to have it.
+        key: The field that contains them, if any.
+        is_named: Whether the config sets the field explicitly, so that every row must have it.
 
     Raises:
-        DataError: The field is absent where it is named, or holds something else.
+        DataError: An explicitly set field is missing, or the field is invalid.
     """
     if key is None:
         return []
     if is_named and key not in row:
-        raise DataError(f"the field {key!r} (`tools_key`) is absent: the row has {sorted(row)}")
+        raise DataError(f"the field {key!r} (`tools_key`) is missing: the row has {sorted(row)}")
     return read_tools(row.get(key), f"the field {key!r} (`tools_key`)")
 
 
 def read_calls(value: Any, what: str) -> list[Call]:
-    """The calls of a message, `{id, type: function, function: {name, arguments}}` each; the id where there is one.
+    """The calls of a message, as `{id, type: function, function: {name, arguments}}`; the id is optional.
 
-    Arguments are an object, whether they were written as one or as a text of JSON.
+    Arguments become an object, whether they were an object or JSON text.
 
     Args:
         value: The message's `tool_calls`.
-        what: What errors call the message.
+        what: The message's name in errors.
 
     Raises:
-        DataError: It is no list of calls, or arguments are no JSON object.
+        DataError: It is not a list of calls, or arguments are not a JSON object.
     """
     if not isinstance(value, list):
         raise DataError(f"{what} has the tool_calls {format_value(value)}: expected a list of {_CALL}")
     calls = [_call(each, f"call {number} of {what}") for number, each in enumerate(value)]
     ids = [call["id"] for call in calls if "id" in call]
     if len(set(ids)) < len(ids):
-        raise DataError(f"{what} has several calls of one id, {ids}: a result could not say which of them it answers")
+        raise DataError(f"{what} has several calls with the same id, {ids}, so results cannot be matched to calls")
     return calls
 
 
 def check_tool_use(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> None:
-    """Hold a whole conversation to what makes sense of its calls.
+    """Check that the calls and results of a whole conversation match.
 
-    A result answers a call of the assistant's message before it, with nothing but results between: the one of its
-    `tool_call_id`, else one of its `name`, else the next. Calls may go without a result.
+    A result belongs to a call of the preceding assistant message, with only other results between: the call with its
+    `tool_call_id`, else one with its `name`, else the next. Calls may have no result.
 
     Args:
         messages: From `read_messages`.
-        tools: What the row offers; none where it does not say.
+        tools: The offered functions; empty if the row does not list any.
 
     Raises:
-        DataError: A result answers nothing, or a call is of a function that is not offered.
+        DataError: A result does not match any call, or a called function is not offered.
     """
     offered = [tool["function"]["name"] for tool in tools]
     waiting: list[Call] = []
@@ -101,8 +101,8 @@ def check_tool_use(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool])
         for name in (call["function"]["name"] for call in waiting):
             if offered and name not in offered:
                 raise DataError(
-                    f"message {number} of the conversation calls {name!r}, and the row offers {', '.join(offered)}: a model "
-                    "would learn to call what it was not shown. Offer the function, or drop the row"
+                    f"message {number} of the conversation calls {name!r}, but the row offers {', '.join(offered)}: the model "
+                    "would learn to call functions it was not shown. Offer the function, or drop the row"
                 )
 
 
@@ -141,11 +141,11 @@ def _call(call: Any, what: str) -> Call:
 
 
 def _without_answered(waiting: list[Call], result: Mapping[str, Any], what: str) -> list[Call]:
-    """The calls that still wait after a result."""
+    """The calls that are still without a result."""
     if not waiting:
         raise DataError(
-            f"{what} is the result of a tool and answers no call: before it stands a message of the assistant with one more "
-            "of tool_calls, with nothing but results between"
+            f"{what} is a tool result but does not match any tool call of the preceding assistant message, or that message is "
+            "not directly before the results"
         )
     wanted, name = result.get("tool_call_id"), result.get("name")
     if wanted is not None:
@@ -157,21 +157,21 @@ def _without_answered(waiting: list[Call], result: Mapping[str, Any], what: str)
     if not matching:
         by = f"tool_call_id {wanted!r}" if wanted is not None else f"name {name!r}"
         raise DataError(
-            f"{what} has the {by}, which answers nothing: the calls that wait for an answer are {found}. Give the result the "
-            "id of its call, or leave the id out where the calls have none"
+            f"{what} has the {by}, which does not match a pending call. Pending calls: {found}. Use the "
+            "id of the call, or omit the id if calls have none"
         )
     return [call for call in waiting if call is not matching[0]]
 
 
 def from_text(value: Any, what: str) -> Any:
-    """A value that may be written as its JSON.
+    """A value that may be given as JSON text.
 
     Args:
         value: The value, or the text.
-        what: What errors call it.
+        what: Its name in errors.
 
     Raises:
-        DataError: It is a text and no JSON.
+        DataError: The text is not valid JSON.
     """
     if not isinstance(value, str):
         return value

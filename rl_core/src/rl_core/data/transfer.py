@@ -1,12 +1,12 @@
-"""How columns travel between processes with no needless copy; knows pickle's protocol 5, not who carries the bytes.
+"""Passes columns between processes without needless copies, using pickle protocol 5.
 
-Sending copies nothing: a tensor is handed over as a NumPy view of its own memory, which protocol 5 passes out of band, so
-that Ray writes it into its object store once. (A column that is not contiguous is made so first, one on a GPU is brought to
-the CPU.) A dtype that NumPy lacks, such as bfloat16, travels as bytes.
+Sending: a tensor is passed as a NumPy view of its own memory, which protocol 5 transfers out of band, so Ray writes it into
+its object store only once. (A non-contiguous column is made contiguous first, and one on a GPU is moved to the CPU.) A dtype
+that NumPy lacks, such as bfloat16, is sent as bytes.
 
-Receiving copies nothing either: the column stays a view of the store, memory that other processes read too. Writing there
-would corrupt their batches in silence, hence the rule *copy on touch*: slicing, dealing out microbatches and sending on keep
-the view; whoever takes a column (or a slice of it) as a tensor gets a private copy, once, and may write to it.
+Receiving: the column stays a view of the object store, memory that other processes read too. Writing to it would silently
+corrupt their batches, hence the rule *copy on touch*: slicing, splitting into microbatches and sending keep the view; reading
+a column (or a slice of it) as a tensor makes a private, writable copy, once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class BorrowedColumn:
-    """A column in memory that is not ours to write to.
+    """A column in memory that must not be written to.
 
     Attributes:
         rows: [B, bytes of a row] uint8, read-only.
@@ -60,12 +60,12 @@ class _PortableTensor:
 
 
 def pack_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a batch in the form that is pickled."""
+    """Convert the columns of a batch for pickling."""
     return {key: _portable_column(column) for key, column in columns.items()}
 
 
 def unpack_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a batch from that form: tensors of our own where the memory is ours, else borrowed ones."""
+    """Restore the columns of a batch: as tensors if the memory is writable, else as borrowed columns."""
     return {key: _arrived(column) for key, column in columns.items()}
 
 
@@ -79,7 +79,7 @@ def _portable_column(column: Any) -> Any:
 
 
 def _portable(value: Any) -> Any:
-    """The same nest of plain lists, tuples and dicts with portable tensors in it; anything else as it is."""
+    """The same nested lists, tuples and dicts with portable tensors; other values unchanged."""
     if isinstance(value, torch.Tensor):
         return _PortableTensor(value)
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""A generation engine over the replicas of a worker group: a prompt's rows share one, and those of a dead one go to others."""
+"""A generation engine over the replicas of a worker group: rows of a prompt share a replica; a dead one's are reassigned."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ ROW_KEYS = ("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_n
 
 
 class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
-    """`GenerationWorker`s as one engine.
+    """A group of `GenerationWorker`s as one engine.
 
-    A replica whose process dies is replaced, `config.max_restarts` times in all. `generate` then has the policy's weights
-    brought to all replicas again (`refit_with`) and samples the rows whose answers are missing; what the others answered is
-    kept. An engine that was never refitted goes on with its initial weights. The verbs of a refit raise WorkerDiedError:
-    the caller calls `restart_dead` and starts the refit again. A replica that dies before it has loaded once is an error.
+    A replica that dies is restarted, up to `config.max_restarts` times in total. `generate` then sends the policy's weights
+    to all replicas again (`refit_with`) and samples only the missing rows. An engine that was never refitted continues with
+    its initial weights. The refit methods raise WorkerDiedError: the caller calls `restart_dead` and starts the refit again. A
+    replica that dies before it has first loaded is an error.
 
     Args:
         worker_class: the backend's worker.
-        config: the section `policy.generation`; handed to each worker.
+        config: the section `policy.generation`, passed to each worker.
         cluster: where the replicas run; without one, a single replica runs in this process.
-        num_workers: replicas; as many as the cluster has places by default.
-        deadlines: how long to wait for what.
-        env_vars: further environment variables of the workers.
-        bundles_per_worker: places of the cluster that each replica has.
+        num_workers: number of replicas; as many as fit on the cluster by default.
+        deadlines: timeouts by kind of call.
+        env_vars: additional environment variables of the workers.
+        bundles_per_worker: number of cluster bundles per replica.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """See `GenerationInterface`; all rows of an answer are sampled with weights of one version.
+        """See `GenerationInterface`; all returned rows are sampled with the same weight version.
 
         Raises:
-            WorkerDiedError: a replica died and may not be replaced any more.
-            WeightSyncError: one was replaced and nothing was given to bring it the policy's weights.
+            WorkerDiedError: a replica died and its restarts are used up.
+            WeightSyncError: a replica was restarted and `refit_with` was not called.
         """
         self.wait_ready()
         rows = _askable(data)
@@ -134,7 +134,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
 
     @property
     def weight_version(self) -> int:
-        """See `GenerationInterface`; -1 where a replica was replaced and not refitted since.
+        """See `GenerationInterface`; -1 if a replica was restarted and not refitted since.
 
         Raises:
             WeightSyncError: the replicas have different versions.
@@ -170,15 +170,15 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
         return all(self._run("invalidate_kv_cache"))
 
     def _bring_weights(self) -> None:
-        """Refit all replicas, unless somebody has done so meanwhile."""
+        """Refit all replicas, unless that has already been done."""
         if self._version_of(self._run_revived("get_weight_version")) >= 0:
             return
         if self._refit is None:
             ranks = ", ".join(map(str, sorted(self._without_weights)))
             raise WeightSyncError(
-                f"Generation replica {ranks} died and was replaced. The new one has the model's initial weights, while the "
-                "engine had been refitted, so it would sample with another model. Refit the engine and call generate again; or "
-                "say once how that is done, `generation.refit_with(synchronizer.sync)`, and generate does it by itself."
+                f"Generation replica {ranks} died and was restarted with the model's initial weights. The engine had been "
+                "refitted, so the replica would sample with a different model. Refit the engine and call generate again, or "
+                "call `generation.refit_with(synchronizer.sync)` once, so that generate does it automatically."
             )
         before = self.restarts
         self._refit()
@@ -186,8 +186,8 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
             self._run_revived("prepare_for_generation")
         if self._version_of(self._run_revived("get_weight_version")) < 0 and self.restarts == before:
             raise WeightSyncError(
-                "The refit that was given to `refit_with` ended, and a generation replica that was replaced is still without "
-                "weights. Give it one that moves all weights to every replica, such as `WeightSynchronizer.sync`."
+                "The function passed to `refit_with` returned, but a restarted generation replica still has no weights. "
+                "Pass one that sends all weights to every replica, such as `WeightSynchronizer.sync`."
             )
 
     def _version_of(self, versions: Sequence[int]) -> int:
@@ -198,7 +198,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
         return version
 
     def _run_revived(self, method: str) -> list[Any]:
-        """Call every replica, and all of them once more where dead ones were replaced."""
+        """Call every replica; if dead ones were restarted, call all again."""
         while True:
             try:
                 return self._run(method)
@@ -214,7 +214,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
 def generate_on(
     group: WorkerGroup, data: BatchedDataDict[Any], *, greedy: bool, deadline_s: float
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Split the rows over the ranks of `group`, sample, and put the answers back in the order of `data`.
+    """Split the rows over the ranks of `group`, sample, and return the outputs in the order of `data`.
 
     Raises:
         WorkerDiedError: a rank died.
@@ -227,7 +227,7 @@ def generate_on(
 
 
 _Answer = tuple[list[int], BatchedDataDict[Any]]
-"""Row indices, and what one replica sampled for them."""
+"""Row indices, and one replica's output for them."""
 
 
 def _askable(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
@@ -238,7 +238,7 @@ def _askable(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 def _ask(
     group: WorkerGroup, rows: BatchedDataDict[Any], wanted: list[int], *, greedy: bool, deadline_s: float
 ) -> tuple[list[_Answer], list[WorkerDiedError]]:
-    """The answers to the `wanted` rows, spread over all ranks, and the deaths of ranks that gave none."""
+    """The outputs of the `wanted` rows, spread over all ranks, and the deaths of ranks without output."""
     parts = [[wanted[row] for row in part] for part in _by_prompt(rows.select_indices(wanted), group.world_size)]
     shards = {rank: (rows.select_indices(part),) for rank, part in enumerate(parts)}
     outcomes = group.submit_some("generate", shards, greedy=greedy).settle(deadline_s)
@@ -248,11 +248,11 @@ def _ask(
 
 
 def _of_one_version(answers: Sequence[_Answer]) -> list[_Answer]:
-    """The answers that the newest weights gave: the policy may have gone on between a death and the refit after it."""
+    """The answers sampled with the newest weights: the policy may have been updated between a death and the next refit."""
     newest = max((int(output["weight_version"].max()) for _, output in answers), default=-1)
     kept = [answer for answer in answers if bool((answer[1]["weight_version"] == newest).all())]
     if len(kept) < len(answers):
-        _log.warning("answers sampled before weight version %d are dropped: the rows of a call have one version", newest)
+        _log.warning("answers sampled before weight version %d are dropped: the rows of a call must have one version", newest)
     return kept
 
 
@@ -263,20 +263,20 @@ def _in_order(answers: Sequence[_Answer]) -> BatchedDataDict[GenerationOutputSpe
 
 
 def _one_of(answers: Sequence[Any], method: str) -> Any:
-    """The answer of every replica, which must be one.
+    """The answer of all replicas, which must be equal.
 
     Raises:
         WeightSyncError: the replicas differ.
     """
     if any(answer != answers[0] for answer in answers):
         raise WeightSyncError(
-            f"The {len(answers)} generation replicas do not hold the same weights ({method} differs): a refit was torn."
+            f"The {len(answers)} generation replicas do not have the same weights ({method} differs): a refit was incomplete."
         )
     return answers[0]
 
 
 def _by_prompt(rows: BatchedDataDict[Any], num_parts: int) -> list[list[int]]:
-    """Row indices of at most `num_parts` non-empty parts; the rows of one prompt share a part, and so its prefill."""
+    """Row indices of at most `num_parts` non-empty parts; the rows of one prompt share a part and thus its prefill."""
     ids, lengths = rows["input_ids"], rows["input_lengths"]
     prompts: dict[bytes, list[int]] = {}
     for row in range(rows.size):

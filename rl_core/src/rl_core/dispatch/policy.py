@@ -1,4 +1,4 @@
-"""A policy over the ranks of a worker group: shards rows, dispatches, puts results back in order; knows no backend."""
+"""A policy over the ranks of a worker group: shards rows, dispatches calls and restores the order of results."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ TRAINING_KEYS = (*SCORING_KEYS, "token_mask", "sample_mask")
 
 
 class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface, ValueInterface):
-    """`PolicyWorker`s as one policy; under `head: scalar`, as one value model.
+    """A group of `PolicyWorker`s as one policy or, with `head: scalar`, as one value model.
 
     Rows are split over the `data` axis of `sharding` and replicated over its other axes. Loading starts in the constructor
     and is awaited at the first use, so that several groups load at the same time.
 
     Args:
         worker_class: the backend's worker.
-        config: the section `policy`; handed to each worker.
+        config: the section `policy`, passed to each worker.
         cluster: where the workers run; without one, a single worker runs in this process.
-        num_workers: ranks; all of the cluster's by default.
-        deadlines: how long to wait for what.
+        num_workers: number of ranks; all of the cluster's by default.
+        deadlines: timeouts by kind of call.
         sharding: the named grid of ranks; all of them along `data` by default.
-        env_vars: further environment variables of the workers.
-        name: what errors call it.
+        env_vars: additional environment variables of the workers.
+        name: its name in errors.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
 
     @property
     def data_ranks(self) -> int:
-        """Ranks along the data axis."""
+        """Number of ranks along the data axis."""
         return self.group.sharding.get_axis_size("data") if "data" in self.group.sharding.names else 1
 
     @property
@@ -100,39 +100,39 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         vocab_size = self.facts.get("vocab_size", k)
         if not 1 <= k <= vocab_size:
             raise DataError(
-                f"The {k} likeliest tokens were asked of {self.config.model_name}, whose vocabulary has {vocab_size}: ask for "
-                f"1 to {vocab_size} (`loss_fn.topk`)."
+                f"The {k} most likely tokens of {self.config.model_name} were requested, but its vocabulary has {vocab_size}: "
+                f"use 1 to {vocab_size} (`loss_fn.topk`)."
             )
         return self._score(data, "get_topk_logprobs", k=k)
 
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
         if self.config.head != "scalar":
             raise NotSupportedError(
-                f"The head of {self.config.model_name} scores tokens and gives no values: set `head: scalar` in its section."
+                f"{self.config.model_name} has a language-model head, not a scalar head: set `head: scalar` in its section."
             )
         return self._score(data, "get_values")
 
     def _refuse_unknown_tokens(self, candidates: torch.Tensor, key: str) -> None:
-        """Before any rank begins: one that stops alone leaves the others waiting for it."""
+        """Checked before any rank starts, because ranks would wait for one that fails alone."""
         self._refuse_scalar_head()
         vocab_size = self.facts["vocab_size"]
         outside = candidates[(candidates < 0) | (candidates >= vocab_size)]
         if outside.numel():
             raise DataError(
-                f"`{key}` holds token id {int(outside[0])}, outside the {vocab_size} tokens of {self.config.model_name}: "
-                "whoever named the candidates has a larger vocabulary. Take a teacher whose LM head has no more rows than the "
-                "policy's."
+                f"`{key}` contains token id {int(outside[0])}, outside the {vocab_size} tokens of {self.config.model_name}: "
+                "the model that chose the candidates has a larger vocabulary. Use a teacher whose LM head is not larger than "
+                "the policy's."
             )
 
     def _refuse_scalar_head(self) -> None:
         if self.config.head == "scalar":
             raise NotSupportedError(
-                f"{self.config.model_name} has a scalar head (`head: scalar`), which gives values and scores no tokens: set "
+                f"{self.config.model_name} has a scalar head (`head: scalar`), which does not score tokens: set "
                 "`head: tokens` in its section."
             )
 
     def _score(self, data: BatchedDataDict[Any], method: str, **kwargs: Any) -> BatchedDataDict[Any]:
-        """What the ranks answer, in the order of `data` and as wide."""
+        """The ranks' results, in the order and width of `data`."""
         self.wait_ready()
         rows = select_columns(data, SCORING_KEYS)
         shards, order = self._shards(pad_rows_to_multiple(rows, self.data_ranks), None, training=False)
@@ -154,7 +154,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
     ) -> dict[str, Any]:
         if not isinstance(loss_fn, LossFunction):
             raise DataError(
-                f"train takes a loss as its second argument, such as GRPOLossFn(): found {type(loss_fn).__name__}. "
+                f"The second argument of train must be a loss, such as GRPOLossFn(): found {type(loss_fn).__name__}. "
                 "Rewards reach a loss as the column `advantages` of the batch."
             )
         self.wait_ready()
@@ -165,8 +165,8 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit
         if rows.size % unit or gbs % unit:
             raise DataError(
-                f"{type(loss_fn).__name__} reads {unit} rows together; the batch has {rows.size} rows, and an optimizer step "
-                f"takes {gbs}. Make both multiples of {unit}."
+                f"{type(loss_fn).__name__} reads {unit} rows together, but the batch has {rows.size} rows, and an optimizer "
+                f"step {gbs}. Make both multiples of {unit}."
             )
         rows_per_step = rows_per_optimizer_step(rows.size, asked=gbs, multiple_of=self.data_ranks * unit)
         rows = pad_rows_to_multiple(rows, rows_per_step)
@@ -187,7 +187,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
     def _shards(
         self, rows: BatchedDataDict[Any], batch_size: int | None, *, training: bool, rows_per_unit: int = 1
     ) -> tuple[Sequence[BatchedDataDict[Any]], list[int] | None]:
-        """Split `rows` over the data axis, with the microbatch plan that the config asks for."""
+        """Split `rows` over the data axis, with the microbatch plan of the config."""
         packing, dynamic = self.config.sequence_packing, self.config.dynamic_batching
         plan: dict[str, Any] = {}
         if packing.enabled:
@@ -234,7 +234,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
     def checkpoint_bytes(self, *, optimizer: bool) -> int:
         whole = int(self.facts.get("num_parameters", 0))
         trained = int(self.facts.get("num_trained_parameters", whole))
-        # Adapters are float32 beside a base of any type, and the base is not saved.
+        # Adapters are float32 for a base of any type, and the base is not saved.
         width = 2 if self.config.precision == "bfloat16" and trained == whole else 4
         moments = 2 if self.config.optimizer.name.rpartition(".")[2].startswith("Adam") else 0
         float32_copies = 1 if width == 2 else 0
@@ -298,7 +298,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         self._run("finish_refit")
 
     def _run(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
-        """Call every rank, for gathering weights is collective; the answer is rank 0's."""
+        """Call every rank, because gathering weights is collective; returns rank 0's result."""
         self.wait_ready()
         return self.group.run_all(method, *args, deadline_s=deadline_s or self._deadlines.refit_s, **kwargs)[0]
 

@@ -35,7 +35,7 @@ def select_columns(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDa
     if missing:
         raise DataError(
             f"The batch has no {', '.join(f'`{key}`' for key in missing)}; it has {', '.join(sorted(map(str, columns)))}. "
-            "docs/batch_keys.md says what each key holds and who writes it."
+            "See docs/batch_keys.md for each key's content and writer."
         )
     return BatchedDataDict({key: columns[key] for key in wanted})
 
@@ -57,7 +57,7 @@ def pad_rows_to_multiple(rows: BatchedDataDict[Any], multiple: int) -> BatchedDa
 
 
 def global_counts(rows: BatchedDataDict[Any], batch_size: int) -> list[GlobalCounts]:
-    """Trained sequences and tokens of each global batch of `batch_size` rows."""
+    """Number of trained sequences and tokens in each global batch of `batch_size` rows."""
     seqs = (rows["sample_mask"] > 0).double()
     toks = ((rows["token_mask"] > 0) & (rows["sample_mask"] > 0).unsqueeze(-1)).sum(dim=-1).double()
     return [

@@ -1,7 +1,7 @@
-"""Rows that come and go one by one over the replicas of an engine: each goes where the fewest are under way; knows no engine.
+"""Streams single rows over the replicas of an engine, each to the replica with the fewest rows in flight.
 
-A replica is asked again and again (`GenerationWorker.poll`): a call takes what has arrived since the last and brings what
-has ended. A row's consumer that goes away cancels its row. Other verbs, such as those of a refit, run between two calls.
+A replica is polled repeatedly (`GenerationWorker.poll`): each call passes the rows that arrived since the last one and returns
+those that have ended. A row is cancelled if its consumer goes away. Other methods, such as those of a refit, run between polls.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError
 from rl_core.interfaces.worker import GenerationRequest
 
 _WAIT_S = 0.1
-"""How long a replica works on before it asks for news; a row that arrives meanwhile waits that long at most."""
+"""Duration of a poll if no row ends; a row that arrives meanwhile waits at most this long."""
 _POLL_S = 0.002
 _names = itertools.count()
 
 
 @dataclass
 class _Replica:
-    """What one replica is to be told, and what it works on."""
+    """Messages to one replica, and its rows in flight."""
 
     arrivals: list[GenerationRequest] = field(default_factory=list)
     under_way: dict[str, asyncio.Queue[Any]] = field(default_factory=dict)
@@ -34,11 +34,11 @@ class _Replica:
 
 
 class RowStream:
-    """The rows under way on the replicas of one engine; used from one event loop at a time.
+    """The rows in flight on the replicas of one engine; used from one event loop at a time.
 
     Args:
         group: workers with `poll`.
-        deadline_s: how long a replica may work on without any of its rows ending.
+        deadline_s: maximum time without any row of a replica ending.
     """
 
     def __init__(self, group: WorkerGroup, *, deadline_s: float) -> None:
@@ -49,17 +49,17 @@ class RowStream:
 
     @property
     def load(self) -> list[int]:
-        """Rows under way on each replica."""
+        """Number of rows in flight on each replica."""
         return [len(replica.under_way) for replica in self._replicas]
 
     async def rows(self, data: BatchedDataDict[Any], *, greedy: bool) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
-        """Yield (row, its output) as each ends; leaving the iterator cancels what has not.
+        """Yield (row, its output) as each row ends; closing the iterator cancels the others.
 
         Raises:
             DataError: a row of this call cannot be completed.
             WorkerError: a replica failed or died with rows of this call.
-            DeadlineExceededError: a replica brought nothing for too long.
-            UserError: rows are under way in another event loop, which still runs.
+            DeadlineExceededError: a replica finished no row for too long.
+            UserError: rows are in flight in another event loop that is still running.
         """
         self._enter_loop()
         ended: asyncio.Queue[Any] = asyncio.Queue()
@@ -77,18 +77,18 @@ class RowStream:
                 row, _ = places.pop(name)
                 yield row, output
         finally:
-            # Nothing is awaited here: an event loop that ends may close the iterator and never come back to it.
+            # Nothing is awaited here: a closing event loop may close the iterator without resuming it.
             for rank in range(len(self._replicas)):
                 self._cancel(rank, [name for name, place in places.items() if place[1] == rank])
 
     def _enter_loop(self) -> None:
-        """Forget the rows of an event loop that has ended: nobody can wait for them any more."""
+        """Drop the rows of an event loop that has ended."""
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return
         if self._loop is not None and self._loop.is_running():
             raise UserError(
-                "generate_async is under way in another event loop. Ask from one loop at a time; rows of several calls in one "
+                "generate_async is running in another event loop. Use one event loop at a time; rows of several calls in one "
                 "loop are sampled together."
             )
         self._loop, self._pumps = loop, {}
@@ -113,7 +113,7 @@ class RowStream:
         self._tell(rank, sorted(known - waiting))
 
     def _tell(self, rank: int, cancelled: Sequence[str]) -> None:
-        """Have the replica forget rows; what its call brings of others is for the pump to take."""
+        """Cancel rows of the replica; results of other rows in the same call are left to the pump."""
         if not cancelled:
             return
         try:
@@ -125,17 +125,17 @@ class RowStream:
         return self._group.submit_one("poll", arrivals, rank=rank, deadline_s=self._deadline_s, **kwargs)
 
     async def _pump(self, rank: int) -> None:
-        """Exchange with one replica until it has no row under way."""
+        """Poll one replica until it has no rows in flight."""
         replica = self._replicas[rank]
         while replica.under_way:
             try:
                 await self._exchange(rank)
-            except Exception as error:  # handed to every consumer of this replica, which raises it
+            except Exception as error:  # passed to every consumer of this replica, which raises it
                 names = list(replica.under_way)
                 _fail(replica, error)
                 if not isinstance(error, WorkerDiedError | DeadlineExceededError):
                     self._tell(rank, names)
-            await asyncio.sleep(0)  # consumers go first: a replica in this process holds the loop while it works
+            await asyncio.sleep(0)  # let consumers run first: a replica in this process blocks the loop while it works
 
     async def _exchange(self, rank: int) -> None:
         replica = self._replicas[rank]
@@ -154,7 +154,7 @@ class RowStream:
             replica.last_news = asyncio.get_running_loop().time()
         for name, output in ended.items():
             consumer = replica.under_way.pop(name, None)
-            if consumer is not None:  # else it was cancelled while its answer was on the way
+            if consumer is not None:  # otherwise it was cancelled while its result was on the way
                 consumer.put_nowait((name, output))
 
 
@@ -165,7 +165,7 @@ def _fail(replica: _Replica, error: Exception) -> None:
 
 
 async def _result(call: PendingCall, deadline_s: float) -> Any:
-    """The result of a call, while other tasks run."""
+    """Await the result of a call without blocking other tasks."""
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline_s
     while not call.poll(0.0) and loop.time() <= until:

@@ -1,4 +1,4 @@
-"""Text in, text out: prompts are rendered and tokenized, completions decoded, with the tokenizer that the config names."""
+"""Text generation: renders and tokenizes prompts and decodes completions, with the tokenizer of the config."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class TextGeneration:
-    """Adds `generate_text` to what has a `config` with `model_name`, and `generate`."""
+    """Adds `generate_text` to a class with `generate` and a `config` with `model_name`."""
 
     config: Any
     _tokenizer: Any = None
 
     @property
     def tokenizer_section(self) -> TokenizerConfig:
-        """The tokenizer that text is read and written with; the model's own by default."""
+        """Tokenizer for prompts and completions; the model's own by default."""
         return TokenizerConfig()
 
     def generate(

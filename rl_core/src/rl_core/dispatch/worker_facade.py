@@ -1,4 +1,4 @@
-"""Workers of one kind behind a facade, in this process or over a cluster; the choice is made here and nowhere else."""
+"""Base of the facades over workers; decides whether workers run in this process or on a cluster."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class WorkerFacade:
-    """What every facade over workers has: a group that loads, facts about it, and an end.
+    """Common part of all facades over workers: the group, the facts it reports and its shutdown.
 
     Loading starts in the constructor and is awaited at the first use, so that several groups load at the same time.
 
     Args:
         worker_class: the backend's worker; takes (`context`, `config`).
-        config: its section, handed to each worker.
-        name: what errors call the group.
+        config: its section, passed to each worker.
+        name: name of the group in errors.
         cluster: where the workers run; without one, a single worker runs in this process.
-        num_workers: ranks; all of the cluster's by default.
-        deadlines: how long to wait for what.
+        num_workers: number of ranks; all of the cluster's by default.
+        deadlines: timeouts by kind of call.
         sharding: the named grid of ranks; all of them along `data` by default.
-        env_vars: further environment variables of the workers.
-        bundles_per_worker: places of the cluster that each worker has, for an engine with processes of its own.
+        env_vars: additional environment variables of the workers.
+        bundles_per_worker: number of cluster bundles per worker, for an engine with its own processes.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class WorkerFacade:
         return isinstance(self.group, InProcessWorkerGroup)
 
     def spread_over(self, cluster: RayVirtualCluster) -> None:
-        """Run over a cluster from now on: for a facade made without one that has only just loaded what its config names."""
+        """Move to a cluster; for a facade that was created without one and has only loaded what its config names."""
         self.group.shutdown()
         self.group = self._make_group(cluster=cluster)
         self._setup, self._facts = self.group.submit_all("setup"), None
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What rank 0 said of itself when it had loaded, such as `device` and `vocab_size`."""
+        """What rank 0 reported when it had loaded, such as `device` and `vocab_size`."""
         return self.wait_ready()[0]
 
     def wait_ready(self) -> list[Mapping[str, Any]]:
-        """Wait until every rank has loaded; what each said of itself.
+        """Wait until every rank has loaded; returns what each reported.
 
         Raises:
             WorkerError: a rank could not load.
@@ -92,7 +92,7 @@ class WorkerFacade:
         return self._facts
 
     def shutdown(self) -> bool:
-        """End the workers and their processes; calling it twice is fine."""
+        """Stop the workers and their processes; calling it twice is fine."""
         if not self._closed:
             self._closed = True
             self.group.shutdown()
@@ -114,13 +114,13 @@ def make_group(
     """Start workers that take (`context`, `config`).
 
     Raises:
-        ConfigError: more than one rank, or an interpreter of its own, was asked of a single process.
+        ConfigError: a single process cannot have more than one rank or a separate interpreter.
     """
     if cluster is None:
         if (num_workers or 1) > 1 or python is not None:
             raise ConfigError(
-                f"The {name} asks for {num_workers or 1} workers{' and its own interpreter' if python else ''}, but runs in "
-                "this process. Give it a cluster: `cluster.backend: ray`, or `cluster=RayVirtualCluster([...])` from Python."
+                f"The {name} needs {num_workers or 1} workers{' and its own interpreter' if python else ''}, but runs in "
+                "this process. Set `cluster.backend: ray`, or pass `cluster=RayVirtualCluster([...])` in Python."
             )
         return InProcessWorkerGroup(
             worker_class, worker_kwargs={"config": config}, sharding=sharding, name=name, device=device_here()
@@ -141,7 +141,7 @@ def make_group(
 
 
 def device_here() -> Literal["cpu", "cuda"]:
-    """What a single worker in this process computes on: the first GPU that the process sees, if it sees one."""
+    """The device of a single worker in this process: the first visible GPU, if any."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Starts another worker where one has died, as often as it may; knows neither rows nor weights."""
+"""Restarts dead workers up to a limit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerRestarter:
-    """The replacements of one group.
+    """Restarts the workers of one group.
 
     Args:
         group: the workers.
-        max_restarts: how many may be replaced over its life.
-        key: the config key of that number, named in errors.
-        start_s: longest wait for the `setup` of those that are new.
+        max_restarts: maximum number of restarts over the group's life.
+        key: the config key of that number, for errors.
+        start_s: timeout of the new workers' `setup`.
     """
 
     def __init__(self, group: WorkerGroup, *, max_restarts: int, key: str, start_s: float) -> None:
@@ -31,21 +31,21 @@ class WorkerRestarter:
         """Workers replaced so far."""
 
     def restart_dead(self, facts: Sequence[Mapping[str, Any]], cause: Exception | None = None) -> set[int]:
-        """Replace every worker that is dead, and set the new ones up.
+        """Restart all dead workers and set them up.
 
-        A worker that dies again while it starts is one more to replace.
+        A worker that dies again during its start counts as another restart.
 
         Args:
-            facts: what each rank's `setup` said when the group began.
-            cause: what made the caller look.
+            facts: what each rank's first `setup` reported.
+            cause: the error that led to this call.
 
         Returns:
-            The ranks of the new workers, which have nothing of the old ones' state.
+            The ranks of the new workers, which have none of the old ones' state.
 
         Raises:
-            WorkerDiedError: more are dead than may be replaced; says who died.
-            WorkerError: a new worker cannot load, or says other things of itself than the one before.
-            DeadlineExceededError: it took longer than `start_s`.
+            WorkerDiedError: the limit does not allow another restart; names the dead workers.
+            WorkerError: a new worker cannot load, or reports other facts than the one before.
+            DeadlineExceededError: the restart took longer than `start_s`.
         """
         replaced: set[int] = set()
         waiting: set[int] = set()
@@ -78,16 +78,15 @@ class WorkerRestarter:
         names = "; ".join(self._group.describe_rank(rank) for rank in dead)
         if self.count + len(dead) > self._max_restarts:
             raise WorkerDiedError(
-                f"Dead: {names}. {self.count} of this group have been replaced already, and `{self._key}` is "
-                f"{self._max_restarts}, so no other takes its place. Workers that die one after the other have a cause: look "
-                "at their logs and at the memory of their hosts. Then go on from the last checkpoint, or raise the limit."
-                + (f"\n{cause}" if cause is not None else "")
+                f"{names} exited and `{self._key}` ({self._max_restarts}) does not allow another restart; {self.count} workers "
+                "of this group were already restarted. Check the logs of the workers and the memory of their hosts. Then "
+                "resume from the last checkpoint, or raise the limit." + (f"\n{cause}" if cause is not None else "")
             )
         why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""
         for rank in dead:
             self.count += 1
             told = (self._group.describe_rank(rank), self.count, self._max_restarts, why)
-            _log.warning("%s is dead; another takes its place (%d of %d)%s", *told)
+            _log.warning("%s exited; restarting it (%d of %d)%s", *told)
 
     def _refuse_another(self, rank: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         changed = {

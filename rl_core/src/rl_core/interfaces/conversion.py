@@ -1,7 +1,7 @@
-"""What a policy backend is asked for when a checkpoint of its is to become files of another format; no logic.
+"""Conversion of a policy backend's checkpoints to other formats; no logic.
 
-A policy class says what it can convert to in `checkpoint_conversions`: format to "module:function". The function takes a
-`Conversion` and fills its `output`. A folder of Transformers, in a checkpoint or by itself, needs no function to be copied.
+A policy class lists its conversions in `checkpoint_conversions`: format to "module:function". The function takes a `Conversion`
+and fills its `output`. Transformers folders, in a checkpoint or by themselves, are copied without such a function.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Conversion:
     """One conversion.
 
     Attributes:
-        source: what `save_checkpoint` wrote as weights, or a folder of Transformers that no run wrote.
+        source: the weights that `save_checkpoint` wrote, or a Transformers folder from elsewhere.
         output: an empty folder to fill; it gets its final name once the function returns.
-        policy: the section `policy` that the checkpoint was written under, as plain values; empty where no run wrote it.
-        merge: fold adapters into the weights that they belong to.
-        model: where the model is that the run began from, in place of what `policy` and adapters name.
+        policy: the section `policy` that the checkpoint was written under, as plain values; empty for a folder from elsewhere.
+        merge: merge adapters into the base weights.
+        model: the base model's location, overriding the one that `policy` and the adapters name.
     """
 
     source: Path

@@ -1,4 +1,4 @@
-"""What answers and scores: message logs in, observations and rewards out; a plain class, no Ray needed."""
+"""Environments: message logs in, observations and rewards out. A plain class; no Ray needed."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _STEP_ARGUMENTS = 2
 
 
 class EnvironmentReturn(NamedTuple):
-    """The answer of an environment to one turn of a batch; row i answers row i."""
+    """An environment's response to one turn of a batch; row i responds to conversation i."""
 
     observations: list[Message]
-    """`role` and `content` that the model reads next; ignored if the row has terminated."""
+    """`role` and `content` of the next message that the model reads; ignored if the row has terminated."""
     metadata: list[Any]
-    """The state that `step` gets back at the next turn; None ends it."""
+    """State passed to `step` at the next turn."""
     next_stop_strings: list[list[str] | None]
     """Stop strings of the next turn."""
     rewards: torch.Tensor | Mapping[str, torch.Tensor]
-    """[B] float32, or named parts of that form; the parts are summed. A call may leave out a name that other calls return: its
-    rows then have 0.0 for it. A plain tensor counts as the part `reward`."""
+    """[B] float32, or named components of that form, which are summed. A call may omit a name that other calls return: its
+    rows then get 0.0 for it. A plain tensor is the component `reward`."""
     terminateds: torch.Tensor
-    """[B], non-zero where the row has ended."""
+    """[B], non-zero if the row has ended."""
     answers: list[str | None] | None = None
-    """The final answer that was read from each row, as text; None if there is none, or for all rows."""
+    """The final answer parsed from each row, as text; None if there is none, or for all rows."""
 
 
 class EnvironmentInterface(ABC):
     """Scores completions and plays the other side of a conversation.
 
-    The core runs an environment as a pool of processes; instances do not share state, so what a row must remember
-    travels in its metadata.
+    An environment runs as a pool of processes that share no state, so what must be remembered about a row belongs in its
+    metadata.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Explains a call of `step` without metadata, which would be a bare TypeError."""
+        """Add an explanation to calls of `step` without metadata, which would raise a bare TypeError."""
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("step")
         if inspect.isfunction(own) and not getattr(own, "__isabstractmethod__", False):
@@ -55,20 +55,20 @@ class EnvironmentInterface(ABC):
 
     @abstractmethod
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
-        """Answer one turn.
+        """Respond to one turn.
 
         Args:
-            message_log_batch: B conversations so far, the last message being the model's.
+            message_log_batch: B conversations so far; the last message is the model's.
             metadata: B states; at the first turn the record's `extra_env_info`.
 
-        The run checks what is returned (`rl_core.interfaces.environment_checks`): another type, a number of entries other than
-        B, a reward that is not finite, or text that is not valid Unicode ends it with an error that names task and class.
+        The return value is checked (`rl_core.interfaces.environment_checks`): a wrong type, a number of entries other than B,
+        a reward that is not finite, or invalid Unicode ends the run with an error that names task and class.
         """
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """Metrics over all rows of this environment's tasks in a step.
+        """Compute metrics over all rows of this environment's tasks in a step.
 
         Args:
             batch: `rewards`, `truncated`, `message_log` (role and content), `extra_env_info`, `answers`, `task_name`, `idx`.

@@ -1,4 +1,4 @@
-"""Checks what an environment returns, where it enters the run: every error names the task, the class and what was found."""
+"""Checks what an environment returns. Every error names the task, the class and the invalid value."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LONGEST_VALUE = 120
 
 
 def class_name(environment_class: type) -> str:
-    """Module and name of a class, as a config would name it."""
+    """Module and name of a class, as in a config."""
     return f"{environment_class.__module__}.{environment_class.__qualname__}"
 
 
 def step_checked(
     environment: EnvironmentInterface, task_name: str, message_log_batch: list[list[Message]], metadata: list[Any]
 ) -> EnvironmentReturn:
-    """One turn of an environment, as `checked_return` returns it."""
+    """Call `step` and check its return value with `checked_return`."""
     found = environment.step(message_log_batch, metadata)
     return checked_return(
         found, rows=len(message_log_batch), task_name=task_name, environment_class=class_name(type(environment))
@@ -32,14 +32,14 @@ def step_checked(
 
 
 def metrics_checked(environment: EnvironmentInterface, task_name: str, batch: Any) -> dict[str, float]:
-    """The environment's metrics of a batch, as `checked_metrics` returns them."""
+    """Compute the environment's metrics of a batch, checked by `checked_metrics`."""
     found = environment.global_post_process_and_metrics(batch)
     _, metrics = checked_metrics(found, task_name=task_name, environment_class=class_name(type(environment)))
     return metrics
 
 
 def checked_return(found: Any, *, rows: int, task_name: str, environment_class: str) -> EnvironmentReturn:
-    """What `step` returned, if it meets the contract of `EnvironmentReturn`.
+    """Convert and check the return value of `step` against `EnvironmentReturn`.
 
     Args:
         found: the returned object. A plain tuple or list of the same fields is accepted; numbers may be in lists or arrays.
@@ -48,7 +48,7 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
         environment_class: named in errors.
 
     Returns:
-        The same, with rewards [B] float32 (each, if named) and terminateds [B] bool, both in CPU memory.
+        The same with rewards [B] float32 (each, if named) and terminateds [B] bool, both in CPU memory.
 
     Raises:
         RLCoreError: the contract is not met.
@@ -66,7 +66,7 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
     if isinstance(rewards, Mapping):
         for name in rewards:
             if not isinstance(name, str):
-                raise RLCoreError(f"{who} returned a reward with the name {_shown(name)}. Names of rewards are text.")
+                raise RLCoreError(f"{who} returned a reward named {_shown(name)}. Reward names must be strings.")
         rewards = {name: _numbers(values, f"the reward {name!r}", who) for name, values in rewards.items()}
     else:
         rewards = _numbers(rewards, "rewards", who)
@@ -78,7 +78,7 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
 
 
 def checked_metrics(found: Any, *, task_name: str, environment_class: str) -> tuple[Any, dict[str, float]]:
-    """What `global_post_process_and_metrics` returned: the batch, and metrics as floats.
+    """The return value of `global_post_process_and_metrics`: the batch, and metrics as floats.
 
     Raises:
         RLCoreError: it is not a batch and a mapping from names to numbers.
@@ -114,9 +114,9 @@ def _check_sizes(made: EnvironmentReturn, rows: int, who: str) -> None:
     wrong = {name: size for name, size in found.items() if size != rows}
     if wrong:
         raise RLCoreError(
-            f"{who} was asked about {rows} rows and answered with "
+            f"{who} was called with {rows} rows but returned "
             + ", ".join(f"{size} {name}" for name, size in wrong.items())
-            + ". Every field of an EnvironmentReturn has one entry per row, in the order of the rows."
+            + ". Every field of an EnvironmentReturn has one entry per row, in row order."
         )
 
 
@@ -133,7 +133,7 @@ def _check_finite(made: EnvironmentReturn, who: str) -> None:
 def _check_rows(made: EnvironmentReturn, who: str) -> None:
     ended = made.terminateds.tolist()
     for row, (message, stops) in enumerate(zip(made.observations, made.next_stop_strings, strict=True)):
-        if not ended[row]:  # the message of a row that has ended is never read
+        if not ended[row]:  # the observation of a terminated row is ignored
             _check_message(message, row, who)
         if stops is not None:
             _check_stop_strings(stops, row, who)
@@ -152,7 +152,7 @@ def _check_message(message: Any, row: int, who: str) -> None:
 
 
 def _check_stop_strings(stops: Any, row: int, who: str) -> None:
-    form = "Return None or a list of texts that are not empty."
+    form = "Return None or a list of non-empty strings."
     if not isinstance(stops, tuple | list):
         raise RLCoreError(f"{who} returned {_shown(stops)} as next_stop_strings of row {row}. {form}")
     for stop in stops:

@@ -1,4 +1,4 @@
-"""What samples: token ids in, token ids and the log-probabilities that they were sampled with out."""
+"""Generation backends: token ids in; sampled token ids and their log-probabilities out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class GenerationDatumSpec(TypedDict):
-    """What a generation backend is asked.
+    """Input of a generation backend.
 
-    `attention_mask` [B, T] is accepted in place of `input_lengths` and converted at the door.
+    `attention_mask` [B, T] is accepted instead of `input_lengths` and converted on entry.
     """
 
     input_ids: torch.Tensor
@@ -25,35 +25,35 @@ class GenerationDatumSpec(TypedDict):
     input_lengths: torch.Tensor
     """[B] int64, tokens of each prompt."""
     stop_strings: NotRequired[list[list[str] | None]]
-    """Strings that end a row, a list a row; they stay in the output."""
+    """Strings that end each row, one list per row; they are included in the output."""
     sample_seeds: NotRequired[torch.Tensor]
-    """[B] int64; a row's tokens depend on its seed, not on its neighbours. Absent: drawn from the backend's seed."""
+    """[B] int64; a row's tokens depend on its seed, not on the other rows. If absent, seeds derive from the backend's seed."""
     max_new_tokens: NotRequired[torch.Tensor]
-    """[B] int64, a row's own limit; never above the config's."""
+    """[B] int64, limit of new tokens per row; the config's limit applies as well."""
 
 
 class GenerationOutputSpec(TypedDict):
-    """What a generation backend answers, in the order of the input rows."""
+    """Output of a generation backend, in the order of the input rows."""
 
     output_ids: torch.Tensor
     """[B, T'] int64, prompt and completion, right-padded."""
     generation_lengths: torch.Tensor
-    """[B] int64, tokens of the completion alone, its end-of-sequence token included."""
+    """[B] int64, tokens of the completion, including its end-of-sequence token."""
     unpadded_sequence_lengths: torch.Tensor
     """[B] int64, prompt and completion."""
     logprobs: torch.Tensor
-    """[B, T'] float32, in nats, of each sampled token under the distribution that it was sampled from; 0.0 on the
-    prompt and on padding."""
+    """[B, T'] float32, in nats, of each sampled token under the distribution it was sampled from; 0.0 on the prompt and on
+    padding."""
     truncated: torch.Tensor
-    """[B] bool; ended by a limit, not by a stop."""
+    """[B] bool; ended by a length limit, not by a stop."""
     weight_version: torch.Tensor
-    """[B] int64, optimizer steps of the weights that sampled the row."""
+    """[B] int64, weight version (number of optimizer steps) that sampled the row."""
 
 
 class GenerationInterface(ABC):
     """An engine that samples from a copy of the policy's weights.
 
-    Verbs beyond the first three have defaults, most of which say "not supported", so an engine offers what it has.
+    Only the first three methods are required; most others raise `NotSupportedError` by default.
     """
 
     @abstractmethod
@@ -64,60 +64,60 @@ class GenerationInterface(ABC):
 
         Args:
             data: prompts, see `GenerationDatumSpec`.
-            greedy: take the most likely token at each position; log-probabilities are then still those of the
-                temperature-scaled distribution.
+            greedy: take the most likely token at each position; log-probabilities are still those of the temperature-scaled
+                distribution.
 
         Raises:
-            DataError: a prompt is empty, holds an id outside the vocabulary, or leaves no room within `max_model_len`.
+            DataError: a prompt is empty, has an id outside the vocabulary, or leaves no space within `max_model_len`.
         """
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Bring the engine to where it can sample; calling it twice is fine."""
+        """Make the engine ready to sample; calling it twice is fine."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Release what only sampling needs; calling it twice is fine."""
+        """Release memory that only sampling needs; calling it twice is fine."""
 
     def shutdown(self) -> bool:
-        """End the engine and its processes, where it has any; calling it twice is fine."""
+        """Stop the engine and its processes; calling it twice is fine."""
         return True
 
     @property
     def num_workers(self) -> int:
-        """Workers that load weights at a refit."""
+        """Number of workers that load weights in a refit."""
         return 1
 
     @property
     def weight_version(self) -> int:
-        """How many optimizer steps the engine's weights have seen; -1 before the first refit."""
+        """Number of optimizer steps behind the engine's weights; -1 before the first refit."""
         return -1
 
     @property
     def restarts(self) -> int:
-        """Workers that have died and been replaced so far."""
+        """Number of workers restarted so far."""
         return 0
 
     def restart_dead(self, cause: Exception | None = None) -> bool:
-        """Replace the workers that have died, for whoever runs a refit; the new ones are without the policy's weights.
+        """Restart dead workers before a refit; new workers do not have the policy's weights yet.
 
-        `generate` and the verbs around it do so by themselves.
+        `generate` and the related methods restart workers by themselves.
 
         Args:
-            cause: what made the caller ask.
+            cause: the error that led to this call.
 
         Returns:
-            Whether a worker was replaced, so that a refit that failed may begin again.
+            Whether a worker was restarted, so that a failed refit may be retried.
 
         Raises:
-            WorkerDiedError: a worker is dead and may not be replaced any more.
+            WorkerDiedError: a worker is dead and its restarts are used up.
         """
         return False
 
     def refit_with(self, refit: Callable[[], object]) -> None:
-        """Take what brings the policy's weights and proves them (`WeightSynchronizer.sync`).
+        """Set the function that sends the policy's weights and verifies them (`WeightSynchronizer.sync`).
 
-        An engine that replaces a worker in the middle of `generate` calls it before it goes on; any other has no use for it.
+        An engine that restarts a worker during `generate` calls it before it continues; other engines ignore it.
         """
         return None
 
@@ -128,18 +128,19 @@ class GenerationInterface(ABC):
         raise self._not_supported("generate_async")
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """Start to join the weight collective of `world_size` ranks; rank 0 is the policy's. Returns pending calls."""
+        """Start joining the weight collective of `world_size` ranks; rank 0 is the policy's. Returns pending calls."""
         raise self._not_supported("init_collective")
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str] | None:
-        """Take the manifest of the weights to come (name to shape and dtype) and check it against the engine's own.
+        """Begin a refit: check the manifest of its weights (name to shape and dtype) against the engine's own.
 
-        Begins a refit: whatever an earlier, unfinished one brought no longer counts.
+        An unfinished earlier refit is discarded.
 
         Returns:
-            Name to the dtype that the engine keeps each tensor in; None where it keeps the manifest's.
+            Name to the dtype that the engine stores each tensor in; None if it keeps the manifest's.
 
         Raises:
+            WeightSyncError: a name or a shape does not match; raised before anything is loaded.
             WeightSyncError: a name or a shape does not fit, before anything is loaded.
         """
         raise self._not_supported("prepare_refit_info")
@@ -152,26 +153,26 @@ class GenerationInterface(ABC):
         raise self._not_supported("update_weights")
 
     def update_weights_from_collective(self) -> list[Any]:
-        """Start to receive all weights from the collective. Returns pending calls."""
+        """Start receiving all weights from the collective. Returns pending calls."""
         raise self._not_supported("update_weights_from_collective")
 
     def weight_fingerprint(self) -> str:
-        """Digest of the engine's weights, the same on every replica; equal to the policy's.
+        """Digest of the engine's weights, the same on every replica; equal to the policy's after a refit.
 
-        An engine that digests the tensors that it computes with has the capability `held_weight_digests`. One that transforms
-        weights after they have arrived digests those that arrived, and every refit then asks the canary.
+        An engine that digests the tensors it computes with has the capability `held_weight_digests`. One that transforms
+        weights after receiving them digests what it received, and every refit then also runs the canary.
 
         Raises:
-            WeightSyncError: tensors of the refit under way are missing (it names them), or replicas differ.
+            WeightSyncError: tensors of the current refit are missing (the error names them), or replicas differ.
         """
         raise self._not_supported("weight_fingerprint")
 
     def weight_digests(self) -> dict[str, str]:
-        """Name to digest of each tensor: what `weight_fingerprint` combines, asked for when two fingerprints differ."""
+        """Name to digest of each tensor that `weight_fingerprint` combines; called when two fingerprints differ."""
         raise self._not_supported("weight_digests")
 
     def invalidate_kv_cache(self) -> bool:
-        """Forget every cached prefix; True once nothing computed under older weights is left."""
+        """Drop all cached prefixes; True once nothing computed under older weights is left."""
         raise self._not_supported("invalidate_kv_cache")
 
     def _not_supported(self, verb: str) -> NotSupportedError:

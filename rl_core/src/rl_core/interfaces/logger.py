@@ -1,4 +1,4 @@
-"""Where metrics and rollouts are written."""
+"""Loggers of metrics and rollouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Logger(ABC):
-    """A sink of metrics. Called in the driver only, once a step."""
+    """Writes metrics. Called only in the driver, once per step."""
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:

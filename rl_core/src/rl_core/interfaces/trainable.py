@@ -1,4 +1,4 @@
-"""What takes optimizer steps on a loss, keeps its state, and ends; knows neither tokens nor values."""
+"""Models that take optimizer steps on a loss and save their state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainableInterface(ABC):
-    """A model that is trained."""
+    """A trainable model."""
 
     @abstractmethod
     def train(
@@ -33,7 +33,7 @@ class TrainableInterface(ABC):
             loss_fn: the loss; see `LossFunction` for its normalisation.
             eval_mode: compute the loss and its metrics only; no gradient, no step.
             gbs: rows of one optimizer step over all ranks; all of `data` by default.
-            mbs: rows of one forward-backward on one rank, where neither token budget nor packing decides; the config's by
+            mbs: rows of one forward-backward pass on one rank, without a token budget or packing; the config's value by
                 default.
 
         Returns:
@@ -41,50 +41,48 @@ class TrainableInterface(ABC):
             `global_valid_toks`, and `metrics`: the loss's own, reduced over microbatches, ranks and steps.
 
         Raises:
-            NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are as before that step.
+            NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are unchanged by that step.
         """
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Bring weights, gradients and optimizer state to where training happens; calling it twice is fine."""
+        """Move weights, gradients and optimizer state to the training device; calling it twice is fine."""
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Release what only training needs; calling it twice is fine."""
+        """Release memory that only training needs; calling it twice is fine."""
 
     @abstractmethod
     def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
-        """Write the weights to a folder, and what training goes on from: optimizer, scheduler, RNG of every rank."""
+        """Write the weights to a folder, and the state to resume from: optimizer, scheduler, RNG of every rank."""
 
     def find_non_finite(self) -> str | None:
-        """The name of a tensor of weights or optimizer state that has NaN or infinities, on any rank; None if there is none.
+        """The name of a weight or optimizer-state tensor with NaN or infinite values on any rank; None if all are finite.
 
-        A run asks before each checkpoint and stops if there is one. A model without this method is not checked.
+        A run calls it before each checkpoint and stops if it finds one. A model without this method is not checked.
         """
         return None
 
     def checkpoint_bytes(self, *, optimizer: bool) -> int:
-        """A lower bound of what `save_checkpoint` writes, with or without the optimizer; 0 if the model cannot tell."""
+        """A lower bound of the bytes that `save_checkpoint` writes, with or without the optimizer; 0 if unknown."""
         return 0
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
-        """Read what `save_checkpoint` wrote; with both paths, training goes on as if it had never stopped.
+        """Read what `save_checkpoint` wrote; with both paths, training continues as if it had never stopped.
 
         Raises:
-            CheckpointError: the folder is absent, torn, or of another model.
-            NotSupportedError: the model reads none; a run on it cannot be resumed.
+            CheckpointError: the folder is missing, incomplete, or of another model.
+            NotSupportedError: the model cannot load checkpoints, so a run on it cannot be resumed.
         """
-        raise NotSupportedError(
-            f"{type(self).__name__} reads no checkpoints: it has no `load_checkpoint`, so no run on it resumes."
-        )
+        raise NotSupportedError(f"{type(self).__name__} does not implement `load_checkpoint`, so runs cannot be resumed.")
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """End the policy and its processes; calling it twice is fine."""
+        """Stop the model and its processes; calling it twice is fine."""
 
     @property
     def weight_version(self) -> int:
-        """How many optimizer steps the weights have seen; a run compares it with the engine's after each refit.
+        """Number of optimizer steps behind the weights; a run compares it with the engine's after each refit.
 
         Raises:
             NotSupportedError: the model does not count them.

@@ -1,4 +1,4 @@
-"""What gives every token a number: the critic of an actor, or a model of rewards. It samples nothing and scores no tokens."""
+"""Models with a scalar per token: the critic of an actor, or a reward model. They neither sample nor score tokens."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 
 class ValueOutputSpec(TypedDict):
-    """What the scalar head says."""
+    """Output of the scalar head."""
 
     values: torch.Tensor
-    """[B, T] float32; position t is the head's number after token t was read, so that the value of the state in which
-    token t is sampled stands at t - 1; 0.0 on padding."""
+    """[B, T] float32; position t is the head's output after token t was read, so the value of the state in which token t is
+    sampled is at t - 1; 0.0 on padding."""
 
 
 class ValueInterface(TrainableInterface):
     """A language model with a scalar head (`policy.head: scalar`).
 
-    Its loss functions are called with `values` [B, T] where those of a policy are called with log-probabilities, laid out as
-    `ValueOutputSpec`, possibly 0.0 wherever `token_mask * sample_mask` is 0; they carry the gradient.
+    Its loss functions receive `values` [B, T], laid out as `ValueOutputSpec`, where those of a policy receive
+    log-probabilities; possibly 0.0 wherever `token_mask * sample_mask` is 0. They carry the gradient.
     """
 
     @abstractmethod
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
-        """Value every token of `data` under the current weights.
+        """Compute the value at every token of `data` under the current weights.
 
         Args:
             data: `input_ids` [B, T] and `input_lengths` [B]; other keys are ignored.
 
         Raises:
-            NotSupportedError: the model's head scores tokens.
+            NotSupportedError: the model has a language-model head.
         """

@@ -1,4 +1,4 @@
-"""How weights travel: a transport moves every tensor of a policy to a generation backend, once."""
+"""Weight transports: each moves every tensor of a policy to a generation backend, once per refit."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ def _unknown() -> Mapping[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TransportContext:
-    """What a transport is told about the run."""
+    """Settings of the run that a transport needs."""
 
     buffer_bytes: int
-    """Most bytes of weights on their way at one time; a single larger tensor travels alone."""
+    """Maximum bytes of weights in transit at a time; a larger tensor is sent alone."""
     deadline_s: float
-    """Seconds that one refit may take."""
+    """Timeout of one refit in seconds."""
     wait: Callable[[Sequence[Any], float], Any]
-    """Waits until all pending calls are done or so many seconds have passed (`rl_core.cluster.wait_together`)."""
+    """Waits until all pending calls are done or a number of seconds has passed (`rl_core.cluster.wait_together`)."""
     rendezvous: Callable[[], tuple[str, int]]
-    """An address and a free port on the node of the policy's rank 0, for a process group to meet at."""
+    """Returns an address and a free port on the node of the policy's rank 0, for a process group rendezvous."""
     folder: Path = Path(gettempdir())
-    """Where files of weights may be written; policy and generation backend both see it."""
+    """Folder for files of weights that both policy and generation backend can access."""
     kept: Callable[[], Mapping[str, str]] = _unknown
-    """Name to the dtype that the generation backend keeps, such as "bfloat16", in the refit under way; a name that it lacks
-    travels as it is."""
+    """Name to the dtype that the generation backend stores, such as "bfloat16", in the current refit; a tensor not listed is
+    sent as it is."""
     num_receivers: int = 1
-    """Generation workers that load weights."""
+    """Number of generation workers that load weights."""
     on_sent: Callable[[], None] = _nothing
-    """Called once all weights have left the policy while the generation backend still loads the last of them, by a transport
-    that sees that moment: what the policy has left to do for the refit can then be done beside the loading."""
+    """Called by transports that can detect it once all weights have left the policy while the generation backend still loads
+    the last of them: the policy's remaining work can then overlap with the loading."""
 
 
 class WeightTransport(ABC):
-    """One way from a policy to a generation backend.
+    """A way to move weights from a policy to a generation backend.
 
     Attributes:
-        name: the capability that both sides list when they speak it.
+        name: the capability that both backends list if they support it.
     """
 
     name: ClassVar[str]
 
     def __init__(self, context: TransportContext) -> None:
-        """Take the run's limits; nothing is opened before the first push."""
+        """Store the run's limits; nothing is opened before the first push."""
         self.context = context
 
     @abstractmethod
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
-        """Move all weights; the generation backend has already taken the manifest.
+        """Send all weights; the generation backend has already received the manifest.
 
         Returns:
-            Bytes moved; 0 where nothing was copied.
+            Bytes moved; 0 if nothing was copied.
 
         Raises:
-            WeightSyncError: either side refused a tensor.
-            DeadlineExceededError: it took longer than `context.deadline_s`.
+            WeightSyncError: either side rejected a tensor.
+            DeadlineExceededError: the refit took longer than `context.deadline_s`.
         """
 
     def close(self) -> None:

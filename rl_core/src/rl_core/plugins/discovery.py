@@ -1,4 +1,4 @@
-"""Finds the plugins that are installed, in metadata alone: names, distributions, stale leftovers. It imports none."""
+"""Finds installed plugins in metadata alone, without importing them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ENTRY_POINT_GROUP = "rl_core.plugins"
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledPlugin:
-    """One entry point of the group, before anything of it is imported.
+    """One entry point of the group, before its module is imported.
 
     Attributes:
         entry_point: Its name is the plugin's name, its value the plugin's module.
-        distribution: The distribution that brings it.
-        location: The folder that holds the distribution's metadata.
-        leftover: Other versions whose metadata lies in the same folder; broken upgrades leave it.
+        distribution: The distribution that contains it.
+        location: The folder of the distribution's metadata.
+        leftover: Other versions with metadata in the same folder, left by broken upgrades.
     """
 
     entry_point: importlib.metadata.EntryPoint
@@ -41,8 +41,8 @@ class InstalledPlugin:
 def installed_plugins(search_path: list[str] | None = None) -> list[InstalledPlugin]:
     """The installed plugins, sorted by distribution and name.
 
-    Of a distribution found in several folders the first on the path counts, as it does for `import`. Two versions in
-    one folder are reported: which of them describes the code cannot be known.
+    If a distribution is found in several folders, the first one on the path is used, as for `import`. Two versions in one
+    folder are reported, because the code may belong to either.
 
     Args:
         search_path: Folders to search; None means `sys.path`.
@@ -52,7 +52,7 @@ def installed_plugins(search_path: list[str] | None = None) -> list[InstalledPlu
         importlib.metadata.distributions() if search_path is None else importlib.metadata.distributions(path=search_path)
     )
     for distribution in distributions:
-        # Reading the text first spares parsing a hundred files, and the harm of a malformed one that is not ours.
+        # Reading the text first avoids parsing the files of unrelated distributions, and errors from malformed ones.
         if f"[{ENTRY_POINT_GROUP}]" in (distribution.read_text("entry_points.txt") or ""):
             location = Path(str(distribution.locate_file(""))).resolve()
             same_name = copies.setdefault(canonicalize_name(_name(distribution)), {})

@@ -1,4 +1,4 @@
-"""Objects that a config names by a dotted path; knows not what they are for."""
+"""Imports objects that a config names by a dotted path."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from rl_core.plugins.component import did_you_mean
 
 
 def resolve(dotted: str, *, key: str) -> Any:
-    """The object that a dotted name stands for.
+    """The object at a dotted path.
 
     Args:
         dotted: such as `torch.optim.AdamW` or `torch.optim:AdamW`.
-        key: of the config; errors begin with it.
+        key: The config key, for errors.
 
     Raises:
-        ConfigError: a part of it does not exist; names the nearest one that does.
+        ConfigError: A component of the path does not exist.
     """
     module_name, _, attribute = dotted.replace(":", ".").rpartition(".")
     if not module_name:
-        raise ConfigError(f"`{key}`: {dotted!r} is no dotted name. Write it in full, such as torch.optim.AdamW.")
+        raise ConfigError(f"`{key}`: {dotted!r} is not a dotted path. Write it in full, such as torch.optim.AdamW.")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"`{key}`: cannot import {module_name!r} of {dotted!r}: {error}. Check its spelling, or install what it is in; "
-            "modules of the working directory are found as well."
+            f"`{key}`: cannot import {module_name!r} of {dotted!r}: {error}. Check the spelling, or install the package; "
+            "the working directory is searched as well."
         ) from error
     if not hasattr(module, attribute):
         public = [name for name in dir(module) if not name.startswith("_")]

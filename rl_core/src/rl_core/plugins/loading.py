@@ -1,4 +1,4 @@
-"""Imports one plugin and asks its noun hooks, one by one; whatever goes wrong becomes a reason. It keeps no plugin."""
+"""Imports one plugin and calls its component hooks; failures become reasons, not exceptions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rl_core.plugins import hookspecs
 from rl_core.plugins.component import Component, Kind, KnownComponent, describe, did_you_mean
 
 HEAVY_MODULES = ("torch", "ray", "numpy", "transformers", "vllm", "megatron", "jax", "tensorflow")
-"""What registration must not import: each costs from a tenth of a second to several seconds of every command."""
+"""Modules that registration must not import: each adds from a tenth of a second to several seconds to every command."""
 
-# A plugin that calls sys.exit() while it is imported must not end the command either.
+# A plugin that calls sys.exit() during import must not end the command either.
 _WHAT_PLUGINS_RAISE = (Exception, SystemExit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModule:
-    """What came of one plugin.
+    """Result of loading one plugin.
 
     Attributes:
         plugin: The object with the hooks; None where the import failed.
@@ -47,7 +47,7 @@ class LoadedModule:
 
 
 def load_module(load: Callable[[], Any]) -> LoadedModule:
-    """Calls `load`, checks the hooks of what it returns against their specifications, and calls the noun hooks.
+    """Call `load`, check the hooks of the result against their specifications, and call the component hooks.
 
     Args:
         load: Returns the object with the hooks, usually by importing a module.
@@ -93,7 +93,7 @@ def load_module(load: Callable[[], Any]) -> LoadedModule:
 def _checked_hooks(plugin: Any) -> dict[str, Callable[[], Any]]:
     """The hook functions of one plugin by name; raises for unknown, unmarked or unsuitable ones.
 
-    The check runs in a manager of its own: one that refused a plugin half-way still holds the other half.
+    The check uses a separate manager: after rejecting a plugin, a manager still contains its other hooks.
     """
     trial = pluggy.PluginManager(hookspecs.PROJECT)
     trial.add_hookspecs(hookspecs)

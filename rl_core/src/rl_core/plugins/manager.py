@@ -1,6 +1,6 @@
-"""Loads each plugin by itself, so that a broken one harms no other; it knows no component by name.
+"""Loads each plugin separately, so that a broken one does not affect the others.
 
-Two switches of the environment: `RLCORE_DISABLE_PLUGINS=a,b` leaves plugins (or distributions) of these names unloaded;
+Environment variables: `RLCORE_DISABLE_PLUGINS=a,b` disables the plugins (or distributions) of these names;
 `RLCORE_STRICT_PLUGINS=1` makes every failure fatal.
 """
 
@@ -27,11 +27,11 @@ STRICT_VARIABLE = "RLCORE_STRICT_PLUGINS"
 
 
 class PluginManager:
-    """The plugins of this process: what each registers, how it fares, and the event hooks of those that work.
+    """The plugins of this process with their components and status, and the event hooks of those that work.
 
     Attributes:
-        plugins: Every plugin found, broken and disabled ones too, in the order in which they were added.
-        warnings: What is odd and harms nothing, one sentence each.
+        plugins: Every plugin found, including broken and disabled ones, in the order in which they were added.
+        warnings: Harmless irregularities, one sentence each.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class PluginManager:
 
     @property
     def registrations(self) -> list[Registration]:
-        """Every component of every plugin, those of broken plugins too."""
+        """Every component of every plugin, including broken plugins."""
         return [registration for plugin in self.plugins for registration in plugin.registrations]
 
     @property
     def broken(self) -> list[Plugin]:
-        """The plugins that were meant to work and do not."""
+        """Plugins that are enabled but do not work."""
         return [plugin for plugin in self.plugins if plugin.status in (Status.MISSING, Status.FAILED)]
 
     def add(
@@ -63,17 +63,17 @@ class PluginManager:
         requirements: tuple[RequirementCheck, ...] = (),
         faults: tuple[str, ...] = (),
     ) -> Plugin:
-        """Loads one plugin and keeps what it registers; whatever it raises becomes its status.
+        """Load one plugin and register its components; an exception becomes its status.
 
         Args:
             name: The plugin's name.
             load: Returns the object with the hooks, usually by importing a module.
-            distribution: Whom errors name.
-            version: Of the distribution.
-            module: The module that `load` imports, for the lists.
-            location: The folder of the distribution, for the lists.
+            distribution: The distribution that errors name.
+            version: Its version.
+            module: The module that `load` imports, for listings.
+            location: The folder of the distribution, for listings.
             requirements: The checked requirements of the distribution.
-            faults: What is already known to be wrong with the distribution, one clause each.
+            faults: Known problems of the distribution, one clause each.
         """
         loaded = load_module(load)
         alternatives = dict.fromkeys((c.one_of, c.install) for _, c in loaded.components if c.one_of)
@@ -86,7 +86,7 @@ class PluginManager:
             distribution=distribution,
             version=version,
             location=location,
-            # A missing requirement is the cause and a failed import its effect, so it names the status.
+            # A missing requirement is the cause of a failed import, so it determines the status.
             status=Status.MISSING if missing else Status.FAILED if broken else Status.READY,
             reason="; ".join([*missing, *broken]) or None,
             requirements=requirements,
@@ -105,7 +105,7 @@ class PluginManager:
         return plugin
 
     def add_disabled(self, name: str, *, distribution: str, version: str, module: str, location: str) -> Plugin:
-        """Keeps a plugin that is not to be loaded, so that the lists and errors can say so."""
+        """Record a plugin that is not loaded, for listings and errors."""
         plugin = Plugin(
             name=name,
             module=module,
@@ -119,17 +119,17 @@ class PluginManager:
         return plugin
 
     def call_event(self, event: str, /, **arguments: Any) -> None:
-        """Calls one event hook of every working plugin, the last registered first.
+        """Call one event hook of every working plugin, the last registered first.
 
-        Every plugin is told, also after another one raised.
+        The remaining plugins are called even if one raises.
 
         Args:
             event: The name of the hook: 'rlcore_run_started', 'rlcore_step_finished' or 'rlcore_run_finished'.
             **arguments: All arguments of the hook's specification.
 
         Raises:
-            PluginHookError: Plugins raised: names each, its distribution and what it raised.
-            ValueError: There is no such event hook, or the arguments are not those of its specification.
+            PluginHookError: Plugins raised; the error names each one, its distribution and its exception.
+            ValueError: The event hook does not exist, or the arguments do not match its specification.
         """
         hook = getattr(self._hooks.hook, event, None)
         if hook is None or event not in hookspecs.EVENT_HOOKS:
@@ -147,29 +147,29 @@ class PluginManager:
             raise _hook_error(event, failures) from failures[0][1]
 
     def raise_if_broken(self) -> None:
-        """Raises where any plugin does not work: the strict mode.
+        """Raise if any plugin does not work (strict mode).
 
         Raises:
-            BrokenPluginError: Lists every such plugin with its reason.
+            BrokenPluginError: Lists each such plugin with its reason.
         """
         if self.broken:
             lines = [f"  {plugin.name} ({plugin.label}): {plugin.reason}" for plugin in self.broken]
             raise BrokenPluginError(
                 f"{STRICT_VARIABLE} is set and these plugins do not work:\n" + "\n".join(lines) + "\n"
-                f"Mend or uninstall them, leave them out with {DISABLE_VARIABLE}, or unset {STRICT_VARIABLE}. "
+                f"Fix or uninstall them, disable them with {DISABLE_VARIABLE}, or unset {STRICT_VARIABLE}. "
                 "`rlcore doctor` shows more."
             )
 
 
 def discover(*, strict: bool | None = None, search_path: list[str] | None = None) -> PluginManager:
-    """Finds and loads every installed plugin; imports their light modules and nothing else of them.
+    """Find and load every installed plugin; imports only their light modules.
 
     Args:
-        strict: Whether any plugin that does not work is an error; None asks `RLCORE_STRICT_PLUGINS`.
-        search_path: Folders in which installed distributions are looked for; None means `sys.path`.
+        strict: Whether a plugin that does not work is an error; None reads `RLCORE_STRICT_PLUGINS`.
+        search_path: Folders to search for installed distributions; None means `sys.path`.
 
     Raises:
-        BrokenPluginError: In strict mode, where a plugin does not work.
+        BrokenPluginError: In strict mode, if a plugin does not work.
         PluginError: `RLCORE_STRICT_PLUGINS` is neither true nor false.
     """
     manager = PluginManager()
@@ -190,7 +190,7 @@ def discover(*, strict: bool | None = None, search_path: list[str] | None = None
             _add_installed(manager, found)
     names = [name for plugin in manager.plugins for name in (plugin.name, plugin.distribution)]
     manager.warnings.extend(
-        f"{DISABLE_VARIABLE} names {name!r}, which is no plugin.{did_you_mean(name, names)}" for name in sorted(unused)
+        f"{DISABLE_VARIABLE} names {name!r}, which is not a plugin.{did_you_mean(name, names)}" for name in sorted(unused)
     )
     if _strict_from_environment() if strict is None else strict:
         manager.raise_if_broken()
@@ -203,11 +203,11 @@ def _add_installed(manager: PluginManager, found: InstalledPlugin) -> None:
     try:
         requirements = check_requirements(found.distribution)
     except InvalidRequirement as error:
-        faults.append(f"its metadata states a requirement that is none: {describe(error)}")
+        faults.append(f"its metadata has an invalid requirement: {describe(error)}")
     if found.leftover:
         faults.append(
-            f"{found.location} holds metadata of {found.name} {found.version} and also of {', '.join(found.leftover)}: "
-            "remove the dist-info folder of the version that is gone"
+            f"{found.location} contains metadata of {found.name} {found.version} and also of {', '.join(found.leftover)}: "
+            "remove the dist-info folder of the version that is no longer installed"
         )
     manager.add(
         found.entry_point.name,

@@ -1,4 +1,4 @@
-"""What is known of a plugin after it was loaded, or was not; plain records that decide nothing."""
+"""Records of plugins and their components."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from rl_core.plugins.requirements import RequirementCheck
 
 
 class Status(StrEnum):
-    """How a plugin fares."""
+    """Status of a plugin."""
 
     READY = "ready"
-    """Its requirements are installed, it was imported, and its hooks answered."""
+    """Its requirements are installed, and its module and hooks work."""
     MISSING = "missing"
-    """A requirement of its distribution is not installed, or not in a version that fits."""
+    """A requirement of its distribution is not installed, or not in an allowed version."""
     FAILED = "failed"
     """Its module, its hooks or its metadata are broken."""
     DISABLED = "disabled"
-    """It was left out by `RLCORE_DISABLE_PLUGINS`."""
+    """It is disabled by `RLCORE_DISABLE_PLUGINS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """One plugin, its state and what it registers.
+    """One plugin, its status and its components.
 
     Attributes:
         name: The name of its entry point.
@@ -65,13 +65,13 @@ class Plugin:
 
     @property
     def registrations(self) -> list[Registration]:
-        """Its components, each with its kind and with this plugin."""
+        """Its components, each with its kind and this plugin."""
         return [Registration(kind=kind, component=component, plugin=self) for kind, component in self.components]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """A component as one plugin registers it."""
+    """A component as registered by one plugin."""
 
     kind: Kind
     component: Component

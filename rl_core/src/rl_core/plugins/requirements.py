@@ -1,4 +1,4 @@
-"""Whether what a distribution requires is installed, read from metadata alone; it imports and installs nothing."""
+"""Checks in metadata whether the requirements of a distribution are installed; imports and installs nothing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from packaging.utils import canonicalize_name
 
 @dataclass(frozen=True, kw_only=True)
 class RequirementCheck:
-    """One requirement of a distribution against what is installed.
+    """One requirement of a distribution and what is installed.
 
     Attributes:
         requirement: As the metadata states it, without its marker: 'ray[default]>=2.50'.
-        installed: The installed version; None where nothing is installed.
-        fits: Whether it is installed in a version that the requirement allows.
-        install: What to type to mend it, where `pip install` of the requirement itself would not.
+        installed: The installed version; None if not installed.
+        fits: Whether the installed version satisfies the requirement.
+        install: Command that fixes it, if `pip install` of the requirement itself does not.
     """
 
     requirement: str
@@ -28,7 +28,7 @@ class RequirementCheck:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong in one clause, or None."""
+        """What is wrong, in one clause, or None."""
         if self.fits:
             return None
         if self.installed is None:
@@ -37,16 +37,16 @@ class RequirementCheck:
 
 
 def check_requirements(distribution: importlib.metadata.Distribution) -> tuple[RequirementCheck, ...]:
-    """Every requirement that holds on this interpreter and platform, in the order of the metadata.
+    """Every requirement that applies to this interpreter and platform, in the order of the metadata.
 
-    Requirements of the distribution's own extras do not count: nobody knows which were asked for. Those of a
-    requirement's extras do: `ray[default]` needs what `ray` names for `default`.
+    Requirements of the distribution's own extras are ignored, because it is unknown which were installed. Those of a
+    requirement's extras are included: `ray[default]` needs what `ray` names for `default`.
 
     Args:
         distribution: The installed distribution whose `Requires-Dist` is read.
 
     Raises:
-        packaging.requirements.InvalidRequirement: The metadata holds a line that is no requirement.
+        packaging.requirements.InvalidRequirement: A line of the metadata is not a valid requirement.
     """
     own = [
         requirement
@@ -58,10 +58,10 @@ def check_requirements(distribution: importlib.metadata.Distribution) -> tuple[R
 
 
 def check_one_of(requirements: Sequence[str], *, install: str | None = None) -> RequirementCheck:
-    """Several requirements of which one is enough, as one: the first that fits, or how each fails.
+    """Combine alternative requirements into one: the first that fits, or how each fails.
 
     Raises:
-        packaging.requirements.InvalidRequirement: One of them is no requirement.
+        packaging.requirements.InvalidRequirement: One of them is not a valid requirement.
     """
     checks = [check for text in requirements for check in _check(Requirement(text), set())]
     chosen = next((check for check in checks if check.fits), None)
@@ -72,10 +72,10 @@ def check_one_of(requirements: Sequence[str], *, install: str | None = None) -> 
 
 
 def unmet_needs(needs: Sequence[str]) -> str | None:
-    """What is wrong with the requirements of one component, as one clause; None where all are installed.
+    """What is wrong with the requirements of one component, as one clause; None if all are installed.
 
     Raises:
-        packaging.requirements.InvalidRequirement: One of them is no requirement.
+        packaging.requirements.InvalidRequirement: One of them is not a valid requirement.
     """
     checks = [check for text in needs for check in _check(Requirement(text), set())]
     return "; ".join(check.problem for check in checks if check.problem is not None) or None
