@@ -102,12 +102,12 @@ def policy(models):
 
 
 def test_a_model_of_another_head_is_refused_before_anything_starts(policy, models, tmp_path):
-    with pytest.raises(UserError, match="predicts no tokens"):
+    with pytest.raises(UserError, match="does not predict tokens"):
         policy("qwen3-value")
     config = transformers.AutoConfig.from_pretrained(models / "qwen3-value")
     config.num_labels = 3
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
-    with pytest.raises(UserError, match="of 3 labels, and a scalar head has one"):
+    with pytest.raises(UserError, match="with 3 labels, but a scalar head has one"):
         policy(tmp_path / "three", head="scalar")
 
 
@@ -131,5 +131,5 @@ def test_a_checkpoint_of_another_head_is_refused(policy, models, tmp_path):
         made.load_checkpoint(models / "qwen3")
     made.save_checkpoint(tmp_path / "w", tmp_path / "o")
     made.shutdown()
-    with pytest.raises(Exception, match="predicts no tokens"):
+    with pytest.raises(Exception, match="does not predict tokens"):
         policy("qwen3").load_checkpoint(tmp_path / "w")

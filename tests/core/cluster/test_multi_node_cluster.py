@@ -148,7 +148,7 @@ def test_bundles_that_are_too_few_or_lie_on_two_nodes_are_refused_with_what_to_c
     with RayVirtualCluster([3, 1], use_gpus=True) as cluster:
         with pytest.raises(ResourceInsufficientError, match="bundles of worker 1 are on 2 nodes"):
             RayWorkerGroup(cluster, Worker, bundles_per_worker=2, num_workers=2)
-        with pytest.raises(ResourceInsufficientError, match=r"2 workers of 3 bundles each were asked for, .* has 4 bundles"):
+        with pytest.raises(ResourceInsufficientError, match=r"2 workers of 3 bundles each were requested, .* has 4 bundles"):
             RayWorkerGroup(cluster, Worker, bundles_per_worker=3, num_workers=2)
 
 

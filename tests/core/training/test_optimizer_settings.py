@@ -91,9 +91,9 @@ def test_state_that_an_optimizer_keeps_in_its_groups_continues_under_changed_set
 
 def test_another_optimizer_or_other_parameter_groups_are_an_error():
     saved = make(torch.optim.AdamW, {"lr": 0.01}).state_dict()
-    with pytest.raises(CheckpointError, match=r"written by the optimizer .*AdamW, and the config has .*SGD"):
+    with pytest.raises(CheckpointError, match=r"written by the optimizer .*AdamW, but the config has .*SGD"):
         make(torch.optim.SGD, {"lr": 0.01}).load_state_dict(saved, steps=0, source="checkpoint")
-    with pytest.raises(CheckpointError, match=r"1 parameter groups, and the config makes 2.*decay_matrices_only"):
+    with pytest.raises(CheckpointError, match=r"1 parameter groups, but the config has 2.*decay_matrices_only"):
         make(torch.optim.AdamW, {"lr": 0.01}, groups=2).load_state_dict(saved, steps=0, source="checkpoint")
     with pytest.raises(CheckpointError, match="damaged: its training state has no `param_groups`"):
         make(torch.optim.AdamW, {"lr": 0.01}).load_state_dict({}, steps=0, source="checkpoint")

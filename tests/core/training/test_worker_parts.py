@@ -101,13 +101,13 @@ def test_the_first_non_finite_loss_is_found_and_reported():
     ("section", "says"),
     [
         ({"name": "cosin"}, r"`policy.scheduler.name`: no schedule 'cosin'. Did you mean 'cosine'"),
-        ({"name": "linear"}, r"`policy.scheduler.kwargs` lacks num_training_steps"),
+        ({"name": "linear"}, r"`policy.scheduler.kwargs` is missing num_training_steps"),
         (
             {"name": "cosine", "kwargs": {"num_training_steps": 3, "warmup": 1}},
             r"`policy.scheduler.kwargs.warmup`: cosine takes",
         ),
         ({"name": "torch.optim.Adam", "kwargs": {"lr": -1.0}}, "Adam refuses"),
-        ({"name": "collections.UserString"}, "gave a UserString, no schedule"),
+        ({"name": "collections.UserString"}, "returned a UserString, not a schedule"),
     ],
 )
 def test_an_invalid_schedule_is_reported_by_its_key(section, says):

@@ -105,7 +105,7 @@ def test_tensors_in_separate_memory_cannot_be_shared_by_reference():
     model = make("qwen3_moe")
     names = names_of(model)
     apart = {name: view.clone() for name, view in names.views(weights_of(model)).items()}
-    with pytest.raises(WeightSyncError, match=r"of its own in the policy and a part of .*refit_transport: shared_memory"):
+    with pytest.raises(WeightSyncError, match=r"separate tensor in the policy but a part of .*refit_transport: shared_memory"):
         names.together(apart)
 
 

@@ -95,7 +95,7 @@ def test_one_error_names_every_difference_between_policy_and_engine():
     text = str(caught.value)
     assert "a: [2, 3] in the policy, [3, 2] in the engine" in text
     assert "b: the policy sends it, but the engine has no such weight" in text
-    assert "d: the engine has it, the policy does not send it" in text
+    assert "d: the engine has it, but the policy does not send it" in text
 
 
 def test_a_manifest_lists_shapes_and_dtypes():

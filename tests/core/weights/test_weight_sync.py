@@ -359,7 +359,7 @@ def test_training_in_the_middle_of_a_refit_is_refused():
     policy = make_policy()
     keys = policy.prepare_weights_for_ipc(SMALL_BUCKETS)[0]
     policy.group.run_all("step")
-    with pytest.raises(Exception, match="from weight version 1 to 2 in the middle of a refit"):
+    with pytest.raises(Exception, match="from weight version 1 to 2 during a refit"):
         policy.get_weights_ipc_handles(keys)
     policy.finish_refit()
 

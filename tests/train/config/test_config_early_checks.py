@@ -124,7 +124,7 @@ def test_a_model_path_without_a_model_is_reported_with_its_line(files, good, key
     [of_folder], [of_file] = error(folder), error(file)
     assert of_folder.split(":")[1] == of_file.split(":")[1] == line
     assert f"{where}: empty has no config.json, so it is not a model folder." in of_folder
-    assert f"{where}: weights.bin is a file, and a model is a folder with config.json and weights" in of_file
+    assert f"{where}: weights.bin is a file, but a model is a folder with config.json and weights" in of_file
     assert files.load(good.replace("some/model", str(model_folder(files.folder / "model")))).run
 
 

@@ -97,7 +97,7 @@ def test_a_model_without_a_tokenizer_is_reported_at_the_key_of_the_model(config,
     ("group", "message", "line", "key"),
     [
         ("value", "`policy.optimizer.name`: torch.optim has no such class.", 11, "value.optimizer.name"),
-        ("value", "`policy.optimizer.kwargs` lacks lr.", 11, "value.optimizer.kwargs"),
+        ("value", "`policy.optimizer.kwargs` is missing lr.", 11, "value.optimizer.kwargs"),
         ("env.sums", "`timeout_s` is too short.", 13, "env.sums.timeout_s"),
         ("env.sums", "No key is named here.", 13, "env.sums"),
     ],

@@ -1,1 +1,1 @@
-"""Where processes of a run meet: addresses and stores of torch.distributed."""
+"""Rendezvous of a run's processes: addresses and stores of torch.distributed."""

@@ -1,4 +1,4 @@
-"""Addresses of a run that stays on one machine: which are loopback, and how libraries are kept on that interface."""
+"""Loopback addresses, and environment variables that keep libraries on the loopback interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens stores of torch.distributed; on one machine they listen on the loopback interface only."""
+"""Opens stores of torch.distributed; on a single machine they listen only on the loopback interface."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rl_core.rendezvous.loopback import is_loopback
 def open_store(ip: str, port: int, *, is_master: bool, timeout: timedelta) -> TCPStore:
     """A store at `ip:port`; the master serves it.
 
-    A store that is served listens on every interface, whatever its address. If `ip` is loopback, the master hands it a
-    socket that is bound to that address.
+    A store server listens on every interface, whatever its address. If `ip` is loopback, the master therefore passes it a
+    socket bound to that address.
 
     Args:
         ip: Address of the master.
         port: A port that is free there.
         is_master: Whether this process serves it.
-        timeout: Longest wait for the master, and for a key.
+        timeout: Maximum wait for the master, and for a key.
 
     Raises:
         RuntimeError: The port is taken, or the master does not answer in time.
@@ -33,7 +33,7 @@ def open_store(ip: str, port: int, *, is_master: bool, timeout: timedelta) -> TC
             listener.bind((ip, port))
         except OSError as error:
             raise RuntimeError(f"cannot listen on {ip}:{port}: {error.strerror}") from error
-        # The store closes the socket; detached, Python does not close it a second time.
+        # The store closes the socket; detach it so that Python does not close it a second time.
         return TCPStore(
             ip,
             listener.getsockname()[1],

@@ -1,8 +1,8 @@
-"""Reads folders of torch.distributed.checkpoint as data: nothing that they contain is run.
+"""Reads torch.distributed.checkpoint folders as data, without running code that they contain.
 
-Two things in such a folder are pickles, which run code when they are loaded as torch loads them: `.metadata`, and every entry
-that the metadata declares to be bytes instead of a tensor. Here the first may refer to nothing but the classes that metadata
-consists of, and the second are loaded with `weights_only`. Tensors are read by torch with `weights_only` anyway.
+Two things in such a folder are pickles, which can run code when torch loads them: `.metadata`, and every entry that it declares
+as bytes instead of a tensor. Here the former may refer only to the classes that metadata consists of, and the latter are loaded
+with `weights_only`. Tensors are always read by torch with `weights_only`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLASSES: Final = (
     metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo,
     filesystem._StoragePrefix,
-    # Megatron-Core keeps the plans that the ranks wrote by.
+    # Megatron-Core saves the plans that the ranks wrote by.
     planner.BytesIOWriteData,
     planner.SavePlan,
     planner.TensorWriteData,
@@ -45,29 +45,29 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     **{("torch", name): found for name, found in vars(torch).items() if isinstance(found, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # The folder's own path, which nothing reads; a pure path does not touch the file system.
+    # The folder's own path, which is never read; a pure path does not access the file system.
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,
 }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Resolves the names that metadata refers to, and no others."""
+    """Resolves only the names that metadata needs."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         try:
             return _ALLOWED[module_name, global_name]
         except KeyError:
             raise pickle.UnpicklingError(
-                f"it refers to {module_name}.{global_name}, which is not a part of such metadata and could run code"
+                f"it refers to {module_name}.{global_name}, which does not belong in such metadata and could run code"
             ) from None
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a folder of torch.distributed.checkpoint.
+    """The metadata of a torch.distributed.checkpoint folder.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it refers to anything but what metadata consists of.
+        CheckpointError: it is missing or damaged, or refers to anything that does not belong in metadata.
     """
     path = folder / METADATA
     try:
@@ -84,9 +84,9 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _problem(found: object) -> str | None:
-    """What of the metadata cannot be as torch writes it."""
+    """Why torch cannot have written the metadata, or None."""
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
-        return f"it holds {type(found).__name__} and no metadata"
+        return f"it contains {type(found).__name__} instead of metadata"
     entries: dict[Any, Any] = found.state_dict_metadata
     for name, entry in entries.items():
         if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
@@ -110,16 +110,16 @@ class DataOnlyReader(FileSystemReader):
 
 
 class DataOnlyBytes:
-    """Mixed into a planner of torch: entries of bytes are loaded as data."""
+    """Mixin of a torch planner: loads byte entries as data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take an entry of bytes; CheckpointError if it is anything but data."""
+        """Load a byte entry; CheckpointError if it contains more than data."""
         try:
             data = torch.load(value, weights_only=True)
         except Exception as error:
             entry = read_item.dest_index.fqn
             raise CheckpointError(f"The entry {entry} was not loaded: {type(error).__name__}: {error}") from error
-        # Torch loads what it is given without restriction, so it is given bytes of our own.
+        # Torch loads its input without restrictions, so it gets our own bytes.
         own = io.BytesIO()
         torch.save(data, own)
         own.seek(0)
@@ -127,4 +127,4 @@ class DataOnlyBytes:
 
 
 class DataOnlyPlanner(DataOnlyBytes, DefaultLoadPlanner):
-    """Torch's planner, which loads entries of bytes as data."""
+    """Torch's planner, loading byte entries as data."""

@@ -1,4 +1,4 @@
-"""Whether every number that a checkpoint would hold is finite."""
+"""Checks that all tensors of a checkpoint are finite."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def first_non_finite(tensors: Iterable[tuple[str, torch.Tensor]], *, published: 
     """The name of the first tensor with a NaN or an infinity, or None; reads each tensor once.
 
     Args:
-        tensors: name and tensor; of a sharded tensor, this rank's shard is read.
-        published: the dtype to which the tensors will be rounded, in which finite numbers can become infinite.
+        tensors: name and tensor; for a sharded tensor, this rank's shard is read.
+        published: the dtype to which the tensors will be rounded, which can turn finite numbers into infinite ones.
     """
     for name, tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

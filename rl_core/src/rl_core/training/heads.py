@@ -1,4 +1,4 @@
-"""What the saved config of a model says that it ends in, and whether that can be what a section asks for; loads nothing."""
+"""Compares the head type in a model's saved config with the one that a section requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Head = Literal["tokens", "scalar"]
 """`policy.head`."""
 
 CLASSIFIER: Final = "ForSequenceClassification"
-"""How Transformers' classes end that have a head of numbers for a sequence."""
+"""Suffixes of Transformers' classes with a head for sequence scores."""
 
 
 def classifier_of(config: Any) -> str | None:
-    """The class of a classifier that a model was saved as; None where it was saved as another.
+    """The classifier class that a model was saved as; None for other models.
 
     Args:
         config: the model's Hugging Face config.
@@ -23,7 +23,7 @@ def classifier_of(config: Any) -> str | None:
 
 
 def refuse_other_head(config: Any, head: Head, *, name: str) -> None:
-    """Make sure that a saved model can end in such a head; a causal LM can end in either.
+    """Check that a saved model supports this head; a causal LM supports both.
 
     Args:
         config: the model's Hugging Face config.
@@ -31,18 +31,18 @@ def refuse_other_head(config: Any, head: Head, *, name: str) -> None:
         name: the model's, for errors.
 
     Raises:
-        UserError: it was saved with another one.
+        UserError: it was saved with another head.
     """
     classifier = classifier_of(config)
     if classifier is None:
         return
     if head == "tokens":
         raise UserError(
-            f"{name} is a {classifier}: it ends in scores of whole sequences and predicts no tokens. It serves as a value or "
-            "reward model (`head: scalar`); a policy needs a causal LM."
+            f"{name} is a {classifier}, which scores whole sequences and does not predict tokens. It can be a value or "
+            "reward model (`head: scalar`); a policy must be a causal LM."
         )
     if config.num_labels != 1:
         raise UserError(
-            f"{name} is a {classifier} of {config.num_labels} labels, and a scalar head has one. Give a reward or value model "
-            "(`num_labels` 1), or a causal LM, on which a fresh head is put."
+            f"{name} is a {classifier} with {config.num_labels} labels, but a scalar head has one. Use a reward or value model "
+            "(`num_labels` 1), or a causal LM, which gets a new head."
         )

@@ -15,7 +15,7 @@ from rl_core.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchRows:
-    """What a model reads of one microbatch.
+    """The model's inputs of one microbatch.
 
     Attributes:
         input_ids: [b, T] int64.
@@ -56,7 +56,7 @@ class MicrobatchCutter:
         return batch.make_microbatch_iterator_with_dynamic_shapes()
 
     def read(self, microbatch: BatchedDataDict[Any], *, training: bool) -> MicrobatchRows:
-        """The columns that a model reads.
+        """The columns that the model reads.
 
         Args:
             microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
@@ -71,7 +71,7 @@ class MicrobatchCutter:
             raise DataError(f"`input_lengths` has a row of {longest} tokens, but `input_ids` has only {ids.shape[1]} columns.")
         if longest > self._limit:
             raise DataError(
-                f"A row has {longest} tokens; `policy.max_total_sequence_length` allows {self._limit}. Raise it, or shorten "
+                f"A row has {longest} tokens, but `policy.max_total_sequence_length` is {self._limit}. Raise it, or shorten "
                 "the row."
             )
         mask = microbatch["token_mask"] * microbatch["sample_mask"].unsqueeze(1) if training else None

@@ -1,4 +1,4 @@
-"""What a config names by a dotted path, called with its keyword arguments; knows no optimizer and no schedule."""
+"""Calls what a config names by a dotted path, with keyword arguments from the config."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rl_core.plugins.component import did_you_mean
 
 
 def call(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also: tuple[str, ...] = ()) -> Any:
-    """What `factory(first, **kwargs)` gives.
+    """Call `factory(first, **kwargs)`.
 
     Args:
-        factory: what `rl_core.plugins.import_path.resolve` found.
+        factory: the result of `rl_core.plugins.import_path.resolve`.
         first: its first argument.
-        kwargs: those of the config.
-        key: the section of the config; errors begin with it.
-        also: keywords that were taken out before, for the list of those that there are.
+        kwargs: keyword arguments from the config.
+        key: the config section, for errors.
+        also: keywords handled elsewhere, for the list of allowed ones.
 
     Raises:
-        UserError: it cannot be called, an argument is missing or unknown, or it refuses one.
+        UserError: it is not callable, an argument is missing or unknown, or it raises on one.
     """
     if not callable(factory):
         raise UserError(f"`{key}.name`: {factory!r} cannot be called.")
@@ -30,19 +30,19 @@ def call(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also:
         return factory(first, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
         name = getattr(factory, "__name__", repr(factory))
-        raise UserError(f"`{key}.kwargs`: {name} refuses {dict(kwargs)}: {error}") from error
+        raise UserError(f"`{key}.kwargs`: {name} rejects {dict(kwargs)}: {error}") from error
 
 
 def check_arguments(
     factory: Callable[..., Any], kwargs: Mapping[str, Any], *, key: str, given: int, also: tuple[str, ...] = ()
 ) -> None:
-    """Refuse keywords that `factory` does not take and ask for those that it needs.
+    """Check that `factory` accepts the keywords and gets those that it needs.
 
     Args:
-        factory: what would be called.
-        kwargs: those of the config.
-        key: the section of the config; errors begin with it.
-        given: arguments that come by position.
+        factory: the callable.
+        kwargs: keyword arguments from the config.
+        key: the config section, for errors.
+        given: arguments passed by position.
         also: as in `call`.
 
     Raises:
@@ -54,10 +54,10 @@ def check_arguments(
         for name in kwargs:
             if name not in names:
                 raise UserError(
-                    f"`{key}.kwargs.{name}`: {getattr(factory, '__name__', factory)} takes no such argument."
+                    f"`{key}.kwargs.{name}`: {getattr(factory, '__name__', factory)} has no such argument."
                     f"{did_you_mean(name, [*names, *also])} It takes {', '.join([*names, *also])}."
                 )
     named = (p for p in parameters if p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL))
     missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in kwargs]
     if missing:
-        raise UserError(f"`{key}.kwargs` lacks {', '.join(missing)}.")
+        raise UserError(f"`{key}.kwargs` is missing {', '.join(missing)}.")

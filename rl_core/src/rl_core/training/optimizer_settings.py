@@ -1,4 +1,4 @@
-"""The settings of an optimizer and its learning-rate schedule: saved, restored, and replaced when a resume changes them."""
+"""Saves and restores the settings of an optimizer and its learning-rate schedule; a resume may change them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rl_core.training.schedules import build_scheduler
 
 
 class OptimizerSettings:
-    """What a config says about steps, as it stands after some of them.
+    """The optimizer and schedule settings of a config, and their state after some steps.
 
-    A checkpoint holds the settings under which it was written. If the present ones are the same, everything continues as it
-    was saved, bit for bit. If they differ, the present ones apply: the schedule is where it would be if the run had had them
-    from its first step. What an optimizer keeps in its parameter groups besides its arguments, such as an estimated step size,
-    is state, and always continues.
+    A checkpoint contains the settings under which it was written. If the current ones are equal, everything continues as
+    saved, bit for bit. If they differ, the current ones apply: the schedule is at the position it would have if the run had
+    had them from its first step. Values in an optimizer's parameter groups other than its arguments, such as an estimated step
+    size, are state and always continue.
 
     Args:
-        optimizer: just made, before any step.
-        config: the section `optimizer` that it was made from.
+        optimizer: newly created, before any step.
+        config: the section `optimizer` that it was created from.
         scheduler: the section `scheduler`; None is a constant learning rate.
 
     Attributes:
         optimizer: the optimizer.
-        scheduler: acts on it.
+        scheduler: its schedule.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, scheduler: SchedulerConfig | None) -> None:
@@ -49,11 +49,11 @@ class OptimizerSettings:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], *, steps: int, source: str) -> None:
-        """Continue from `state_dict`, under the present settings.
+        """Continue from `state_dict`, with the current settings.
 
         Args:
             saved: what `state_dict` returned.
-            steps: optimizer steps taken until then.
+            steps: number of optimizer steps taken until then.
             source: the checkpoint, for errors.
 
         Raises:
@@ -64,12 +64,12 @@ class OptimizerSettings:
         before, now, groups = saved["settings"], self._settings(), self.optimizer.param_groups
         if before["optimizer"] != now["optimizer"]:
             raise CheckpointError(
-                f"{source} was written by the optimizer {before['optimizer']}, and the config has {now['optimizer']}. The "
-                "state of one is of no use to the other. Restore `optimizer.name`, or start a new run from the weights."
+                f"{source} was written by the optimizer {before['optimizer']}, but the config has {now['optimizer']}, which "
+                "cannot use its state. Restore `optimizer.name`, or start a new run from the weights."
             )
         if len(saved["param_groups"]) != len(groups):
             raise CheckpointError(
-                f"{source} was written with {len(saved['param_groups'])} parameter groups, and the config makes {len(groups)}. "
+                f"{source} was written with {len(saved['param_groups'])} parameter groups, but the config has {len(groups)}. "
                 "`optimizer.kwargs.decay_matrices_only` cannot change when a run is resumed. Restore it, or start a new run "
                 "from the weights."
             )
@@ -84,7 +84,7 @@ class OptimizerSettings:
             group.update({key: value for key, value in old.items() if key in initial and key not in arguments})
 
     def _restart(self, steps: int) -> None:
-        """Settings and schedule as the config has them after `steps` optimizer steps."""
+        """Reset settings and schedule to those of the config after `steps` optimizer steps."""
         for group, initial in zip(self.optimizer.param_groups, self._initial, strict=True):
             for key in group.keys() - initial.keys() - {"params"}:
                 del group[key]

@@ -1,4 +1,4 @@
-"""Builds the learning-rate schedule that the config names, for any optimizer of torch; knows no backend."""
+"""Builds the learning-rate schedule of the config for any torch optimizer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rl_core.training.named import call, check_arguments
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | None) -> Any:
-    """The learning-rate schedule; it steps once an optimizer step. Constant without a config.
+    """The learning-rate schedule; it steps once per optimizer step. Constant without a config.
 
     Args:
-        optimizer: what it acts on.
-        config: `linear`, `cosine` or `constant`, or the dotted name of a schedule of torch, and its arguments.
+        optimizer: the optimizer.
+        config: `linear`, `cosine` or `constant`, or the dotted path of a torch schedule, and its arguments.
 
     Raises:
-        UserError: the name leads nowhere, or an argument is missing or unknown.
+        UserError: the name does not exist, or an argument is missing or unknown.
     """
     if config is None:
         return LambdaLR(optimizer, constant)
@@ -34,11 +34,11 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | 
         return LambdaLR(optimizer, partial(shape, **config.kwargs))
     if "." not in config.name:
         raise UserError(
-            f"`policy.scheduler.name`: no schedule {config.name!r}.{did_you_mean(config.name, sorted(SCHEDULES))} There are "
-            f"{', '.join(sorted(SCHEDULES))}, and any dotted name such as torch.optim.lr_scheduler.CosineAnnealingLR."
+            f"`policy.scheduler.name`: no schedule {config.name!r}.{did_you_mean(config.name, sorted(SCHEDULES))} Use one of "
+            f"{', '.join(sorted(SCHEDULES))}, or any dotted path such as torch.optim.lr_scheduler.CosineAnnealingLR."
         )
     factory = resolve(config.name, key="policy.scheduler.name")
     scheduler = call(factory, optimizer, dict(config.kwargs), key="policy.scheduler")
     if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
-        raise UserError(f"`policy.scheduler.name`: {config.name} gave a {type(scheduler).__name__}, no schedule.")
+        raise UserError(f"`policy.scheduler.name`: {config.name} returned a {type(scheduler).__name__}, not a schedule.")
     return scheduler

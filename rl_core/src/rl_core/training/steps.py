@@ -1,4 +1,4 @@
-"""What is told of an optimizer step: metrics over its microbatches, and why it was not taken; knows no optimizer."""
+"""Reports of an optimizer step: metrics over its microbatches, and why it was not taken."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _REDUCERS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def reduce_metrics(metrics: Sequence[Mapping[str, torch.Tensor]], how: Mapping[str, Reduction]) -> dict[str, torch.Tensor]:
-    """Each metric over the microbatches, float32, still on the device; none where there is no microbatch.
+    """Each metric over the microbatches, float32, still on the device; empty if there are no microbatches.
 
     Args:
-        metrics: of each microbatch, all by the same names.
-        how: a loss's `metric_reductions`; those that are not named are summed.
+        metrics: of each microbatch, all with the same names.
+        how: a loss's `metric_reductions`; metrics not listed are summed.
     """
     return {
         name: _REDUCERS[how.get(name, "sum")](torch.stack([found[name].detach().float() for found in metrics]))
@@ -30,7 +30,7 @@ def reduce_metrics(metrics: Sequence[Mapping[str, torch.Tensor]], how: Mapping[s
 
 
 def first_broken(losses: Sequence[float | torch.Tensor]) -> int | None:
-    """Which of the microbatches' losses is the first that is NaN or infinite, counted from 0; None where there is none."""
+    """Index of the first microbatch with a loss that is NaN or infinite, from 0; None if there is none."""
     for number, loss in enumerate(losses):
         if not bool(torch.isfinite(torch.as_tensor(loss))):
             return number
@@ -38,15 +38,15 @@ def first_broken(losses: Sequence[float | torch.Tensor]) -> int | None:
 
 
 def step_not_taken(step: int, where: str, *, norm: float) -> NonFiniteError:
-    """The error that ends a call whose optimizer step would have been no number.
+    """The error of an optimizer step that would not have been finite.
 
     Args:
         step: its number, the first is 1.
-        where: a sentence that names the offender, or says where to look for it.
-        norm: of the whole gradient.
+        where: a sentence that names the tensor at fault, or says where to look for it.
+        norm: norm of the whole gradient.
     """
     return NonFiniteError(
-        f"Optimizer step {step} was not taken: its gradient norm is {norm}. {where} Weights and optimizer are as they were. "
-        "Look at the batch's rewards, advantages and log-probabilities; a smaller learning rate or a clipped ratio helps "
-        "where they are extreme."
+        f"Optimizer step {step} was not taken: its gradient norm is {norm}. {where} Weights and optimizer are unchanged. "
+        "Check the batch's rewards, advantages and log-probabilities; a smaller learning rate or a clipped ratio helps "
+        "if they are extreme."
     )

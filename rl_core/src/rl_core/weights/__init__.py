@@ -1,1 +1,1 @@
-"""How the policy's weights reach the generation backend, and the proof that they arrived."""
+"""Transfers the policy's weights to the generation backend and verifies them."""

@@ -12,8 +12,8 @@ from rl_core.interfaces.weights import WeightTransport
 class ByReferenceTransport(WeightTransport):
     """Policy and generation backend in one process.
 
-    The engine sees each optimizer step at once; its weight version says so only after the next refit, which therefore still
-    has to happen before it samples.
+    The engine sees each optimizer step immediately, but its weight version changes only at the next refit, which is therefore
+    still required before it samples.
     """
 
     name: ClassVar[str] = "by_reference"

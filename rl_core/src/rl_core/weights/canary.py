@@ -1,23 +1,23 @@
-"""The canary: a few rows that the engine samples and the policy scores after each refit, to compare what both compute.
+"""The canary: a few rows that the engine samples and the policy scores after each refit, to compare their log-probabilities.
 
 Fingerprints prove that every weight arrived. They do not cover what an engine does with it afterwards: fusing, packing,
-quantizing, keeping an old copy, or sampling from another distribution. The canary covers that: it compares log-probabilities of
-the same tokens, computed by the engine's own kernels and by the policy's.
+quantizing, keeping an old copy, or sampling from a different distribution. The canary covers that: it compares the
+log-probabilities of the same tokens, computed by the engine's own kernels and by the policy's.
 
-Half of the prompts are random tokens. The other half repeat a short pattern, which makes a repetition penalty visible: after
-random tokens a model hardly repeats one.
+Half of the prompts are random tokens. The other half repeat a short pattern, which exposes a repetition penalty: after random
+tokens a model rarely repeats one.
 
 The rule, with e the mean |difference| of log-probabilities per sampled token, in nats:
 
-- Both sides compute in float32: e is at most `EXACT_TOLERANCE`.
-- A side rounds to bfloat16 or less: how large e is for equal weights depends on model, kernels and device, so the first sync of
-  a run measures it. It is accepted up to `FIRST_TOLERANCE`. Later syncs may differ by `MARGIN` times as much (at least
+- Both sides compute in float32: e must be at most `EXACT_TOLERANCE`.
+- A side rounds to bfloat16 or less: e for equal weights depends on model, kernels and device, so the first sync of a run
+  measures it, with `FIRST_TOLERANCE` as the limit. Later syncs may have `MARGIN` times that error (at least
   `LEAST_TOLERANCE`). An engine one optimizer step behind at a learning rate of 1e-5 has more than twice the first error.
 - `policy.generation.canary_tolerance` replaces both.
 
-The mean of few tokens varies by chance: |difference| has a standard deviation about as large as its mean. So the first sync
-measures `_ROUNDS` times as many rows as later ones, and a later sync that is beyond its tolerance is measured again with as
-many before the run is stopped.
+The mean over few tokens is noisy: |difference| has a standard deviation about as large as its mean. So the first sync measures
+`_ROUNDS` times as many rows as later ones, and a later sync beyond its tolerance is measured again with that many rows before
+the run is stopped.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 _log = logging.getLogger(__name__)
 
 EXACT_TOLERANCE = 1e-3
-"""Nats per token where both sides compute in float32: measured are 1e-6 (a million parameters) to 1e-5 (135 million)."""
+"""Nats per token if both sides compute in float32: measured are 1e-6 (a million parameters) to 1e-5 (135 million)."""
 FIRST_TOLERANCE = 0.1
-"""Nats per token at the first sync where a side rounds. Measured in bfloat16 with 135 million parameters: 0.04 to 0.06 for
+"""Nats per token at the first sync if a side rounds. Measured in bfloat16 with 135 million parameters: 0.04 to 0.06 for
 equal weights, 0.19 with a repetition penalty of 1.3 in the engine, 0.6 with temperature 0.7 against 1."""
 MARGIN = 1.5
-"""Allowed error of later syncs, in errors of the first one. Measured one optimizer step behind at lr 1e-5: 2.1 to 2.9."""
+"""Allowed error of later syncs, as a multiple of the first one. Measured one optimizer step behind at lr 1e-5: 2.1 to 2.9."""
 LEAST_TOLERANCE = 0.005
-"""Nats per token that are always allowed where a side rounds: probability ratios are then within half a percent of 1."""
+"""Nats per token that are always allowed if a side rounds: probability ratios are then within half a percent of 1."""
 _EXACT_ROWS = 4
 _ROUNDED_ROWS = 16
 _ROUNDS = 4
@@ -58,10 +58,10 @@ _SEED = 20_240_601
 
 @dataclass
 class CanaryCalibration:
-    """The error of the first sync of a run, by which later syncs are judged.
+    """The error of the first sync of a run, which determines the tolerance of later syncs.
 
-    It is saved with the run's checkpoints: a resumed run is judged by the error measured before its first step, and not by that
-    of whatever its engine computes with after the resume. It is measured again only if the arithmetic has changed.
+    It is saved with the run's checkpoints, so a resumed run uses the error measured before its first step, not that of its
+    engine after the resume. It is measured again only if the arithmetic has changed.
 
     Attributes:
         sides: the arithmetic that it was measured for: backends, precisions, device, temperature.
@@ -72,15 +72,15 @@ class CanaryCalibration:
     error: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """State for the checkpoint."""
         return {"sides": self.sides, "error": self.error}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint."""
+        """Restore the state from the checkpoint."""
         self.sides, self.error = state["sides"], state["error"]
 
     def tolerance(self, sides: str) -> float | None:
-        """Largest allowed error of a sync, in nats per token; None if none was measured for this arithmetic."""
+        """Maximum error of a sync, in nats per token; None if none was measured for this arithmetic."""
         if self.error is None:
             return None
         if sides != self.sides:
@@ -93,13 +93,13 @@ class CanaryCalibration:
         return max(MARGIN * self.error, LEAST_TOLERANCE)
 
     def measured(self, sides: str, error: float) -> None:
-        """Take the error of a first sync."""
+        """Store the error of the first sync."""
         self.sides, self.error = sides, error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retempering:
-    """Brings scores of a policy to the temperature of its engine, where the policy scores at another.
+    """Converts scores of a policy to the temperature of its engine, if the policy scores at another.
 
     Attributes:
         factor: the policy's temperature divided by the engine's.
@@ -110,7 +110,7 @@ class Retempering:
     vocab_size: int
 
     def logprobs(self, policy: ColocatablePolicyInterface, rows: BatchedDataDict[Any]) -> torch.Tensor:
-        """[B, T] float32, in nats; a few rows at a time, since each token takes the whole distribution."""
+        """[B, T] float32, in nats; computed a few rows at a time, since each token needs the whole distribution."""
         parts = []
         for start in range(0, rows.size, _RESCORED_ROWS):
             part = rows.select_indices(torch.arange(start, min(start + _RESCORED_ROWS, rows.size)))
@@ -127,7 +127,7 @@ class _Compared:
     output: BatchedDataDict[Any]
     scored: torch.Tensor
     apart: torch.Tensor
-    """[B, T] float64, |difference| in nats; 0 where no token was sampled."""
+    """[B, T] float64, |difference| in nats; 0 if no token was sampled."""
     tokens: int
 
     @property
@@ -141,10 +141,10 @@ class Canary:
     """Rows that are sampled and scored.
 
     Attributes:
-        rows: a `GenerationDatumSpec`; distinct prompts, so that every replica gets some.
-        more_rows: many more of them, for the first sync and for one that is beyond its tolerance.
-        tolerance: largest allowed mean |difference| of log-probabilities, in nats per token; None to calibrate.
-        greedy: take the most likely tokens; needed where sampling is filtered (top-p, top-k), since log-probabilities are then
+        rows: a `GenerationDatumSpec` with distinct prompts, so that every replica gets some.
+        more_rows: many more rows, for the first sync and for one beyond its tolerance.
+        tolerance: maximum mean |difference| of log-probabilities, in nats per token; None to calibrate.
+        greedy: take the most likely tokens; needed if sampling is filtered (top-p, top-k), since log-probabilities are then
             those of the filtered distribution.
         calibration: the error of the first sync.
         sides: the arithmetic of both sides, see `CanaryCalibration`.
@@ -160,10 +160,10 @@ class Canary:
     retempering: Retempering | None = None
 
     def prove(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> float:
-        """The mean |difference|, in nats per token, over all sampled tokens.
+        """Compute the mean |difference|, in nats per token, over all sampled tokens.
 
         Raises:
-            WeightSyncError: it is above what is allowed, or not a number; names the token with the largest difference.
+            WeightSyncError: it exceeds the tolerance, or is not a number; names the token with the largest difference.
         """
         generation.prepare_for_generation()
         if self.tolerance is not None:
@@ -220,14 +220,14 @@ def make_canary(
     sides: str = "",
     retempering: Retempering | None = None,
 ) -> Canary:
-    """A canary of random and of repetitive prompts.
+    """Create a canary of random and of repetitive prompts.
 
     Args:
         token_ids: the vocabulary, without special tokens.
-        num_receivers: number of replicas, at most; each gets 4 rows, or 16 where a side rounds.
-        max_length: most tokens of a row.
+        num_receivers: maximum number of replicas; each gets 4 rows, or 16 if a side rounds.
+        max_length: maximum number of tokens in a row.
         exact: both sides compute in float32.
-        tolerance: used instead of `EXACT_TOLERANCE` or of a calibrated one.
+        tolerance: overrides `EXACT_TOLERANCE` or the calibrated one.
         greedy: see `Canary`.
         calibration: that of the run; a new one by default.
         sides: see `CanaryCalibration`.
@@ -247,7 +247,7 @@ def make_canary(
 
 
 def _rows(vocabulary: torch.Tensor, rows: int, max_length: int, *, stream: int) -> BatchedDataDict[Any]:
-    """Prompts of random tokens and, every second one, of a random pattern that is repeated."""
+    """Prompts of random tokens, and for every second one of a repeated random pattern."""
     width = max(1, min(_PROMPT_TOKENS, max_length // 2))
     ids = vocabulary[derived_seeds(_SEED, stream, rows * width).abs() % len(vocabulary)].view(rows, width)
     pattern = min(_PATTERN_TOKENS, width)

@@ -1,9 +1,9 @@
-"""Weights under the names of their checkpoint, where Transformers holds several of them in one tensor; knows no refit.
+"""Maps weights to the names of their checkpoint, for models whose tensors each hold several tensors of the checkpoint.
 
-Transformers 5 holds the experts of a layer in one tensor (`mlp.experts.gate_up_proj`) and writes them apart
-(`mlp.experts.3.gate_proj.weight`). What travels from a policy to an engine has the names of the checkpoint, whichever backend
-sends or receives it. How the two belong together is Transformers' own table, for every model that it has; found out here is
-where each tensor lies in the one that holds it.
+Transformers 5 stores the experts of a layer in one tensor (`mlp.experts.gate_up_proj`) but saves them separately
+(`mlp.experts.3.gate_proj.weight`). Weights sent from a policy to an engine have the names of the checkpoint, whichever backend
+sends or receives them. The mapping is Transformers' own table, for every model that it has; this module determines each
+tensor's location within the tensor that holds it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rl_core.interfaces.policy import RefitManifest
 
 @dataclass(frozen=True)
 class Part:
-    """Where a tensor of the checkpoint lies.
+    """Location of a tensor of the checkpoint.
 
     Attributes:
         held_in: the model's tensor that holds it, which is contiguous.
-        shape: of the part.
-        stride: of the part, in elements.
+        shape: shape of the view.
+        stride: strides of the view, in elements.
         offset: elements of the holder before its first.
     """
 
@@ -37,19 +37,19 @@ class Part:
     offset: int
 
     def of(self, holder: torch.Tensor) -> torch.Tensor:
-        """The part, as a view."""
+        """The tensor, as a view."""
         flat = holder.view(-1)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 
 class CheckpointNames:
-    """One model's names.
+    """Checkpoint names of one model.
 
-    A tensor keeps its own name where the checkpoint's is the same, or where what the checkpoint has is not a part of it but
-    computed from it.
+    A tensor keeps its own name if the checkpoint uses the same one, or if the checkpoint's tensor is computed from it and not
+    a part of it.
 
     Args:
-        model: a model of Transformers; its class and config count, not its tensors.
+        model: a Transformers model; only its class and config matter, not its tensors.
         shapes: its tensors' shapes, by their names in the model.
     """
 
@@ -61,7 +61,7 @@ class CheckpointNames:
             self._held.setdefault(part.held_in, []).append(name)
 
     def manifest(self, own: RefitManifest) -> dict[str, tuple[tuple[int, ...], str]]:
-        """The manifest `own` of the model's tensors, under the checkpoint's names, in the same order."""
+        """The manifest `own` of the model's tensors, converted to the checkpoint's names, in the same order."""
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for holder, (shape, dtype) in own.items():
             for name in self._held.get(holder, ()):
@@ -71,7 +71,7 @@ class CheckpointNames:
         return found
 
     def holders(self, names: Iterable[str]) -> list[str]:
-        """The model's tensors that hold those named, each once, in the order of the names."""
+        """The model's tensors that hold the named ones, each once, in the order of the names."""
         return list(dict.fromkeys(self._parts[name].held_in if name in self._parts else name for name in names))
 
     def apart(
@@ -90,7 +90,7 @@ class CheckpointNames:
                     yield name, self._parts[name].of(tensor) if name in self._parts else tensor
 
     def views(self, live: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The same as a mapping; a view is made when it is asked for, since a large mixture has tens of thousands.
+        """The same as a mapping; views are created on access, since a large mixture of experts has tens of thousands.
 
         Args:
             live: the model's tensors.
@@ -98,13 +98,13 @@ class CheckpointNames:
         return _Views(live, self._held, self._parts) if self._parts else live
 
     def together(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors that hold the given ones in the same places, over the same memory; the reverse of `views`.
+        """The tensors that hold the given ones, over the same memory; the reverse of `views`.
 
         Args:
-            tensors: some or all of those that one holder has, by the checkpoint's names.
+            tensors: some or all tensors of one holder, by the checkpoint's names.
 
         Raises:
-            WeightSyncError: they lie apart in memory.
+            WeightSyncError: they are not contiguous in memory.
         """
         found: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -113,8 +113,8 @@ class CheckpointNames:
             whole = tensor if part is None else _around(tensor, part, self._shapes[holder])
             if whole is None or (holder in found and found[holder].data_ptr() != whole.data_ptr()):
                 raise WeightSyncError(
-                    f"Weight {name!r} is a tensor of its own in the policy and a part of {holder!r} in the engine: no sharing "
-                    "by reference. Set policy.generation.refit_transport: shared_memory."
+                    f"Weight {name!r} is a separate tensor in the policy but a part of {holder!r} in the engine, so it cannot "
+                    "be shared by reference. Set policy.generation.refit_transport: shared_memory."
                 )
             found[holder] = whole
         return found
@@ -137,10 +137,10 @@ class _Views(Mapping[str, torch.Tensor]):
 
 
 def _parts(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]:
-    """By the checkpoint's name; only of tensors whose name or form differs there, in the order in which they lie."""
+    """By the checkpoint's name; only tensors whose name or form differs there, in memory order."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    # A model that was loaded remembers what its folder needed, and one folder may be written otherwise than another.
+    # A loaded model remembers what its own folder needed, which may differ from what another folder needs.
     fresh = copy.copy(model)
     fresh.__dict__.pop("_weight_conversions", None)
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -162,14 +162,14 @@ def _parts(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]
 
 
 class _CopiesAreViews(TorchFunctionMode):
-    """Inside, a tensor is never copied to be contiguous: what is only cut stays a view of what it was cut from."""
+    """Within the block, tensors are never copied to be contiguous: slices stay views of the original."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def _around(tensor: torch.Tensor, part: Part, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """The contiguous tensor of which `tensor` is that part; None where its memory holds no such thing."""
+    """The contiguous tensor that `tensor` is this part of; None if there is none in its memory."""
     start = tensor.storage_offset() - part.offset
     numel = torch.Size(shape).numel()
     room = tensor.untyped_storage().nbytes() // tensor.element_size()

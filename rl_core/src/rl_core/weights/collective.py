@@ -1,10 +1,10 @@
-"""Weights over a process group of their own (gloo, or NCCL where every rank has a GPU to itself), and the transport over it.
+"""Weights over a separate process group (gloo, or NCCL if every rank has its own GPU), and the transport over it.
 
-Rank 0 is the policy's; the default process group is left alone, since trainer and sampler each have theirs. A refit is a plan
-(names, forms, buckets, version) and then one broadcast a bucket. Two buckets take turns: while one is on the wire, the sender
-packs the next and the receivers load the last. A receiver that refuses a tensor goes on receiving and raises at the end, and a
-sender that fails says so in the next broadcast: no rank is left waiting, and the group stays usable. Where a rank dies, those
-that were connected to it fail at once; each closes its own connections, so that the failure reaches all in a moment.
+Rank 0 is the policy's; the default process group is not used, since trainer and sampler each have their own. A refit is a plan
+(names, forms, buckets, version) followed by one broadcast per bucket. Two buffers alternate: while one is sent, the sender
+packs the next bucket and the receivers load the previous one. A receiver that rejects a tensor continues to receive and raises
+at the end, and a sender that fails reports it in the next broadcast, so no rank is left waiting and the group stays usable. If
+a rank dies, the ranks connected to it fail immediately; each closes its own connections, so that the failure reaches all.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from rl_core.weights.manifest import ALIGNMENT, Placement, as_sent, fill, lay_ou
 Gather = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
 """Yields the tensors of the named bucket."""
 Load = Callable[[Mapping[str, torch.Tensor], str, int], None]
-"""Takes one bucket: tensors, refit, weight version."""
+"""Receives one bucket: tensors, refit, weight version."""
 
 _PREFIX = ALIGNMENT
-"""Bytes before a bucket's tensors; the first is 0 where the sender is well."""
+"""Bytes before a bucket's tensors; the first is 0 unless the sender has failed."""
 _GAVE_UP = 1
 _CALLED_OFF = "called_off"
-"""Set in the store by a driver that knows of a rank that will never join."""
+"""Set in the store by a driver if a rank will never join."""
 _MESH_S = 30.0
-"""Longest that ranks which are all there may take to connect to each other."""
+"""Timeout for ranks to connect to each other once all are present."""
 _LISTENS_S = 10.0
-"""Longest that a policy that lives may take to listen, once it was asked to join."""
+"""Timeout for a live policy to start listening once it was called to join."""
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Pending(Protocol):
-    """A broadcast that was started."""
+    """A pending broadcast."""
 
     def wait(self) -> bool:
         """Return once it is done."""
@@ -60,12 +60,12 @@ class WeightCollective:
         """A rank that has not joined yet.
 
         Args:
-            ip: where rank 0 listens.
+            ip: address that rank 0 listens on.
             port: a free port there.
-            world_size: ranks in all; rank 0 sends.
-            rank: this one's.
-            device: "cpu" or "cuda", where this rank has its weights.
-            timeout_s: how long any one broadcast, and the joining, may take.
+            world_size: number of ranks; rank 0 sends.
+            rank: this rank.
+            device: "cpu" or "cuda", the device of this rank's weights.
+            timeout_s: timeout of each broadcast, and of joining.
         """
         self._place = (ip, port)
         self._ranks = (rank, world_size)
@@ -78,11 +78,11 @@ class WeightCollective:
     def join(self) -> None:
         """Join; returns once all ranks have.
 
-        Rank 0 keeps its store until `close`, also where the joining fails: a rank that is late finds there that it was
-        called off, where it would knock at a closed port until its time is up.
+        Rank 0 keeps its store until `close`, even if joining fails, so that a late rank can read there that joining was
+        aborted instead of trying to connect until its timeout.
 
         Raises:
-            WeightSyncError: not all ranks joined in time, or the joining was called off.
+            WeightSyncError: not all ranks joined in time, or joining was aborted.
         """
         (ip, port), (rank, world_size) = self._place, self._ranks
         try:
@@ -93,12 +93,12 @@ class WeightCollective:
         except (torch.distributed.DistError, RuntimeError) as error:
             raise WeightSyncError(
                 f"Rank {rank} of {world_size} could not join the weight collective at {ip}:{port} within "
-                f"{self._timeout.total_seconds():g} s: {error}. All ranks must reach that address; GLOO_SOCKET_IFNAME or "
-                "NCCL_SOCKET_IFNAME name the interface."
+                f"{self._timeout.total_seconds():g} s: {error}. All ranks must be able to reach that address; set "
+                "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to select the interface."
             ) from error
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
         if self._device.type == "cuda":
-            # NCCL connects in the first broadcast and waits there without end: let that be now, when all have just come.
+            # NCCL connects in the first broadcast, without a timeout: do it now, when all ranks have just arrived.
             self._wait(self._broadcast(self._buffer(0, 0)))
 
     def send(
@@ -117,8 +117,8 @@ class WeightCollective:
             manifest: forms of the tensors, as `gather` yields them.
             buckets: their names.
             gather: yields the tensors of one bucket.
-            sent: the forms in which they travel; their own by default.
-            refit: which refit this is.
+            sent: the forms in which they are sent; their own by default.
+            refit: id of this refit.
             version: weight version of the tensors.
 
         Returns:
@@ -154,12 +154,12 @@ class WeightCollective:
         return sum(size for _, size in laid_out)
 
     def receive(self, load: Load) -> None:
-        """Take part in one `send` and hand over each bucket as (tensors, refit, version).
+        """Take part in one `send` and pass each bucket on as (tensors, refit, version).
 
-        The tensors are views that the next bucket but one overwrites.
+        The tensors are views, which the next bucket but one overwrites.
 
         Raises:
-            WeightSyncError: the first that `load` raised, the sender gave up, or a rank is gone.
+            WeightSyncError: the first one raised by `load`, the sender failed, or a rank is gone.
         """
         plan = self._receive_plan()
         sizes: list[int] = plan["num_bytes"]
@@ -170,8 +170,8 @@ class WeightCollective:
             self._wait(work)
             if int(buffer[0]) == _GAVE_UP:
                 raise WeightSyncError(
-                    f"The policy gave up before bucket {number + 1} of {len(sizes)} of the refit to version "
-                    f"{plan['weight_version']}; its own error says why."
+                    f"The policy aborted before bucket {number + 1} of {len(sizes)} of the refit to version "
+                    f"{plan['weight_version']}; see its own error."
                 )
             coming = self._start_receiving(number + 1, sizes)
             if refused is None:
@@ -188,10 +188,10 @@ class WeightCollective:
         if group is None:
             pass
         elif self._device.type == "cuda":
-            # Every broadcast has been waited for. NCCL's `shutdown` would wait for the other ranks to leave as well.
+            # All broadcasts are done. NCCL's `shutdown` would also wait for the other ranks to leave.
             group.abort()
         else:
-            # Connections are closed with the object; `shutdown` alone leaves them open, and peers waiting.
+            # Connections close with the object; `shutdown` alone leaves them open, and peers waiting.
             group.shutdown()
         self._store = None
         self._buffers = []
@@ -200,7 +200,7 @@ class WeightCollective:
         if number >= len(sizes):
             return torch.empty(0), _Done()
         if number >= 2 and self._device.type == "cuda":
-            # What was loaded from this buffer was copied asynchronously.
+            # Tensors loaded from this buffer were copied asynchronously.
             torch.cuda.current_stream(self._device).synchronize()
         buffer = self._buffer(number % 2, sizes[number])
         return buffer, self._broadcast(buffer)
@@ -241,13 +241,13 @@ class WeightCollective:
         except RuntimeError as error:
             self.close()
             raise WeightSyncError(
-                f"A broadcast of weights broke off: {str(error).partition('. This is typically')[0]}. A rank of the weight "
-                "collective died or lost its connection; this one has left it, so that nobody waits for it."
+                f"A broadcast of weights failed: {str(error).partition('. This is typically')[0]}. A rank of the weight "
+                "collective died or lost its connection; this rank has left the collective, so that no rank waits for it."
             ) from error
 
 
 class CollectiveTransport(WeightTransport):
-    """Policy and generation backend anywhere: one broadcast from the policy's rank 0 to every generation worker."""
+    """Policy and generation backend anywhere: broadcasts from the policy's rank 0 to every generation worker."""
 
     name: ClassVar[str] = "collective"
 
@@ -261,9 +261,9 @@ class CollectiveTransport(WeightTransport):
         wait, deadline_s = self.context.wait, self.context.deadline_s
         if not self._joined or generation.restarts != self._restarts:
             self._join(policy, generation)
-        # Joined again after any error: a broadcast that some rank did not finish leaves the group unusable.
+        # Joined again after any error, because an unfinished broadcast leaves the group unusable.
         self._joined = False
-        # Two buckets are on their way at a time.
+        # Two buckets are in transit at a time.
         policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, kept=self.context.kept())
         wait([*policy.broadcast_weights_for_collective(), *generation.update_weights_from_collective()], deadline_s)
         self._joined = True
@@ -281,26 +281,26 @@ class CollectiveTransport(WeightTransport):
             raise
 
     def _new_meeting_point(self) -> tuple[str, int]:
-        """Never one that was met at before: a rank that is late to leave may still hold it."""
+        """A port that was not used before, because a rank that leaves late may still hold the old one."""
         for _ in range(100):
             place = self.context.rendezvous()
             if place not in self._left:
                 self._left.add(place)
                 return place
-        raise WeightSyncError(f"No new port was found for the weight collective in 100 tries; the last was {place[1]}.")
+        raise WeightSyncError(f"No new port was found for the weight collective in 100 attempts; the last was {place[1]}.")
 
 
 def abort_rendezvous(ip: str, port: int) -> None:
-    """Let the ranks that wait at `ip:port` for another give up at once; nothing happens where nobody listens there."""
+    """Make ranks that wait at `ip:port` for another one give up immediately; no effect if nothing listens there."""
     try:
         open_store(ip, port, is_master=False, timeout=timedelta(seconds=_LISTENS_S)).set(_CALLED_OFF, "1")
     except RuntimeError:
-        # Rank 0 is not there, so nobody waits at its store; whoever asks has an error of its own to raise.
+        # Rank 0 is not there, so no rank waits at its store; the caller raises its own error.
         return
 
 
 class _Done:
-    """In place of the broadcast after the last."""
+    """Stands in for the broadcast after the last one."""
 
     def wait(self) -> bool:
         return True
@@ -316,7 +316,7 @@ def _views(forms: Mapping[str, Mapping[str, Any]], buffer: torch.Tensor) -> dict
 def _make_group(
     store: TCPStore, ip: str, port: int, world_size: int, *, rank: int, device: str, timeout: timedelta
 ) -> tuple[torch.device, Any]:
-    """NCCL where every rank has a GPU of its own, gloo otherwise; all ranks learn it from the store."""
+    """NCCL if every rank has its own GPU, otherwise gloo; the ranks exchange this through the store."""
     mine = f"cuda {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}" if device == "cuda" else "cpu"
     store.set(f"device/{rank}", mine)
     devices = _devices_of_all(store, world_size, timeout)
@@ -338,9 +338,9 @@ def _make_group(
 
 @contextmanager
 def _waits_that_raise() -> Iterator[None]:
-    """Have a group of NCCL that is made in the block wait on the host and raise where a rank is gone or late.
+    """Make an NCCL group created in the block wait on the host, and raise if a rank is gone or late.
 
-    Otherwise `wait` returns at once, the next look at the memory hangs, and in the end a watchdog kills the process.
+    Otherwise `wait` returns immediately, the next access to the memory hangs, and finally a watchdog kills the process.
     """
     before = os.environ.get(_BLOCKING)
     os.environ[_BLOCKING] = "1"
@@ -354,7 +354,7 @@ def _waits_that_raise() -> Iterator[None]:
 
 
 def _devices_of_all(store: TCPStore, world_size: int, timeout: timedelta) -> list[str]:
-    """What each rank computes on, once all are there."""
+    """The device of each rank, once all are present."""
     keys = [f"device/{rank}" for rank in range(world_size)]
     until = time.monotonic() + timeout.total_seconds()
     while not store.check(keys):
@@ -362,13 +362,13 @@ def _devices_of_all(store: TCPStore, world_size: int, timeout: timedelta) -> lis
             raise RuntimeError("another rank died or failed before it had joined")
         if time.monotonic() > until:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise RuntimeError(f"rank {', '.join(missing)} did not come")
+            raise RuntimeError(f"rank {', '.join(missing)} did not join")
         time.sleep(0.01)
     return [store.get(key).decode() for key in keys]
 
 
 def _own_address(ip: str, port: int) -> str:
-    """The address of this machine from which it reaches `ip`; connecting a datagram socket sends nothing."""
+    """This machine's address on the route to `ip`; connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((ip, port))
         return str(probe.getsockname()[0])

@@ -1,8 +1,8 @@
-"""Bytes on one GPU that another process of the node can map: buffers that take turns, and their handles; knows no weights.
+"""Alternating buffers on one GPU that other processes of the node can map, and their handles.
 
-What is shared is a buffer, never a model's own tensor. Torch counts what receivers hold of a shared storage: a handle that
-nobody opens (a policy rank on a GPU without an engine) would keep its memory for good, and a parameter that is shared in every
-refit would be wrapped once more by each. The copy into the buffer costs a thousandth of a second a gigabyte.
+Only buffers are shared, never a model's own tensors. Torch counts the receivers of a shared storage: a handle that is never
+opened (a policy rank on a GPU without an engine) would keep its memory forever, and a parameter shared in every refit would get
+another wrapper each time. Copying into the buffer costs a thousandth of a second per gigabyte.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from rl_core.errors import WeightSyncError
 
 _here: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
-"""The buffers of this process, by their name in handles: CUDA refuses to map memory into the process that it is of."""
+"""The buffers of this process, by their name in handles: CUDA cannot map memory into the process that owns it."""
 
 
 class GpuBuffer:
-    """Bytes on this process's GPU, shared once for as long as they live."""
+    """Memory on this process's GPU, shared once for its whole lifetime."""
 
     def __init__(self, size: int, *, device: torch.device) -> None:
-        """Take the memory.
+        """Allocate the memory.
 
         Args:
             size: in bytes.
@@ -38,7 +38,7 @@ class GpuBuffer:
         _here[self._name] = self.bytes
 
     def handle(self) -> dict[str, Any]:
-        """What `open_buffer` takes, once all that was written before has reached the GPU's memory."""
+        """The argument of `open_buffer`, once all earlier writes have reached the GPU's memory."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         if self._shared is None:
@@ -48,10 +48,10 @@ class GpuBuffer:
         return {"name": self._name, "rebuild": rebuild, "arguments": arguments}
 
     def close(self) -> None:
-        """Give the memory back; the receivers have let go of it. Calling it twice is fine."""
+        """Free the memory; the receivers have released it. Calling it twice is fine."""
         shared, self._shared = self._shared, None
         if shared is not None:
-            # Torch waits for one receiver of each sharing, and there may have been none; those that came have counted too.
+            # Torch waits for one receiver of each sharing, and there may have been none; actual receivers have counted too.
             given = _bound(*shared)
             self.bytes.untyped_storage()._release_ipc_counter(
                 given["ref_counter_handle"], given["ref_counter_offset"], device=self.bytes.device
@@ -60,7 +60,7 @@ class GpuBuffer:
 
 
 class GpuBufferPair:
-    """Two buffers that take turns, so that one bucket is written while the one before is read."""
+    """Two alternating buffers, so that one bucket is written while the previous one is read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +68,7 @@ class GpuBufferPair:
         self._turn = 0
 
     def next(self, size: int) -> GpuBuffer:
-        """The buffer whose turn it is, with room for `size` bytes; a bucket in it since the turn before is lost."""
+        """The next buffer, with space for `size` bytes; its previous bucket is lost."""
         self._turn = 1 - self._turn
         buffer = self._buffers[self._turn]
         if buffer is None or buffer.bytes.numel() < size:
@@ -78,7 +78,7 @@ class GpuBufferPair:
         return buffer
 
     def close(self) -> None:
-        """Give both back to the GPU, where the engine beside may need them; calling it twice is fine."""
+        """Free both on the GPU, where a colocated engine may need the memory; calling it twice is fine."""
         closed = [buffer for buffer in self._buffers if buffer is not None]
         self._buffers = [None, None]
         for buffer in closed:
@@ -88,7 +88,7 @@ class GpuBufferPair:
 
 
 def device_uuid(device: torch.device) -> str:
-    """The GPU's own identity; an index means another GPU in each process that CUDA_VISIBLE_DEVICES differs in."""
+    """The GPU's UUID; an index depends on each process's CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -96,25 +96,25 @@ def open_buffer(devices: Mapping[str, Mapping[str, Any]], device: torch.device) 
     """The sender's buffer, uint8; it is unmapped with the last tensor over it.
 
     Args:
-        devices: GPU uuid to what `GpuBuffer.handle` gave there.
-        device: where the receiver computes.
+        devices: GPU uuid to the result of `GpuBuffer.handle` there.
+        device: the receiver's device.
 
     Raises:
-        WeightSyncError: the memory cannot be reached from there.
+        WeightSyncError: the memory is not accessible from there.
     """
     if device.type != "cuda":
-        raise WeightSyncError("The policy hands over weights on a GPU and this generation worker computes on the CPU.")
+        raise WeightSyncError("The policy sends weights on a GPU, but this generation worker computes on the CPU.")
     own = device_uuid(device)
     if own not in devices:
         raise WeightSyncError(
-            f"This generation worker computes on GPU {own}; the policy has its weights on {', '.join(devices)}. CUDA IPC "
-            "needs one GPU for both: set policy.generation.refit_transport: collective."
+            f"This generation worker computes on GPU {own}, but the policy has its weights on {', '.join(devices)}. CUDA IPC "
+            "requires the same GPU for both: set policy.generation.refit_transport: collective."
         )
     handle = devices[own]
     if handle["name"] in _here:
         return _here[handle["name"]]
     given = _bound(handle["rebuild"], handle["arguments"])
-    # The sender's index of the device need not be the receiver's.
+    # The sender's index of the device may differ from the receiver's.
     given["storage_device"] = device.index if device.index is not None else torch.cuda.current_device()
     opened: torch.Tensor = handle["rebuild"](**given)
     return opened

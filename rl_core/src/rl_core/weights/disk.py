@@ -1,8 +1,8 @@
-"""Weights through files that both sides see: for an engine that shares neither a node nor a process group with the policy.
+"""Weights through files, for an engine that shares neither a node nor a process group with the policy.
 
-Two buckets are on the disk at a time. A file is written, closed and only then named to the engine, so that a network file
-system which is consistent from close to open is enough. The folder goes with the refit; that of a driver that was killed goes
-with the next refit through the same place.
+Two buckets are on disk at a time. A file is closed before the engine gets its name, so a network file system with close-to-open
+consistency is sufficient. The folder is removed after the refit; if the driver was killed, by the next refit with the same
+parent folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PREFIX = "rlcore-refit"
 
 
 class DiskTransport(WeightTransport):
-    """Policy and generation backend anywhere that sees one folder (`policy.generation.refit_folder`)."""
+    """Policy and generation backend on any nodes with a shared folder (`policy.generation.refit_folder`)."""
 
     name: ClassVar[str] = "disk"
 
@@ -57,8 +57,8 @@ class DiskTransport(WeightTransport):
         wait([loading], timeout=max(deadline - time.monotonic(), 0.0))
         if not loading.done():
             raise DeadlineExceededError(
-                f"The refit by disk has taken {self.context.deadline_s:g} s and the generation backend has not loaded file "
-                f"{number} of {count} in {self.context.folder}. Give it a faster folder (policy.generation.refit_folder), or "
+                f"The refit by disk has taken {self.context.deadline_s:g} s, and the generation backend has not loaded file "
+                f"{number} of {count} in {self.context.folder}. Use a faster folder (policy.generation.refit_folder), or "
                 "raise cluster.deadlines.refit_s."
             )
         loading.result()
@@ -68,14 +68,14 @@ def write_tensors(path: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> Non
     """Write one bucket as a safetensors file.
 
     Raises:
-        WeightSyncError: it cannot be written there.
+        WeightSyncError: it cannot be written.
     """
     try:
         save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors}, path)
     except OSError as error:
         raise WeightSyncError(
             f"The policy cannot write {path} ({error}). policy.generation.refit_folder must be on a disk that policy and "
-            "generation backend both see."
+            "generation backend can both access."
         ) from error
 
 
@@ -83,28 +83,28 @@ def read_tensors(path: str, device: torch.device) -> Mapping[str, torch.Tensor]:
     """The tensors of one file.
 
     Raises:
-        WeightSyncError: it is not there.
+        WeightSyncError: it cannot be read.
     """
     try:
         tensors: Mapping[str, torch.Tensor] = load_file(path, device=str(device))
     except (FileNotFoundError, OSError) as error:
         raise WeightSyncError(
             f"The generation backend cannot read {path} on {gethostname()} ({error}). policy.generation.refit_folder must be "
-            "on a disk that policy and generation backend both see."
+            "on a disk that policy and generation backend can both access."
         ) from error
     return tensors
 
 
 @contextmanager
 def _own_folder(parent: Path) -> Iterator[Path]:
-    """A folder that is there for one refit."""
+    """A temporary folder for one refit."""
     _sweep(parent)
     folder = parent / f"{_PREFIX}-{gethostname()}-{getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WeightSyncError(
-            f"There can be no folder for weights in {parent} ({error}). Give another: policy.generation.refit_folder."
+            f"Cannot create a folder for weights in {parent} ({error}). Choose another: policy.generation.refit_folder."
         ) from error
     try:
         yield folder
@@ -113,7 +113,7 @@ def _own_folder(parent: Path) -> Iterator[Path]:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of drivers on this host that are gone."""
+    """Remove the folders of drivers on this host that no longer run."""
     for folder in parent.glob(f"{glob.escape(f'{_PREFIX}-{gethostname()}')}-*"):
         owner = folder.name.rpartition("-")[2]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):

@@ -1,12 +1,13 @@
-"""Digests that prove two copies of the weights equal, bit for bit; knows tensors, not where they came from.
+"""Digests that prove two copies of the weights equal, bit for bit.
 
-A tensor's digest covers its dtype, its shape and every bit in row-major order; the combined one covers names as well and
-does not depend on the order in which tensors are visited. Two kinds, of which both sides must use the same:
+A tensor's digest covers its dtype, its shape and every bit in row-major order; the combined one also covers names, and does
+not depend on the order of the tensors. There are two kinds, and both sides must use the same:
 
-- `xxh3`: XXH3-128 over the bytes where they lie. For the CPU.
-- `wsum`: a sum of 32-bit words, each times an odd pseudo-random 64-bit weight of its position, modulo 2**64. Sums of integers
-  do not depend on the order of addition, so it is exact on any device and never leaves it. One changed word changes it for
-  certain (an odd weight is invertible modulo 2**64); two exchanged words leave it equal with a chance of at most 2**-32.
+- `xxh3`: XXH3-128 over the bytes in place. For the CPU.
+- `wsum`: a sum of 32-bit words, each times an odd pseudo-random 64-bit weight of its position, modulo 2**64. Integer sums do
+  not depend on the order of addition, so it is exact on any device and needs no copy to another. One changed word always
+  changes it (an odd weight is invertible modulo 2**64); two exchanged words leave it equal with a probability of at most
+  2**-32.
 """
 
 from __future__ import annotations
@@ -24,41 +25,41 @@ from rl_core.weights.manifest import ON_ONE_THREAD, dtype_name
 Kind = Literal["xxh3", "wsum"]
 
 _WORDS = 1 << 18
-"""Words of one chunk: its weights are computed once a device, and its products (2 MiB) stay in a CPU's cache."""
+"""Words per chunk: its weights are computed once per device, and its products (2 MiB) stay in a CPU's cache."""
 _CHUNKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 _MASK = (1 << 64) - 1
 
 
 def natural_kind(device: torch.device) -> Kind:
-    """The kind that needs no copy of tensors on that device."""
+    """The kind that needs no copy of tensors on this device."""
     return "xxh3" if device.type == "cpu" else "wsum"
 
 
 def kind_of(fingerprint: str) -> Kind:
-    """The kind that a combined digest was made with.
+    """The kind of a combined digest.
 
     Raises:
-        WeightSyncError: it is not a combined digest of this room.
+        WeightSyncError: it is not a combined digest of this module.
     """
     kind = fingerprint.partition(":")[0]
     if kind not in get_args(Kind):
         raise WeightSyncError(
-            f"The fingerprint {fingerprint!r} starts with none of {', '.join(get_args(Kind))}: it was not made by "
+            f"The fingerprint {fingerprint!r} does not start with any of {', '.join(get_args(Kind))}: it was not created by "
             "rl_core.weights.fingerprint, so it cannot be compared."
         )
     return kind  # type: ignore[return-value]
 
 
 def tensor_digest(tensor: torch.Tensor, *, kind: Kind = "xxh3", dtype: torch.dtype | None = None) -> str:
-    """Digest of one tensor, such as `float32[4,3]:9f86...`; about 0.1 ns a byte (`xxh3`, CPU), where it is contiguous.
+    """Digest of one tensor, such as `float32[4,3]:9f86...`; about 0.1 ns per byte (`xxh3`, CPU) if it is contiguous.
 
     Args:
         tensor: any dtype, shape and device; a tensor that is not contiguous is copied first.
-        kind: see the head of this room.
-        dtype: the digest is that of the tensor in this one; its own by default.
+        kind: see the module docstring.
+        dtype: digest the tensor cast to this dtype; its own by default.
     """
     dtype = dtype or tensor.dtype
-    # Strides of axes of length 0 or 1 are arbitrary, even where a tensor counts as contiguous.
+    # Strides of axes of length 0 or 1 are arbitrary, even if a tensor counts as contiguous.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
     if kind == "wsum":
         value = _weighted_sum(flat.to(dtype))
@@ -82,7 +83,7 @@ def describe_differences(
     sides: tuple[str, str] = ("the policy", "the engine"),
     most: int = 5,
 ) -> list[str]:
-    """One line for each tensor whose digests differ, the first `most` by name; says where a tensor is another's."""
+    """One line per tensor whose digests differ, the first `most` by name, with a hint if it equals another tensor."""
     owner = {digest: name for name, digest in one.items()}
     lines = []
     for name in sorted(one.keys() | other.keys()):
@@ -102,7 +103,7 @@ def _xxh3(flat: torch.Tensor) -> str:
 
 
 def _xxh3_in_pieces(flat: torch.Tensor, dtype: torch.dtype) -> str:
-    """Of a tensor in another dtype; fresh memory for all of it would cost several times the hash."""
+    """Digest of a tensor cast to another dtype, in pieces: allocating all of it would cost several times the hash."""
     digest, piece = xxhash.xxh3_128(), torch.empty(ON_ONE_THREAD, dtype=dtype)
     for part in flat.split(ON_ONE_THREAD) if flat.numel() else ():
         digest.update(piece[: part.numel()].copy_(part).view(torch.uint8).numpy().data)
@@ -129,7 +130,7 @@ def _weighted_sum(flat: torch.Tensor) -> str:
 def _as_words(flat: torch.Tensor) -> torch.Tensor:
     """The bits as integers: 32-bit words where the length allows it, whole elements otherwise.
 
-    The choice depends on length and dtype alone, so that two copies of a tensor are cut alike.
+    The choice depends only on length and dtype, so both copies of a tensor are split alike.
     """
     length = flat.numel() * flat.element_size()
     if flat.element_size() in (4, 8, 16) or length % 4 == 0:
@@ -149,7 +150,7 @@ def _chunk_weight(index: int) -> int:
 
 
 def _odd_noise(index: torch.Tensor) -> torch.Tensor:
-    """An odd int64 for each index: the finaliser of splitmix64, in arithmetic that wraps alike on every device."""
+    """An odd int64 for each index: the finaliser of splitmix64, in arithmetic that wraps equally on every device."""
     z = index * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _logical_shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _logical_shift(z, 27)) * _signed(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""What `get_weights_ipc_handles` returns and `update_weights` opens: made on one side, unpacked on the other; loads nothing.
+"""The return value of `get_weights_ipc_handles`, which is the argument of `update_weights`: created and opened here.
 
 A mapping with `kind`, `refit`, `weight_version`, `num_bytes`, and by kind:
 `shared_memory` - `segment` and `placements`; `cuda_ipc` - `devices`, GPU uuid to a handle of a buffer there, and `placements`;
@@ -20,10 +20,10 @@ from rl_core.weights.shared_memory import map_segment
 
 
 def merge_handles(per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """One mapping from what every rank of a policy returned: rank 0's, with the GPUs of all ranks."""
+    """Merge the mappings of all ranks of a policy: rank 0's, with the GPUs of all ranks."""
     given = [dict(handles) for handles in per_rank if handles]
     if not given:
-        raise WeightSyncError("No rank of the policy handed over its weights: rank 0 must.")
+        raise WeightSyncError("Rank 0 of the policy did not return its weights.")
     merged = given[0]
     if "devices" in merged:
         merged["devices"] = {uuid: found for handles in given for uuid, found in handles["devices"].items()}
@@ -31,14 +31,14 @@ def merge_handles(per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any
 
 
 def open_handles(handles: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-    """Name to tensor, as views of the sender's memory: copy them and let them go.
+    """Name to tensor, as views of the sender's memory: copy and release them.
 
     Args:
         handles: one bucket.
-        device: where the receiver computes; CUDA IPC reaches the sender's memory on that GPU alone.
+        device: the receiver's device; CUDA IPC requires the sender's GPU.
 
     Raises:
-        WeightSyncError: the memory cannot be reached from this process.
+        WeightSyncError: the memory is not accessible from this process.
     """
     kind = handles.get("kind")
     if kind == "by_reference":
@@ -49,7 +49,7 @@ def open_handles(handles: Mapping[str, Any], device: torch.device) -> dict[str, 
         return _placed(handles, open_buffer(handles["devices"], device))
     if kind == "disk":
         return dict(read_tensors(handles["file"], device))
-    raise WeightSyncError(f"Weights came as {kind!r}; known are shared_memory, cuda_ipc, by_reference and disk.")
+    raise WeightSyncError(f"Unknown kind of weights {kind!r}: expected shared_memory, cuda_ipc, by_reference or disk.")
 
 
 def _placed(handles: Mapping[str, Any], buffer: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a set of weights consists of: names, shapes, dtypes and their split into buckets; knows no process and no transport."""
+"""Describes a set of weights: names, shapes, dtypes and their split into buckets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 
 ALIGNMENT = 64
-"""Bytes; every tensor of a bucket starts at a multiple of it, so that any dtype can be viewed in place."""
+"""Bytes; every tensor of a bucket starts at a multiple of this, so that any dtype can be viewed in place."""
 ON_ONE_THREAD = 2**15 - 64
-"""Numbers; torch rounds 2**15 or more of them on all of its threads, which the other side of a refit needs at that time."""
+"""Elements; torch casts 2**15 or more on all of its threads, which the other side of a refit needs at that time."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one tensor lies in a bucket's bytes."""
+    """Location of one tensor in a bucket."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,34 +36,34 @@ class Placement:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that a manifest has for the dtype, such as "bfloat16"."""
+    """The dtype's name in a manifest, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a manifest's name stands for.
+    """The dtype of a manifest's name.
 
     Raises:
-        WeightSyncError: torch has no such dtype.
+        WeightSyncError: torch does not have it.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise WeightSyncError(f"The manifest names the dtype {name!r}, which this torch ({torch.__version__}) lacks.")
+        raise WeightSyncError(f"The manifest has the dtype {name!r}, which this torch ({torch.__version__}) does not support.")
     return dtype
 
 
 def tensor_bytes(shape: Iterable[int], dtype: str) -> int:
-    """Bytes of a contiguous tensor."""
+    """Number of bytes of a contiguous tensor."""
     return math.prod(shape) * dtype_of(dtype).itemsize
 
 
 def total_bytes(manifest: RefitManifest) -> int:
-    """Bytes of all tensors together."""
+    """Number of bytes of all tensors together."""
     return sum(tensor_bytes(shape, dtype) for shape, dtype in manifest.values())
 
 
 def as_sent(manifest: RefitManifest, kept: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The forms in which weights travel: in the receiver's dtype where that is narrower, since it would round them so anyway.
+    """The forms in which weights are sent: in the receiver's dtype if it is narrower, since it would round them anyway.
 
     Args:
         manifest: the policy's.
@@ -83,7 +83,7 @@ def manifest_of(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[in
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's live parameters and persistent buffers; of tensors that are tied, the first name alone."""
+    """A module's live parameters and persistent buffers; tied tensors only under their first name."""
     saved = module.state_dict(keep_vars=True).keys()
     found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=True))
     found.update((name, tensor) for name, tensor in module.named_buffers(remove_duplicate=True) if name in saved)
@@ -91,13 +91,13 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def refuse_differences(manifest: RefitManifest, engine: RefitManifest) -> None:
-    """Compare the weights to come with those that the engine has; dtypes may differ, since loading casts.
+    """Compare the weights to be sent with the engine's; dtypes may differ, since loading casts.
 
     Raises:
-        WeightSyncError: names every tensor that only one side has and every one of another shape.
+        WeightSyncError: lists every tensor that only one side has or whose shape differs.
     """
-    found = [f"{name}: the policy sends it, the engine has no such weight" for name in manifest if name not in engine]
-    found += [f"{name}: the engine has it, the policy does not send it" for name in engine if name not in manifest]
+    found = [f"{name}: the policy sends it, but the engine has no such weight" for name in manifest if name not in engine]
+    found += [f"{name}: the engine has it, but the policy does not send it" for name in engine if name not in manifest]
     found += [
         f"{name}: {list(shape)} in the policy, {list(engine[name][0])} in the engine"
         for name, (shape, _) in manifest.items()
@@ -105,18 +105,18 @@ def refuse_differences(manifest: RefitManifest, engine: RefitManifest) -> None:
     ]
     if found:
         raise WeightSyncError(
-            "The policy's weights do not fit the generation backend's model; nothing was loaded:\n"
+            "The policy's weights do not match the generation backend's model; nothing was loaded:\n"
             + "\n".join(f"  {line}" for line in sorted(found))
-            + "\nGive both sides the same model (policy.model_name, policy.generation.model_name)."
+            + "\nUse the same model on both sides (policy.model_name, policy.generation.model_name)."
         )
 
 
 def split_into_buckets(manifest: RefitManifest, *, budget_bytes: int) -> list[list[str]]:
     """Names in the manifest's order, in buckets of at most `budget_bytes` (padding included).
 
-    A tensor that is larger than the budget is a bucket of its own, after all others: a receiver waits for the first bucket and
-    loads each one while the next is written. Neighbours in one module (`layers.0.mlp.gate_proj.weight`,
-    `layers.0.mlp.up_proj.weight`) are in one bucket where they fit: an engine that fuses them has to keep none for the next.
+    A tensor larger than the budget is a separate bucket, after all others, because a receiver waits for the first bucket and
+    loads each one while the next is written. Weights of one module (`layers.0.mlp.gate_proj.weight`,
+    `layers.0.mlp.up_proj.weight`) are in one bucket if they fit, so an engine that fuses them need not keep any for the next.
     """
     buckets: list[list[str]] = []
     room = 0
@@ -131,7 +131,7 @@ def split_into_buckets(manifest: RefitManifest, *, budget_bytes: int) -> list[li
 
 
 def lay_out(manifest: RefitManifest, names: Iterable[str]) -> tuple[dict[str, Placement], int]:
-    """Where each named tensor lies in its bucket, and the bucket's bytes."""
+    """Location of each named tensor in its bucket, and the bucket's size in bytes."""
     placements: dict[str, Placement] = {}
     end = 0
     for name in names:
@@ -147,20 +147,20 @@ def fill(
     tensors: Iterator[tuple[str, torch.Tensor]],
     manifest: RefitManifest,
 ) -> None:
-    """Copy every placed tensor into the bucket's bytes, one copy each; it is rounded where its place is of another dtype.
+    """Copy every tensor to its location in the bucket, casting it to the dtype there.
 
     Raises:
-        WeightSyncError: the tensors are not those that the placements name, each once and as the manifest says.
+        WeightSyncError: the tensors do not match the placements in names, shapes or dtypes.
     """
     waiting = dict(placements)
     for name, tensor in tensors:
         placement = waiting.pop(name, None)
         if placement is None:
-            raise WeightSyncError(f"The policy gave {name!r}, which was not asked for or was already given.")
+            raise WeightSyncError(f"The policy gave {name!r}, which was not requested or was already given.")
         shape, dtype = manifest[name]
         if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (tuple(shape), dtype):
             raise WeightSyncError(
-                f"The policy gave {name!r} as {dtype_name(tensor.dtype)} {list(tensor.shape)}, and its manifest says "
+                f"The policy gave {name!r} as {dtype_name(tensor.dtype)} {list(tensor.shape)}, but its manifest says "
                 f"{dtype} {list(shape)}: iter_weights and weight_manifest must agree."
             )
         _copy(placement.view(buffer), tensor.detach())
@@ -169,7 +169,7 @@ def fill(
 
 
 def _neighbours(manifest: RefitManifest, budget_bytes: int) -> Iterator[list[str]]:
-    """What stays together: the names of one module's parts, or each for itself where they are too large together."""
+    """Names that stay together: the tensors of one module, or each separately if they exceed the budget together."""
     for _, group in groupby(manifest, key=lambda name: name.rsplit(".", 2)[0]):
         names = list(group)
         if sum(_aligned(tensor_bytes(*manifest[name])) for name in names) <= budget_bytes:
@@ -179,7 +179,7 @@ def _neighbours(manifest: RefitManifest, budget_bytes: int) -> Iterator[list[str
 
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
-    """On one thread: the receiver computes on the other cores, and torch would wait for all of them."""
+    """Copy on one thread: the receiver computes on the other cores, and torch would wait for all of them."""
     on_host = into.device.type == tensor.device.type == "cpu"
     if not on_host or not tensor.is_contiguous() or tensor.numel() == 0:
         into.copy_(tensor)

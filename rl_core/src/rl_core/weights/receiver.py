@@ -1,7 +1,7 @@
-"""The receiving half of a refit, for generation workers: admits, counts and proves; knows neither sender nor model.
+"""The receiving half of a refit, for generation workers: accepts, counts and digests weights.
 
-A worker mixes `WeightReceiver` in and says what its engine expects and how it loads. One whose live tensors have the names of
-the manifest mixes in `rl_core.weights.sink.WeightSink` instead, which does both.
+A worker derives from `WeightReceiver` and defines its expected weights and how to load them. If its live tensors have the names
+of the manifest, it derives from `rl_core.weights.sink.WeightSink` instead, which does both.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from rl_core.interfaces.worker_context import WorkerContext
 
 NO_VERSION = -1
-"""Weight version of an engine before its first refit, and while one is under way."""
+"""Weight version of an engine before its first refit, and during a refit."""
 
 
 class WeightReceiver(ABC):
-    """Mixin of a generation worker: the refit verbs of `GenerationInterface`, for one receiver of weights."""
+    """Mixin of a generation worker: the refit methods of `GenerationInterface`, for one receiver of weights."""
 
     context: WorkerContext
     _ledger: RefitProgress | None = None
@@ -37,26 +37,26 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def expected_weights(self) -> RefitManifest:
-        """Name to (shape, dtype that its digest is taken in) of every weight of the engine, under its checkpoint's names."""
+        """Name to (shape, dtype of its digest) of every weight of the engine, under its checkpoint's names."""
 
     @abstractmethod
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load one bucket; its tensors are the sender's memory, which is reused as soon as this returns."""
+        """Load one bucket; its tensors are the sender's memory, which is reused after this returns."""
 
     @abstractmethod
     def digests_of_weights(self) -> dict[str, str]:
         """Name to digest of each weight, for `weight_digests`."""
 
     def refit_begins(self) -> None:
-        """The first bucket of a refit is about to be loaded."""
+        """Called before the first bucket of a refit is loaded."""
         return None
 
     def weights_changed(self) -> None:
-        """All tensors are new: refresh whatever the engine derived from them (quantised copies, captured graphs)."""
+        """Called when all tensors are new, to refresh anything derived from them (quantized copies, captured graphs)."""
         return None
 
     def load_by_reference(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Compute with the sender's own tensors from now on, where the engine can."""
+        """Compute with the sender's own tensors from now on, if the engine supports it."""
         raise WeightSyncError(
             f"{type(self).__name__} cannot compute with the policy's own tensors: set policy.generation.refit_transport to "
             "shared_memory."
@@ -67,17 +67,17 @@ class WeightReceiver(ABC):
         return 1 + self.context.rank
 
     def get_weight_version(self) -> int:
-        """Optimizer steps that the weights have seen; -1 before the first refit and from a refit's start to its end."""
+        """Number of optimizer steps behind the weights; -1 before the first refit and during a refit."""
         return self._weight_version
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
-        """Begin a refit: take the manifest and compare it with the engine's own weights.
+        """Begin a refit: store the manifest and compare it with the engine's own weights.
 
         Returns:
-            Name to the dtype that the digests are taken in.
+            Name to the dtype of each digest.
 
         Raises:
-            WeightSyncError: names or shapes differ; all of them, in one error.
+            WeightSyncError: names or shapes differ; lists all of them.
         """
         expected = self.expected_weights()
         refuse_differences(info, expected)
@@ -86,10 +86,10 @@ class WeightReceiver(ABC):
         return kept
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
-        """Load one bucket; nothing of the sender's memory is kept, but by reference.
+        """Load one bucket; nothing of the sender's memory is kept, except by reference.
 
         Raises:
-            WeightSyncError: a tensor is unknown, repeated or of another form, or it belongs to another refit.
+            WeightSyncError: a tensor is unknown, repeated or of the wrong form, or it belongs to another refit.
         """
         tensors = open_handles(ipc_handles, self._device())
         self._take(
@@ -103,7 +103,7 @@ class WeightReceiver(ABC):
             torch.cuda.current_stream(self._device()).synchronize()
 
     def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float = 600.0) -> None:
-        """Join the weight collective after the policy, which is its rank 0; leaves an earlier one."""
+        """Join the weight collective after the policy, which is its rank 0; leaves a previous one."""
         self.leave_refit()
         self._weight_collective = WeightCollective(
             ip, port, world_size, rank=self.collective_rank(), device=self.context.device, timeout_s=timeout_s
@@ -114,7 +114,7 @@ class WeightReceiver(ABC):
         """Receive and load all tensors of one refit.
 
         Raises:
-            WeightSyncError: as `update_weights`, or the policy gave up; the collective is then still usable.
+            WeightSyncError: as `update_weights`, or the policy failed; the collective is then still usable.
         """
         if self._weight_collective is None:
             raise WeightSyncError("This engine has not joined a weight collective: call init_collective on both sides.")
@@ -126,7 +126,7 @@ class WeightReceiver(ABC):
         """Name to digest of each tensor that the engine computes with.
 
         Raises:
-            WeightSyncError: tensors of the refit under way are missing; names them.
+            WeightSyncError: tensors of the current refit are missing; names them.
         """
         self.refuse_torn_weights()
         return self.digests_of_weights()
@@ -136,7 +136,7 @@ class WeightReceiver(ABC):
         return combine(self.weight_digests(), kind=natural_kind(self._device()))
 
     def refuse_torn_weights(self) -> None:
-        """Raise WeightSyncError, naming what is missing, where a refit has begun and not ended."""
+        """Raise WeightSyncError, naming the missing tensors, if a refit has begun but not completed."""
         if self._ledger is not None:
             self._ledger.refuse_if_incomplete()
 

@@ -1,4 +1,4 @@
-"""The receiver's account of one refit: what was announced, what has arrived, what is missing; knows names, not transports."""
+"""The receiver's progress of one refit: which tensors were announced, have arrived or are missing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rl_core.weights.manifest import dtype_name
 
 
 class RefitProgress:
-    """Lets every tensor of a manifest in exactly once, all of them from one refit of one weight version."""
+    """Accepts every tensor of a manifest exactly once, all from one refit of one weight version."""
 
     def __init__(self, manifest: RefitManifest, kept: Mapping[str, str] | None = None) -> None:
-        """An account of a refit that has not begun.
+        """Progress of a refit that has not begun.
 
         Args:
-            manifest: what was announced.
+            manifest: the announced tensors.
             kept: name to the receiver's own dtype, which a tensor may have instead of the announced one.
         """
         self.manifest = manifest
@@ -39,35 +39,35 @@ class RefitProgress:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any tensor was admitted."""
+        """Whether any tensor was accepted."""
         return self._refit is not None
 
     def is_of(self, refit: str) -> bool:
-        """Whether what has arrived belongs to that refit."""
+        """Whether the tensors that have arrived belong to this refit."""
         return self._refit == refit
 
     def admit(self, refit: str, version: int, forms: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         """Check one bucket before any of it is loaded.
 
         Args:
-            refit: which refit the sender says it belongs to.
-            version: weight version that the sender states.
+            refit: the refit that the bucket belongs to, according to the sender.
+            version: its weight version, according to the sender.
             forms: name to (shape, dtype name) of each tensor in it.
 
         Raises:
-            WeightSyncError: it belongs to another refit or version, or a tensor is unknown, repeated or of another form.
+            WeightSyncError: it belongs to another refit or version, or a tensor is unknown, repeated or of the wrong form.
         """
         self._admit_refit(refit, version, forms)
         found = [f"{name!r} is not in the manifest" for name in forms if name not in self.manifest]
         found += [f"{name!r} arrived twice" for name in forms if name in self._arrived]
         found += [
-            f"{name!r} arrived as {_described(form)}; the manifest says {_described(self.manifest[name])}"
+            f"{name!r} arrived as {_described(form)}, but the manifest says {_described(self.manifest[name])}"
             for name, form in forms.items()
             if name in self.manifest and not self._fits(name, form)
         ]
         if found:
             raise WeightSyncError(
-                f"Weights are refused in the refit to version {version}: {'; '.join(found[:5])}"
+                f"Weights are rejected in the refit to version {version}: {'; '.join(found[:5])}"
                 + (f"; and {len(found) - 5} more." if len(found) > 5 else ".")
             )
 
@@ -76,17 +76,17 @@ class RefitProgress:
         return tuple(form[0]) == tuple(shape) and form[1] in (dtype, self.kept.get(name))
 
     def note(self, names: Iterable[str]) -> None:
-        """These have been loaded."""
+        """Record that these have been loaded."""
         self._arrived.update(names)
 
     def refuse_if_incomplete(self) -> None:
-        """Raise WeightSyncError, naming what is missing, unless everything has arrived."""
+        """Raise WeightSyncError, naming the missing tensors, unless all have arrived."""
         missing = self.missing
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise WeightSyncError(
                 f"{len(missing)} of {len(self.manifest)} weights have not arrived in this refit: {shown}. "
-                "The engine holds a mixture of versions and must not sample."
+                "The engine has a mixture of versions and must not sample."
             )
 
     def _admit_refit(self, refit: str, version: int, names: Iterable[str]) -> None:
@@ -94,7 +94,7 @@ class RefitProgress:
             self._refit, self._version = refit, version
         if refit != self._refit:
             raise WeightSyncError(
-                f"A bucket of refit {refit} (version {version}: {', '.join(list(names)[:3])}, ...) arrived in the middle of "
+                f"A bucket of refit {refit} (version {version}: {', '.join(list(names)[:3])}, ...) arrived during "
                 f"refit {self._refit} (version {self._version}). Begin each refit with prepare_refit_info."
             )
         if version != self._version:
@@ -108,5 +108,5 @@ def _described(form: tuple[tuple[int, ...], str]) -> str:
 
 
 def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name to (shape, dtype name), as `RefitProgress.admit` takes them."""
+    """Name to (shape, dtype name), for `RefitProgress.admit`."""
     return {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}

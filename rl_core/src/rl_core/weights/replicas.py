@@ -1,4 +1,4 @@
-"""What the replicas of an engine hold, compared with one another; knows no worker."""
+"""Compares the weights of the replicas of an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_core.weights.fingerprint import describe_differences
 
 
 def same_digests_on_every_replica(per_replica: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Name to digest, of all replicas at once.
+    """Name to digest, equal on all replicas.
 
     Raises:
         WeightSyncError: a replica differs from the first; names the tensors.
@@ -18,5 +18,5 @@ def same_digests_on_every_replica(per_replica: Sequence[Mapping[str, str]]) -> d
     for rank, digests in enumerate(per_replica[1:], 1):
         lines = describe_differences(first, digests, sides=("replica 0", f"replica {rank}"))
         if lines:
-            raise WeightSyncError("The generation replicas do not hold the same weights:\n  " + "\n  ".join(lines))
+            raise WeightSyncError("The generation replicas do not have the same weights:\n  " + "\n  ".join(lines))
     return dict(first)

@@ -1,9 +1,8 @@
-"""Weights over shared memory of one node: segments that no death of a process can leave behind, and the transport over them.
+"""Weights over shared memory of one node: segments that are cleaned up however their process ends, and the transport over them.
 
-A segment is a file in /dev/shm called `rlcore-<pid>-<n>` of which the owner holds a lock. The kernel drops the lock with the
-process, however that ends, so a segment whose lock is free belongs to nobody and is swept. The lock, not the pid, decides:
-containers that share /dev/shm do not share pids. No resource tracker is involved (Python's would unlink a segment as soon as
-any process that had mapped it ends).
+A segment is a locked file in /dev/shm named `rlcore-<pid>-<n>`. The kernel releases the lock with the process, however it ends,
+so a segment without a lock is orphaned and can be swept. The lock decides, not the pid, because containers that share /dev/shm
+do not share pids. No resource tracker is used (Python's would unlink a segment once any process that had mapped it ends).
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from rl_core.interfaces.weights import WeightTransport
 DIRECTORY = Path("/dev/shm")
 PREFIX = "rlcore-"
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
-"""Advice of Linux 5.14 and later: map all pages at once. One fault a page costs several times the copy itself."""
+"""Advice of Linux 5.14 and later: map all pages at once. One fault per page costs several times the copy itself."""
 _numbers = itertools.count()
 
 
 class Segment:
-    """Bytes that other processes of the node can map; unlinked when closed, collected, or when the process ends."""
+    """Memory that other processes of the node can map; unlinked when closed, collected, or when the process ends."""
 
     def __init__(self, size: int, *, directory: Path = DIRECTORY) -> None:
-        """Reserve the memory, all of it at once, so that no later write can fail.
+        """Reserve the memory at once, so that no later write can fail.
 
         Args:
             size: in bytes.
             directory: a tmpfs.
 
         Raises:
-            WeightSyncError: the directory has too little room; nothing was written.
+            WeightSyncError: the directory has too little space; nothing was written.
         """
         self.size = size
         sweep(directory=directory)
@@ -65,16 +64,16 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """What `map_segment` takes."""
+        """The argument of `map_segment`."""
         return self.path.name
 
     def close(self) -> None:
-        """Unlink it; processes that have mapped it keep its bytes until they let go. Calling it twice is fine."""
+        """Unlink it; processes that have mapped it keep their mapping. Calling it twice is fine."""
         self._unlink()
 
 
 class SegmentPair:
-    """Two segments that take turns, so that one bucket is written while the one before is read."""
+    """Two alternating segments, so that one bucket is written while the previous one is read."""
 
     def __init__(self, *, directory: Path = DIRECTORY) -> None:
         self._directory = directory
@@ -82,7 +81,7 @@ class SegmentPair:
         self._turn = 0
 
     def next(self, size: int) -> Segment:
-        """The segment whose turn it is, with room for `size` bytes; a bucket in it since the turn before is lost."""
+        """The next segment, with space for `size` bytes; its previous bucket is lost."""
         self._turn = 1 - self._turn
         segment = self._segments[self._turn]
         if segment is None or segment.size < size:
@@ -102,7 +101,7 @@ class SegmentPair:
 def map_segment(name: str, *, size: int = 0, directory: Path = DIRECTORY) -> torch.Tensor:
     """The first `size` bytes of another process's segment (0: all), uint8; writing to them does not reach the owner.
 
-    They stay mapped as long as a tensor over them lives.
+    They stay mapped as long as a tensor over them exists.
 
     Raises:
         WeightSyncError: there is no such segment on this node.
@@ -111,11 +110,11 @@ def map_segment(name: str, *, size: int = 0, directory: Path = DIRECTORY) -> tor
         descriptor = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise WeightSyncError(
-            f"The shared memory segment {name!r} is not on this node ({os.uname().nodename}): its owner ended, or runs on "
+            f"The shared memory segment {name!r} is not on this node ({os.uname().nodename}): its owner has ended, or runs on "
             "another node. Across nodes, set policy.generation.refit_transport: collective."
         ) from None
     try:
-        # A private mapping is writable without reaching the owner: torch wants writable memory and pages stay shared.
+        # A private mapping is writable without affecting the owner: torch wants writable memory, and pages stay shared.
         mapping = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
@@ -124,7 +123,7 @@ def map_segment(name: str, *, size: int = 0, directory: Path = DIRECTORY) -> tor
 
 
 def sweep(*, directory: Path = DIRECTORY) -> list[str]:
-    """Unlink the segments of processes that are gone and give their names; those in use are left alone."""
+    """Unlink the segments of processes that have ended and return their names; segments in use are kept."""
     removed = []
     for path in directory.glob(f"{PREFIX}*"):
         try:
@@ -145,7 +144,7 @@ def sweep(*, directory: Path = DIRECTORY) -> list[str]:
 class SharedMemoryTransport(WeightTransport):
     """Policy and generation backend on one node: one copy into shared memory, one copy out of it, in buckets.
 
-    On GPUs the same verbs go through buffers in the memory of the GPU that both compute on, by CUDA IPC.
+    On GPUs the same methods use buffers in the memory of the common GPU, by CUDA IPC.
     """
 
     name: ClassVar[str] = "shared_memory"
@@ -153,7 +152,7 @@ class SharedMemoryTransport(WeightTransport):
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
         sweep()
         deadline = time.monotonic() + self.context.deadline_s
-        # Two buckets are on their way at a time: one is written while the one before is read.
+        # Two buckets are in transit at a time: one is written while the previous one is read.
         buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, kept=self.context.kept())
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlcore-refit")
         loading: Future[None] | None = None
@@ -168,7 +167,7 @@ class SharedMemoryTransport(WeightTransport):
             self._finish(loading, deadline, f"bucket {len(buckets)} of {len(buckets)}")
         except BaseException:
             if loading is not None:
-                # Else the engine would go on loading, in its own time, into the refit that comes after this one.
+                # Otherwise the engine would continue loading into the next refit.
                 wait([loading], timeout=max(deadline - time.monotonic(), 0.0))
             raise
         finally:
@@ -184,8 +183,8 @@ class SharedMemoryTransport(WeightTransport):
                 loading.result(timeout=max(deadline - time.monotonic(), 0.0))
         except TimeoutError:
             raise DeadlineExceededError(
-                f"The refit over shared memory has taken {self.context.deadline_s:g} s and the generation backend has not "
-                f"loaded {what}. Look at the load of the node, or raise cluster.deadlines.refit_s."
+                f"The refit over shared memory has taken {self.context.deadline_s:g} s, and the generation backend has not "
+                f"loaded {what}. Check the load of the node, or raise cluster.deadlines.refit_s."
             ) from None
 
 
@@ -197,7 +196,7 @@ def _create_locked(directory: Path) -> tuple[Path, int]:
         except FileExistsError:
             continue  # an earlier process had this pid
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Between the two calls a sweep may have taken the unlocked file for an orphan.
+        # Between the two calls a sweep may have removed the unlocked file as an orphan.
         if os.fstat(descriptor).st_nlink > 0:
             return path, descriptor
         os.close(descriptor)
@@ -205,13 +204,13 @@ def _create_locked(directory: Path) -> tuple[Path, int]:
 
 def _unlink_and_unlock(path: Path, descriptor: int, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a forked child: the segment is its parent's
+        return  # a forked child: the segment belongs to its parent
     path.unlink(missing_ok=True)
     os.close(descriptor)
 
 
 def _populate(mapping: mmap.mmap, advice: int) -> None:
-    """Map every page now; an older kernel maps them one by one as they are touched."""
+    """Map all pages now; older kernels map them one by one on access."""
     try:
         mapping.madvise(advice)
     except OSError as error:
@@ -228,7 +227,7 @@ def _refuse_if_too_small(size: int, directory: Path) -> None:
 def _too_small(size: int, directory: Path) -> WeightSyncError:
     space = os.statvfs(directory)
     return WeightSyncError(
-        f"A bucket of weights needs {size / 2**20:.1f} MiB of shared memory and {directory} has "
+        f"A bucket of weights needs {size / 2**20:.1f} MiB of shared memory, but {directory} has only "
         f"{space.f_bavail * space.f_frsize / 2**20:.1f} MiB left. Make it larger (containers: --shm-size=4g), lower "
         "policy.generation.refit_buffer_mib, or set policy.generation.refit_transport: collective."
     )

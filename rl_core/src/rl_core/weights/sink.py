@@ -1,6 +1,6 @@
-"""A receiver whose live tensors have the names of the manifest: copies into them, aliases them, digests them.
+"""A weight receiver whose live tensors have the names of the manifest: copies, aliases and digests them.
 
-A worker mixes `WeightSink` in and says what its live tensors are (`named_weights`).
+A worker derives from `WeightSink` and returns its live tensors from `named_weights`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from rl_core.weights.receiver import WeightReceiver
 
 
 class WeightSink(WeightReceiver):
-    """Mixin of a generation worker: the refit verbs of `GenerationInterface`, for one replica."""
+    """Mixin of a generation worker: the refit methods of `GenerationInterface`, for one replica."""
 
     @abstractmethod
     def named_weights(self) -> Mapping[str, torch.Tensor]:
-        """Name to the tensor that the engine computes with (never a copy), under its checkpoint's names, tied ones once."""
+        """Name to the live tensor of the engine (never a copy), under its checkpoint's names; tied tensors once."""
 
     def held_weights(self) -> Mapping[str, torch.Tensor]:
-        """The tensors whose memory can be exchanged for the policy's; others than `named_weights` where those are parts."""
+        """Tensors whose memory can be replaced by the policy's; they differ from `named_weights` if those are parts."""
         return self.named_weights()
 
     def as_held(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The policy's tensors, brought together as `held_weights` are."""
+        """The policy's tensors, combined like `held_weights`."""
         return tensors
 
     def expected_weights(self) -> RefitManifest:
@@ -40,7 +40,7 @@ class WeightSink(WeightReceiver):
         return {name: tensor_digest(tensor, kind=kind) for name, tensor in self.named_weights().items()}
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into those of `named_weights`, casting; an engine with a loader of its own overrides it."""
+        """Copy tensors into those of `named_weights`, casting; an engine with its own loader overrides this."""
         live = self.named_weights()
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -51,9 +51,9 @@ class WeightSink(WeightReceiver):
         for name, tensor in self.as_held(tensors).items():
             if (live[name].dtype, live[name].device) != (tensor.dtype, tensor.device):
                 raise WeightSyncError(
-                    f"Weight {name!r} is {dtype_name(tensor.dtype)} on {tensor.device} in the policy and "
-                    f"{dtype_name(live[name].dtype)} on {live[name].device} in the engine: no sharing by reference. "
-                    "Give both one precision, or set policy.generation.refit_transport: shared_memory."
+                    f"Weight {name!r} is {dtype_name(tensor.dtype)} on {tensor.device} in the policy but "
+                    f"{dtype_name(live[name].dtype)} on {live[name].device} in the engine, so it cannot be shared by "
+                    "reference. Use the same precision for both, or set policy.generation.refit_transport: shared_memory."
                 )
             live[name].data = tensor.detach()
         after = self.named_weights()
@@ -61,5 +61,5 @@ class WeightSink(WeightReceiver):
             if after[name].data_ptr() != tensor.data_ptr():
                 raise WeightSyncError(
                     f"Weight {name!r} does not alias the policy's after a refit by reference: named_weights of "
-                    f"{type(self).__name__} gives copies, not the tensors that the engine computes with."
+                    f"{type(self).__name__} returns copies, not the tensors that the engine computes with."
                 )

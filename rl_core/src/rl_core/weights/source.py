@@ -1,7 +1,7 @@
-"""The sending half of a refit, for policy workers: buckets, handles, broadcast and fingerprint; knows no receiver.
+"""The sending half of a refit, for policy workers: buckets, handles, broadcast and fingerprint.
 
-A worker mixes `WeightSource` in and says how its weights are gathered (`iter_weights`) and what they are (`weight_manifest`).
-Gathering may be collective over the policy's ranks, so every rank is called and iterates; rank 0 alone writes and digests.
+A worker derives from `WeightSource` and defines how its weights are gathered (`iter_weights`) and their manifest
+(`weight_manifest`). Gathering may be collective over the policy's ranks, so all of them iterate; rank 0 writes and digests.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class OpenRefit:
     version: int
     manifest: RefitManifest
     sent: RefitManifest
-    """The forms in which the weights travel."""
+    """The forms in which the weights are sent."""
     buckets: list[list[str]]
 
 
 class WeightSource(ABC):
-    """Mixin of a policy worker: the refit verbs of `ColocatablePolicyInterface`, for one rank."""
+    """Mixin of a policy worker: the refit methods of `ColocatablePolicyInterface`, for one rank."""
 
     context: WorkerContext
     _refit: OpenRefit | None = None
@@ -56,18 +56,18 @@ class WeightSource(ABC):
 
     @abstractmethod
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, full tensor), one gathered at a time; the named ones, or all of the manifest in its order.
+        """Yield (name, full tensor), gathered one at a time; the named ones, or all of the manifest in order.
 
-        Every rank is called with the same names. A yielded tensor need not outlive the next step of the iterator.
+        Every rank is called with the same names. A yielded tensor is valid only until the next step of the iterator.
         """
 
     @abstractmethod
     def weight_manifest(self) -> RefitManifest:
-        """Name to (shape, dtype) of every tensor that `iter_weights` yields, under its checkpoint's names, none twice."""
+        """Name to (shape, dtype) of every tensor that `iter_weights` yields, under its checkpoint's names, each once."""
 
     @abstractmethod
     def get_weight_version(self) -> int:
-        """How many optimizer steps the weights have seen."""
+        """Number of optimizer steps behind the weights."""
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """The manifest."""
@@ -76,14 +76,14 @@ class WeightSource(ABC):
     def prepare_weights_for_ipc(
         self, budget_bytes: int = DEFAULT_BUDGET_BYTES, *, kept: Mapping[str, str] | None = None
     ) -> list[list[str]]:
-        """Start a refit of the present weights; ends one that is still open.
+        """Start a refit of the current weights; ends an unfinished one.
 
         Args:
-            budget_bytes: most bytes of a bucket.
-            kept: name to the receiver's dtype: wider weights are rounded to it before they travel.
+            budget_bytes: maximum size of a bucket.
+            kept: name to the receiver's dtype: wider weights are rounded to it before they are sent.
 
         Returns:
-            Names in buckets of at most `budget_bytes`; a larger tensor is a bucket of its own.
+            Names in buckets of at most `budget_bytes`; a larger tensor is a separate bucket.
         """
         self.finish_refit()
         manifest = self.weight_manifest()
@@ -96,7 +96,7 @@ class WeightSource(ABC):
     def get_weights_ipc_handles(
         self, keys: Sequence[str], *, by_reference: bool = False, file: str | None = None
     ) -> dict[str, Any]:
-        """Put one bucket where other processes of the node can map it; see `rl_core.weights.handles`.
+        """Make one bucket available to other processes of the node; see `rl_core.weights.handles`.
 
         Valid until the call after the next one, or `finish_refit`.
 
@@ -104,7 +104,7 @@ class WeightSource(ABC):
             The handles on rank 0 (on GPUs: on every rank, those of its own device), an empty mapping elsewhere.
 
         Raises:
-            WeightSyncError: no refit is open, the weights have changed since it began, or memory is short.
+            WeightSyncError: no refit has been started, the weights have changed since, or memory is short.
         """
         refit = self._open_refit()
         placements, num_bytes = lay_out(refit.sent, keys)
@@ -131,14 +131,14 @@ class WeightSource(ABC):
         return {**header, "kind": "shared_memory", "segment": segment.name, "placements": placements}
 
     def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float = 600.0) -> None:
-        """Join the weight collective as its rank 0; leaves an earlier one. The policy's other ranks stay out."""
+        """Join the weight collective as its rank 0; leaves a previous one. The policy's other ranks do not join."""
         self._leave_collective()
         if self.context.rank == 0:
             self._collective = WeightCollective(ip, port, world_size, rank=0, device=self.context.device, timeout_s=timeout_s)
             self._collective.join()
 
     def broadcast_weights_for_collective(self) -> int:
-        """Send every tensor of the manifest to all ranks of the weight collective; starts a refit where none is open.
+        """Send every tensor of the manifest to all ranks of the weight collective; starts a refit if there is none.
 
         Returns:
             Bytes sent.
@@ -156,10 +156,10 @@ class WeightSource(ABC):
         )
 
     def weight_digests(self, *, dtypes: Mapping[str, str] | None = None, kind: Kind | None = None) -> dict[str, str]:
-        """Name to digest of each tensor as the receiver would hold it; empty on ranks other than 0.
+        """Name to digest of each tensor as the receiver would store it; empty on ranks other than 0.
 
         Args:
-            dtypes: name to the receiver's dtype; a name that it lacks keeps its own.
+            dtypes: name to the receiver's dtype; tensors not listed keep their own.
             kind: the receiver's; XXH3 by default.
         """
         if self.context.rank != 0:
@@ -173,12 +173,12 @@ class WeightSource(ABC):
         return digests
 
     def weight_fingerprint(self, *, dtypes: Mapping[str, str] | None = None, kind: Kind | None = None) -> str:
-        """The combined digest of `weight_digests`; an empty text on ranks other than 0."""
+        """The combined digest of `weight_digests`; an empty string on ranks other than 0."""
         digests = self.weight_digests(dtypes=dtypes, kind=kind)
         return combine(digests, kind=kind or "xxh3") if self.context.rank == 0 else ""
 
     def finish_refit(self) -> None:
-        """Unlink shared memory and give buffers on the GPU back; calling it twice is fine."""
+        """Unlink shared memory and free buffers on the GPU; calling it twice is fine."""
         self._refit = None
         if self._gpu_buffers is not None:
             self._gpu_buffers.close()
@@ -203,19 +203,19 @@ class WeightSource(ABC):
         version = self.get_weight_version()
         if version != self._refit.version:
             raise WeightSyncError(
-                f"The policy went from weight version {self._refit.version} to {version} in the middle of a refit: half of "
+                f"The policy went from weight version {self._refit.version} to {version} during a refit, so some of "
                 "the tensors would be older than the rest. Do not train until finish_refit."
             )
         return self._refit
 
 
 def _rounded(tensors: Iterator[tuple[str, torch.Tensor]], sent: RefitManifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor in the dtype in which it travels."""
+    """Each tensor in the dtype in which it is sent."""
     for name, tensor in tensors:
         yield name, tensor.to(dtype_of(sent[name][1]))
 
 
 def _exhaust(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Take part in a gather whose result another rank needs."""
+    """Take part in a gather for another rank."""
     for _ in tensors:
         pass

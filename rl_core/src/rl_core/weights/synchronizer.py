@@ -1,4 +1,4 @@
-"""One refit, proven: chooses the transport, pushes, and compares versions and fingerprints; knows neither workers nor bytes."""
+"""One verified refit: chooses the transport, sends weights, and compares versions and fingerprints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_BUFFER_BYTES = 512 * 2**20
 
 
 class WeightSynchronizer:
-    """Brings a policy's weights to a generation backend and lets nobody go on unless they are proven to have arrived."""
+    """Sends a policy's weights to a generation backend and raises unless they have verifiably arrived."""
 
     def __init__(
         self,
@@ -50,26 +50,26 @@ class WeightSynchronizer:
         """Choose the transport; nothing is opened before the first `sync`.
 
         Args:
-            policy: where the weights come from.
-            generation: where they go.
+            policy: the sender.
+            generation: the receiver.
             transports: known ones, the preferred first.
-            policy_capabilities: names of transports that the policy backend speaks, among its other capabilities.
+            policy_capabilities: capabilities of the policy backend, which include the names of its transports.
             generation_capabilities: likewise of the generation backend.
-            transport: the one to use; the first of `transports` that both sides speak by default.
-            buffer_bytes: most bytes on their way at one time.
-            deadline_s: seconds that one refit may take.
-            folder: where weights that travel by disk are written; the system's temporary folder by default.
-            prove: compare fingerprints after each refit; versions are compared in any case.
-            canary: makes the rows that both sides score after each refit, once they have loaded; none by default.
-            calibration: what that canary is calibrated by, for checkpoints.
-            digests_are_held: whether the engine's digests are of the tensors that it computes with. If they are of the weights
-                that arrived, the canary is asked in every `sync`, also in one that moves nothing.
-            num_receivers: generation workers.
+            transport: the one to use; by default the first of `transports` that both sides support.
+            buffer_bytes: maximum bytes in transit at a time.
+            deadline_s: timeout of one refit in seconds.
+            folder: folder for weights sent by disk; the system's temporary folder by default.
+            prove: compare fingerprints after each refit; versions are always compared.
+            canary: creates the rows that both sides score after each refit, once both have loaded; none by default.
+            calibration: calibration of that canary, for checkpoints.
+            digests_are_held: whether the engine digests the tensors that it computes with. If it digests the weights that
+                arrived, the canary runs in every `sync`, even if nothing is sent.
+            num_receivers: number of generation workers.
             wait: waits for pending calls (`rl_core.cluster.wait_together`); needed by transports that call both sides at once.
             rendezvous: address and free port on the node of the policy's rank 0; this machine's loopback by default.
 
         Raises:
-            MissingCapabilityError: no transport is spoken by both sides, or the named one is not.
+            MissingCapabilityError: both sides support no common transport, or not the named one.
         """
         self._policy = policy
         self._generation = generation
@@ -77,7 +77,7 @@ class WeightSynchronizer:
         self._make_canary = canary
         self._canary: Canary | None = None
         self.calibration = calibration if calibration is not None else CanaryCalibration()
-        """What the canary is judged by; a run keeps it with its checkpoints."""
+        """The canary's calibration; a run saves it with its checkpoints."""
         self._digests_are_held = digests_are_held
         self._kind: Kind | None = None
         self._dtypes: Mapping[str, str] = {}
@@ -101,28 +101,28 @@ class WeightSynchronizer:
 
     @property
     def transport_name(self) -> str:
-        """Which transport is used."""
+        """Name of the transport."""
         return self._transport.name
 
     @property
     def is_stale(self) -> bool:
-        """Whether the generation backend's weights are of another version than the policy's."""
+        """Whether the generation backend's weight version differs from the policy's."""
         return self._policy.weight_version != self._generation.weight_version
 
     def sync(self, *, only_if_stale: bool = False) -> dict[str, float]:
-        """Move all weights and prove that they arrived; begins again where a generation worker died and was replaced.
+        """Send all weights and verify that they arrived; retries if a generation worker died and was restarted.
 
         Args:
-            only_if_stale: move nothing where versions agree already and, under `prove`, fingerprints too.
+            only_if_stale: send nothing if versions and, with `prove`, fingerprints are already equal.
 
         Returns:
             `refit/prepare_s`, `refit/push_s`, `refit/prove_s`, `refit/canary_s`, `refit/total_s` in seconds, `refit/bytes`,
-            `refit/weight_version`, `refit/moved`: 1.0, or 0.0 where equal weights were left as they are, and with a canary
-            `refit/canary_error`, in nats a token.
+            `refit/weight_version`, `refit/moved`: 1.0, or 0.0 if equal weights were not sent, and with a canary
+            `refit/canary_error`, in nats per token.
 
         Raises:
             WeightSyncError: the generation backend's weights are not the policy's; names the tensors.
-            WorkerDiedError: a worker of the policy died, or one of the generation backend that may not be replaced.
+            WorkerDiedError: a policy worker died, or a generation worker that may not be restarted.
             DeadlineExceededError: the refit took too long.
         """
         while True:
@@ -130,11 +130,11 @@ class WeightSynchronizer:
             try:
                 return self._sync_once(only_if_stale)
             except (WorkerError, WeightSyncError) as error:
-                # Whatever was seen first, a broken broadcast or the death that broke it: the death explains it.
+                # A death explains a broken broadcast, whichever was noticed first.
                 self._generation.restart_dead(error)
                 if self._generation.restarts == before:
                     raise
-                _log.warning("a generation worker died in the refit by %s; it begins again", self.transport_name)
+                _log.warning("a generation worker died in the refit by %s; the refit is repeated", self.transport_name)
 
     def _sync_once(self, only_if_stale: bool) -> dict[str, float]:
         started = time.perf_counter()
@@ -173,8 +173,8 @@ class WeightSynchronizer:
                 self._prove_fingerprint()
             if not self._generation.invalidate_kv_cache():
                 raise WeightSyncError(
-                    "The generation backend could not empty its prefix cache after the refit, so it would go on from keys "
-                    "and values of older weights. Let its running requests end, or abort them, before a refit."
+                    "The generation backend could not empty its prefix cache after the refit, so it would continue from keys "
+                    "and values of older weights. Let its running requests finish, or abort them, before a refit."
                 )
         return moved
 
@@ -202,7 +202,7 @@ class WeightSynchronizer:
         )
 
     def _digest_beside_the_loading(self) -> None:
-        """The policy's fingerprint, in the kind of the refit before: all weights have left it, and nothing may change them."""
+        """Compute the policy's fingerprint, in the kind of the previous refit, while the engine loads the sent weights."""
         if self._prove and self._kind is not None and self._beside is not None:
             self._digested = self._beside.submit(self._policy.weight_fingerprint, dtypes=self._dtypes, kind=self._kind)
 
@@ -217,7 +217,7 @@ class WeightSynchronizer:
         raise WeightSyncError(
             f"The generation backend's weights differ from the policy's at version {self._policy.weight_version}:\n"
             + "\n".join(f"  {line}" for line in lines)
-            + f"\nThey travelled by {self.transport_name}; the run stops, since its samples would be of no known policy."
+            + f"\nThey were sent by {self.transport_name}. The run stops, because its samples would not be the policy's."
         )
 
     def _already_equal(self, seconds: dict[str, float]) -> bool:
@@ -247,10 +247,10 @@ def choose_transport(
     generation_speaks: Collection[str],
     name: str | None = None,
 ) -> type[WeightTransport]:
-    """The first transport that both sides speak, or the named one.
+    """The named transport, or the first that both sides support.
 
     Raises:
-        MissingCapabilityError: there is none; says who speaks what.
+        MissingCapabilityError: there is none; lists what each side supports.
     """
     wanted = [transport for transport in transports if name is None or transport.name == name]
     for transport in wanted:
@@ -258,14 +258,14 @@ def choose_transport(
             return transport
     known = [transport.name for transport in transports]
     spoken = (
-        f"Known are {_listed(known)}; the policy backend speaks {_listed([n for n in known if n in policy_speaks])}, "
+        f"Known are {_listed(known)}; the policy backend supports {_listed([n for n in known if n in policy_speaks])}, "
         f"the generation backend {_listed([n for n in known if n in generation_speaks])}."
     )
     if name is not None:
         raise MissingCapabilityError(
             f"The weight transport {name!r} (policy.generation.refit_transport) cannot be used. {spoken}"
         )
-    raise MissingCapabilityError(f"There is no way to bring the policy's weights to the generation backend. {spoken}")
+    raise MissingCapabilityError(f"Policy and generation backend have no weight transport in common. {spoken}")
 
 
 def free_loopback_port() -> tuple[str, int]:
@@ -277,13 +277,13 @@ def free_loopback_port() -> tuple[str, int]:
 
 @contextmanager
 def _attributed(transport: str) -> Iterator[None]:
-    """A worker that refused weights is a failed refit; one that died, or a deadline, keeps its own error."""
+    """Report rejected weights as a failed refit; a worker's death or an expired deadline keeps its own error."""
     try:
         yield
     except WorkerDiedError:
         raise
     except WorkerError as error:
-        raise WeightSyncError(f"The refit by {transport} failed in a worker, so its weights are unproven.\n{error}") from error
+        raise WeightSyncError(f"The refit by {transport} failed in a worker, so weights are unverified.\n{error}") from error
 
 
 @contextmanager
@@ -294,7 +294,7 @@ def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
 
 
 def _results(pending: Sequence[Any], deadline_s: float) -> None:
-    """Wait for `concurrent.futures` futures, where no group of workers brings pending calls of its own."""
+    """Wait for `concurrent.futures` futures, if no worker group provides pending calls."""
     end = time.monotonic() + deadline_s
     for call in pending:
         call.result(timeout=max(end - time.monotonic(), 0.0))
