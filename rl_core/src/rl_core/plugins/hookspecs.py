@@ -119,34 +119,10 @@ def rlcore_commands() -> Iterable[Component]:
 
 @hookspec
 def rlcore_known_components() -> Iterable[KnownComponent]:
-    """Components of distributions that may not be installed.
-
-    When: once, at discovery, in the process of the `rlcore` command.
-    Return: the components; those that an installed distribution provides are ignored. If a config names one of the others, the
-        error says how to install its distribution; `rlcore list-backends` lists it as not installed.
-    When it raises: the plugin gets the status `failed`; other plugins are not affected.
-
-    Example:
-        >>> @hookimpl
-        ... def rlcore_known_components() -> list[KnownComponent]:
-        ...     return [
-        ...         KnownComponent(
-        ...             kind=Kind.GENERATION,
-        ...             name="acme",
-        ...             distribution="rl-backends-acme",
-        ...             install="pip install rl-backends-acme",
-        ...         )
-        ...     ]
-    """
-    raise NotImplementedError
-
-
-@hookspec
-def rlcore_known_components() -> Iterable[KnownComponent]:
     """Components of distributions that may not be installed, as `rl_core.plugins.component.KnownComponent`.
 
-    Those that an installed distribution provides are ignored. If a config names one of the others, the error says how to install
-    its distribution; `rlcore list-backends` lists it as not installed.
+    Those that an installed distribution provides are ignored. If a config names one of the others, the error says how to
+    install its distribution; `rlcore list-backends` lists it as not installed.
     """
     raise NotImplementedError
 
