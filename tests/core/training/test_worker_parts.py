@@ -71,7 +71,7 @@ def test_training_counts_the_tokens_of_rows_that_count_and_scoring_all():
     ("lengths", "says"),
     [
         ([3, 11, 5, 2, 7, 4], "a row of 11 tokens, but `input_ids` has only 10 columns"),
-        ([3, 10, 5, 2, 7, 4], "A row has 10 tokens; .*allows 9"),
+        ([3, 10, 5, 2, 7, 4], "A row has 10 tokens, but .* is 9"),
     ],
 )
 def test_rows_that_are_too_long_are_refused(lengths, says):
@@ -106,7 +106,7 @@ def test_the_first_non_finite_loss_is_found_and_reported():
             {"name": "cosine", "kwargs": {"num_training_steps": 3, "warmup": 1}},
             r"`policy.scheduler.kwargs.warmup`: cosine takes",
         ),
-        ({"name": "torch.optim.Adam", "kwargs": {"lr": -1.0}}, "Adam refuses"),
+        ({"name": "torch.optim.Adam", "kwargs": {"lr": -1.0}}, "Adam rejects"),
         ({"name": "collections.UserString"}, "returned a UserString, not a schedule"),
     ],
 )

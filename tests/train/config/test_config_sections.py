@@ -177,8 +177,8 @@ WRONG_IN_GOOD = {
         "config.yaml:3:1: policy: acme_models:Nothing does not exist: acme_models has no 'Nothing'. Did you mean 'NoSection'?"
     ],
     ("policy:\n  backend: hf", "policy:\n  backend: raising"): [
-        "config.yaml:3:1: policy: the model acme_models.Raising failed on it (KeyError: 'acme'): that is a bug of the "
-        "distribution that has this model."
+        "config.yaml:3:1: policy: the model acme_models.Raising failed on it (KeyError: 'acme'). This is a bug in the "
+        "distribution that defines this model."
     ],
     ("    backend: hf", "    backend: vllm\n    vllm_cfg: {tensor_parallel_size: 1}"): [
         "config.yaml:7:14: policy.generation.backend: Generation backend 'vllm' is not installed: rl-backends-vllm is not "

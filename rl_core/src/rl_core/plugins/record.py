@@ -28,19 +28,19 @@ class Plugin:
 
     Attributes:
         name: The name of its entry point.
-        module: The module that the entry point names.
-        distribution: The name of the distribution that brings it.
-        version: Of that distribution.
-        location: The folder in which the distribution's metadata lies.
-        status: How it fares.
-        reason: Why it is not ready, one line; None where it is.
-        requirements: Each requirement of the distribution against what is installed.
-        components: What it registers, each with its kind.
-        known: Components of other distributions that it knows, for errors about those that are not installed.
-        hooks: The names of the hooks that it implements.
-        import_ms: Milliseconds of wall-clock that importing its module took; None where it was not tried.
-        heavy_modules: Of the libraries that registration must not import, those that it did import.
-        error: What importing it or calling its hooks raised.
+        module: The module of the entry point.
+        distribution: The name of its distribution.
+        version: The version of the distribution.
+        location: The folder of the distribution's metadata.
+        status: Its status.
+        reason: Why it is not ready, in one line; None if it is.
+        requirements: Each requirement of the distribution and whether it is met.
+        components: Its components, each with its kind.
+        known: Components of other distributions that it lists, for errors about those that are not installed.
+        hooks: The names of the implemented hooks.
+        import_ms: Wall-clock milliseconds of importing its module; None if it was not imported.
+        heavy_modules: Imported libraries that registration must not import.
+        error: The exception raised by the import or a hook.
     """
 
     name: str

@@ -54,7 +54,7 @@ def check_arguments(
         for name in kwargs:
             if name not in names:
                 raise UserError(
-                    f"`{key}.kwargs.{name}`: {getattr(factory, '__name__', factory)} has no such argument."
+                    f"`{key}.kwargs.{name}`: {getattr(factory, '__name__', factory)} takes no such argument."
                     f"{did_you_mean(name, [*names, *also])} It takes {', '.join([*names, *also])}."
                 )
     named = (p for p in parameters if p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL))
