@@ -179,7 +179,7 @@ def test_a_bad_prompt_is_refused_by_its_row_before_the_engine_sees_any(engine, f
 def test_invalid_limits_stop_strings_and_masks_are_errors(engine):
     for columns, message in (
         ({"max_new_tokens": torch.tensor([1, 0])}, "Row 1 has max_new_tokens = 0"),
-        ({"stop_strings": [None, [""]]}, "Row 1 has an empty stop string"),
+        ({"stop_strings": [None, [""]]}, "Row 1: stop strings must not be empty"),
         ({"attention_mask": torch.tensor([[1, 1], [0, 1]])}, "attention_mask of row 1"),
     ):
         with pytest.raises(DataError, match=message):

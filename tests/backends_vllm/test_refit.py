@@ -252,7 +252,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_loaded(pair, tm
     other = make_policy(make_model(tmp_path / "other", "qwen3"))
     version, output = engine.weight_version, engine.generate(rows(5))
     try:
-        with pytest.raises(WeightSyncError, match=r"q_norm\.weight: the policy sends it, the engine has no such weight"):
+        with pytest.raises(WeightSyncError, match=r"q_norm\.weight: the policy sends it, but the engine has no such weight"):
             synchronizer(other, engine).sync()
     finally:
         other.shutdown()

@@ -212,5 +212,5 @@ def test_a_batch_that_cuts_a_pair_is_refused(policy):
     data = BatchedDataDict(
         {**rows, "token_mask": torch.ones(3, 2), "sample_mask": torch.ones(3), "reference_policy_logprobs": torch.zeros(3, 2)}
     )
-    with pytest.raises(DataError, match="DPOLossFn reads 2 rows together; the batch has 3 rows"):
+    with pytest.raises(DataError, match="DPOLossFn reads 2 rows together, but the batch has 3 rows"):
         policy.train(data, DPOLossFn())

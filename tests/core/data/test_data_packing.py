@@ -142,7 +142,7 @@ def test_gradients_flow_through_unpacking_to_tokens_and_not_to_padding():
 
 
 def test_a_pack_refuses_lengths_beyond_its_rows():
-    with pytest.raises(DataError, match="where 'input_ids' has 8 tokens"):
+    with pytest.raises(DataError, match="but 'input_ids' has 8 tokens"):
         pack_rows({**rows_of([1]), "input_lengths": torch.tensor([9])})
 
 

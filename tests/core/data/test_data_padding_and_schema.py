@@ -36,7 +36,7 @@ def test_a_mask_is_converted_to_lengths_and_removed():
 
 def test_lengths_that_contradict_a_mask_and_batches_with_neither_are_refused():
     data = BatchedDataDict({"attention_mask": torch.tensor([[1, 1, 0]]), "input_lengths": torch.tensor([3])})
-    with pytest.raises(DataError, match="give one"):
+    with pytest.raises(DataError, match="pass only one"):
         with_input_lengths(data)
     with pytest.raises(DataError, match="needs input_lengths"):
         with_input_lengths(BatchedDataDict({"input_ids": torch.ones(1, 1)}))

@@ -58,7 +58,7 @@ def test_a_saved_tokenizer_keeps_the_variables_and_may_be_given_them_again(folde
 
 
 def test_a_variable_that_the_template_does_not_read_is_refused_with_a_suggestion(folder):
-    with pytest.raises(DataError, match=r"does not read 'thinkss'.*did you mean 'thinks'"):
+    with pytest.raises(DataError, match=r"does not use 'thinkss'.*did you mean 'thinks'"):
         load_tokenizer(folder, chat_template_kwargs={"thinkss": False})
     with pytest.raises(DataError, match="has no chat template"):
         with_template_kwargs(None, {"thinks": False})
@@ -69,8 +69,8 @@ def test_a_variable_that_the_template_does_not_read_is_refused_with_a_suggestion
 @pytest.mark.parametrize(
     ("kwargs", "says"),
     [
-        ({"messages": []}, "'messages' is set for every conversation"),
-        ({"a b": 1}, "cannot be the name"),
+        ({"messages": []}, "'messages' is set by rlcore for every conversation"),
+        ({"a b": 1}, "cannot be a template variable"),
         ({"thinks": float("inf")}, "expected text, a number"),
         ({"thinks": {1: 2}}, "has the key 1"),
     ],

@@ -96,7 +96,9 @@ def test_a_configured_tools_field_must_exist_in_every_row(read):
         assert "tools" not in read({"messages": TALK, **row})[0]
     assert "tools" not in read({"messages": TALK, "tools": "a saw"}, tools_key=None)[0]
     assert read({"messages": TALK, "functions": [WEATHER]}, tools_key="functions")[0]["tools"] == [WEATHER]
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the field 'functions' \(`tools_key`\) is absent: the row has \['mess"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:1: the field 'functions' \(`tools_key`\) is missing: the row has \['mess"
+    ):
         read({"messages": TALK}, tools_key="functions")
 
 
@@ -105,7 +107,7 @@ def test_a_custom_function_returns_tools_with_its_record(read, tmp_path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps({"m": TALK, "t": [WEATHER]}) + "\n" + json.dumps({"m": TALK, "t": [CLOCK]}) + "\n")
-    with pytest.raises(DataError, match=r"own\.jsonl:2: .*calls 'weather', and the row offers clock"):
+    with pytest.raises(DataError, match=r"own\.jsonl:2: .*calls 'weather', but the row offers clock"):
         RecordDataset(JsonlDatasetConfig(path=path, record_fn="my_rows.record"))
     dataset = RecordDataset(JsonlDatasetConfig(path=path, record_fn="my_rows.record", on_bad_row="skip"))
     assert [record["tools"] for record in dataset] == [[WEATHER]]

@@ -144,7 +144,7 @@ def test_a_tensor_with_an_unexpected_dtype_is_rejected():
     ledger = RefitProgress({"a": ((2,), "float32")}, {"a": "bfloat16"})
     ledger.admit("one", 1, {"a": ((2,), "bfloat16")})
     ledger.admit("one", 1, {"a": ((2,), "float32")})
-    with pytest.raises(WeightSyncError, match=r"'a' arrived as float16 \[2\]; the manifest says float32 \[2\]"):
+    with pytest.raises(WeightSyncError, match=r"'a' arrived as float16 \[2\], but the manifest says float32 \[2\]"):
         ledger.admit("one", 1, {"a": ((2,), "float16")})
 
 

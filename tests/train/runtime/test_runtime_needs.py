@@ -149,7 +149,7 @@ def test_null_turns_are_as_many_as_the_environment_needs(config, algorithm, envi
     ],
 )
 def test_runtime_requirements_that_cannot_be_met_are_errors(declared):
-    with pytest.raises(ValueError, match=r"at least 1|from 0 to 1|rollouts or records|has critic: there are value, teacher"):
+    with pytest.raises(ValueError, match=r"at least 1|from 0 to 1|rollouts or records|has critic: choose from value, teacher"):
         declared()
 
 
