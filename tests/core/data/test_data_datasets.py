@@ -115,7 +115,7 @@ def test_a_template_that_cannot_work_is_refused_when_it_is_read(tmp_path, text, 
 
 
 def test_a_field_that_the_record_lacks_and_an_unknown_name_are_named():
-    with pytest.raises(DataError, match=r"asks for \{answer\}, which the record lacks: it has \['question'\]"):
+    with pytest.raises(DataError, match=r"uses \{answer\}, which the record lacks: it has \['question'\]"):
         PromptTemplate(user="{answer}").fill({"question": "?"})
     with pytest.raises(DataError, match="generic/math"):
         load_prompt("generic/maths")
@@ -133,7 +133,7 @@ def test_a_byte_order_mark_is_removed_from_a_template(tmp_path, chat_tokenizer):
 
 @pytest.mark.parametrize("value", [None, ["a", "b"], {"a": 1}])
 def test_template_values_must_be_text_or_numbers(value):
-    with pytest.raises(DataError, match=r"asks for \{level\}, and the record has .* there: a template takes texts and numbers"):
+    with pytest.raises(DataError, match=r"uses \{level\}, and the record has .* there: a template takes texts and numbers"):
         PromptTemplate(user="{level}").fill({"level": value})
     assert PromptTemplate(user="{level}").fill({"level": 3})[0]["content"] == "3"
 

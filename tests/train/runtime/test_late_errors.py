@@ -49,7 +49,7 @@ LATE = {
     ),
     "an argument that the scheduler refuses": (
         ("  max_total", "  scheduler: {name: torch.optim.lr_scheduler.OneCycleLR, kwargs: {max_lr: 0.1}}\n  max_total"),
-        (5, "policy.scheduler.kwargs", "OneCycleLR refuses"),
+        (5, "policy.scheduler.kwargs", "OneCycleLR rejects"),
     ),
     "a field that the model's config lacks": (
         ("  max_total", "  hf_cfg:\n    config_overrides: {num_layerz: 3}\n  max_total"),
