@@ -259,7 +259,7 @@ class Tampering(DistributedGeneration):
         (swapped, r"(?s)k\.weight: .*which is the policy's q\.weight.*q\.weight: .*which is the policy's k\.weight"),
         (sent_twice, r"'q\.weight' arrived twice"),
         (renamed, r"'q\.wieght' is not in the manifest"),
-        (reshaped, r"'q\.weight' arrived as float32 \[4, 16\]; the manifest says float32 \[8, 8\]"),
+        (reshaped, r"'q\.weight' arrived as float32 \[4, 16\], but the manifest says float32 \[8, 8\]"),
     ],
 )
 def test_a_transfer_error_stops_the_run_and_names_the_tensor(fault, said):
