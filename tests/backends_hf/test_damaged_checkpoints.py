@@ -114,7 +114,7 @@ def test_a_damaged_file_is_named_with_the_next_older_good_checkpoint(saved, copy
     text = str(refused.value)
     assert file in text
     if file == "manifest.json" and not (copy / file).is_file():
-        assert "is no checkpoint: it has no manifest.json" in text
+        assert "is not a checkpoint: it has no manifest.json" in text
     else:
         assert f"--resume {copy.parent / 'step_000001'}" in text
 
@@ -141,7 +141,7 @@ def test_a_state_that_contradicts_the_manifest_is_refused(saved, copy, key, valu
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(saved, copy):
     copy.rename(copy.with_name("step_000007"))
-    with pytest.raises(CheckpointError, match="the folder's name says step 7, and its manifest says step 2"):
+    with pytest.raises(CheckpointError, match="the folder name has step 7, but its manifest has step 2"):
         saved.restore(copy.with_name("step_000007"))
     copy.with_name("step_000007").rename(copy.with_name("before-the-change"))
     assert saved.restore(copy.with_name("before-the-change")) == 2
@@ -151,7 +151,7 @@ def test_a_file_added_to_a_model_is_an_error_but_one_outside_it_is_not(saved, co
     (copy / "notes.txt").write_text("the good one")
     assert saved.restore(copy) == 2
     (copy / "policy" / "weights" / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"index\.json: is not one of the files that were written; remove it"):
+    with pytest.raises(CheckpointError, match=r"index\.json: is not part of the checkpoint; remove it"):
         saved.restore(copy)
 
 

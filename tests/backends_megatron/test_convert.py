@@ -204,7 +204,7 @@ def test_the_command_rejects_options_that_do_not_apply_to_full_weights(models, t
 
 
 def test_an_unknown_format_is_an_error_that_lists_the_formats(models, tmp_path):
-    says = r"no format 'megatrn'\. Did you mean 'megatron'\? A folder of Transformers converts to: hf, megatron\."
+    says = r"no format 'megatrn'\. Did you mean 'megatron'\? A Transformers model folder can be converted to: hf, megatron\."
     with pytest.raises(NotSupportedError, match=says):
         convert(models / "llama", tmp_path / "out", to="megatrn")
     with pytest.raises(NotSupportedError, match="no format 'vllm'"):
@@ -213,7 +213,7 @@ def test_an_unknown_format_is_an_error_that_lists_the_formats(models, tmp_path):
 
 @pytest.mark.parametrize("to", ["hf", "megatron"])
 def test_an_output_inside_the_source_or_in_an_unwritable_folder_is_rejected(models, tmp_path, to):
-    with pytest.raises(UserError, match="would then hold a copy of itself"):
+    with pytest.raises(UserError, match="would then contain a copy of itself"):
         convert(models / "llama", models / "llama" / "out", to=to)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):

@@ -97,7 +97,7 @@ def test_values_that_vllm_would_silently_change_or_reject_are_errors(mistakes):
 
 def test_the_canary_cannot_be_off_since_vllm_transforms_weights_after_they_have_arrived(mistakes):
     [mistake] = mistakes("refit_canary: false")
-    assert mistake.startswith("5:19: policy.generation.refit_canary: the engine 'vllm' must be checked by the canary.")
+    assert mistake.startswith("5:19: policy.generation.refit_canary: the engine 'vllm' requires the canary")
 
 
 def test_every_forbidden_argument_exists_and_is_rejected_with_the_key_that_replaces_it():

@@ -160,7 +160,7 @@ def test_a_config_without_an_engine_says_how_to_name_one(config, tmp_path):
     (tmp_path / "sft.yaml").write_text(json.dumps(supervised))
     result = check("sft.yaml", IN_PROCESS)
     assert isinstance(result.exception, UserError)
-    assert "there is no engine beside the policy" in str(result.exception)
+    assert "there is no engine to compare with the policy" in str(result.exception)
 
 
 def test_the_command_imports_nothing_heavy_before_it_runs():

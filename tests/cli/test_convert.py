@@ -156,22 +156,22 @@ def test_the_command_lists_the_files_written(peft, adapted, tmp_path):
 def test_the_command_exits_with_code_2_if_conversion_is_impossible(tmp_path):
     result = rlcore("convert", tmp_path, tmp_path / "out")
     assert result.returncode == 2
-    assert "is no checkpoint: it has no manifest.json" in result.stderr
+    assert "is not a checkpoint: it has no manifest.json" in result.stderr
     assert "Traceback" not in result.stderr
     (tmp_path / "checkpoints" / "step_000010").mkdir(parents=True)
     result = rlcore("convert", tmp_path, tmp_path / "out")
-    assert f"It is a run folder: name {tmp_path}/checkpoints/step_000010.\n" in result.stderr
+    assert f"It is a run folder: use {tmp_path}/checkpoints/step_000010.\n" in result.stderr
 
 
 def test_wrong_input_is_explained_and_leaves_nothing_behind(whole, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         convert(whole, taken, to="hf")
     with pytest.raises(NotSupportedError, match=r"'hf' does not convert to 'hff'\. Did you mean 'hf'"):
         convert(whole, tmp_path / "out", to="hff")
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+    with pytest.raises(CheckpointError, match="the folder does not exist"):
         convert(tmp_path / "absent", tmp_path / "out", to="hf")
     with pytest.raises(NotSupportedError, match=r"no format 'nobody'.*converts to: hf, megatron"):
         convert(MODEL, tmp_path / "out", to="nobody")

@@ -96,21 +96,21 @@ def test_validate_finds_modules_in_the_working_directory():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"best_of_n": None}, "algorithm: goes with a section of its settings"),
+        ({"best_of_n": None}, "algorithm: requires a section with its settings"),
         ({"second": {}}, "has best_of_n and second: remove all but one"),
         ({"algorithm": {"config": None}}, "algorithm.config: must be"),
         ({"algorithm": {"train": "best_of_n"}}, "must be a dotted path"),
         ({"algorithm": {"train": "nowhere_at_all.train"}}, "there is no package 'nowhere_at_all'"),
         ({"algorithm": {"config": "examples.custom_algorithm.settings.Gone"}}, "has no 'Gone'"),
         ({"algorithm": {"config": "rl_core.config.schema.LossConfig"}}, "is not a subclass of"),
-        ({"algorithm": {"config": "rl_core.config.schema.AlgorithmConfig"}}, "loss_fn.name: must be set"),
+        ({"algorithm": {"config": "rl_core.config.schema.AlgorithmConfig"}}, "loss_fn.name: is required"),
         ({"algorithm": {"steps": 3}}, "algorithm has no key 'steps'"),
         ({"algorithm": "examples.custom_algorithm.best_of_n.train"}, "must be a section with keys below it"),
         ({"best_of_n": {"num_generations_per_prompt": 1}}, "a whole number, 2 or more"),
         ({"best_of_n": {"min_rewards": 1}}, "Did you mean 'min_reward'?"),
         ({"algorithm": None}, "There is no section 'best_of_n'"),
         ({"best_of_n": None, "Best of N": {}}, "A component cannot be named 'Best of N'"),
-        ({"best_of_n": None, "grpo": {}}, "grpo: is the algorithm of a plugin"),
+        ({"best_of_n": None, "grpo": {}}, "grpo: is the name of an algorithm from a plugin"),
     ],
 )
 def test_an_invalid_algorithm_is_an_error_with_its_reason(tmp_path, change, says):
@@ -129,7 +129,7 @@ def test_an_invalid_algorithm_is_an_error_with_its_reason(tmp_path, change, says
 
 def test_a_section_with_a_dotted_name_explains_how_to_set_a_custom_algorithm(tmp_path):
     (tmp_path / "config.yaml").write_text("my_package.best_of_n.train: {}\n")
-    with pytest.raises(InvalidConfigError, match=r"goes under `algorithm: \{train: \.\.\., config: \.\.\.\}`"):
+    with pytest.raises(InvalidConfigError, match=r"set `algorithm: \{train: \.\.\., config: \.\.\.\}`"):
         load_config(tmp_path / "config.yaml")
 
 

@@ -278,12 +278,12 @@ def of_another_model(run, folder):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda run, folder: folder / "nowhere", "is no folder"),
-        (lambda run, folder: run / "metrics.jsonl", "is no folder"),
-        (lambda run, folder: folder, "is neither a checkpoint, a run folder nor a model (it holds nothing)"),
-        (without_checkpoints, "holds no complete checkpoint"),
+        (lambda run, folder: folder / "nowhere", "is not a folder"),
+        (lambda run, folder: run / "metrics.jsonl", "is not a folder"),
+        (lambda run, folder: folder, "is neither a checkpoint, a run folder nor a model (it contains: nothing)"),
+        (without_checkpoints, "has no complete checkpoint"),
         (without_manifest, "it has no manifest.json"),
-        (half_written, "was not written to its end"),
+        (half_written, "is incomplete"),
         (of_another_model, "has a different model"),
     ],
 )
@@ -300,16 +300,16 @@ def test_a_path_without_matching_weights_is_a_user_error(config, run, tmp_path, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--samples", "4", "--k", "1,8"), "--k 8: of 4 samples a prompt, 1 to 4 can be drawn"),
-        (("--greedy", "--k", "2"), "of 1 samples a prompt"),
+        (("--samples", "4", "--k", "1,8"), "--k 8: k must be from 1 to 4"),
+        (("--greedy", "--k", "2"), "k must be from 1 to 1"),
         (("--k", "1;2"), "is not a list of integers"),
         (("--k", "0"), "--k 0"),
-        (("--best",), "name the run folder with --checkpoint"),
-        (("--best", "--checkpoint", str(MODEL)), "there is no best of it"),
+        (("--best",), "give the run folder with --checkpoint"),
+        (("--best", "--checkpoint", str(MODEL)), "so --best does not apply"),
         (("--json", "no/such/folder/found.json"), "Create it first"),
         (("--json", "."), "is a folder"),
         (("--json", "/proc/found.json"), "cannot be written"),
-        (("data.validation=null",), "data.validation names no data"),
+        (("data.validation=null",), "data.validation is required"),
         (("policy.precison=bfloat16",), "Did you mean 'precision'?"),
     ],
 )
@@ -333,7 +333,7 @@ def test_preference_pairs_cannot_be_evaluated(config, tmp_path):
     Path(config).write_text(json.dumps(changed))
     result = evaluate(config)
     assert isinstance(result.exception, UserError), repr(result.exception)
-    assert "and no messages: pairs of answers, perhaps" in str(result.exception)
+    assert "but no messages; it may have preference pairs" in str(result.exception)
 
 
 def test_the_command_imports_nothing_heavy_before_it_runs():

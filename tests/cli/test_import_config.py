@@ -692,9 +692,9 @@ def test_validation_errors_of_the_new_config_are_listed(folder, tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "There is no file"),
+        (None, "does not exist"),
         ("grpo: [1, 2\n", "theirs.yaml:2"),
-        ("- grpo\n- sft\n", "is a mapping of sections"),
+        ("- grpo\n- sft\n", "must be a mapping of sections"),
         ("", "but has none"),
         ("trainer: {steps: 3}\n", "but has trainer"),
         ("grpo: {seed: '${nowhere.to.be.found}'}\n", "there is no key 'nowhere.to.be.found'"),

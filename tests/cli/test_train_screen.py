@@ -70,7 +70,7 @@ def test_ctrl_c_is_acknowledged_at_once_and_is_not_an_error(rlcore, config, tmp_
     assert out.splitlines()[:2] == ["run folder runs/run", "starting policy hf, generation hf, env arithmetic"]
     assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == ["1/5", "2/5"]
     assert err.splitlines()[-2:] == [
-        "warning: Ctrl-C: stopping after this step, with a checkpoint; once more stops at once",
+        "warning: Ctrl-C: stopping after this step, with a checkpoint; a second signal stops at once",
         "Stopped after step 2 (Ctrl-C): its checkpoint is saved; run the same command to continue.",
     ]
 
@@ -84,7 +84,7 @@ def test_ctrl_c_twice_ends_the_run_within_its_step(rlcore, config, tmp_path, mon
     first, second, third = err.splitlines()[-3:]
     assert third == "Stopped immediately (Ctrl-C). The same command continues from the last checkpoint, if any."
     assert first.startswith("warning: Ctrl-C: stopping after this step")
-    assert second == "warning: Ctrl-C again: stopping at once; what the last checkpoint does not hold is lost"
+    assert second == "warning: Ctrl-C again: stopping at once; progress since the last checkpoint is lost"
     status = json.loads((tmp_path / "runs" / "run" / "status.json").read_text())
     assert (status["state"], status["during"]) == ("interrupted", "rollout")
 

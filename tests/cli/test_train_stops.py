@@ -90,7 +90,7 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(interrupted, tmp_p
     found, errors = interrupted(name)
     assert found == code
     assert errors.splitlines()[-2:] == [
-        f"warning: {name}: stopping after this step, with a checkpoint; once more stops at once",
+        f"warning: {name}: stopping after this step, with a checkpoint; a second signal stops at once",
         f"Stopped after step 2 ({name}): its checkpoint is saved; run the same command to continue.",
     ]
     assert checkpoints(tmp_path) == ["step_000002"]
@@ -101,7 +101,7 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(interrupted, tmp_p
 def test_step_that_outlives_the_grace_period_is_ended_without_a_checkpoint(interrupted, tmp_path):
     code, errors = interrupted("SIGTERM", "checkpointing.stop_grace_s=0.1", hang=True)
     assert code == 143
-    assert "the 0.1 s of checkpointing.stop_grace_s are over: stopping at once" in errors
+    assert "checkpointing.stop_grace_s (0.1 s) is over: stopping at once" in errors
     assert errors.splitlines()[-1].startswith("Stopped immediately (SIGTERM).")
     assert checkpoints(tmp_path) == []
     ended = status(tmp_path)

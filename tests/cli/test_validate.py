@@ -53,7 +53,7 @@ def test_a_missing_file_is_a_one_line_error():
     result = rlcore("validate", EXAMPLES / "grpo_adition.yaml")
     assert result.returncode == 2
     assert result.stderr.splitlines()[1:] == [
-        f"There is no file {EXAMPLES / 'grpo_adition.yaml'}. Did you mean {EXAMPLES / 'grpo_addition.yaml'}?"
+        f"File {EXAMPLES / 'grpo_adition.yaml'} does not exist. Did you mean {EXAMPLES / 'grpo_addition.yaml'}?"
     ]
 
 

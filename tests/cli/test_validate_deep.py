@@ -61,7 +61,7 @@ DEEP = {
         {"policy": {"hf_cfg": {"config_overrides": {"num_layerz": 3}}}},
         "policy.hf_cfg.config_overrides.num_layerz: the LlamaConfig",
     ),
-    "a batch that the data cannot fill": ({"dpo": {"global_batch_size": 64}}, "has 4 records, and a step draws 64"),
+    "a batch that the data cannot fill": ({"dpo": {"global_batch_size": 64}}, "has 4 records, but a step uses 64"),
     "a plugin that cannot be imported": (
         {"logger": {"loggers": {"rl_train.metrics.mlflow.Missing": {}}}},
         "logger.loggers.rl_train.metrics.mlflow.Missing",
@@ -84,14 +84,14 @@ def test_a_later_row_that_is_bad_is_found_by_the_deep_check_only(validate, tmp_p
     assert validate({})[0] == 0
     code, output = validate({}, "--deep")
     assert code == 2
-    assert f"data.train: {rows}:5: the field 'rejected' is absent" in output
+    assert f"data.train: {rows}:5: the field 'rejected' is missing" in output
     assert re.search(r"run\.yaml:\d+:\d+: data\.train: ", output)
 
 
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": "1+2=", "chosen": "3" * 20, "rejected": "4"}, "has 25 tokens and 16 are allowed"),
+        ({"prompt": "1+2=", "chosen": "3" * 20, "rejected": "4"}, "has 25 tokens, but 16 are allowed"),
         ('{"prompt": "1+2=", "chosen": ' + "9" * 5000 + ', "rejected": "4"}', "an integer of more than 4300 digits"),
     ],
     ids=["a row over the limit of tokens", "an integer too long for Python"],

@@ -96,7 +96,7 @@ def test_a_small_config_trains(name, data, tmp_path):
         assert steps[-1]["validation/loss"] > 0
         log = next((tmp_path / "runs").rglob("driver.log")).read_text()
         assert "chats.jsonl:41: invalid JSON" in log
-        assert "2 bad rows of mix.chats are left out" in log
+        assert "2 bad rows of mix.chats are skipped" in log
 
 
 def test_a_resumed_mixture_equals_an_uninterrupted_one(data, tmp_path):
@@ -123,17 +123,17 @@ def test_too_long_rows_are_counted_when_dropped(data, tmp_path):
     [
         ("parquet", {"data": {"train": {"response_key": "reply"}}}, "train", "sums.parquet, row 0: the field 'reply'"),
         ("parquet", {"data": {"train": {"path": "{data}/empty.parquet"}}}, "train", "has no row to train on (it is empty)"),
-        ("parquet", {"data": {"train": {"path": "absent.parquet"}}}, "validate", "there is no 'absent.parquet'"),
+        ("parquet", {"data": {"train": {"path": "absent.parquet"}}}, "validate", "'absent.parquet' does not exist in"),
         ("parquet", {"data": {"train": {"weight": 2}}}, "validate", "weights apply only to the datasets of mix"),
         ("parquet", {"data": {"train": {"record_fn": "gsm8k"}}}, "validate", "output_key, response_key would have no effect"),
-        ("parquet", {"dpo": {}, "sft": None}, "validate", "parquet has prompts or conversations, and dpo reads pairs"),
+        ("parquet", {"dpo": {}, "sft": None}, "validate", "parquet has prompts or conversations, but dpo needs pairs"),
         ("mixture", {"data": {"mix": {"saved": {"split": "tset"}}}}, "train", "has no split 'tset': it has train, test"),
         ("mixture", {"data": {"mix": {"chats": {"on_bad_row": "error"}}}}, "train", "chats.jsonl:41: invalid JSON"),
         ("mixture", {"data": {"mix": {"saved": {"wieght": 1}}}}, "validate", "Did you mean 'weight'?"),
         ("mixture", {"data": {"mix": {"saved": {"dataset_name": "parket"}}}}, "validate", "Did you mean 'parquet'?"),
-        ("mixture", {"data": {"mix": {"saved": {"weight": 1e-6}}}}, "train", "none would be its"),
+        ("mixture", {"data": {"mix": {"saved": {"weight": 1e-6}}}}, "train", "it would get none of"),
         ("mixture", {"data": {"split": {"validation": 2}}}, "validate", "less than 1.0; found 2"),
-        ("ranked", {"data": {"train": {"completions_key": "answers"}}}, "train", "the field 'chosen' is absent"),
+        ("ranked", {"data": {"train": {"completions_key": "answers"}}}, "train", "the field 'chosen' is missing"),
         ("ranked", {"sft": {}, "dpo": None}, "validate", "and sft reads prompts or conversations"),
         ("ranked", {"data": {"prompt": {"prompt_config": "generic/math"}}}, "validate", "has no template"),
     ],

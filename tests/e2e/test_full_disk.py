@@ -38,7 +38,7 @@ def test_a_disk_that_holds_no_checkpoint_is_refused_before_the_first_step(train_
     (small_disk / "other").write_bytes(bytes(12 * 2**20))
     code, output = train_here(merged(IN_PROCESS, {"checkpointing": {"checkpoint_dir": str(small_disk / "c")}}))
     assert code == 2, output
-    assert "so not one could be written. No step was taken" in output
+    assert "so none can be written. Training was not started" in output
     assert "Traceback" not in output
 
 

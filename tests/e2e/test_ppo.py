@@ -194,7 +194,7 @@ def test_ppo_from_python_takes_the_steps_of_the_config(tmp_path):
     generation, environment = HuggingFaceGeneration(str(MODEL), max_new_tokens=5), ArithmeticEnvironment()
     parts = {"generation": generation, "environments": {"arithmetic": environment}}
     try:
-        with pytest.raises(ConfigError, match="ppo has a critic: give PPOTrainer `value`"):
+        with pytest.raises(ConfigError, match="ppo has a critic: pass `value`"):
             PPOTrainer(policy, config=section, **parts)
         with pytest.raises(ConfigError, match=r"value\.head: must be 'scalar'"):
             PPOTrainer(policy, value=policy, config=section, **parts)
@@ -222,7 +222,7 @@ def other_tokenizer(folder):
 
 
 WRONG = {
-    "no critic": ({"value": None}, "value: must be set: ppo has a value beside the policy"),
+    "no critic": ({"value": None}, "value: is required: ppo needs a value model"),
     "a critic that scores tokens": ({"value": {**CRITIC, "head": "tokens"}}, "value.head: must be 'scalar'"),
     "nothing but warm-up": (
         {"ppo": {**SMALL["ppo"], "critic_warmup_steps": 6}},
@@ -248,5 +248,5 @@ def test_a_critic_with_another_tokenizer_is_rejected_before_anything_runs(train_
     model = other_tokenizer(tmp_path / "other")
     code, output = train_here({**SMALL, "value": {**CRITIC, "model_name": str(model)}})
     assert code == 2, output
-    assert "has another tokenizer than the policy's" in " ".join(output.split())
+    assert "differs from that of the policy" in " ".join(output.split())
     assert "Traceback" not in output

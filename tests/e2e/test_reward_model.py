@@ -236,10 +236,10 @@ def test_the_environment_scores_as_the_policy_side_does(judge):
     ("changes", "says"),
     [
         ({"loss_fn": {"name": "dpo"}}, "needs log-probabilities of tokens"),
-        ({"policy": {"head": "tokens"}}, "'tokens' is not what rm trains"),
+        ({"policy": {"head": "tokens"}}, "head is 'tokens', but rm trains"),
         ({"policy": {"generation": {"backend": "hf", "max_new_tokens": 5}}}, "reward model training does not sample"),
         ({"policy": {"train_global_batch_size": 5}}, "would split a pair"),
-        ({"dpo": {}, "rm": None, "loss_fn": {"name": "bradley_terry"}}, "is a loss of values"),
+        ({"dpo": {}, "rm": None, "loss_fn": {"name": "bradley_terry"}}, "is a loss for value models"),
     ],
 )
 def test_invalid_configs_are_reported_before_anything_runs(tmp_path, changes, says):
@@ -257,9 +257,9 @@ def test_invalid_configs_are_reported_before_anything_runs(tmp_path, changes, sa
 
 def test_models_of_the_wrong_head_are_refused_by_the_trainers():
     tokens, scalar = policy(head="tokens"), policy()
-    with pytest.raises(ConfigError, match="'tokens' is not what rm trains"):
+    with pytest.raises(ConfigError, match="head is 'tokens', but rm trains"):
         RewardModelTrainer(tokens)
-    with pytest.raises(ConfigError, match="'scalar' is not what dpo trains"):
+    with pytest.raises(ConfigError, match="head is 'scalar', but dpo trains"):
         DPOTrainer(scalar)
     tokens.shutdown()
     scalar.shutdown()

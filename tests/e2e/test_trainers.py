@@ -195,15 +195,15 @@ def test_incompatible_components_are_rejected_before_anything_runs(policy):
         DPOTrainer(policy, loss_fn={"name": "nll"})
     with pytest.raises(ConfigError, match="give GRPOTrainer `generation` and `environments`"):
         GRPOTrainer(policy)
-    with pytest.raises(ConfigError, match="give the trainer a `folder`"):
+    with pytest.raises(ConfigError, match="pass `folder` to the trainer"):
         DPOTrainer(policy, checkpointing={"enabled": True})
-    with pytest.raises(ConfigError, match="give `validation=` data"):
+    with pytest.raises(ConfigError, match="pass data as `validation=`"):
         DPOTrainer(policy, config={"val_at_end": True}).train(PAIRS)
     with pytest.raises(DataError, match="expected `messages`"):
         SFTTrainer(policy).train(PAIRS)
     with pytest.raises(DataError, match="'rejected' is absent"):
         DPOTrainer(policy).train([{"prompt": "a", "chosen": "b"}])
-    with pytest.raises(DataError, match="16 records, and a step draws 32"):
+    with pytest.raises(DataError, match="16 records, but a step uses 32"):
         DPOTrainer(policy).train(PAIRS)
 
 

@@ -83,5 +83,5 @@ def test_the_section_of_all_data_holds_rows_out_as_the_config_does(tmp_path):
     found = trained(DPOTrainer, data, config=section)
     assert found == by_config(tmp_path, data, dpo=section)
     assert "validation/loss" in found[-1]
-    with pytest.raises(ConfigError, match="both name held-out data"):
+    with pytest.raises(ConfigError, match="both set the validation data"):
         trained(DPOTrainer, data, config=section, validation=tmp_path / "pairs.jsonl")

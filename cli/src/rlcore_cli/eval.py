@@ -15,7 +15,7 @@ from rlcore_cli.check_logprobs import prepare_process
 
 if TYPE_CHECKING:
     from rl_train.rollouts.eval_metrics import Scores
-    from rl_train.runtime.evaluate import Evaluated, EvaluationPlan, Pass, Told
+    from rl_train.runtime.evaluate import EvaluationPlan, EvaluationResult, Pass, ProgressCallback
 
 TABLE_WIDTH = 200
 """Maximum width of a table; a narrower terminal wraps its lines."""
@@ -107,7 +107,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Told]:
+def _progress() -> Iterator[ProgressCallback]:
     """Shows a progress bar on a terminal, or prints a line per update if standard error is redirected."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -128,7 +128,7 @@ def _progress() -> Iterator[Told]:
         yield report
 
 
-def _print_head(evaluated: Evaluated, plan: EvaluationPlan) -> None:
+def _print_head(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
     policy, weights = plan.loaded.run.policy, evaluated.weights
     engine = policy.generation
     assert engine is not None
@@ -194,5 +194,5 @@ def _format(scores: Scores, name: str) -> str:
 
 
 def _title(found: Pass) -> str:
-    count = found.asking.samples_per_prompt
-    return found.asking.name if count == 1 else f"{found.asking.name} x {count}"
+    count = found.mode.samples_per_prompt
+    return found.mode.name if count == 1 else f"{found.mode.name} x {count}"

@@ -1,4 +1,4 @@
-"""Run: the assembled parts that an algorithm receives; it builds none of them."""
+"""Run: the components that an algorithm receives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rl_train.rollouts.source import RolloutSource
 
 @dataclass(kw_only=True)
 class Run:
-    """What an algorithm works with. Parts that its config does not ask for are None."""
+    """The components of a run. Those that the config does not use are None."""
 
     config: RunConfig
     """The whole config, frozen."""
@@ -39,47 +39,47 @@ class Run:
     loss_fn: LossFunction
     """The loss of `loss_fn:`."""
     loggers: Sequence[Logger]
-    """Where metrics go."""
+    """Loggers of metrics and rollouts."""
     checkpoints: Checkpoints | None
-    """Saves and restores; None where `checkpointing.enabled` is false."""
+    """Saves and restores checkpoints; None if `checkpointing.enabled` is false."""
     tokenizer: Any
-    """The policy's."""
+    """The policy's tokenizer."""
     value: ValueInterface | None = None
-    """The critic: trained beside the policy."""
+    """The critic, trained together with the policy."""
     teacher: ColocatablePolicyInterface | None = None
-    """Who is learnt from; its weights never change, and rest in CPU memory while it is not asked."""
+    """Teacher model. Frozen; offloaded to CPU memory when idle."""
     generation: GenerationInterface | None = None
     """The engine that samples."""
     weights: WeightSynchronizer | None = None
-    """Brings the policy's weights to the engine, and proves it."""
+    """Sends the policy's weights to the engine and verifies them."""
     rollouts: RolloutSource | None = None
-    """Where rollouts come from."""
+    """Source of rollouts."""
     batches: TrainingBatches | None = None
-    """Where supervised batches come from."""
+    """Source of supervised batches."""
     validation_batches: TrainingBatches | None = None
-    """Held-out supervised batches."""
+    """Supervised validation batches."""
     evaluation: Evaluation | None = None
-    """Held-out prompts."""
+    """Evaluation on validation prompts."""
     first_step: int = 0
-    """Steps done before a resume."""
+    """Number of steps done before a resume; 0 in a new run."""
     initial_metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the whole run, such as those of its data; they go into its first line, and into none after a resume."""
+    """Metrics of the whole run, such as those of its data; logged with its first step, and not after a resume."""
     metrics: Recorder = field(default_factory=Recorder)
-    """The numbers of the current step."""
+    """The metrics of the current step."""
     on_step: Callable[[int, Mapping[str, float]], None] | None = None
-    """Told of each step's numbers, once they are flushed."""
+    """Called with the metrics of each step after they are logged."""
     stop_reason: StopReason | None = None
     """Set by a signal or the time limit: the run ends after this step, with a checkpoint."""
     time_limit: TimeLimit | None = None
     """`checkpointing.max_time`; None without a limit."""
-    _restarts_told: int = field(default=0, init=False)
+    _logged_restarts: int = field(default=0, init=False)
 
     def keep(self, name: str, part: Stateful) -> None:
-        """Keep what an algorithm has of its own with every checkpoint; of a resumed run, bring it to where it was.
+        """Save additional state of the algorithm in every checkpoint, and restore it if the run is resumed.
 
         Args:
-            name: tells it from the algorithm's other parts.
-            part: has a position that the next steps depend on.
+            name: unique name of the state.
+            part: object with the state.
         """
         if self.checkpoints is not None:
             self.checkpoints.keep(name, part)
@@ -89,10 +89,10 @@ class Run:
         return self.metrics.timed(phase)
 
     def steps(self) -> Iterator[int]:
-        """The steps still to be done, numbered from 1; between two, the numbers are flushed and a checkpoint is made.
+        """The remaining steps, numbered from 1. After each, metrics are logged and a checkpoint is saved if one is due.
 
         Raises:
-            RunInterrupted: a signal came or the time is up; the step was finished and its checkpoint written.
+            RunInterrupted: a signal or the time limit; the step was finished and, with checkpointing, saved.
         """
         last = self.config.algorithm.max_num_steps
         for step in range(self.first_step + 1, last + 1):
@@ -120,13 +120,13 @@ class Run:
             self.stop_reason = StopReason.MAX_TIME
 
     def _throughput(self) -> dict[str, float]:
-        """Tokens of the step's rows, prompts included, by the seconds of the step without its validation."""
+        """Tokens per second of the step, including prompts and excluding validation time."""
         now = self.metrics.peek()
         seconds = now["time/step_s"] - now.get("time/validate_s", 0.0)
         return {"tokens_per_s": now["tokens/all"] / seconds} if "tokens/all" in now else {}
 
     def validation_due(self, step: int) -> bool:
-        """Whether the config asks for a validation after `step` steps (0: before the first)."""
+        """Whether validation is due after `step` steps (0: before the first step)."""
         config = self.config.algorithm
         if step == 0:
             return config.val_at_start and self.first_step == 0
@@ -134,13 +134,13 @@ class Run:
         return at_period or (config.val_at_end and step == config.max_num_steps)
 
     def flush(self, step: int) -> dict[str, float]:
-        """Hand the step's numbers to every logger."""
+        """Log the metrics of a step."""
         if self.first_step == 0:
             self.metrics.add(self.initial_metrics)
         self.initial_metrics = {}
         if self.generation is not None:
-            self.metrics.add({"generation/restarts": self.generation.restarts - self._restarts_told})
-            self._restarts_told = self.generation.restarts
+            self.metrics.add({"generation/restarts": self.generation.restarts - self._logged_restarts})
+            self._logged_restarts = self.generation.restarts
         numbers = self.metrics.flush()
         for logger in self.loggers:
             logger.log_metrics(numbers, step)
@@ -149,13 +149,13 @@ class Run:
         return numbers
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Hand rollouts to every logger."""
+        """Log rollouts, at most `logger.num_rollouts_logged`."""
         limit = self.config.logger.num_rollouts_logged
         for logger in self.loggers:
             logger.log_rollouts(rows[:limit], step)
 
     def record_training(self, result: Mapping[str, Any], batch: BatchedDataDict[Any]) -> None:
-        """Record what `PolicyInterface.train` returned, and how many tokens it was."""
+        """Record the result of `PolicyInterface.train` and the number of tokens."""
         self.metrics.add({name: result[name] for name in ("loss", "grad_norm", "lr", "num_optimizer_steps")})
         self.metrics.add(result["metrics"])
         self.metrics.add({"tokens/trained": result["global_valid_toks"], "tokens/all": int(batch["input_lengths"].sum())})

@@ -46,20 +46,20 @@ def test_every_form_of_a_conversation_is_the_same_record(read, row, keys):
     [
         (
             {"role": "function", "name": "f", "content": "42"},
-            "in the old form (function_call, role 'function'): write `tool_calls`",
+            "in the old format (function_call, role 'function'): use `tool_calls`",
         ),
-        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, "in the old form"),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, "in the old format"),
         ({"role": "human", "content": "a"}, "role 'human': expected one of system, developer, user, assistant, tool"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": "a"}]},
-            "part of the type 'image_url': only text can be trained on",
+            "part of type 'image_url': only text can be trained on",
         ),
-        ({"role": "user", "content": ["a"]}, "part of the type 'str'"),
+        ({"role": "user", "content": ["a"]}, "part of type 'str'"),
         ({"role": "user", "content": 3}, "has the content 3"),
-        ({"role": "user", "content": "a\ud83d"}, "has half of a character, '\\ud83d', at place 1"),
-        ({"role": "user", "content": None}, "is no {role, content}"),
+        ({"role": "user", "content": "a\ud83d"}, "has half of a character, '\\ud83d', at index 1"),
+        ({"role": "user", "content": None}, "is not {role, content}"),
         ({"role": "assistant", "content": "a", "weight": 0.5}, "weight 0.5: expected 1"),
-        ("a", "is no {role, content}: found 'a'"),
+        ("a", "is not {role, content}: found 'a'"),
     ],
 )
 def test_invalid_training_conversations_are_errors_with_a_reason(message, says):
@@ -69,19 +69,19 @@ def test_invalid_training_conversations_are_errors_with_a_reason(message, says):
 
 
 def test_a_completion_must_end_with_the_assistant_and_a_template_is_for_texts(read):
-    with pytest.raises(DataError, match="ends with what the user says: no answer"):
+    with pytest.raises(DataError, match="ends with a message of the role user"):
         read({"prompt": "a", "completion": [ASKED]}, input_key="prompt", response_key="completion", output_key=None)
-    with pytest.raises(DataError, match="the prompt template is for texts"):
+    with pytest.raises(DataError, match="prompt templates need a text"):
         read({"question": [ASKED]}, output_key=None, prompt="generic/math")
 
 
 def test_rows_without_an_answer_key_are_errors_that_name_the_key(read, chat_tokenizer):
-    with pytest.raises(DataError, match="Where there is none to give, say `output_key: null`"):
+    with pytest.raises(DataError, match="If there is none, set `output_key: null`"):
         read({"messages": [ASKED, ANSWERED]}, input_key="messages")
-    with pytest.raises(DataError, match="Conversations are read with `input_key: messages` and `output_key: null`"):
+    with pytest.raises(DataError, match="For conversations, set `input_key: messages` and `output_key: null`"):
         read({"messages": [ASKED, ANSWERED]})
     [record] = read({"question": "6*7?", "expected_answer": "42"})
-    with pytest.raises(DataError, match=r"nothing to train on\. Name the field of the answer \(`response_key`\)"):
+    with pytest.raises(DataError, match=r"nothing to train on\. Set the field of the answer \(`response_key`\)"):
         conversation_datum(record, idx=0, tokenizer=chat_tokenizer)
 
 
@@ -155,7 +155,7 @@ def test_records_of_a_custom_function_are_checked(read, monkeypatch):
     assert record == {"messages": [ASKED, ANSWERED], "extra_env_info": {}, "task_name": "math"}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 'x' has no bar"):
         read({"line": "x"}, record_fn="test_data_conversations:halves")
-    with pytest.raises(DataError, match=r"gave \['asked'\]: expected a record, which has `messages`"):
+    with pytest.raises(DataError, match=r"returned \['asked'\]: expected a record with `messages`"):
         read({"line": "x"}, record_fn="test_data_conversations.nothing")
     with pytest.raises(KeyError):
         read({"text": "x"}, record_fn="test_data_conversations.halves", on_bad_row="skip")

@@ -97,19 +97,19 @@ def test_a_state_is_json_and_can_be_resumed_with_another_batch_size():
 
 
 def test_invalid_loader_arguments_and_states_are_errors():
-    with pytest.raises(DataError, match="no batch at all"):
+    with pytest.raises(DataError, match="too few for one batch"):
         loader_of(0)
-    with pytest.raises(DataError, match="no batch at all"):
+    with pytest.raises(DataError, match="too few for one batch"):
         loader_of(2, batch_size=3, drop_last=True)
-    with pytest.raises(DataError, match="state is of 4 rows"):
+    with pytest.raises(DataError, match="state has 4 rows"):
         loader_of(5).load_state_dict(loader_of(4).state_dict())
-    with pytest.raises(DataError, match="rows of one form"):
+    with pytest.raises(DataError, match="rows with the same keys"):
         list(BatchedDataLoader([{"a": 1}, {"b": 1}], batch_size=2))
 
 
 def test_a_state_of_other_rows_is_rejected_if_both_fingerprints_are_known():
     known, other, unknown = (loader_of(4, fingerprint=name) for name in ("a", "b", None))
-    with pytest.raises(DataError, match=r"the rows are not those of the state: .* begin anew \(`--resume never`\)"):
+    with pytest.raises(DataError, match=r"the rows differ from those of the state: .* start a new run \(`--resume never`\)"):
         other.load_state_dict(known.state_dict())
     for one, two in ((known, unknown), (unknown, known), (known, known)):
         two.load_state_dict(one.state_dict())

@@ -55,7 +55,7 @@ def test_messages_responses_stop_strings_and_a_system_prompt_are_taken_over(tmp_
     [
         ("{not json", "invalid JSON"),
         ("[1]", "expected a JSON object, found a list"),
-        ({"expected_answer": 1}, r"the field 'question' \(`input_key`\) is absent"),
+        ({"expected_answer": 1}, r"the field 'question' \(`input_key`\) is missing"),
         ({"question": 3, "expected_answer": 1}, r"the field 'question' \(`input_key`\) is 3: expected str or list"),
         ({"question": "?", "expected_answer": None}, r"the field 'expected_answer' \(`output_key`\) is None"),
         ({"question": [{"role": "user"}], "expected_answer": 1}, "message 0 of 'question'"),
@@ -102,10 +102,10 @@ def test_prompts_come_from_yaml_from_text_and_from_the_package(tmp_path):
     ("text", "said"),
     [
         ("user: '{question'", "braces"),
-        ("user: '{question.__class__}'", "no plain field name"),
+        ("user: '{question.__class__}'", "not a plain field name"),
         ("system: x", "expected a mapping with the text `user`"),
         ("user: a\nuserr: b", r"unknown keys \['userr'\]"),
-        ("user: [", "no YAML"),
+        ("user: [", "invalid YAML"),
     ],
 )
 def test_a_template_that_cannot_work_is_refused_when_it_is_read(tmp_path, text, said):
@@ -115,7 +115,7 @@ def test_a_template_that_cannot_work_is_refused_when_it_is_read(tmp_path, text, 
 
 
 def test_a_field_that_the_record_lacks_and_an_unknown_name_are_named():
-    with pytest.raises(DataError, match=r"uses \{answer\}, which the record lacks: it has \['question'\]"):
+    with pytest.raises(DataError, match=r"uses \{answer\}, but the record does not have this field: it has \['question'\]"):
         PromptTemplate(user="{answer}").fill({"question": "?"})
     with pytest.raises(DataError, match="generic/math"):
         load_prompt("generic/maths")
@@ -133,7 +133,7 @@ def test_a_byte_order_mark_is_removed_from_a_template(tmp_path, chat_tokenizer):
 
 @pytest.mark.parametrize("value", [None, ["a", "b"], {"a": 1}])
 def test_template_values_must_be_text_or_numbers(value):
-    with pytest.raises(DataError, match=r"uses \{level\}, and the record has .* there: a template takes texts and numbers"):
+    with pytest.raises(DataError, match=r"uses \{level\}, but this field is .*: templates need texts and numbers"):
         PromptTemplate(user="{level}").fill({"level": value})
     assert PromptTemplate(user="{level}").fill({"level": 3})[0]["content"] == "3"
 
@@ -148,7 +148,7 @@ def test_the_single_field_of_a_template_takes_the_input_key(tmp_path):
         dataset = dataset_of(tmp_path, row, prompt="generic/math")
         assert dataset[0]["messages"][0]["content"].endswith("6*7?")
         assert dataset.asked(0) in ("6*7?", {"problem": "6*7?"})
-    with pytest.raises(DataError, match=r"'question' \(`input_key`\) is absent"):
+    with pytest.raises(DataError, match=r"'question' \(`input_key`\) is missing"):
         dataset_of(tmp_path, {"task": "6*7?"}, prompt="generic/math")
 
 
@@ -215,7 +215,7 @@ def test_a_prompt_over_the_limit_is_cut_and_not_trained_or_refused(chat_tokenize
     datum = prompt_datum(record, idx=0, tokenizer=chat_tokenizer, max_length=5)
     assert (datum["length"], datum["loss_multiplier"]) == (5, 0.0)
     assert sum(len(message["token_ids"]) for message in datum["message_log"]) == 5
-    with pytest.raises(DataError, match=r"record 0 has \d+ tokens and 5 are allowed"):
+    with pytest.raises(DataError, match=r"record 0 has \d+ tokens, but 5 are allowed"):
         prompt_datum(record, idx=0, tokenizer=chat_tokenizer, max_length=5, on_too_long=OnTooLong.ERROR)
 
 

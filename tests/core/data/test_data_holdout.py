@@ -93,5 +93,5 @@ def test_all_pairs_of_one_prompt_are_on_one_side(tmp_path):
 def test_an_empty_split_and_indistinguishable_rows_are_errors():
     with pytest.raises(DataError, match=r"split\.validation 0\.01 of the 3 records of rows holds out 0 and leaves 3"):
         sides(MANY[:3], 0.01)
-    with pytest.raises(DataError, match=r"record 0 cannot be told from others .*not JSON serializable"):
+    with pytest.raises(DataError, match=r"record 0 cannot be hashed .*not JSON serializable"):
         sides([{"thing": object()}])

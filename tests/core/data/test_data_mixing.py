@@ -102,13 +102,13 @@ def test_weights_like_the_sizes_show_every_row_once_an_epoch():
 
 def test_states_of_another_mixture_and_datasets_that_are_never_drawn_are_errors():
     state = loader_of(mixture_of([(5, 1.0), (5, 1.0)])).state_dict()
-    with pytest.raises(DataError, match=r"the state is of the mixture \{'a': \[5, 5\]"):
+    with pytest.raises(DataError, match=r"the state has the mixture \{'a': \[5, 5\]"):
         loader_of(mixture_of([(5, 1.0), (5, 3.0)])).load_state_dict(state)
-    with pytest.raises(DataError, match="the state is of the mixture"):
+    with pytest.raises(DataError, match="the state has the mixture"):
         BatchedDataLoader(list(range(10))).load_state_dict(state)
-    with pytest.raises(DataError, match="none would be its"):
+    with pytest.raises(DataError, match="it would get none of"):
         mixture_of([(5, 1.0), (5, 0.001)])
     with pytest.raises(DataError, match="'b' of the mixture has no row"):
         mixture_of([(5, 1.0), (0, 1.0)])
-    with pytest.raises(DataError, match="mixture is of 10 rows and the dataset has 3"):
+    with pytest.raises(DataError, match="mixture has 10 rows, but the dataset has 3"):
         BatchedDataLoader([1, 2, 3], mixture=mixture_of([(5, 1.0), (5, 1.0)]))

@@ -59,7 +59,7 @@ def test_a_margin_is_on_both_rows_of_its_pair_and_zero_elsewhere(read):
 
 @pytest.mark.parametrize("margin", ["large", True, -1.0, float("inf")])
 def test_an_invalid_margin_is_an_error_with_its_row(read, margin):
-    with pytest.raises(DataError, match=r"'margin' is .*a number from 0 on"):
+    with pytest.raises(DataError, match=r"'margin' is .*a number of at least 0"):
         read({"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": margin})
 
 
@@ -87,7 +87,7 @@ def test_ranked_answers_become_all_pairs_of_different_rank(worths):
     config = PreferenceDatasetConfig(path="rows.jsonl", pairing="all")
     expected = {(a, b) for a, x in enumerate(worths) for b, y in enumerate(worths) if x < y}
     if not expected:
-        with pytest.raises(DataError, match="nothing to prefer"):
+        with pytest.raises(DataError, match="so there is no preference"):
             pairs_from_row(row, config)
         return
     made = [(int(r["chosen"][0]["content"]), int(r["rejected"][0]["content"])) for r in pairs_from_row(row, config)]
@@ -106,11 +106,11 @@ def test_a_system_prompt_opens_conversations_that_have_none(read):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": "a", "chosen": "b"}, "'rejected' is absent"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "nothing to prefer"),
+        ({"prompt": "a", "chosen": "b"}, "'rejected' is missing"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "so there is no preference"),
         ({"prompt": "a", "chosen": 4, "rejected": "b"}, "better answer 4 is neither a text nor a list"),
         ({"chosen": "4", "rejected": "5"}, "there is no prompt"),
-        ({"prompt": "a", "chosen": [ASKED], "rejected": "b"}, "better answer has no message of the assistant"),
+        ({"prompt": "a", "chosen": [ASKED], "rejected": "b"}, "better answer has no assistant message"),
         ({"prompt": "a", "chosen": [{"text": "b"}], "rejected": "b"}, "message 0 of the better answer"),
         ({"prompt": "a", "completions": ["b", "c"]}, "expected a list of {completion, rank}"),
         ({"prompt": "a", "completions": [{"completion": "b", "rank": 0}]}, "have one rank"),

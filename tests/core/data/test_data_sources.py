@@ -134,7 +134,7 @@ def test_a_bad_row_of_any_source_is_refused_with_its_place_or_skipped_and_counte
 
 def test_a_missing_column_is_an_error_that_lists_the_columns(source):
     keys, _ = source(ROWS)
-    with pytest.raises(DataError, match=r"'problem' \(`input_key`\) is absent: the row has \['expected_answer', 'level', 'qu"):
+    with pytest.raises(DataError, match=r"'problem' \(`input_key`\) is missing: the row has \['expected_answer', 'level', 'qu"):
         RecordDataset(source.record(**keys, input_key="problem"))
 
 
@@ -146,7 +146,7 @@ def test_a_column_of_another_type_is_refused(source):
 
 def test_a_dataset_with_only_bad_rows_is_an_error_with_the_first_reason(source):
     keys, _ = source(ROWS)
-    with pytest.raises(DataError, match=r"no row to train on \(2 bad rows skipped; the first: .*is absent"):
+    with pytest.raises(DataError, match=r"no row to train on \(2 bad rows skipped; the first: .*is missing"):
         RecordDataset(source.record(**keys, input_key="problem", on_bad_row="skip"))
 
 
@@ -154,7 +154,7 @@ def test_a_dataset_with_only_bad_rows_is_an_error_with_the_first_reason(source):
     ("keys", "says"),
     [
         ({"split": "tset"}, "no split 'tset': it has train, test"),
-        ({}, "has the splits train, test: say which with `split`"),
+        ({}, "has the splits train, test: choose one with `split`"),
         ({"split": "train", "subset": "main"}, "has no subsets"),
         ({"split": "train", "revision": "main"}, "is a folder and has no revisions"),
     ],
@@ -169,7 +169,7 @@ def test_a_saved_dataset_has_its_splits(tmp_path, keys, says):
     ("keys", "says"),
     [
         ({"split": "tset"}, "Unknown split"),
-        ({}, "has the splits train, test: say which with `split`"),
+        ({}, "has the splits train, test: choose one with `split`"),
         ({"split": "train", "subset": "main"}, "'main' not found"),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_folder_of_data_files_has_splits(tmp_path, keys, says):
 
 def test_a_single_table_has_no_split_to_name_and_slices_of_data_files_are_taken(tmp_path):
     path = Writer(tmp_path).saved(ROWS)[0]["path"]
-    with pytest.raises(DataError, match="Leave out `split`"):
+    with pytest.raises(DataError, match="Remove `split`"):
         RecordDataset(HuggingFaceDatasetConfig(path=path, split="train"))
     path = Writer(tmp_path).data_files(ROWS)[0]["path"]
     assert len(RecordDataset(HuggingFaceDatasetConfig(path=path, split="train[:1]"))) == 1
@@ -233,7 +233,7 @@ def test_without_the_library_its_extra_is_named(monkeypatch, tmp_path):
 def test_invalid_utf8_and_byte_order_marks_are_handled(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS[0]).encode() + b'\r\n\n{"question": "\xff"}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl:3: no UTF-8 \(invalid start byte at byte 15"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: invalid UTF-8 \(invalid start byte at byte 15"):
         RecordDataset(JsonlDatasetConfig(path=path))
     assert len(RecordDataset(JsonlDatasetConfig(path=path, on_bad_row="skip"))) == 1
 
@@ -247,7 +247,7 @@ def test_compressed_files_with_any_name_are_read_and_truncated_ones_are_errors(c
     assert [record["extra_env_info"]["expected_answer"] for record in dataset] == ["42", "4"]
     assert dataset.place(1).endswith("rows.jsonl:2")
     path.write_bytes(compress(b"".join(halves) * 99)[:-20])
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be decompressed \(.*\): it is torn"):
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be decompressed \(.*\): it is corrupt or incomplete"):
         RecordDataset(JsonlDatasetConfig(path=path))
 
 
@@ -256,10 +256,10 @@ def test_compressed_files_with_any_name_are_read_and_truncated_ones_are_errors(c
     [
         (b"", r"has no row to train on \(it is empty\)"),
         (b"\n\r\n \n", r"has no row to train on \(it is empty\)"),
-        (b'[\n{"question": "a"}\n]', r"begins with '\[', as a file of one JSON array does: write one JSON object a line"),
+        (b'[\n{"question": "a"}\n]', r"starts with '\[', so it is one JSON array: write one JSON object per line"),
         (b'{"question": "a", "question": "b"}', r"rows\.jsonl:1: the key 'question' occurs twice in one object"),
-        ('{"question": "a"}'.encode("utf-16"), "is written in UTF-16: save it as UTF-8"),
-        (b"PAR1....", "is a file of parquet: read it with `dataset_name: parquet`"),
+        ('{"question": "a"}'.encode("utf-16"), "is encoded in UTF-16: save it as UTF-8"),
+        (b"PAR1....", "is a Parquet file: read it with `dataset_name: parquet`"),
         (b"{" * 100_000, r"rows\.jsonl:1: invalid JSON"),
         (b'{"question": ' + b"[" * 100_000, "nested too deeply"),
     ],
@@ -270,7 +270,7 @@ def test_files_that_are_not_json_lines_are_errors_with_a_fix(content, says, tmp_
     path.write_bytes(content)
     with pytest.raises(DataError, match=says):
         RecordDataset(JsonlDatasetConfig(path=path))
-    with pytest.raises(DataError, match="is a folder: give the path of a file of JSON lines"):
+    with pytest.raises(DataError, match="is a folder: give the path of a JSON Lines file"):
         RecordDataset(JsonlDatasetConfig(path=tmp_path))
 
 

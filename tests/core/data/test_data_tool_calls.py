@@ -162,7 +162,7 @@ def test_pairs_are_offered_tools_and_results_in_an_answer_may_answer_calls_of_th
         ([ASKED, {**CALLED, "tool_calls": CALLED["tool_calls"] * 2}], "several calls with the same id, ['1', '1']"),
         (
             [{**ASKED, "tool_calls": CALLED["tool_calls"]}],
-            "has tool_calls and the role 'user': only a message of the role 'assis",
+            "has tool_calls and the role 'user': tool_calls is only allowed with the role 'assis",
         ),
         ([{**ASKED, "tool_call_id": "1"}], "has tool_call_id and the role 'user'"),
         ([ASKED, CALLED, {**RESULT, "content": {"sky": "wet"}}], "has the content {'sky': 'wet'}: expected a text"),

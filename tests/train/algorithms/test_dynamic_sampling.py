@@ -42,8 +42,8 @@ class Scripted(RolloutSource):
 
 def draw(source, *, shape=lambda batch: {}, estimator="grpo", **fields):
     fields = {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "use_dynamic_sampling": True, **fields}
-    teaches = make_estimator(AdvantageConfig(name=estimator)).teaches
-    return draw_rollouts(source, 3, config=GRPOConfig(**fields), shape=shape, teaches=teaches)
+    is_informative = make_estimator(AdvantageConfig(name=estimator)).is_informative
+    return draw_rollouts(source, 3, config=GRPOConfig(**fields), shape=shape, is_informative=is_informative)
 
 
 ALL, NONE, ONE, MOST = [1.0] * 4, [0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]
@@ -108,7 +108,7 @@ def test_reaching_the_draw_limit_gives_a_smaller_step_with_a_warning():
 
 
 def test_a_step_without_reward_differences_is_reported():
-    with pytest.raises(RLCoreError, match="drew 4 prompts in 2 draws, and in none of their groups did rewards differ"):
+    with pytest.raises(RLCoreError, match="drew 4 prompts in 2 draws, but the rewards were equal within every group"):
         draw(Scripted([ALL, ALL], [NONE, NONE]), dynamic_sampling_max_gen_batches=2)
 
 

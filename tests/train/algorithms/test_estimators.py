@@ -133,7 +133,7 @@ def test_gdpo_continues_without_a_reward_that_no_row_has_and_warns_once(caplog):
     estimator, plain = make_estimator(config), make_estimator(AdvantageConfig(name="gdpo"))
     without = batch_of([1.0, 0.0], [0, 0], parts=[{"a": 1.0}, {"a": 0.0, "b": 0.5}])
     for _ in range(2):
-        assert estimator.teaches(without).tolist() == [True, True]
+        assert estimator.is_informative(without).tolist() == [True, True]
         assert torch.equal(estimator(without).values, plain(without).values)
     [warning] = [record.getMessage() for record in caplog.records]
     assert "reward_weights names tone" in warning
@@ -192,10 +192,10 @@ def test_a_batch_of_equal_rewards_has_zero_advantages():
 def test_groups_are_checked_for_equal_rewards_per_named_reward():
     parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
     batch = batch_of([1.0, 1.0, 2.0, 2.0], [0, 0, 1, 1], parts=parts)
-    assert make_estimator(AdvantageConfig()).teaches(batch).tolist() == [False] * 4
-    assert make_estimator(AdvantageConfig(name="gdpo")).teaches(batch).tolist() == [True, True, False, False]
+    assert make_estimator(AdvantageConfig()).is_informative(batch).tolist() == [False] * 4
+    assert make_estimator(AdvantageConfig(name="gdpo")).is_informative(batch).tolist() == [True, True, False, False]
     only_a = AdvantageConfig(name="gdpo", reward_weights={"b": 0.0})
-    assert make_estimator(only_a).teaches(batch).tolist() == [True, True, False, False]
+    assert make_estimator(only_a).is_informative(batch).tolist() == [True, True, False, False]
 
 
 class Constant(AdvantageEstimator):

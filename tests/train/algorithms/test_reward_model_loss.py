@@ -11,7 +11,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossType
 from rl_train.algorithms.losses.reward import BradleyTerryLossFn
 from rl_train.algorithms.losses.reward_config import BradleyTerryLossConfig
-from rl_train.algorithms.rm import only_last_tokens
+from rl_train.algorithms.rm import mask_to_last_tokens
 
 LOSSES = {
     "plain": BradleyTerryLossFn(),
@@ -31,7 +31,7 @@ def random_pairs(seed, pairs=4, length=6, *, spread=3.0):
             "margins": (2 * torch.rand(pairs, generator=rng) * (torch.rand(pairs, generator=rng) > 0.5)).repeat_interleave(2),
         }
     )
-    only_last_tokens(data)
+    mask_to_last_tokens(data)
     mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
     return values, data, data["sample_mask"].sum(), mask.sum()
 
@@ -146,5 +146,5 @@ def test_pairs_stay_together_and_the_mean_is_over_pairs():
 
 def test_the_loss_uses_only_last_tokens():
     data = BatchedDataDict({"input_lengths": torch.tensor([3, 1, 5]), "token_mask": torch.ones(3, 5)})
-    only_last_tokens(data)
+    mask_to_last_tokens(data)
     assert data["token_mask"].tolist() == [[0, 0, 1, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]

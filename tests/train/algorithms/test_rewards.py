@@ -9,7 +9,7 @@ from rl_core.config.schema import DataConfig, GenerationConfig, LossConfig, Poli
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.grpo_config import GRPOConfig
 from rl_train.algorithms.policy_gradient_config import RewardScalingConfig
-from rl_train.algorithms.rewards import RewardShaping, clip_advantages, overlong_punishment, scale_rewards
+from rl_train.algorithms.rewards import RewardShaping, clip_advantages, overlong_penalty, scale_rewards
 
 
 def shaping(**fields):
@@ -33,7 +33,7 @@ def rollouts(lengths, rewards):
 
 def test_the_overlong_penalty_starts_in_the_buffer_and_is_full_at_the_limit():
     lengths = torch.tensor([0, 6, 7, 8, 10, 11])
-    found = overlong_punishment(lengths, limit=10, buffer=4, penalty=0.5)
+    found = overlong_penalty(lengths, limit=10, buffer=4, penalty=0.5)
     assert found.tolist() == [0.0, 0.0, -0.125, -0.25, -0.5, -0.5]
 
 
@@ -45,7 +45,7 @@ def test_the_overlong_penalty_is_equation_13_of_dapo(length, limit, buffer, pena
         expected = ((limit - buffer) - length) / buffer * penalty
     else:
         expected = -penalty
-    found = overlong_punishment(torch.tensor([length]), limit=limit, buffer=buffer, penalty=penalty)
+    found = overlong_penalty(torch.tensor([length]), limit=limit, buffer=buffer, penalty=penalty)
     assert float(found) == pytest.approx(expected, abs=1e-5)
 
 

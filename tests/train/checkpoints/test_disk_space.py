@@ -52,12 +52,12 @@ def test_the_status_of_a_run_on_a_full_disk_is_failed(small_disk):
 
 def test_a_disk_that_holds_not_one_checkpoint_is_refused_and_one_that_holds_too_few_is_a_warning(small_disk, caplog):
     folder = small_disk / "not" / "there" / "yet"
-    with pytest.raises(DiskFullError, match=r"takes at least 5\.0 MiB, so not one could be written") as refused:
+    with pytest.raises(DiskFullError, match=r"needs at least 5\.0 MiB, so none can be written") as refused:
         check_disk_space(folder, checkpoint_bytes=5 * 2**20, most_at_once=1)
     assert refused.value.exit_code == 2
     with caplog.at_level(logging.WARNING):
         check_disk_space(folder, checkpoint_bytes=3 * 2**20, most_at_once=2)
-        assert "2 more will be there at once" in caplog.text
+        assert "2 more will exist at once" in caplog.text
         caplog.clear()
         check_disk_space(folder, checkpoint_bytes=3 * 2**20, most_at_once=1)
         assert not caplog.text

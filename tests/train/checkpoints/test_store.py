@@ -195,7 +195,7 @@ def test_checkpoints_later_than_the_one_resumed_from_are_set_aside_and_never_pru
 
 def test_a_folder_that_is_not_a_checkpoint_is_an_error_that_lists_its_contents(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"no manifest.json \(it holds config.json\)"):
+    with pytest.raises(CheckpointError, match=r"no manifest.json \(it contains: config.json\)"):
         read_manifest(tmp_path)
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+    with pytest.raises(CheckpointError, match="the folder does not exist"):
         read_manifest(tmp_path / "absent")

@@ -4,47 +4,49 @@ import pytest
 
 WRONG_IN_GOOD = {
     ("  generation:\n    backend: hf\n    max_new_tokens: 64\n", ""): [
-        "config.yaml:3:1: policy.generation: must be set: grpo samples from the policy. Say which `backend` generates."
+        "config.yaml:3:1: policy.generation: is required: grpo samples from the policy. Choose a generation `backend`."
     ],
     ("env:\n  arithmetic: {}\n", ""): [
-        "config.yaml:1:1: env: must be set: grpo trains on the rewards of an environment. Name one, such as `math:`."
+        "config.yaml:1:1: env: is required: grpo trains on rewards from an environment. Add one, such as `math:`."
     ],
     ("  train: {dataset_name: arithmetic}", "  shuffle: true"): [
-        "config.yaml:9:1: data.train: must be set: grpo trains on it. Say `dataset_name`, or `data.train_data_path`."
+        "config.yaml:9:1: data.train: is required: grpo needs training data. Set `dataset_name`, or `data.train_data_path`."
     ],
     ("step: 8", "step: 8\n  val_period: 5"): [
-        "config.yaml:3:15: grpo.val_period: asks for validation, and there is no data.validation: set it or data.split, or "
-        "leave validation off."
+        "config.yaml:3:15: grpo.val_period: enables validation, but there is no validation data: set data.validation or "
+        "data.split, or disable validation."
     ],
     ("tokens: 64", "tokens: 64\n    top_p: 0.95"): [
-        "config.yaml:9:12: policy.generation.top_p: grpo cannot train on it: tokens would be drawn from a filtered "
-        "distribution while the policy scores them under the whole one, so every probability ratio would be wrong. Set it to "
+        "config.yaml:9:12: policy.generation.top_p: grpo cannot train on filtered samples: the engine would sample from a "
+        "filtered distribution while the policy scores tokens under the whole one, so every probability ratio would be "
+        "wrong. Set it to "
         "1.0; temperature is accounted for."
     ],
     ("tokens: 64", "tokens: 64\n    top_k: 20"): [
-        "config.yaml:9:12: policy.generation.top_k: grpo cannot train on it: tokens would be drawn from a filtered "
-        "distribution while the policy scores them under the whole one, so every probability ratio would be wrong. Set it to "
+        "config.yaml:9:12: policy.generation.top_k: grpo cannot train on filtered samples: the engine would sample from a "
+        "filtered distribution while the policy scores tokens under the whole one, so every probability ratio would be "
+        "wrong. Set it to "
         "null; temperature is accounted for."
     ],
     ("tokens: 64", "tokens: 64\n    hf_cfg: {repetition_penalty: 1.3}"): [
-        "config.yaml:9:34: policy.generation.hf_cfg.repetition_penalty: grpo cannot train on it: the engine would change "
-        "logits before it samples, and the policy scores tokens without that change, so every probability ratio would be "
+        "config.yaml:9:34: policy.generation.hf_cfg.repetition_penalty: grpo cannot train on samples from changed logits: "
+        "the policy scores tokens without the change, so every probability ratio would be "
         "wrong. Set it to 1.0."
     ],
     ("tokens: 64", "tokens: 1024"): [
-        "config.yaml:8:21: policy.generation.max_new_tokens: 1024 leaves no room for a prompt: "
-        "policy.max_total_sequence_length is 1024, prompt and completion together."
+        "config.yaml:8:21: policy.generation.max_new_tokens: 1024 leaves no tokens for a prompt: "
+        "policy.max_total_sequence_length, for prompt and completion together, is 1024."
     ],
     ("  generation:", "  dynamic_batching: {enabled: true, train_mb_tokens: 512}\n  generation:"): [
-        "config.yaml:6:54: policy.dynamic_batching.train_mb_tokens: 512 tokens cannot hold one row of "
+        "config.yaml:6:54: policy.dynamic_batching.train_mb_tokens: 512 tokens are too few for one row of "
         "policy.max_total_sequence_length (1024): raise it to 1024, or lower the length."
     ],
     ("  backend: hf\n  model", "  backend: plain\n  sequence_packing: {enabled: true}\n  model"): [
-        "config.yaml:5:31: policy.sequence_packing.enabled: true asks policy for what it cannot do. Policy backend 'plain' "
+        "config.yaml:5:31: policy.sequence_packing.enabled: true is not supported by policy. Policy backend 'plain' "
         "(rl-acme 1.0) lacks the capability 'sequence_packing'. It can: collective. Able: ...."
     ],
     ("  backend: hf\n  model", "  backend: plain\n  dynamic_batching: {enabled: true}\n  model"): [
-        "config.yaml:5:31: policy.dynamic_batching.enabled: true asks policy for what it cannot do. Policy backend 'plain' "
+        "config.yaml:5:31: policy.dynamic_batching.enabled: true is not supported by policy. Policy backend 'plain' "
         "(rl-acme 1.0) lacks the capability 'dynamic_batching'. It can: collective. Able: ...."
     ],
     ("tokens: 64", "tokens: 64\n    refit_transport: carrier_pigeon"): [
@@ -62,7 +64,7 @@ def test_sections_that_do_not_fit_are_refused(files, good, change):
 def test_a_backend_without_the_capability_cannot_run_in_process(files, good):
     text = good.replace("  backend: hf\n  model", "  backend: plain\n  model") + "cluster: {backend: in_process}\n"
     assert files.errors(text)[1:] == [
-        "config.yaml:13:20: cluster.backend: in_process asks policy for what it cannot do. Policy backend 'plain' (rl-acme "
+        "config.yaml:13:20: cluster.backend: in_process is not supported by policy. Policy backend 'plain' (rl-acme "
         "1.0) lacks the capability 'in_process'. It can: collective. Able: ...."
     ]
 
@@ -101,7 +103,7 @@ def test_the_canary_may_be_off_for_an_engine_that_digests_what_it_computes_with(
 def test_an_algorithm_that_corrects_for_top_p_may_not_sample_with_a_repetition_penalty(files, good):
     text = good.replace("grpo:\n  num_prompts_per_step: 8", "filtered:")
     [error] = files.errors(text, "policy.generation.hf_cfg.repetition_penalty=1.3")
-    assert "policy.generation.hf_cfg.repetition_penalty: filtered cannot train on it" in error
+    assert "policy.generation.hf_cfg.repetition_penalty: filtered cannot train on samples from changed logits" in error
 
 
 def test_an_algorithm_without_samples_needs_neither_generation_nor_environment(files):

@@ -33,29 +33,33 @@ def test_a_run_without_value_and_teacher_sections_has_no_such_models(files, good
         (
             "value: {backend: valuer, model_name: some/critic}\n",
             "",
-            "value: must be set: critical has a value",
+            "value: is required: critical needs a value model",
         ),
         ("some/critic}", "some/critic, head: tokens}", "value.head: must be 'scalar'"),
         ("some/critic}", "some/critic, frozen: true}", "value.frozen: must be false"),
         ("some/teacher}", "some/teacher, frozen: false}", "teacher.frozen: must be true"),
         ("some/model}", "some/model, frozen: true}", "policy.frozen: critical trains the policy"),
         ("some/critic}", "some/critic, precision: bfloat16}", "value.precision: valuer computes in float32."),
-        ("backend: valuer", "backend: plain", "value.head: scalar asks value for what it cannot do"),
-        ("value: {backend: valuer, model_name: some/critic}", "value: {}", "value.backend: must be set: which policy"),
+        ("backend: valuer", "backend: plain", "value.head: scalar is not supported by value"),
+        ("value: {backend: valuer, model_name: some/critic}", "value: {}", "value.backend: is required: choose a policy"),
         ("some/critic}", "some/critic, lr: 1}", "value has no key 'lr'"),
-        ("some/critic}", "some/critic, max_total_sequence_length: 8}", "8 tokens cannot hold the policy's rows of 1024"),
+        (
+            "some/critic}",
+            "some/critic, max_total_sequence_length: 8}",
+            "8 tokens are too few for the policy's rows of up to 1024",
+        ),
         (
             "some/teacher}",
             "some/teacher, generation: {backend: hf}}",
-            "teacher.generation: a teacher samples nothing: the samples are the policy's",
+            "teacher.generation: a teacher does not sample; only the policy does",
         ),
         (
             "some/teacher}",
             "some/teacher, sequence_packing: {enabled: true, train_mb_tokens: 8}}",
-            "8 tokens cannot hold one",
+            "8 tokens are too few for one",
         ),
-        ("some/model}", "some/model, head: scalar}", "policy.head: 'scalar' is not what critical trains"),
-        ("critical: {}", "critical: {}\ncluster: {backend: in_process}", "in_process asks value for what it cannot do"),
+        ("some/model}", "some/model, head: scalar}", "policy.head: head is 'scalar', but critical trains"),
+        ("critical: {}", "critical: {}\ncluster: {backend: in_process}", "in_process is not supported by value"),
     ],
 )
 def test_invalid_value_and_teacher_sections_are_reported_with_their_line(files, old, new, says):
@@ -67,4 +71,4 @@ def test_invalid_value_and_teacher_sections_are_reported_with_their_line(files, 
 def test_an_unused_value_or_teacher_section_is_an_error(files, good, companion):
     [error] = files.errors(f"{companion}: {{backend: valuer, model_name: some/critic}}\n" + good)
     assert error.startswith("config.yaml:1:")
-    assert f"{companion}: grpo has no use for a {companion}" in error
+    assert f"{companion}: grpo does not use a {companion}" in error

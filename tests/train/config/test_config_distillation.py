@@ -43,13 +43,13 @@ def test_a_teacher_and_no_environment_are_enough(files):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        (TEACHER, "", "teacher: must be set: distillation has a teacher beside the policy"),
+        (TEACHER, "", "teacher: is required: distillation needs a teacher model"),
         ("model_name: some/teacher", "model_name: some/teacher\n  frozen: false", "teacher.frozen: must be true"),
-        ("  generation:\n    backend: hf\n    max_new_tokens: 64\n", "", "policy.generation: must be set"),
+        ("  generation:\n    backend: hf\n    max_new_tokens: 64\n", "", "policy.generation: is required"),
         (
             TEACHER,
             TEACHER.replace("hf", "plain"),
-            "config.yaml:12:12: teacher.backend: the loss 'distillation' asks teacher for what it cannot do",
+            "config.yaml:12:12: teacher.backend: the loss 'distillation' is not supported by teacher",
         ),
         (FORM, "topk: null", "topk null uses only the sampled tokens, which estimate the reverse KL and no other"),
         (FORM, "topk: 0", "config.yaml:4:9: loss_fn.topk"),
@@ -92,7 +92,7 @@ def test_sampled_distillation_excludes_greedy_validation(files):
 
 def test_other_algorithms_still_need_their_environment(files, good):
     assert any(
-        "env: must be set: grpo trains on the rewards" in error
+        "env: is required: grpo trains on rewards" in error
         for error in files.errors(good.replace("env:", "# env:").replace("  arithmetic: {}", ""))
     )
 

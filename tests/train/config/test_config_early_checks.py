@@ -19,28 +19,29 @@ OPTIMIZER = {
     "Did you mean 'Adam'?",
     "{name: nowhere.Lion}": "policy.optimizer.name: nowhere.Lion cannot be imported: there is no package 'nowhere'. Install "
     "it, or put its folder on PYTHONPATH.",
-    "{name: torch.optim.LBFGS}": "policy.optimizer.name: torch.optim.LBFGS cannot train a language model here: it needs a "
-    "closure that computes the loss again, and a training step has none.",
+    "{name: torch.optim.LBFGS}": "policy.optimizer.name: torch.optim.LBFGS cannot be used to train a language model: it "
+    "needs a closure that recomputes the loss, which training steps do not have.",
     "{kwargs: {lr: -1e-4}}": "policy.optimizer.kwargs.lr: must be a number, 0 or more; found -0.0001.",
     "{kwargs: {lr: fast}}": "policy.optimizer.kwargs.lr: must be a number, 0 or more; found 'fast'.",
     "{kwargs: {betas: [0.9, 1.0]}}": "policy.optimizer.kwargs.betas: must be a list of two numbers, each 0 or more and less "
     "than 1; found a list of 2.",
     "{kwargs: {weight_decai: 0.1}}": "policy.optimizer.kwargs.weight_decai: torch.optim.AdamW has no argument 'weight_decai'. "
-    "Did you mean 'weight_decay'? Its arguments: lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, "
+    "Did you mean 'weight_decay'? Its arguments are: lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, "
     "differentiable, fused, decay_matrices_only.",
 }
 SCHEDULER = {
-    "{name: cosin}": "policy.scheduler.name: there is no schedule 'cosin'. Did you mean 'cosine'? Use constant, cosine, "
+    "{name: cosin}": "policy.scheduler.name: unknown schedule 'cosin'. Did you mean 'cosine'? Use constant, cosine, "
     "linear, or a dotted name such as torch.optim.lr_scheduler.CosineAnnealingLR.",
     "{name: torch.optim.lr_scheduler.StepLr}": "policy.scheduler.name: torch.optim.lr_scheduler.StepLr cannot be imported: "
     "torch.optim.lr_scheduler has no 'StepLr'. Did you mean 'StepLR'?",
     "{name: torch.optim.lr_scheduler.StepLR}": "policy.scheduler.kwargs.step_size: is required by "
     "torch.optim.lr_scheduler.StepLR.",
     "{name: torch.optim.lr_scheduler.ReduceLROnPlateau}": "policy.scheduler.name: torch.optim.lr_scheduler.ReduceLROnPlateau "
-    "cannot be a schedule here: it needs a metric at each step, and the schedule is stepped without one. Use constant, cosine, "
+    "cannot be used as a schedule: it needs a metric at each step, but schedules are stepped without one. Use constant, "
+    "cosine, "
     "linear.",
     "{name: linear, kwargs: {num_warmup: 3}}": "policy.scheduler.kwargs.num_warmup: the schedule linear has no argument "
-    "'num_warmup'. Did you mean 'num_warmup_steps'? Its arguments: num_training_steps, num_warmup_steps.",
+    "'num_warmup'. Did you mean 'num_warmup_steps'? Its arguments are: num_training_steps, num_warmup_steps.",
     "{name: constant, kwargs: {num_warmup_steps: -1}}": "policy.scheduler.kwargs.num_warmup_steps: must be a whole number of "
     "optimizer steps, 0 or more; found -1.",
 }
@@ -96,7 +97,7 @@ def test_settings_of_training_on_a_frozen_teacher_are_refused(files, good):
     teacher = "teacher: {backend: hf, model_name: big, optimizer: {kwargs: {lr: 0.1}}}\n"
     [error] = files.errors(text + teacher)
     assert error == (
-        "config.yaml:12:52: teacher.optimizer: this model is never trained, so it has no use for one: remove the section."
+        "config.yaml:12:52: teacher.optimizer: has no effect, since this model is never trained: remove the section."
     )
 
 
@@ -176,11 +177,11 @@ PAIR = '{"prompt": "1+1?", "chosen": "2", "rejected": "3"}\n'
 def test_preference_training_on_data_without_pairs_is_refused(files):
     files.write('\n\n{"question": "1+1?", "expected_answer": "2"}\n', "pairs.jsonl")
     [error] = files.errors(DPO)
-    assert error.startswith("config.yaml:4:43: data.train.path: pairs.jsonl:2: the field 'chosen' is absent")
+    assert error.startswith("config.yaml:4:43: data.train.path: pairs.jsonl:2: the field 'chosen' is missing")
     [error] = files.errors(DPO.replace("dataset_name: preference", "dataset_name: jsonl"))
     assert error == (
-        "config.yaml:4:25: data.train.dataset_name: jsonl has prompts or conversations, and dpo reads pairs of a chosen and a "
-        "rejected answer. Name another dataset: `preference` reads pairs from JSON lines."
+        "config.yaml:4:25: data.train.dataset_name: jsonl has prompts or conversations, but dpo needs pairs of a chosen "
+        "and a rejected answer. Use another dataset: `preference` reads pairs from JSON lines."
     )
     files.write(PAIR, "pairs.jsonl")
     assert files.load(DPO).run.data.train.dataset_name == "preference"
@@ -189,7 +190,7 @@ def test_preference_training_on_data_without_pairs_is_refused(files):
 def test_supervised_training_on_pairs_is_refused(files):
     files.write(PAIR, "pairs.jsonl")
     [error] = files.errors(DPO.replace("dpo:", "sft:"))
-    assert "data.train.dataset_name: preference has pairs of a chosen and a rejected answer, and sft reads prompts" in error
+    assert "data.train.dataset_name: preference has pairs of a chosen and a rejected answer, but sft needs prompts" in error
 
 
 def test_a_token_budget_smaller_than_a_pair_is_refused(files):
@@ -198,8 +199,8 @@ def test_a_token_budget_smaller_than_a_pair_is_refused(files):
     text = DPO.replace("policy: {backend: hf, model_name: some/model}", packed)
     [error] = files.errors(text % "train_mb_tokens: 199")
     assert error == (
-        "config.yaml:2:121: policy.sequence_packing.train_mb_tokens: 199 tokens cannot hold 2 rows that the loss reads "
-        "together, each of policy.max_total_sequence_length (100): raise it to 200, or lower the length."
+        "config.yaml:2:121: policy.sequence_packing.train_mb_tokens: 199 tokens are too few for the 2 rows that the loss "
+        "compares, each of policy.max_total_sequence_length (100): raise it to 200, or lower the length."
     )
     assert files.load(text % "train_mb_tokens: 200, logprob_mb_tokens: 100").run
 
@@ -212,7 +213,8 @@ def test_a_prompt_template_that_does_not_exist_is_refused(files, good, key):
     [error] = files.errors(good.replace("  train: {dataset_name: arithmetic}", own))
     at = "data.train.prompt" if key == "prompt" else "data.prompt.prompt_config"
     assert (
-        f"{at}: there is no file and no packaged prompt 'generic/mth'. Did you mean 'generic/math'? Packaged: generic/" in error
+        f"{at}: there is neither a file nor a packaged prompt 'generic/mth'. Did you mean 'generic/math'? Packaged "
+        f"prompts: generic/" in error
     )
 
 
@@ -220,7 +222,7 @@ def test_functions_of_data_that_do_not_exist_are_refused(files, good):
     files.write('{"question": "1+1", "expected_answer": "2"}\n', "rows.jsonl")
     data = "  train: {dataset_name: jsonl, path: rows.jsonl, record_fn: %s, processor: rl_train.data.processors.nothing}"
     first, second = files.errors(good.replace("  train: {dataset_name: arithmetic}", data % "alpacca"))
-    assert "data.train.record_fn: there is no function 'alpacca'. Did you mean 'alpaca'? Use alpaca, gsm8k" in first
+    assert "data.train.record_fn: unknown function 'alpacca'. Did you mean 'alpaca'? Use alpaca, gsm8k" in first
     assert (
         "data.train.processor: rl_train.data.processors.nothing cannot be imported: rl_train.data.processors has no" in second
     )
@@ -239,17 +241,18 @@ def test_an_engine_without_a_common_weight_transport_is_refused(files, good):
     assert files.load(plain).run.policy.backend == "plain"  # both support `collective`
     [error] = [line for line in files.errors(plain + "cluster: {backend: in_process}\n") if "weights" in line]
     assert error == (
-        "config.yaml:7:14: policy.generation.backend: the engine 'hf' cannot get the weights of the policy backend 'plain' in "
-        "one process: tried are by_reference, shared_memory; the policy backend supports collective, the engine by_reference, "
+        "config.yaml:7:14: policy.generation.backend: the engine 'hf' cannot receive the weights of the policy backend "
+        "'plain' in one process: tried by_reference, shared_memory; the policy backend supports collective, the engine "
+        "by_reference, "
         "collective, disk, shared_memory. Set refit_transport to collective, or change a backend."
     )
 
 
 def test_a_refit_folder_that_no_transport_uses_is_refused(files, good):
     [error] = files.errors(good.replace("tokens: 64", "tokens: 64\n    refit_folder: /tmp"))
-    assert "policy.generation.refit_folder: only refit_transport: disk writes there, and it is not set." in error
+    assert "policy.generation.refit_folder: is only used with refit_transport: disk, but refit_transport is not set." in error
     [error] = files.errors(good.replace("tokens: 64", "tokens: 64\n    refit_transport: disk"), "cluster.num_nodes=2")
-    assert "policy.generation.refit_folder: must be set with refit_transport: disk on 2 nodes" in error
+    assert "policy.generation.refit_folder: is required with refit_transport: disk on 2 nodes" in error
 
 
 def test_sections_that_training_does_not_use_are_refused_and_left_to_evaluations(files):
@@ -257,7 +260,7 @@ def test_sections_that_training_does_not_use_are_refused_and_left_to_evaluations
     text = DPO + "    env:\n      math: {}\n"
     generation = "policy.generation={backend: hf}"
     first, second = files.errors(text, f"++{generation}")
-    assert first.startswith("config.yaml:6:3: env: dpo does not sample, so nothing is scored and the section has no effect.")
+    assert first.startswith("config.yaml:6:3: env: dpo does not sample or score, so the section has no effect.")
     assert "policy.generation: dpo does not sample, so no engine is started and the section has no effect." in second
     path = files.write(text)
     assert load_config(path, [f"++{generation}"], registry=files.registry, for_training=False).run.env
@@ -270,13 +273,13 @@ def test_supervised_training_that_scores_its_validation_uses_both_sections(files
 
 
 IN_PROCESS = {
-    "cluster.num_nodes=2": "cluster.num_nodes: 2 cannot be honoured",
-    "cluster.workers_per_node=2": "cluster.workers_per_node: 2 cannot be honoured",
-    "cluster.cpus_per_worker=1": "cluster.cpus_per_worker: 1 cannot be honoured",
-    "env.arithmetic.num_workers=3": "env.arithmetic.num_workers: 3 cannot be honoured",
-    "policy.generation.num_workers=2": "policy.generation.num_workers: 2 cannot be honoured",
-    "policy.generation.python=python3": "policy.generation.python: cannot be honoured",
-    "policy.python=python3": "policy.python: cannot be honoured",
+    "cluster.num_nodes=2": "cluster.num_nodes: 2 is not supported",
+    "cluster.workers_per_node=2": "cluster.workers_per_node: 2 is not supported",
+    "cluster.cpus_per_worker=1": "cluster.cpus_per_worker: 1 is not supported",
+    "env.arithmetic.num_workers=3": "env.arithmetic.num_workers: 3 is not supported",
+    "policy.generation.num_workers=2": "policy.generation.num_workers: 2 is not supported",
+    "policy.generation.python=python3": "policy.generation.python: is not supported",
+    "policy.python=python3": "policy.python: is not supported",
 }
 
 
@@ -294,8 +297,8 @@ def test_more_workers_than_this_machine_has_cpus_are_found(files, good, monkeypa
     with pytest.raises(InvalidConfigError) as caught:
         loaded.refuse(machine_conflicts(loaded.run))
     assert str(caught.value).endswith(
-        "config.yaml:13:46: cluster.workers_per_node: 64 workers of 1 CPU(s) each need 64 CPUs, and this machine has 2 CPUs. "
-        "Lower it to 2, or set RAY_ADDRESS to the cluster that the run is for."
+        "config.yaml:13:46: cluster.workers_per_node: 64 workers with 1 CPU(s) each need 64 CPUs, but this machine has 2 "
+        "CPUs. Lower it to 2, or set RAY_ADDRESS to the cluster that the run should use."
     )
     for fitting in ("cluster.workers_per_node=2", "cluster.num_nodes=2", "cluster.use_gpus=true"):
         assert not [*machine_conflicts(files.load(yaml.safe_dump(loaded.resolved), fitting).run)]

@@ -58,25 +58,26 @@ def test_an_empty_section_keeps_inherited_values_and_null_removes_them(files):
 def test_an_inheritance_cycle_is_reported_at_the_line_that_closes_it(files):
     files.write("defaults: config.yaml", "base.yaml")
     assert files.errors("a: 1\ndefaults: base.yaml") == [
-        "base.yaml:1:11: defaults: These files inherit from each other in a circle: config.yaml -> base.yaml -> config.yaml."
+        "base.yaml:1:11: defaults: These files inherit from each other in a cycle: config.yaml -> base.yaml -> config.yaml. "
+        "Remove one of the `defaults`."
     ]
 
 
 def test_a_file_cannot_inherit_from_itself(files):
-    assert "in a circle: config.yaml -> config.yaml." in files.errors("defaults: config.yaml")[0]
+    assert "in a cycle: config.yaml -> config.yaml." in files.errors("defaults: config.yaml")[0]
 
 
 def test_a_missing_parent_is_reported_at_its_line_with_the_nearest_file_name(files):
     files.write("", "base.yaml")
     assert files.errors("grpo:\ndefaults: [bsae.yaml]") == [
-        "config.yaml:2:12: defaults: There is no file bsae.yaml. Did you mean base.yaml?"
+        "config.yaml:2:12: defaults: File bsae.yaml does not exist. Did you mean base.yaml?"
     ]
 
 
 def test_a_parent_must_be_named_by_text(files):
     assert files.errors("defaults: [3, {a: b}]")[:2] == [
-        "config.yaml:1:12: defaults: must be a file, or a list of files, to inherit from; found 3.",
-        "config.yaml:1:15: defaults: must be a file, or a list of files, to inherit from; found a mapping of a.",
+        "config.yaml:1:12: defaults: must be a file or a list of files to inherit from; found 3.",
+        "config.yaml:1:15: defaults: must be a file or a list of files to inherit from; found a mapping of a.",
     ]
 
 
@@ -95,10 +96,10 @@ def test_a_file_can_override_an_invalid_value_of_its_parent(files, good):
 def test_unreadable_config_files_are_errors_with_a_reason(files):
     (files.folder / "folder.yaml").mkdir()
     cases = {
-        "nosuch.yaml": "There is no file",
-        "nosuch/x.yaml": "There is no folder",
-        "folder.yaml": "is a folder: name a YAML file in it.",
-        "\0": "cannot be a file's name",
+        "nosuch.yaml": "does not exist.",
+        "nosuch/x.yaml": "does not exist either",
+        "folder.yaml": "is a folder: give a YAML file in it.",
+        "\0": "is not a valid file name",
         "x" * 300: "cannot be read: File name too long.",
     }
     for name, expected in cases.items():
@@ -108,16 +109,16 @@ def test_unreadable_config_files_are_errors_with_a_reason(files):
 
 
 def test_binary_and_very_large_files_are_refused(files):
-    assert files.errors(b"a: 1\nb: \xff\xfe") == [
-        "config.yaml:2:4: This is not text in UTF-8 (byte 0xFF): save the config as UTF-8."
-    ]
+    assert files.errors(b"a: 1\nb: \xff\xfe") == ["config.yaml:2:4: Invalid UTF-8 (byte 0xFF): save the config as UTF-8."]
     assert files.errors(b"GGUF\x03\x00\x00\x00")[0].startswith("config.yaml:1:5: The character U+0003 is not allowed")
-    assert files.errors(b"#" * (LARGEST_FILE + 1)) == ["config.yaml is larger than 1024 KiB: that is no config."]
+    assert files.errors(b"#" * (LARGEST_FILE + 1)) == [
+        "config.yaml is larger than 1024 KiB, so it is probably not a config: give a YAML config file."
+    ]
 
 
 def test_a_root_that_is_not_a_mapping_is_an_error(files):
     assert files.errors("- a\n- b") == [
-        "config.yaml:1:1: A config is a mapping of sections (`policy:`, `data:`, ...), not a list of 2."
+        "config.yaml:1:1: A config must be a mapping of sections (`policy:`, `data:`, ...), not a list of 2."
     ]
 
 

@@ -45,16 +45,16 @@ def test_an_escaped_interpolation_is_text(files, good):
 
 
 WRONG = {
-    "${policy.max_lenght}": "cannot be resolved: there is no key 'policy.max_lenght', neither written nor with a default.",
-    "${policy.model_nam}": "cannot be resolved: there is no key 'policy.model_nam', neither written nor with a default. Did "
+    "${policy.max_lenght}": "cannot be resolved: there is no key 'policy.max_lenght', in the config or among the defaults.",
+    "${policy.model_nam}": "cannot be resolved: there is no key 'policy.model_nam', in the config or among the defaults. Did "
     "you mean ${policy.model_name}?",
-    "${policy.generation.max_new_tokens}": "cannot be resolved: it leads back to itself.",
-    "${policy}": "cannot be resolved: it takes in the section that it stands in.",
+    "${policy.generation.max_new_tokens}": "cannot be resolved: it refers back to itself.",
+    "${policy}": "cannot be resolved: it refers to the section that contains it.",
     "${oc.env:RLCORE_NO_SUCH}": "cannot be resolved: Environment variable 'RLCORE_NO_SUCH' not found.",
     "${nosuch:1}": "cannot be resolved: Unsupported interpolation type nosuch.",
-    "${policy": "'${policy' is no interpolation: write ${section.key}, ${oc.env:NAME} or ${package:NAME/FILE}, and \\${ for "
-    "the bare characters.",
-    "???": "is left open here (`???`): set it in a file that inherits from this one, or by an override.",
+    "${policy": "'${policy' is not a valid interpolation: write ${section.key}, ${oc.env:NAME} or ${package:NAME/FILE}, "
+    "or \\${ for a literal ${.",
+    "???": "must be set (`???`): set it in a file that inherits from this one, or in an override.",
 }
 
 

@@ -58,9 +58,11 @@ def test_plus_also_sets_existing_keys(files, good):
 
 def test_a_new_key_of_a_free_mapping_needs_the_plus(files, good):
     assert files.errors(good, "policy.optimizer.kwargs.betas=[0.9, 0.95]", "env.math.num_workers=2") == [
-        "override #1 `policy.optimizer.kwargs.betas=[0.9, 0.95]`: policy.optimizer.kwargs.betas: neither the file nor a model "
-        "has policy.optimizer.kwargs.betas: to add it, write ++policy.optimizer.kwargs.betas=...",
-        "override #2 `env.math.num_workers=2`: env.math.num_workers: neither the file nor a model has env.math: to add it, "
+        "override #1 `policy.optimizer.kwargs.betas=[0.9, 0.95]`: policy.optimizer.kwargs.betas: "
+        "policy.optimizer.kwargs.betas exists neither in the file nor in the schema: to add it, write "
+        "++policy.optimizer.kwargs.betas=...",
+        "override #2 `env.math.num_workers=2`: env.math.num_workers: env.math exists neither in the file nor in the "
+        "schema: to add it, "
         "write ++env.math.num_workers=...",
     ]
 
@@ -86,20 +88,19 @@ def test_a_key_of_another_section_is_found(files, good):
 
 
 MALFORMED = {
-    "policy.precision": "An override is written key=value, such as policy.precision=bfloat16.",
-    "other.yaml": "An override is written key=value, such as policy.precision=bfloat16. A second config file is inherited with "
-    "`defaults:` in the first.",
-    "+policy.precision=float32": "Write `++` to add a key, and nothing to set one.",
-    "policy..precision=float32": "The key before `=` has an empty part: write it like policy.precision.",
-    "=3": "The key before `=` has an empty part: write it like policy.precision.",
-    "policy.precision=": "There is no value after `=`: write null for none, '' for empty text.",
-    "logger.run_name=#1": "There is no value after `=`: text that begins with `#` needs quotes.",
-    "defaults=base.yaml": "`defaults` is read before overrides are: write it in a file.",
-    "logger.run_name=[a": "This is not YAML that can be read: while parsing a flow sequence, expected ',' or ']', but got "
-    "'<stream end>'.",
-    "policy.model_name.x=3": "policy.model_name.x: policy.model_name is 'some/model' (config.yaml:5:15), which holds no keys.",
+    "policy.precision": "Overrides have the form key=value, such as policy.precision=bfloat16.",
+    "other.yaml": "Overrides have the form key=value, such as policy.precision=bfloat16. To inherit from a second config "
+    "file, use `defaults:` in the first.",
+    "+policy.precision=float32": "The prefix `+` is not supported: use `++key=value` to add a key, or `key=value` to set one.",
+    "policy..precision=float32": "The key before `=` has an empty component: write it like policy.precision.",
+    "=3": "The key before `=` has an empty component: write it like policy.precision.",
+    "policy.precision=": "There is no value after `=`: use null for no value, '' for an empty string.",
+    "logger.run_name=#1": "There is no value after `=`: text that starts with `#` must be quoted.",
+    "defaults=base.yaml": "`defaults` is read before overrides are applied: set it in a file.",
+    "logger.run_name=[a": "Invalid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'.",
+    "policy.model_name.x=3": "policy.model_name.x: policy.model_name is 'some/model' (config.yaml:5:15), which has no keys.",
     "policy.generation={backend: hf, backend: hf}": "backend: This key is already set at override #1 "
-    "`policy.generation={backend: hf, backend: hf}`: keep one of the two.",
+    "`policy.generation={backend: hf, backend: hf}`: remove one of the two.",
 }
 
 
@@ -112,7 +113,7 @@ def test_a_position_beyond_a_list_is_refused(files, good):
     text = good.replace("max_new_tokens: 64", "stop_strings: [a, b]")
     assert files.errors(text, "policy.generation.stop_strings.2=c") == [
         "override #1 `policy.generation.stop_strings.2=c`: policy.generation.stop_strings.2: policy.generation.stop_strings is "
-        "a list of 2: its positions are 0 to 1."
+        "a list of 2: valid indices are 0 to 1."
     ]
 
 

@@ -42,13 +42,13 @@ def test_a_name_that_is_not_a_file_is_kept_as_a_name(files, good):
 @pytest.mark.parametrize("path", ["./model", "~/no-such-model", "/no/such/model", "weights.gguf"])
 def test_a_value_that_can_only_be_a_path_must_exist(files, good, path):
     line = files.errors(good.replace("some/model", path))[0]
-    assert line.startswith(f"config.yaml:5:15: policy.model_name: there is no '{path}' in {files.folder.parent}/work nor in ")
+    assert line.startswith(f"config.yaml:5:15: policy.model_name: '{path}' does not exist in {files.folder.parent}/work or in ")
 
 
 def test_a_data_file_must_exist(files, good):
     text = good.replace("train: {dataset_name: arithmetic}", "train_data_path: rows.jsonl")
     line = files.errors(text)[0]
-    assert line.startswith("config.yaml:10:20: data.train.path: there is no 'rows.jsonl' in ")
+    assert line.startswith("config.yaml:10:20: data.train.path: 'rows.jsonl' does not exist in ")
 
 
 def test_a_template_with_line_breaks_is_not_read_as_a_file_name(files, good):

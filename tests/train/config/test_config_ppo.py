@@ -44,7 +44,7 @@ def test_a_critic_needs_no_more_than_a_model(files):
         (
             "value:\n  backend: hf\n  model_name: some/critic\n",
             "",
-            "value: must be set: ppo has a value beside the policy. Give it a `backend` and a `model_name`",
+            "value: is required: ppo needs a value model. Set its `backend` and `model_name`",
         ),
         ("some/critic", "some/critic\n  head: tokens", "config.yaml:12:9: value.head: must be 'scalar'"),
         (
@@ -59,7 +59,11 @@ def test_a_critic_needs_no_more_than_a_model(files):
         (PROMPTS, "ppo_epochs: 0", "ppo.ppo_epochs"),
         (PROMPTS, "val_num_generations_per_prompt: 4", "ppo.val_num_generations_per_prompt: validation is greedy"),
         ("ppo:", "loss_fn: {disable_ppo_ratio: true}\nppo:", "config.yaml:1:30: loss_fn.disable_ppo_ratio: without a ratio"),
-        ("ppo:", "loss_fn: {name: mse_value}\nppo:", "mse_value is a loss of values, and ppo trains a policy"),
+        (
+            "ppo:",
+            "loss_fn: {name: mse_value}\nppo:",
+            "mse_value is a loss for value models, but ppo trains the log-probabilities of a policy",
+        ),
         (
             "ppo:",
             "loss_fn: {name: nll}\nppo:",
@@ -83,7 +87,7 @@ def test_without_a_ratio_one_optimizer_step_is_fine(files):
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 def test_a_value_loss_cannot_train_a_policy(files, good, algorithm):
     text = good.replace("grpo:\n  num_prompts_per_step: 8", f"{algorithm}: {{}}")
-    assert any("mse_value is a loss of values" in error for error in files.errors("loss_fn: {name: mse_value}\n" + text))
+    assert any("mse_value is a loss for value models" in error for error in files.errors("loss_fn: {name: mse_value}\n" + text))
 
 
 def test_the_config_and_the_penalty_on_the_page_are_valid(files):

@@ -98,10 +98,10 @@ WRONG_IN_GOOD = {
     ("step: 8", "step: null"): ["config.yaml:2:25: grpo.num_prompts_per_step: must be a whole number, 1 or more; found null."],
     ("grpo:\n  num_prompts_per_step: 8", "grpo: 3"): ["config.yaml:1:7: grpo: must be a section with keys below it; found 3."],
     ("grpo:\n  num_prompts_per_step: 8\n", ""): [
-        "config.yaml:1:1: There is no section of an algorithm: add one of ... (it may be empty)."
+        "config.yaml:1:1: The config has no algorithm section: add one of ... (it may be empty)."
     ],
     ("grpo:", "sft:\ngrpo:"): [
-        "config.yaml:2:1: grpo: A config has the section of one algorithm, and this one has those of sft and grpo: remove all "
+        "config.yaml:2:1: grpo: A config must have exactly one algorithm section, but this one has sft and grpo: remove all "
         "but one."
     ],
     ("  model_name: some/model\n", ""): [
@@ -127,8 +127,8 @@ WRONG_IN_GOOD = {
         "config.yaml:5:28: policy.optimizer.kwargs.lr: must be a number; found .nan."
     ],
     ("model_name:", "policy.precision: float32\n  model_name:"): [
-        "config.yaml:5:3: policy.policy.precision: policy has no key 'policy.precision'. A dotted key is for overrides: write "
-        "its parts below each other."
+        "config.yaml:5:3: policy.policy.precision: policy has no key 'policy.precision'. A dotted key is for overrides: "
+        "write its parts below each other."
     ],
     ("model_name:", "temperature: 1\n  model_name:"): [
         "config.yaml:5:3: policy.temperature: policy has no key 'temperature'. Did you mean policy.generation.temperature?"
@@ -153,7 +153,7 @@ WRONG_IN_GOOD = {
         "does not read '3' as text: quote it if text is meant."
     ],
     ("  backend: hf\n  model", "  model"): [
-        "config.yaml:3:1: policy.backend: must be set: which policy backend. Installed: ...."
+        "config.yaml:3:1: policy.backend: is required: choose a policy backend. Installed: ...."
     ],
     ("policy:\n  backend: hf", "policy:\n  backend: hff"): [
         "config.yaml:4:12: policy.backend: No policy backend named 'hff'. Installed: .... Did you mean 'hf'?"
@@ -171,7 +171,7 @@ WRONG_IN_GOOD = {
     ],
     ("policy:\n  backend: hf", "policy:\n  backend: strange"): [
         "config.yaml:3:1: policy: The config model acme_models:NoSection of the policy backend 'strange' is not a subclass of "
-        "rl_core.config.policy_sections.PolicyConfig: that is a bug of the distribution that registers it."
+        "rl_core.config.policy_sections.PolicyConfig. This is a bug in the package that registers it."
     ],
     ("policy:\n  backend: hf", "policy:\n  backend: absent"): [
         "config.yaml:3:1: policy: acme_models:Nothing does not exist: acme_models has no 'Nothing'. Did you mean 'NoSection'?"
@@ -206,8 +206,8 @@ WRONG_IN_GOOD = {
         "config.yaml:9:1: data: train and train_data_path both define the training data: keep one of them.",
     ],
     ("arithmetic: {}", "weather: {}"): [
-        "config.yaml:12:3: env.weather: No environment named 'weather'. Installed: .... (A task may have any name: say which "
-        "environment answers it with `name:` or `env_cls:`.)"
+        "config.yaml:12:3: env.weather: No environment named 'weather'. Installed: .... (A task may have any name: set "
+        "`name:` or `env_cls:` to choose its environment.)"
     ],
     ("arithmetic: {}", "arithmetic: {env_cls: a.B}"): [
         "config.yaml:12:25: env.arithmetic.env_cls: Environment 'a.B' cannot be imported: there is no package 'a'. Install it, "
@@ -217,8 +217,8 @@ WRONG_IN_GOOD = {
         "config.yaml:12:3: env.arithmetic: name and env_cls both select the environment: keep one of them."
     ],
     ("arithmetic: {}", "arithmetic: {env_cls: math}"): [
-        "config.yaml:12:25: env.arithmetic.env_cls: must be the path of a class, package.module.Class; found 'math'. A "
-        "registered environment goes under `name`."
+        "config.yaml:12:25: env.arithmetic.env_cls: must be the dotted path of a class, package.module.Class; found "
+        "'math'. For a registered environment, use `name`."
     ],
     ("env:", "checkpointing: {keep_top_k: 3}\nenv:"): [
         "config.yaml:11:1: checkpointing: keep_top_k requires metric_name: set it, for example to validation/accuracy."
@@ -228,8 +228,8 @@ WRONG_IN_GOOD = {
     ],
     ("env:", "swarm: {}\nenv:"): ["config.yaml:11:1: swarm: There is no section 'swarm'. Sections: ...."],
     ("env:", "policy.precision: float32\nenv:"): [
-        "config.yaml:11:1: policy.precision: There is no section 'policy.precision'. A dotted key is for overrides: write its "
-        "parts below each other."
+        "config.yaml:11:1: policy.precision: There is no section 'policy.precision'. Dotted keys only work in overrides: "
+        "in a file, nest the keys."
     ],
     ("env:", "math: {}\nenv:"): [
         "config.yaml:11:1: math: 'math' is an environment (rl-envs 0.1.0), not an algorithm. Installed: ...."
@@ -268,7 +268,7 @@ def test_all_errors_of_all_sections_are_reported_at_once_in_file_order(files, go
 
 def test_an_empty_file_says_what_a_config_needs(files):
     assert [line.split(": ", 1)[1].split(";")[0] for line in files.errors("")] == [
-        "There is no section of an algorithm: add one of ... (it may be empty).",
-        "policy.backend: must be set: which policy backend. Installed: ....",
+        "The config has no algorithm section: add one of ... (it may be empty).",
+        "policy.backend: is required: choose a policy backend. Installed: ....",
         "policy.model_name: must be set to text. Name or folder of the model, or a GGUF file.",
     ]

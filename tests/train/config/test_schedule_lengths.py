@@ -74,9 +74,9 @@ def test_a_schedule_shorter_than_the_run_is_an_error_with_numbers_and_a_fix():
     )
     assert code == 2
     assert (
-        "policy.scheduler.kwargs.num_training_steps: the schedule ends after 120 optimizer steps, and the run makes 480 (120 "
-        "steps x 4 for 512 rows): the learning rate would be 0 for the last 360 of them. It counts optimizer steps, not those "
-        "of the algorithm. Leave it out, and the schedule is as long as the run."
+        "policy.scheduler.kwargs.num_training_steps: the schedule ends after 120 optimizer steps, but the run makes 480 (120 "
+        "steps x 4 for 512 rows): the learning rate would be 0 for the last 360 of them. The length counts optimizer "
+        "steps, not steps of the algorithm. Remove it to make the schedule as long as the run."
     ) in output
 
 
@@ -107,7 +107,7 @@ def test_a_warmup_longer_than_the_run_is_only_a_warning():
     assert code == 0
     assert (
         "warning: policy.scheduler.kwargs.num_warmup_steps: the warm-up of 5 optimizer steps is longer than the run, which "
-        "makes 4 (4 steps x 1 for 512 rows): the learning rate comes to 67% of `optimizer.kwargs.lr` and no further."
+        "makes 4 (4 steps x 1 for 512 rows): the learning rate only reaches 67% of `optimizer.kwargs.lr`."
     ) in output
     assert "warning" not in refusal(GRPO)[1]
     [warning] = json.loads(refusal(GRPO, "grpo.max_num_steps=4", "--json")[1])["warnings"]
@@ -122,7 +122,7 @@ def test_a_schedule_that_may_end_early_is_a_warning():
         "++policy.scheduler.kwargs.num_training_steps=120",
     )
     assert code == 0
-    assert "the run may make more optimizer steps than that: up to 480" in output
+    assert "the run may make more optimizer steps: up to 480" in output
 
 
 def test_a_schedule_without_a_length_is_as_long_as_the_run():
@@ -141,8 +141,8 @@ def test_resuming_with_another_length_reports_both_learning_rates():
     assert schedule_lengths(run) == {"policy": 240}
     [message] = schedule_changes(run, {"policy": 120}, {"policy": 110})
     lr = run.policy.optimizer.kwargs["lr"]
-    assert "which is 240 optimizer steps now and was 120. It continues at optimizer step 111" in message
-    assert f"with a learning rate of {lr * 130 / 235:.3g}; at the former length it would be {lr * 10 / 115:.3g}" in message
+    assert "which is now 240 optimizer steps and was 120. It continues at optimizer step 111" in message
+    assert f"with a learning rate of {lr * 130 / 235:.3g}; with the previous length it would be {lr * 10 / 115:.3g}" in message
     assert list(schedule_changes(run, {"policy": 240}, {"policy": 110})) == []
     # A schedule with its own length does not depend on the run.
     assert list(schedule_changes(with_schedule_lengths(run), {"policy": 120}, {"policy": 110})) == []
@@ -161,7 +161,7 @@ def test_an_algorithm_without_declared_optimizer_steps_needs_a_schedule_length(f
     text = good.replace("grpo:\n  num_prompts_per_step: 8", "filtered: {}", 1)
     scheduled = text.replace("  generation:", "  scheduler: {name: linear}\n  generation:", 1)
     assert files.errors(scheduled) == [
-        "config.yaml:5:3: policy.scheduler.kwargs.num_training_steps: must be set: filtered does not say how many optimizer "
-        "steps it makes."
+        "config.yaml:5:3: policy.scheduler.kwargs.num_training_steps: is required: filtered does not declare its number "
+        "of optimizer steps."
     ]
     files.load(scheduled.replace("linear}", "linear, kwargs: {num_training_steps: 3}}"))

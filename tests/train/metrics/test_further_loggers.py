@@ -272,7 +272,7 @@ def test_a_logger_without_its_library_is_an_error_with_line_and_install_command(
     with pytest.raises(InvalidConfigError) as error:
         load_config(path)
     assert str(error.value) == (
-        f"{path}:4:13: logger.loggers.mlflow: the logger 'mlflow' cannot run here, since mlflow-skinny<4,>=3.17 is not "
+        f"{path}:4:13: logger.loggers.mlflow: the logger 'mlflow' cannot run here: mlflow-skinny<4,>=3.17 is not "
         "installed: pip install 'rl-train[mlflow]'"
     )
     assert load_config(path, ["logger.loggers.mlflow.enabled=false"]).run.logger.loggers["mlflow"].enabled is False

@@ -15,7 +15,7 @@ from rl_core.plugins.registry import Registry
 from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
 from rl_train.runtime.data import read_data
-from rl_train.runtime.python_data import read_given
+from rl_train.runtime.python_data import read_python_data
 
 ASKED, ANSWERED = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 ROWS = {
@@ -83,14 +83,14 @@ def test_every_python_form_gives_the_records_of_its_config_section(name, registr
         "all data": DataConfig(train=section),
         "all data as a dict": {"train": {"dataset_name": section.dataset_name, "path": tmp_path / "rows.jsonl", **KEYS[name]}},
     }.items():
-        data, train, held_out = read_given(data, None, registry, wants_pairs=wants_pairs)
+        data, train, held_out = read_python_data(data, None, registry, wants_pairs=wants_pairs)
         assert list(train.records) == wanted, form
         assert held_out is None
 
 
 def test_records_of_a_dataset_and_of_a_custom_collection_are_accepted(registry):
     sums = ArithmeticDataset({"num_samples": 4})
-    assert read_given(sums, None, registry, wants_pairs=False)[1].records is sums
+    assert read_python_data(sums, None, registry, wants_pairs=False)[1].records is sums
 
     class Rows:
         def __len__(self):
@@ -99,7 +99,7 @@ def test_records_of_a_dataset_and_of_a_custom_collection_are_accepted(registry):
         def __getitem__(self, index):
             return ROWS["messages"][index]
 
-    assert read_given(Rows(), None, registry, wants_pairs=False)[1].records[0]["messages"] == [ASKED, ANSWERED]
+    assert read_python_data(Rows(), None, registry, wants_pairs=False)[1].records[0]["messages"] == [ASKED, ANSWERED]
 
 
 def test_the_data_section_splits_mixes_and_sets_defaults_for_all_rows(registry, tmp_path):
@@ -107,12 +107,12 @@ def test_the_data_section_splits_mixes_and_sets_defaults_for_all_rows(registry, 
     path.write_text("".join(json.dumps({"question": f"{n}+1=", "expected_answer": str(n + 1)}) + "\n" for n in range(60)))
     member = {"dataset_name": "jsonl", "path": path}
     given = {"mix": {"a": member, "b": {**member, "weight": 2.0}}, "split": {"validation": 0.2, "seed": 3}, "shuffle": False}
-    data, train, held_out = read_given(given, None, registry, wants_pairs=False)
+    data, train, held_out = read_python_data(given, None, registry, wants_pairs=False)
     assert isinstance(data.split, SplitConfig)
     assert data.shuffle is False
     assert train.weights == {"a": 1.0, "b": 2.0}
     assert len(train.records) + len(held_out.records) == 120
-    short, train, _ = read_given({"train_data_path": str(path)}, str(path), registry, wants_pairs=False)
+    short, train, _ = read_python_data({"train_data_path": str(path)}, str(path), registry, wants_pairs=False)
     assert (short.train.dataset_name, len(train.records)) == ("jsonl", 60)
 
 
@@ -120,7 +120,7 @@ def test_bad_rows_of_the_validation_data_are_counted_with_those_of_the_training_
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "1+1=", "expected_answer": "2"}\n{\n')
     section = {"dataset_name": "jsonl", "path": path, "on_bad_row": "skip"}
-    _, train, held_out = read_given(section, section, registry, wants_pairs=False)
+    _, train, held_out = read_python_data(section, section, registry, wants_pairs=False)
     assert held_out.bad_rows is train.bad_rows
     assert train.bad_rows.count == 2
 
@@ -134,24 +134,24 @@ def test_bad_rows_of_the_validation_data_are_counted_with_those_of_the_training_
         ([], r"the dataset has no row to train on \(it is empty\)"),
         ([{"text": "a"}], r"the dataset, row 0 has \['text'\]: expected `messages`, `prompt` with `completion`, or `question`"),
         (["a"], "the dataset, row 0: it is a str: expected a mapping"),
-        ([*ROWS["messages"], {"messages": "a", "tools": 3}], r"the dataset, row 1: `tools` of what record gave is 3"),
-        (iter([]), "the dataset is a list_iterator, which has no rows by number"),
+        ([*ROWS["messages"], {"messages": "a", "tools": 3}], r"the dataset, row 1: `tools` of the result of record is 3"),
+        (iter([]), "the dataset is a list_iterator, which has no indexed rows"),
         (
             DatasetDict(train=Dataset.from_list(ROWS["messages"])),
-            r"has the splits train: give one of them, such as \['train'\]",
+            r"has the splits train: pass one of them, such as \['train'\]",
         ),
     ],
 )
 def test_invalid_data_is_an_error_that_says_what_to_give(given, says, registry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=says):
-        read_given(given, None, registry, wants_pairs=False)
+        read_python_data(given, None, registry, wants_pairs=False)
 
 
 def test_a_name_that_is_not_a_path_is_a_hub_name(registry, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="dataset nobody/nothing cannot be loaded: Couldn't reach 'nobody/nothing' on the Hub"):
-        read_given("nobody/nothing", None, registry, wants_pairs=False)
+        read_python_data("nobody/nothing", None, registry, wants_pairs=False)
 
 
 @pytest.mark.parametrize(
@@ -159,22 +159,22 @@ def test_a_name_that_is_not_a_path_is_a_hub_name(registry, monkeypatch):
     [
         ({"dataset_name": "jsonl", "paht": "a"}, r"dataset\.paht: dataset has no key 'paht'\. Did you mean 'path'\?"),
         ({"dataset_name": "jsonl"}, r"dataset\.path: must be set to a path"),
-        ({"train": {"path": "a"}}, "data.train is .*: expected the section of a dataset, which has `dataset_name`"),
+        ({"train": {"path": "a"}}, "data.train is .*: expected the section of a dataset, with `dataset_name`"),
         ({"question": ["1+1="]}, r"data\.question: data has no key 'question'"),
-        ({"split": {"validation": 0.1}}, "names no training data: give it `train` or `mix`"),
+        ({"split": {"validation": 0.1}}, "has no training data: set `train` or `mix`"),
     ],
 )
 def test_an_invalid_section_is_an_error_with_its_key(given, says, registry):
     with pytest.raises(ConfigError, match=says):
-        read_given(given, None, registry, wants_pairs=False)
+        read_python_data(given, None, registry, wants_pairs=False)
 
 
 def test_held_out_data_is_named_once(registry, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"{n}", "expected_answer": "1"}) + "\n" for n in range(40)))
     given = {"train_data_path": path, "split": {"validation": 0.2}}
-    with pytest.raises(ConfigError, match="both name held-out data: keep one"):
-        read_given(given, path, registry, wants_pairs=False)
+    with pytest.raises(ConfigError, match="both set the validation data: remove one"):
+        read_python_data(given, path, registry, wants_pairs=False)
     with pytest.raises(ValidationError, match="split and validation both"):
         DataConfig(train_data_path=str(path), val_data_path=str(path), split=SplitConfig(validation=0.2))
 
@@ -182,14 +182,14 @@ def test_held_out_data_is_named_once(registry, tmp_path):
 def test_a_csv_file_is_named_as_one_and_not_as_broken_json(registry, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("question,expected_answer\n1+1,2\n")
-    with pytest.raises(DataError, match="is a CSV file, and this reader takes JSON lines"):
-        read_given(str(path), None, registry, wants_pairs=False)
+    with pytest.raises(DataError, match="is a CSV file, but JSON lines are expected"):
+        read_python_data(str(path), None, registry, wants_pairs=False)
     with pytest.raises(DataError, match="is a CSV file"):
-        read_given({"dataset_name": "jsonl", "path": str(path)}, None, registry, wants_pairs=False)
+        read_python_data({"dataset_name": "jsonl", "path": str(path)}, None, registry, wants_pairs=False)
 
 
 def test_a_csv_file_in_a_separate_folder_is_read(registry, tmp_path):
     (tmp_path / "rows.csv").write_text("question,expected_answer\nOne and one?,two\n")
     section = {"dataset_name": "huggingface", "path": str(tmp_path)}
-    _, train, _ = read_given(section, None, registry, wants_pairs=False)
+    _, train, _ = read_python_data(section, None, registry, wants_pairs=False)
     assert train.records[0]["messages"] == [{"role": "user", "content": "One and one?"}]

@@ -8,7 +8,7 @@ import pytest
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.errors import ConfigError, DataError, ResourceInsufficientError, RLCoreError, UserError, WorkerError
 from rl_train.config.loader import load_config
-from rl_train.runtime.late_errors import blaming, locating
+from rl_train.runtime.late_errors import with_key, with_location
 from rl_train.runtime.launch import train
 
 ROOT = Path(__file__).parents[3]
@@ -113,7 +113,7 @@ def test_a_worker_of_another_section_is_reported_at_that_section(config, group, 
     config_of_run = load_config(path)
     error = WorkerError(f"rank 1 (data=1) of '{group}' failed in setup(): {message}")
     error.group, error.__cause__ = group, ConfigError(message)
-    with pytest.raises(InvalidConfigError) as caught, locating(config_of_run):
+    with pytest.raises(InvalidConfigError) as caught, with_location(config_of_run):
         raise error
     [problem] = caught.value.problems
     assert (problem.place.line, ".".join(map(str, problem.path))) == (line + 1, key)
@@ -124,7 +124,7 @@ def test_errors_that_are_not_user_errors_are_not_changed(config):
     config_of_run = load_config(config())
     error = WorkerError("rank 0 of 'policy' failed in train(): RuntimeError: out of memory")
     error.group, error.__cause__ = "policy", RuntimeError("out of memory")
-    with pytest.raises(WorkerError, match="rank 0") as caught, locating(config_of_run):
+    with pytest.raises(WorkerError, match="rank 0") as caught, with_location(config_of_run):
         raise error
     assert caught.value is error
 
@@ -132,5 +132,5 @@ def test_errors_that_are_not_user_errors_are_not_changed(config):
 def test_the_type_of_an_error_of_the_driver_stays(config):
     path = config()
     expected = pytest.raises(ResourceInsufficientError, match=f"{path}:8:10: cluster: Asked for")
-    with expected, locating(load_config(path)), blaming("cluster"):
+    with expected, with_location(load_config(path)), with_key("cluster"):
         raise ResourceInsufficientError("Asked for 64 CPUs.")

@@ -171,9 +171,9 @@ def test_rows_that_cannot_be_tokenized_are_errors_with_location_or_are_skipped_a
         train, _ = read_data(data, registry)
         loader = conversation_loader(train, run_of(data), tokenizer, batch_size=2, shuffle=True)
     assert (len(loader.dataset), train.bad_rows.count) == (6, 2)
-    assert "1 bad row of jsonl is left out" in caplog.text
+    assert "1 bad row of jsonl is skipped" in caplog.text
     assert "rows.jsonl:5: invalid JSON" in caplog.text
-    assert "rows.jsonl:4: record 3 has 21 tokens and 16 are allowed" in caplog.text
+    assert "rows.jsonl:4: record 3 has 21 tokens, but 16 are allowed" in caplog.text
     conversation_loader(train, run_of(data), tokenizer, batch_size=2, shuffle=False)
     assert train.bad_rows.count == 2, "a second use of the same rows finds no new ones"
     strict = DataConfig(train=section(lines("rows", *(row for row in rows if row != "{")), **keys))
@@ -196,13 +196,13 @@ def test_rows_that_are_too_long_are_found_before_the_first_step_among_the_rows_t
 
     with pytest.raises(DataError, match=r"(?s)2 of the first 72 rows.*rows\.jsonl:41: record 40 .*rows\.jsonl:72: record 71 "):
         load(2000)
-    with pytest.raises(DataError, match=r"rows\.jsonl:41: record 40 has 21 tokens and 16 are allowed"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:41: record 40 has 21 tokens, but 16 are allowed"):
         load(41)
     with caplog.at_level(logging.INFO, logger="rlcore"):
         loader = load(40)
         load(72, on_long_prompt="drop")
     assert "checked the first 40 of 72 rows of jsonl" in caplog.text
-    assert "2 of the first 72 rows that are drawn from jsonl are too long and dropped" in caplog.text
+    assert "2 of the first 72 rows of jsonl are too long and dropped" in caplog.text
     assert loader.next_ordinal == 0
     shuffled = load(0, shuffle=True).next_rows(72)
     first = min(shuffled.index(40), shuffled.index(71))
@@ -215,9 +215,9 @@ def test_data_of_another_form_than_the_algorithm_wants_is_refused_before_anythin
     pairs = DataConfig(train=PreferenceDatasetConfig(path=lines("pairs", {"prompt": "1", "chosen": "2", "rejected": "3"})))
     records = DataConfig(train=section(lines("rows", *sums(1, 2))))
     for data, load, says in (
-        (pairs, conversation_loader, "a dataset of conversations is wanted, not one of pairs"),
-        (pairs, prompt_loader, "a dataset of prompts is wanted, not one of pairs"),
-        (records, preference_loader, "pairs of answers are wanted"),
+        (pairs, conversation_loader, "use a dataset of conversations, not of pairs"),
+        (pairs, prompt_loader, "use a dataset of prompts, not of pairs"),
+        (records, preference_loader, "use a dataset of preferences"),
         (records, conversation_loader, r"rows\.jsonl:1: record 0 has messages of \['user'\], none of \['assistant'\]"),
     ):
         with pytest.raises(DataError, match=says):
@@ -248,9 +248,9 @@ def test_results_of_a_custom_processor_are_checked(lines, registry, tokenizer, m
 
     batch = next(iter(loader("last_token_only")))
     assert [float(torch.cat([m["token_loss_mask"] for m in log]).sum()) for log in batch["message_log"]] == [1.0, 1.0]
-    with pytest.raises(DataError, match="gave a message of 'user' without token_loss_mask"):
+    with pytest.raises(DataError, match="returned a message of 'user' without token_loss_mask"):
         loader("maskless")
-    with pytest.raises(DataError, match=r"gave \{.*expected a DatumSpec|which lacks"):
+    with pytest.raises(DataError, match=r"returned \{.*expected a DatumSpec| without "):
         loader("answered_rows")
     with pytest.raises(ConfigError, match="has no 'absent'"):
         loader("absent")
@@ -287,7 +287,7 @@ def test_a_resume_needs_the_same_rows_in_the_same_order_in_any_file(form, lines,
     again.load_state_dict(state)
     assert texts(next(iter(again)), tokenizer) == texts(next(iter(written)), tokenizer)
     for other in (rows[::-1], [*rows[:-1], {**rows[-1], "answer": "99"}]):
-        with pytest.raises(DataError, match="the rows are not those of the state"):
+        with pytest.raises(DataError, match="the rows differ from those of the state"):
             loader(*other).load_state_dict(state)
 
 
@@ -300,7 +300,7 @@ def test_a_dataset_of_which_every_row_is_dropped_is_refused_and_one_kept_row_is_
         if rows is not long:
             assert len(conversation_loader(source, run_of(data), tokenizer, batch_size=2, shuffle=True)) == 3
             continue
-        with pytest.raises(DataError, match="of the 5 records of jsonl all are dropped: each has more than 16 tokens"):
+        with pytest.raises(DataError, match="all 5 records of jsonl are dropped: each has more than 16 tokens"):
             conversation_loader(source, run_of(data), tokenizer, batch_size=2, shuffle=True)
 
 

@@ -80,7 +80,7 @@ def test_resuming_an_earlier_checkpoint_moves_later_ones_to_another_folder(launc
     assert contents(folder / "checkpoints" / "abandoned_1" / "step_000004") == old
     kept = (folder / "checkpoints" / "abandoned_1" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in kept] == [1, 2, 3, 4]
-    assert f"set aside in {folder / 'checkpoints' / 'abandoned_1'}: step_000004" in capsys.readouterr().out
+    assert f"moved to {folder / 'checkpoints' / 'abandoned_1'}: step_000004" in capsys.readouterr().out
     # The next start continues the new branch.
     again = launch({"sft": {"max_num_steps": 4}}, console=False)
     assert (again.folder, again.resumed_from) == (folder, 3)
@@ -90,7 +90,7 @@ def test_a_start_without_checkpointing_does_not_change_the_earlier_run(launch, f
     before = contents(folder)
     new = launch({"checkpointing": {"enabled": False}, "sft": {"max_num_steps": 5}})
     assert (new.folder.name, new.resumed_from) == ("run-2", 0)
-    assert "checkpointing.enabled is false: a new run, which cannot be resumed" in capsys.readouterr().out
+    assert "checkpointing.enabled is false: this is a new run, which cannot be resumed" in capsys.readouterr().out
     assert contents(folder) == before
     with pytest.raises(CheckpointError, match=r"checkpointing\.enabled is false"):
         launch({"checkpointing": {"enabled": False}, "sft": {"max_num_steps": 5}}, resume=str(folder))
@@ -125,7 +125,8 @@ def test_allowed_changes_of_the_optimizer_take_effect_and_are_reported(launch, f
     assert {step: after[step] for step in before} == before
     said = capsys.readouterr().err
     assert (
-        "resumed under another config, which applies from step 5 on:\n  policy.optimizer.kwargs.lr: 1e-05 then, 0.5 now" in said
+        "resumed with a changed config, which applies from step 5 on:\n  policy.optimizer.kwargs.lr: 1e-05 then, 0.5 now"
+        in said
     )
     assert "policy.optimizer.kwargs.weight_decay: 0.0 then, 0.1 now" in (folder / "logs" / "driver.log").read_text()
 
@@ -134,7 +135,7 @@ def test_allowed_changes_of_the_optimizer_take_effect_and_are_reported(launch, f
     ("changes", "says"),
     [
         ({"policy": {"optimizer": {"name": "torch.optim.SGD"}}}, r"A resume cannot change policy\.optimizer\.name"),
-        ({"sft": None, "dpo": {"max_num_steps": 6}}, "not written by the algorithm dpo"),
+        ({"sft": None, "dpo": {"max_num_steps": 6}}, "written by another algorithm than dpo"),
     ],
 )
 def test_unchangeable_settings_are_rejected_even_if_config_changes_are_allowed(finished_run, says, changes):

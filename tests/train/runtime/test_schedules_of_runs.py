@@ -107,7 +107,7 @@ def test_a_schedule_shorter_than_a_run_limited_by_epochs_is_rejected_before_star
         "policy": policy,
         "sft": {"max_num_steps": 100, "max_num_epochs": 1, "global_batch_size": 6},
     }
-    with pytest.raises(ConfigError, match=r"ends after 11 optimizer steps, and the run makes 12 \(4 steps x 3 for 6 rows\)"):
+    with pytest.raises(ConfigError, match=r"ends after 11 optimizer steps, but the run makes 12 \(4 steps x 3 for 6 rows\)"):
         train(config_of(sft), console=False)
 
 
@@ -120,8 +120,8 @@ def test_a_longer_run_continues_on_the_schedule_of_its_new_length_with_a_message
     # Of 15 optimizer steps in a line to 0 after one of warm-up, the twelfth and the fifteenth.
     assert [step["lr"] for step in steps_of(again.folder)[3:]] == pytest.approx([LR * 4 / 14, LR / 14])
     said = capsys.readouterr().err
-    assert "the linear schedule has the length of the run, which is 15 optimizer steps now and was 9" in said
-    assert "It continues at optimizer step 10 with a learning rate of 4.29e-07; at the former length it would be 0." in said
+    assert "the linear schedule follows the length of the run, which is now 15 optimizer steps and was 9" in said
+    assert "It continues at optimizer step 10 with a learning rate of 4.29e-07; with the previous length it would be 0." in said
 
 
 def test_a_schedule_with_its_own_length_keeps_it_in_a_longer_run(config_of, capsys):

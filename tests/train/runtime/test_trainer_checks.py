@@ -25,10 +25,13 @@ def grpo(model=None, **sampling):
 @pytest.mark.parametrize(
     ("sampling", "key"),
     [
-        ({"top_p": 0.8}, r"policy\.generation\.top_p: grpo cannot train on it"),
-        ({"top_k": 2}, r"policy\.generation\.top_k: grpo cannot train on it"),
-        ({"repetition_penalty": 1.3}, r"policy\.generation\.hf_cfg\.repetition_penalty: grpo cannot train on it"),
-        ({"max_new_tokens": 16}, r"policy\.generation\.max_new_tokens: 16 leaves no room for a prompt"),
+        ({"top_p": 0.8}, r"policy\.generation\.top_p: grpo cannot train on filtered samples"),
+        ({"top_k": 2}, r"policy\.generation\.top_k: grpo cannot train on filtered samples"),
+        (
+            {"repetition_penalty": 1.3},
+            r"policy\.generation\.hf_cfg\.repetition_penalty: grpo cannot train on samples from changed logits",
+        ),
+        ({"max_new_tokens": 16}, r"policy\.generation\.max_new_tokens: 16 leaves no tokens for a prompt"),
     ],
 )
 def test_grpo_trainer_refuses_sampling_settings_that_a_config_is_refused_for(sampling, key):
@@ -38,10 +41,10 @@ def test_grpo_trainer_refuses_sampling_settings_that_a_config_is_refused_for(sam
 
 def test_grpo_trainer_refuses_a_policy_that_scores_at_another_temperature_than_the_engine_samples_at():
     with pytest.raises(
-        ConfigError, match=r"samples at temperature 0\.7, and the policy scores tokens at 1: .*'temperature': 0\.7"
+        ConfigError, match=r"samples at temperature 0\.7, but the policy scores tokens at 1: .*'temperature': 0\.7"
     ):
         grpo(policy(precision="bfloat16"), precision="bfloat16", temperature=0.7)
-    with pytest.raises(ConfigError, match=r"samples at temperature 1, and the policy scores tokens at 0\.7"):
+    with pytest.raises(ConfigError, match=r"samples at temperature 1, but the policy scores tokens at 0\.7"):
         grpo(policy(generation={"temperature": 0.7}))
     grpo(policy(generation={"temperature": 0.7}), temperature=0.7)
 
@@ -49,7 +52,7 @@ def test_grpo_trainer_refuses_a_policy_that_scores_at_another_temperature_than_t
 @pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
 def test_trainers_that_do_not_sample_refuse_a_policy_that_scores_at_a_sampling_temperature(trainer):
     with pytest.raises(
-        ConfigError, match=r"does not sample, so it trains at temperature 1, and the policy scores tokens at 0\.7"
+        ConfigError, match=r"does not sample, so it trains at temperature 1, but the policy scores tokens at 0\.7"
     ):
         trainer(policy(generation={"temperature": 0.7}))
     trainer(policy(generation={"temperature": 1.0}))
@@ -66,5 +69,5 @@ def test_a_teacher_made_with_the_engines_temperature_is_accepted():
 
 def test_a_trainer_refuses_batches_that_cannot_hold_one_row():
     packing = {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 8}
-    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.train_mb_tokens: 8 tokens cannot hold one row"):
+    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.train_mb_tokens: 8 tokens are too few for one row"):
         SFTTrainer(policy(sequence_packing=packing))

@@ -1,13 +1,13 @@
-"""One readable page per algorithm, and the pure functions that they lean on."""
+"""One readable module per algorithm, and the pure functions that they use."""
 
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
+_MODULE_OF = {
     "BradleyTerryLossFn": f"{__name__}.losses.reward",
     "ClippedPGLossFn": f"{__name__}.losses.policy_gradient",
     "DPOLossFn": f"{__name__}.losses.preference",
-    # Under the names that users know; they put parts together, and so live where all parts are known.
+    # Exported here under familiar names; defined in `runtime`, which may import all components.
     "DPOTrainer": "rl_train.runtime.trainers",
     "DistillationLossFn": f"{__name__}.losses.distillation",
     "DistillationTrainer": "rl_train.runtime.trainers",
@@ -41,6 +41,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import on first use: reading an algorithm's config must not import torch."""
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)

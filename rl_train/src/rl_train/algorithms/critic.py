@@ -1,7 +1,7 @@
-"""What a critic makes of a step's rollouts: each token's advantage, and the returns that the critic itself learns.
+"""Advantages of a step's tokens, and the returns that the critic is trained on.
 
-A scalar head speaks after it has read a token, so the value of the state in which token t is sampled stands at t - 1.
-Advantages describe tokens, as log-probabilities do; returns stand where the head speaks, as values do.
+A scalar head computes a value after it has read a token, so the value of the state in which token t is sampled is at t - 1.
+Advantages are at the positions of tokens, like log-probabilities; returns are at the positions of values.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from rl_train.algorithms.ppo_config import GAEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GAETargets:
-    """What the tokens of a step are worth, and what their states were."""
+    """Advantages and returns of the tokens of a step."""
 
     advantages: torch.Tensor
     """[B, T] float32; 0.0 on tokens that are not trained."""
     returns: torch.Tensor
-    """[B, T] float32, what the head should say after each token; 0.0 where no trained token follows."""
+    """[B, T] float32, target of the value after each token; 0.0 if the next token is not trained."""
     metrics: dict[str, float]
-    """What advantages and values looked like."""
+    """Statistics of advantages and values."""
 
 
 def compute_gae_targets(batch: BatchedDataDict[Any], config: GAEConfig) -> GAETargets:
     """Advantages and returns of a step's rows.
 
-    The reward of a row is that of its last trained token; each token costs its penalty, if there is one.
+    The reward of a row is assigned to its last trained token; penalties are subtracted at each token.
 
     Args:
-        batch: `rewards`, `prev_values`, `token_mask`, `sample_mask`, `truncated`, and `token_penalties` where the KL is in the
+        batch: `rewards`, `prev_values`, `token_mask`, `sample_mask`, `truncated`, and `token_penalties` if the KL is in the
             reward.
         config: the section `gae`.
     """
@@ -78,7 +78,7 @@ def compute_gae_targets(batch: BatchedDataDict[Any], config: GAEConfig) -> GAETa
 
 
 def critic_rows(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """The rows as the critic learns them: `token_mask` is 1 where the head speaks of the state of a trained token."""
+    """The rows to train the critic on: `token_mask` is 1 at the positions of the values of trained tokens' states."""
     columns = ("input_ids", "input_lengths", "sample_mask", "returns", "prev_values")
     rows: BatchedDataDict[Any] = BatchedDataDict({key: batch[key] for key in columns})
     rows["token_mask"] = as_targets(batch["token_mask"])
@@ -86,5 +86,5 @@ def critic_rows(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 
 
 def critic_metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    """What the critic's training call told, under names of its own: `value/grad_norm` and so on."""
+    """The metrics of the critic's training call, as `value/grad_norm` and so on."""
     return {f"value/{name}": result[name] for name in ("grad_norm", "lr", "num_optimizer_steps")} | dict(result["metrics"])

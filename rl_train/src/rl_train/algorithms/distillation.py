@@ -1,18 +1,18 @@
-"""On-policy distillation: the student answers, and learns at every token of its answer what the teacher would have said.
+"""On-policy distillation: the student is trained towards the teacher's distribution at each token of the student's answers.
 
-Follows GKD, https://arxiv.org/abs/2306.13649, algorithm 1, whose lambda is `student_data_fraction` (1 by default: all answers
-are the student's own), with these departures:
-  1. the divergence is taken on the teacher's K likeliest tokens and a bucket for all others, not on the whole vocabulary;
-     K = V (`loss_fn.topk`) is the paper's;
+Follows GKD, https://arxiv.org/abs/2306.13649, algorithm 1, with its lambda as `student_data_fraction` (1 by default: all
+answers are the student's), with these departures:
+  1. the divergence is computed on the teacher's K most likely tokens and one bucket for all others, not on the whole
+     vocabulary; the paper's is K = V (`loss_fn.topk`);
   2. the loss is a mean over all trained tokens of a global batch, not a mean of per-sequence means
-     (`loss_fn.token_level_loss: false` is the paper's);
-  3. student and teacher are compared at the temperature that the student samples with;
-  4. with `loss_fn.topk: null` the reverse KL is told by the sampled tokens alone, as a policy gradient in which each token
-     answers for itself; MiniLLM (https://arxiv.org/abs/2306.08543) also lets it answer for what comes after.
+     (the paper's is `loss_fn.token_level_loss: false`);
+  3. student and teacher are compared at the sampling temperature of the student;
+  4. with `loss_fn.topk: null` the reverse KL is estimated from the sampled tokens, as a policy gradient in which each token
+     only gets its own KL; in MiniLLM (https://arxiv.org/abs/2306.08543) it also gets that of later tokens.
 
-As in the papers no gradient goes through the sampling. Rewards are not needed: without a section `env` an answer is one turn.
+As in the papers, there is no gradient through sampling. Rewards are not needed; without `env`, a rollout has one turn.
 
-Letters: P prompts, G samples per prompt, B = P·G rows, T tokens, K candidates, V vocabulary.
+Notation: P prompts, G samples per prompt, B = P·G rows, T tokens, K candidates, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rl_train.run import Run
 
 
 def train(config: DistillationConfig, run: Run) -> None:
-    """Train `run.policy` for `config.max_num_steps` steps in all, from `run.first_step` on."""
+    """Train `run.policy` up to step `config.max_num_steps`, starting after `run.first_step`."""
     assert run.weights is not None
     assert run.rollouts is not None
     assert run.teacher is not None
@@ -46,7 +46,7 @@ def train(config: DistillationConfig, run: Run) -> None:
         if "prev_logprobs" in loss_fn.required_keys:
             batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
 
-    # The teacher rests in CPU memory, as a reference policy does, and visits the device while it scores.
+    # The teacher is offloaded to CPU memory when idle, like a reference policy.
     teacher.offload_after_refit()
     validate(run, step=0, score=score)
     for step in run.steps():

@@ -1,13 +1,13 @@
-"""DPO: of two answers to a prompt, make the chosen one likelier and the rejected one less likely.
+"""DPO: raises the likelihood of the chosen answer to a prompt and lowers that of the rejected one.
 
 Follows https://arxiv.org/abs/2305.18290 with these departures:
-  1. a mean over the pairs of a global batch, over all ranks and microbatches;
-  2. the likelihood of the chosen answers may be part of the loss (`loss_fn.sft_loss_weight`);
-  3. a tie counts as half in the accuracy, so that a policy that equals its reference has 0.5 of it.
+  1. the loss is a mean over the pairs of a global batch, across ranks and microbatches;
+  2. the loss can include the likelihood of the chosen answers (`loss_fn.sft_loss_weight`);
+  3. a tie counts as half in the accuracy, so a policy equal to its reference has an accuracy of 0.5.
 
-IPO, the hinge, SimPO and ORPO are this page with another loss: docs/algorithms/dpo.md says which.
+IPO, the hinge loss, SimPO and ORPO use this module with another loss, see docs/algorithms/dpo.md.
 
-Letters: B rows, two a pair; T tokens.
+Notation: B rows, two per pair; T tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_train.run import Run
 
 
 def train(config: DPOConfig, run: Run) -> None:
-    """Train `run.policy` for `config.max_num_steps` steps in all, from `run.first_step` on."""
+    """Train `run.policy` up to step `config.max_num_steps`, starting after `run.first_step`."""
     assert run.batches is not None
 
     def score(batch: BatchedDataDict[Any]) -> None:

@@ -1,8 +1,8 @@
 """Dynamic sampling: draws prompts until a step has enough informative groups, https://arxiv.org/abs/2503.14476, section 3.2.
 
-A group is informative if the environment's own rewards differ within it (equation 11, where rewards are 0 and 1). Shaped
-rewards do not count: a group that nobody solved would look informative because its answers differ in length. Groups are kept
-or dropped as a whole, because a group without its odd row has nothing to compare.
+A group is informative if the environment's rewards differ within it (equation 11, for rewards of 0 and 1). Shaped rewards do
+not count: a group without a correct answer would look informative because its answers differ in length. Groups are selected or
+dropped as a whole.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def draw_rollouts(
     *,
     config: GRPOConfig,
     shape: Callable[[Batch], dict[str, float]],
-    teaches: Callable[[Batch], torch.Tensor],
+    is_informative: Callable[[Batch], torch.Tensor],
 ) -> Rollouts:
-    """A step's rollouts, filtered, with shaped rewards: one draw, or with dynamic sampling as many as it takes.
+    """A step's rollouts, filtered, with shaped rewards: one draw, or as many as dynamic sampling needs.
 
-    If `dynamic_sampling_max_gen_batches` is reached first, the step has fewer groups; the metrics say how many are missing.
+    If `dynamic_sampling_max_gen_batches` is reached first, the step has fewer groups; the metrics report how many are missing.
 
     Args:
         source: samples P groups at a time.
-        step: the step that they are for.
+        step: the step of the rollouts.
         config: the algorithm's section.
         shape: shapes the rewards of a draw, in place; returns metrics.
-        teaches: [B] bool, False in the rows of groups whose rewards are all equal. It must hold of the environment's rewards
-            and of the shaped ones, which are equal where `reward_scaling` clips them.
+        is_informative: [B] bool, False for rows of groups with equal rewards. It must be True for the environment's
+            rewards and for the shaped ones, which `reward_scaling` may clip to be equal.
 
     Raises:
         RLCoreError: no group of any draw is informative.
@@ -49,24 +49,26 @@ def draw_rollouts(
     if not config.use_dynamic_sampling:
         return draw_once(source, step, config=config, shape=shape)
     wanted = config.num_prompts_per_step
-    kept: list[Rollouts] = []
+    selected: list[Rollouts] = []
     metrics: list[dict[str, float]] = []
     found = drawn = 0
     while found < wanted and len(metrics) < config.dynamic_sampling_max_gen_batches:
         raw = _draw(source, step, config=config)
-        informative = teaches(raw.batch)
+        informative = is_informative(raw.batch)
         draw = _shaped(raw, shape)
         metrics.append(draw.metrics)
         drawn += len(draw.batch["group_ids"].unique())
-        groups = _trained_groups(draw.batch, informative & teaches(draw.batch))
+        groups = _trained_groups(draw.batch, informative & is_informative(draw.batch))
         if groups:
-            kept.append(_select(draw, groups, first_id=found))
+            selected.append(_select(draw, groups, first_id=found))
         found += len(groups)
-    if not kept:
+    if not selected:
         raise RLCoreError(
-            f"Step {step} drew {drawn} prompts in {len(metrics)} draws, and in none of their groups did rewards differ: there "
-            "is nothing to learn from. The task is solved, or far too hard, or its reward is constant. Look at the rollouts of "
-            "the step before; easier or harder prompts, a higher temperature or more samples a prompt make rewards differ."
+            f"Step {step} drew {drawn} prompts in {len(metrics)} draws, but the rewards were equal within every group, so "
+            f"there "
+            "is no learning signal. The task is solved, too hard, or its reward is constant. Check the rollouts of the "
+            "previous "
+            "step; use easier or harder prompts, a higher temperature or more samples per prompt."
         )
     counts = {
         "dynamic_sampling/draws": float(len(metrics)),
@@ -74,7 +76,7 @@ def draw_rollouts(
         "dynamic_sampling/surplus_groups": float(max(found - wanted, 0)),
         "dynamic_sampling/missing_groups": float(max(wanted - found, 0)),
     }
-    return _joined(kept, wanted, metrics=_over_draws(metrics) | counts)
+    return _concat(selected, wanted, metrics=_over_draws(metrics) | counts)
 
 
 def draw_once(
@@ -103,8 +105,8 @@ def _trained_groups(batch: Batch, informative: torch.Tensor) -> list[int]:
 
 
 def _select(draw: Rollouts, groups: Sequence[int], *, first_id: int) -> Rollouts:
-    """The rows of these groups, under ids of their own: another draw has used the same ones."""
-    new_id = {group: first_id + place for place, group in enumerate(groups)}
+    """The rows of these groups with new ids, because other draws have the same ids."""
+    new_id = {group: first_id + position for position, group in enumerate(groups)}
     rows = [row for row, group in enumerate(draw.batch["group_ids"].tolist()) if group in new_id]
     batch = draw.batch.select_indices(rows)
     batch["group_ids"] = torch.tensor([new_id[group] for group in batch["group_ids"].tolist()], dtype=torch.int64)
@@ -114,16 +116,16 @@ def _select(draw: Rollouts, groups: Sequence[int], *, first_id: int) -> Rollouts
     return Rollouts(batch=batch, metrics={}, trajectories=trajectories)
 
 
-def _joined(kept: Sequence[Rollouts], wanted: int, *, metrics: dict[str, float]) -> Rollouts:
+def _concat(selected: Sequence[Rollouts], wanted: int, *, metrics: dict[str, float]) -> Rollouts:
     """The first `wanted` groups of all draws."""
-    batch: Batch = BatchedDataDict.from_batches([draw.batch for draw in kept])
-    trajectories = [trajectory for draw in kept for trajectory in draw.trajectories]
+    batch: Batch = BatchedDataDict.from_batches([draw.batch for draw in selected])
+    trajectories = [trajectory for draw in selected for trajectory in draw.trajectories]
     rows = [row for row, group in enumerate(batch["group_ids"].tolist()) if group < wanted]
     return Rollouts(batch=batch.select_indices(rows), metrics=metrics, trajectories=[trajectories[row] for row in rows])
 
 
 def _over_draws(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of all that was sampled, dropped groups included."""
+    """Metrics over all draws, including dropped groups."""
     joined = {}
     for name in metrics[0]:
         values = [found[name] for found in metrics if name in found]

@@ -1,4 +1,4 @@
-"""Several passes over the same rows, each in an order of its own, told as one training call; knows no algorithm."""
+"""Trains several epochs on the same rows, each shuffled differently, and merges the results."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ def train_epochs(
     passes: int,
     seed: tuple[int, int],
 ) -> dict[str, Any]:
-    """Train on `rows` so many times; each pass takes as many optimizer steps.
+    """Train on `rows` for `passes` epochs; each takes the same number of optimizer steps.
 
     Args:
-        model: what is trained.
-        rows: of one step.
-        loss_fn: its loss.
-        passes: how often.
-        seed: the run's seed and the step: the order of rows is a function of them and of the pass, so that a run that was
-            resumed shuffles as one that was never stopped.
+        model: the model to train.
+        rows: the rows of one step.
+        loss_fn: the loss.
+        passes: number of epochs.
+        seed: the run's seed and the step: the order of rows only depends on them and the epoch, so that a resumed run
+            shuffles like an uninterrupted one.
 
     Returns:
-        What `TrainableInterface.train` returns, over all passes: means and extremes of as many optimizer steps, and counts that
-        add up.
+        The result of `TrainableInterface.train` over all epochs: means and extremes over optimizer steps, and summed counts.
     """
     model.prepare_for_training()
     results = []
@@ -41,10 +40,10 @@ def train_epochs(
         draw = torch.Generator().manual_seed(sample_seed(*seed, number))
         results.append(model.train(rows.select_indices(torch.randperm(rows.size, generator=draw)), loss_fn))
     model.finish_training()
-    return _as_one(results, loss_fn)
+    return _merge_results(results, loss_fn)
 
 
-def _as_one(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) -> dict[str, Any]:
+def _merge_results(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) -> dict[str, Any]:
     extremes = {"min": min, "max": max}
 
     def mean(values: Sequence[float]) -> float:

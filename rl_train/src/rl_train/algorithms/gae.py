@@ -1,16 +1,16 @@
-"""Generalised advantage estimation over the trained tokens of a row; pure functions, which know neither policy nor critic.
+"""Generalized advantage estimation (GAE) over the trained tokens of a row; pure functions.
 
 Source: https://arxiv.org/abs/1506.02438, equations 11, 12 and 16. With t_1 < ... < t_n the trained tokens of a row, V_k the
-value of the state in which t_k is sampled and r_k what t_k was rewarded with:
+value of the state in which t_k is sampled, and r_k the reward of t_k:
 
     delta_k = r_k + gamma V_(k+1) - V_k
     A_k     = delta_k + gamma lam A_(k+1)
-    R_k     = A_k + V_k, what the critic learns
+    R_k     = A_k + V_k, the target of the critic
 
-Tokens between two turns are nobody's action: the value of the next *trained* token's state is what a token leads to, and they
-are not discounted. V_(n+1) is 0 where the row has ended.
+Tokens between two turns are not actions and are not discounted: the next state of a token is that of the next *trained* token.
+V_(n+1) is 0 if the row has ended.
 
-Letters: B rows, T tokens.
+Notation: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_train.algorithms.advantages import are_equal
 
 
 def state_values(values: torch.Tensor) -> torch.Tensor:
-    """[B, T] the value of the state in which token t is sampled, from values [B, T] of what stands after token t.
+    """[B, T] the value of the state in which token t is sampled, from values [B, T] after token t.
 
     Position 0 has 0.0: the first token is never sampled.
     """
@@ -29,7 +29,7 @@ def state_values(values: torch.Tensor) -> torch.Tensor:
 
 
 def as_targets(per_token: torch.Tensor) -> torch.Tensor:
-    """[B, T] numbers of token t put where a scalar head says them, which is after token t - 1; undoes `state_values`."""
+    """[B, T] values of token t moved to t - 1, where a scalar head computes them; the inverse of `state_values`."""
     return torch.nn.functional.pad(per_token[:, 1:], (0, 1))
 
 
@@ -45,30 +45,30 @@ def generalized_advantages(
     """[B, T] float32 advantages, 0.0 on tokens that are not trained.
 
     Args:
-        rewards: [B, T] what each trained token was rewarded with.
+        rewards: [B, T] reward of each trained token.
         values: [B, T] the value of the state in which each token is sampled (`state_values`).
-        mask: [B, T]; above 0 where trained.
+        mask: [B, T]; above 0 for trained tokens.
         gamma: discount from a trained token to the next.
-        lam: 1 compares all that follows with the value, 0 a single step; a number, or [B] one for each row.
+        lam: 1 uses the whole return, 0 a single step; a number, or [B] one per row.
         bootstrap: [B] value of what follows the last trained token; 0 by default, for rows that have ended.
     """
-    # In double: with gamma = lam = 1 the rounding of thousands of sums would add up.
+    # In float64: with gamma = lam = 1 the rounding errors of thousands of sums would add up.
     rewards, values = rewards.double(), values.double()
     next_value = torch.zeros_like(rewards[:, 0]) if bootstrap is None else bootstrap.double()
     decay = gamma * torch.as_tensor(lam, dtype=torch.float64)
-    ahead = torch.zeros_like(next_value)
+    next_advantage = torch.zeros_like(next_value)
     found = torch.zeros_like(rewards)
     for t in reversed(range(mask.shape[1])):
         trained = mask[:, t] > 0
-        advantage = rewards[:, t] + gamma * next_value - values[:, t] + decay * ahead
+        advantage = rewards[:, t] + gamma * next_value - values[:, t] + decay * next_advantage
         found[:, t] = advantage.masked_fill(~trained, 0.0)
-        ahead = torch.where(trained, advantage, ahead)
+        next_advantage = torch.where(trained, advantage, next_advantage)
         next_value = torch.where(trained, values[:, t], next_value)
     return found.float()
 
 
 def adaptive_lambda(mask: torch.Tensor, alpha: float) -> torch.Tensor:
-    """[B] lam = 1 - 1 / (alpha n) for rows of n trained tokens, never below 0, so that long rows look further.
+    """[B] lam = 1 - 1 / (alpha n) for rows of n trained tokens, never below 0, so that long rows have a longer horizon.
 
     Source: https://arxiv.org/abs/2504.05118, section 4.2.
     """
@@ -76,26 +76,26 @@ def adaptive_lambda(mask: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 def at_last_trained(numbers: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, T] a number [B] of each row on its last trained token, and 0.0 elsewhere."""
+    """[B, T] the number [B] of each row at its last trained token, and 0.0 elsewhere."""
     return torch.where(is_last_trained(mask), numbers.unsqueeze(-1), 0.0)
 
 
 def is_last_trained(mask: torch.Tensor) -> torch.Tensor:
-    """[B, T] bool: True on the last trained token of a row; nowhere in a row without one."""
+    """[B, T] bool: True at the last trained token of a row, if it has one."""
     trained = mask > 0
-    behind = trained.flip(-1).cumsum(-1).flip(-1)
-    return trained & (behind == 1)
+    remaining = trained.flip(-1).cumsum(-1).flip(-1)
+    return trained & (remaining == 1)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """How much of the returns' variance the values explain: 1 all, 0 as much as a constant, below 0 less than that.
+    """Fraction of the variance of the returns that the values explain: 1 all, 0 as a constant, below 0 worse than a constant.
 
-    Where the returns are all equal up to rounding there is nothing to explain: 0.0.
+    0.0 if the returns are all equal up to rounding.
 
     Args:
         values: [B, T].
         returns: [B, T].
-        mask: [B, T]; above 0 where trained.
+        mask: [B, T]; above 0 for trained tokens.
     """
     trained = mask > 0
     actual, error = returns.double()[trained], (returns.double() - values.double())[trained]

@@ -1,16 +1,16 @@
-"""GRPO: sample a group of answers to each prompt, compare their rewards, take clipped policy-gradient steps.
+"""GRPO: samples a group of answers per prompt, compares their rewards, and takes clipped policy-gradient steps.
 
 Follows https://arxiv.org/abs/2402.03300 (outcome supervision) with these departures:
   1. the loss is a mean over all trained tokens of a global batch, not a mean of per-sequence means
-     (`loss_fn.token_level_loss: false` is the paper's);
-  2. no KL penalty unless `loss_fn.reference_policy_kl_penalty` is set; the paper has 0.04;
-  3. rewards of a group are divided by one standard deviation per group, and not at all where they are equal up to rounding;
-  4. where a step makes one optimizer step, the importance ratio is 1, so the scoring pass before it is skipped.
+     (the paper's is `loss_fn.token_level_loss: false`);
+  2. no KL penalty unless `loss_fn.reference_policy_kl_penalty` is set; the paper uses 0.04;
+  3. rewards of a group are not divided by their standard deviation if they are equal up to rounding;
+  4. if a step makes one optimizer step, the importance ratio is 1, so the scoring pass is skipped.
 
-DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++ and GDPO are this page with another loss, estimator or reward:
-docs/algorithms/grpo.md says which.
+DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++ and GDPO use this module with another loss, estimator or
+reward, see docs/algorithms/grpo.md.
 
-Letters: P prompts, G samples per prompt, B = P·G rows, T tokens.
+Notation: P prompts, G samples per prompt, B = P·G rows, T tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rl_train.run import Run
 
 
 def train(config: GRPOConfig, run: Run) -> None:
-    """Train `run.policy` for `config.max_num_steps` steps in all, from `run.first_step` on."""
+    """Train `run.policy` up to step `config.max_num_steps`, starting after `run.first_step`."""
     assert run.weights is not None
     assert run.rollouts is not None
     policy, loss_fn = run.policy, run.loss_fn
@@ -43,7 +43,7 @@ def train(config: GRPOConfig, run: Run) -> None:
             run.metrics.add(run.weights.sync(only_if_stale=True))
 
         with run.timed("rollout"):
-            rollouts = draw_rollouts(run.rollouts, step, config=config, shape=shape, teaches=estimate.teaches)
+            rollouts = draw_rollouts(run.rollouts, step, config=config, shape=shape, is_informative=estimate.is_informative)
             batch = rollouts.batch
 
         with run.timed("score"):

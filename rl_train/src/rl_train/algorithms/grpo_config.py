@@ -55,13 +55,13 @@ class AdvantageConfig(Section):
     def _is_known(cls, name: str) -> str:
         if not is_path(name) and name not in ESTIMATORS:
             meant = did_you_mean(name, list(ESTIMATORS)).rstrip()
-            raise ValueError(f"there is no estimator {name!r}: use {', '.join(ESTIMATORS)} or a dotted path.{meant}")
+            raise ValueError(f"unknown estimator {name!r}: use {', '.join(ESTIMATORS)} or a dotted path.{meant}")
         return name
 
     @model_validator(mode="after")
     def _only_its_own_keys(self) -> AdvantageConfig:
         of_groups = self.name in ("grpo", "rloo", "gdpo")
-        belongs = {
+        used = {
             "normalize_rewards": of_groups or self.normalize_rewards is None,
             "use_leave_one_out_baseline": of_groups or self.use_leave_one_out_baseline is None,
             "minus_baseline": self.name == "reinforce_plus_plus" or not self.minus_baseline,
@@ -69,7 +69,7 @@ class AdvantageConfig(Section):
             "normalize_batch": self.name == "gdpo" or self.normalize_batch,
             "kwargs": is_path(self.name) or not self.kwargs,
         }
-        for key, fits in belongs.items():
+        for key, fits in used.items():
             if not fits:
                 raise ValueError(f"adv_estimator {self.name!r} does not use {key}: remove it")
         if self.name == "rloo" and self.use_leave_one_out_baseline is False:
@@ -100,7 +100,7 @@ class GRPOConfig(PolicyGradientConfig):
         return math.ceil(self.num_prompts_per_step * self.batch_multiplier)
 
     @model_validator(mode="after")
-    def _dynamic_sampling_has_something_to_drop(self) -> GRPOConfig:
+    def _check_dynamic_sampling(self) -> GRPOConfig:
         if self.batch_multiplier > 1 and not self.use_dynamic_sampling:
             raise ValueError(
                 "batch_multiplier above 1 draws extra prompts, which are only used by dynamic sampling: set "
@@ -115,7 +115,7 @@ class GRPOConfig(PolicyGradientConfig):
         return self
 
     @model_validator(mode="after")
-    def _normalized_rewards_have_no_size(self) -> GRPOConfig:
+    def _penalty_size_has_effect(self) -> GRPOConfig:
         default = RewardShapingConfig.model_fields["overlong_buffer_penalty"].default
         sized = self.reward_shaping.enabled and self.reward_shaping.overlong_buffer_penalty != default
         if sized and self.adv_estimator.name == "gdpo" and self.adv_estimator.normalizes:
@@ -128,7 +128,7 @@ class GRPOConfig(PolicyGradientConfig):
         return self
 
     @model_validator(mode="after")
-    def _named_rewards_have_no_common_scale(self) -> GRPOConfig:
+    def _scaling_has_effect(self) -> GRPOConfig:
         if self.adv_estimator.name == "gdpo" and self.reward_scaling.enabled:
             raise ValueError(
                 "reward_scaling scales the sum of the rewards, but adv_estimator gdpo normalizes each named reward and does "
@@ -137,7 +137,7 @@ class GRPOConfig(PolicyGradientConfig):
         return self
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
-        # Dynamic sampling may find fewer groups that teach.
+        # Dynamic sampling may find fewer informative groups.
         return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step, is_exact=not self.use_dynamic_sampling)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:

@@ -6,8 +6,8 @@ With x ~ p and r = log q(x) - log p(x) (Schulman, "Approximating KL Divergence",
     k2 = r² / 2            biased, low variance; as a loss its gradient is that of KL(p || q) in expectation
     k3 = exp(r) - 1 - r    unbiased, low variance, never negative; as a loss its gradient is that of KL(q || p) near p = q
 
-As a cost in the reward, an estimator k has the gradient E[k ∇log p]. That of k1 is ∇KL(p || q). k2 and k3 are positive where
-q is above p as well, so that following their gradients pushes p away from q.
+As a penalty in the reward, an estimator k has the gradient E[k ∇log p]. That of k1 is ∇KL(p || q). k2 and k3 are also positive
+if q is above p, so their gradients push p away from q.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def calculate_kl(
         logprobs: log p of the sampled tokens, any shape, in nats.
         logprobs_reference: log q of the same tokens.
         kl_type: the estimator.
-        input_clamp_value: clamp r to plus and minus it. With None, k3 alone clamps r, to `LOG_RATIO_BOUND` (20), so that exp(r)
-            is finite.
-        output_clamp_value: hold the estimate within plus and minus it.
+        input_clamp_value: clamp r to plus and minus this value. With None, only k3 clamps r, to `LOG_RATIO_BOUND` (20), so
+            that exp(r) is finite.
+        output_clamp_value: clamp the estimate to plus and minus this value.
 
     Returns:
-        The estimate of each token, of the shape of `logprobs`, in nats.
+        The estimate per token, with the shape of `logprobs`, in nats.
     """
     if input_clamp_value is not None:
         log_ratio = bounded_log_ratio(logprobs_reference, logprobs, bound=input_clamp_value)
@@ -63,7 +63,7 @@ def calculate_kl(
 
 
 def reference_kl(logprobs: torch.Tensor, logprobs_reference: torch.Tensor, config: ClippedPGLossConfig) -> torch.Tensor:
-    """`calculate_kl` of the policy to its reference, with the estimator and the clamps of a section `loss_fn`."""
+    """`calculate_kl` of the policy to its reference, with the estimator and clamps of the section `loss_fn`."""
     return calculate_kl(
         logprobs,
         logprobs_reference,

@@ -1,4 +1,4 @@
-"""The KL to the reference policy as a cost of each token, with a weight that is constant or follows the KL; knows no model."""
+"""KL penalty to the reference policy in the reward of each token, with a constant or adaptive weight."""
 
 from __future__ import annotations
 
@@ -9,57 +9,57 @@ import torch
 from rl_core.config.schema import LossConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.kl import reference_kl
-from rl_train.algorithms.losses.config import MOST_ERROR, AdaptiveKLConfig, ClippedPGLossConfig
+from rl_train.algorithms.losses.config import MAX_KL_ERROR, AdaptiveKLConfig, ClippedPGLossConfig
 
 
 class AdaptiveKLController:
-    """The weight of a KL penalty, which rises while the KL is above its target and falls while it is below.
+    """Adaptive weight of a KL penalty: it rises while the KL is above its target and falls while it is below.
 
-    After a step of n answers whose KL to the reference policy is KL in the mean, each summed over its tokens:
+    After a step of n answers with a mean KL to the reference policy, summed over the tokens of an answer:
 
         e      = clip(KL / target - 1, -0.2, 0.2)
         weight = weight (1 + e n / horizon)
 
-    Source: https://arxiv.org/abs/1909.08593, section 2.2. There n / horizon is one constant, K_beta = 0.1; with a horizon a
-    step of twice the answers moves the weight twice as far.
+    Source: https://arxiv.org/abs/1909.08593, section 2.2. There n / horizon is a constant, K_beta = 0.1; with a horizon,
+    a step with twice the answers changes the weight twice as much.
 
     Args:
         config: the section `loss_fn.adaptive_kl`.
-        weight: the first one.
+        weight: the initial weight.
     """
 
     def __init__(self, config: AdaptiveKLConfig, *, weight: float) -> None:
         self._config = config
-        self._first = self.weight = weight
+        self._initial = self.weight = weight
 
     def update(self, kl: float, *, answers: int) -> None:
-        """Move the weight after a step.
+        """Update the weight after a step.
 
         Args:
-            kl: of an answer, in the mean over the step's; in nats.
-            answers: n.
+            kl: mean KL per answer of the step, in nats.
+            answers: n, number of answers.
         """
-        error = min(max(kl / self._config.target - 1.0, -MOST_ERROR), MOST_ERROR)
+        error = min(max(kl / self._config.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
         self.weight *= 1.0 + error * answers / self._config.horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """The current weight, and the first one."""
-        return {"weight": self.weight, "first": self._first}
+        """The current and the initial weight."""
+        return {"weight": self.weight, "first": self._initial}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; if the config has another first weight by now, start from that."""
-        if state["first"] == self._first:
+        """Continue from `state_dict`, unless the config has another initial weight: then start from that."""
+        if state["first"] == self._initial:
             self.weight = state["weight"]
 
 
 class KLInReward:
-    """The KL to the reference policy as a cost of each token, in place of a term of the loss.
+    """KL penalty in the reward of each token, instead of in the loss.
 
     Args:
         config: the section `loss_fn`.
 
     Attributes:
-        controller: moves the weight after each step; None where it is constant.
+        controller: updates the weight after each step; None if it is constant.
     """
 
     required_keys = frozenset({"prev_logprobs", "reference_policy_logprobs"})
@@ -70,7 +70,7 @@ class KLInReward:
         self.controller = None if adaptive is None else AdaptiveKLController(adaptive, weight=weight)
 
     def __call__(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """Write `token_penalties` [B, T] into the batch; returns the KL of a trained token and, if it moves, the weight."""
+        """Add `token_penalties` [B, T] to the batch; returns the mean KL per trained token and an adaptive weight."""
         mask = batch["token_mask"]
         kl = reference_kl(batch["prev_logprobs"], batch["reference_policy_logprobs"], self._config) * mask
         metrics = {"kl/reference": float(kl.sum() / mask.sum().clamp(min=1.0))}
@@ -82,18 +82,18 @@ class KLInReward:
         return metrics
 
     def _follow(self, kl: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-        """Move the weight for the next step: this one's penalties are made with the weight that it was sampled under."""
+        """Update the weight for the next step; the penalties of this step use the weight before the update."""
         assert self.controller is not None
         answers = (mask > 0).any(dim=-1)
         if not answers.any():
             return {}
-        of_an_answer = float(kl.double().sum(dim=-1)[answers].mean())
-        self.controller.update(of_an_answer, answers=int(answers.sum()))
-        return {"kl/answer": of_an_answer}
+        per_answer = float(kl.double().sum(dim=-1)[answers].mean())
+        self.controller.update(per_answer, answers=int(answers.sum()))
+        return {"kl/answer": per_answer}
 
 
 def kl_in_reward(loss_fn: LossConfig) -> KLInReward | None:
-    """The cost that a section `loss_fn` asks for, if it does."""
+    """The KL penalty in the reward of a section `loss_fn`; None if it has none."""
     if isinstance(loss_fn, ClippedPGLossConfig) and loss_fn.use_kl_in_reward:
         return KLInReward(loss_fn)
     return None

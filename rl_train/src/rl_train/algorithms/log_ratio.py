@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 LOG_RATIO_BOUND = 20.0
-"""Nats. exp(20) is 4.9e8, beyond every bound that a loss sets, and its square is still a float32. exp(89) is infinite in
-float32, and infinity times an advantage of zero is not a number."""
+"""Nats. exp(20) is 4.9e8, above every bound of a loss, and its square fits into float32. exp(89) is infinite in float32, and
+infinity times an advantage of zero is NaN."""
 
 
 def bounded_log_ratio(
@@ -17,8 +17,8 @@ def bounded_log_ratio(
     Args:
         logprobs: any shape, in nats.
         other: the same shape.
-        mask: the same shape; the result is 0.0 where it is 0. None keeps every entry.
-        bound: at most 80, so that the exponential is a float32.
+        mask: the same shape; the result is 0.0 for entries with mask 0. None keeps every entry.
+        bound: at most 80, so that the exponential fits into float32.
     """
     difference = logprobs - other
     if mask is not None:

@@ -1,4 +1,4 @@
-"""What the policy and its reference say of a step's rows before the step changes the policy, as far as somebody reads it."""
+"""Log-probabilities of a step's rows under the policy and the reference policy, before the policy is trained."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rl_train.run import Run
 
 
 class ScoreRollouts:
-    """Completes the rows of a step for the loss and for a penalty in the reward.
+    """Adds the log-probabilities that the loss and a KL penalty in the reward need to the rows of a step.
 
-    A pass over the rows is made only where its result is read: `prev_logprobs` is not where the loss is on policy, and
-    `reference_policy_logprobs` where nothing is compared with the reference policy.
+    Only computes what is used: not `prev_logprobs` if the loss is on-policy, and not `reference_policy_logprobs` if nothing is
+    compared with the reference policy.
 
     Args:
-        run: its policy is asked; a penalty whose weight moves is kept with its checkpoints.
+        run: its policy scores the rows; an adaptive penalty weight is saved in its checkpoints.
     """
 
     def __init__(self, run: Run) -> None:
@@ -26,7 +26,7 @@ class ScoreRollouts:
             run.keep("adaptive_kl", self._penalize.controller)
 
     def __call__(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """Write into the batch what is read of it; returns metrics of the penalty, if there is one."""
+        """Add the needed keys to the batch; returns metrics of the penalty, if there is one."""
         needed = self._loss_fn.required_keys | (self._penalize.required_keys if self._penalize else frozenset())
         if "prev_logprobs" in needed:
             batch["prev_logprobs"] = self._policy.get_logprobs(batch)["logprobs"]

@@ -11,7 +11,7 @@ from rl_core.config.optimizer_steps import TrainingPlan
 from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
 from rl_core.config.schema import AlgorithmConfig, RunConfig, Section
 from rl_core.config.source_tree import KeyPath
-from rl_train.algorithms.losses.config import MOST_ERROR, ClippedPGLossConfig, NLLLossConfig
+from rl_train.algorithms.losses.config import MAX_KL_ERROR, ClippedPGLossConfig, NLLLossConfig
 from rl_train.algorithms.losses.preference_config import PreferenceLossConfig
 
 
@@ -30,7 +30,7 @@ class RewardScalingConfig(Section):
     """Value that `source_max` is mapped to."""
 
     @model_validator(mode="after")
-    def _a_range(self) -> RewardScalingConfig:
+    def _check_ranges(self) -> RewardScalingConfig:
         if self.source_min >= self.source_max:
             raise ValueError(f"source_min ({self.source_min}) must be below source_max ({self.source_max})")
         if self.target_min >= self.target_max:
@@ -123,11 +123,11 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     def _penalty_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         adaptive = run.loss_fn.adaptive_kl if isinstance(run.loss_fn, ClippedPGLossConfig) else None
-        if adaptive is not None and MOST_ERROR * self.rows_per_step >= adaptive.horizon:
+        if adaptive is not None and MAX_KL_ERROR * self.rows_per_step >= adaptive.horizon:
             yield (
                 ("loss_fn", "adaptive_kl", "horizon"),
                 f"{adaptive.horizon} answers are too few for steps of {self.rows_per_step}: a single step with a KL below the "
-                f"target would reduce the weight by {MOST_ERROR * self.rows_per_step / adaptive.horizon:.0%}, to no penalty "
+                f"target would reduce the weight by {MAX_KL_ERROR * self.rows_per_step / adaptive.horizon:.0%}, to no penalty "
                 "at all. Set it to several times the number of answers per step; 10000 is usual.",
             )
 

@@ -1,17 +1,17 @@
-"""PPO: sample answers, let a critic say what each token was worth, take clipped policy-gradient steps; teach the critic.
+"""PPO: samples answers, estimates advantages with a critic, and takes clipped policy-gradient steps; also trains the critic.
 
-Follows https://arxiv.org/abs/1707.06347 with the advantages of https://arxiv.org/abs/1506.02438, in the form that language
-models are trained in (https://arxiv.org/abs/1909.08593): a token is an action, the reward comes with the last one, and each
-token may cost its KL to the reference policy. Departures:
-  1. policy and critic are two models with optimizers of their own, not one with a weighted sum of losses;
-  2. no KL penalty unless `loss_fn` asks for it, in the reward or in the loss, with a constant weight unless
-     `loss_fn.adaptive_kl` moves it; no bonus for entropy;
-  3. tokens between turns are no actions and cost no discount: a token leads to the next *sampled* one;
-  4. the limit of length is part of the task: nothing comes after a cut (`gae.bootstrap_truncated` says otherwise);
-  5. advantages are normalised over all of a step's tokens, not within each minibatch;
-  6. where a step makes one optimizer step, the importance ratio is 1, so the scoring pass before it is skipped.
+Follows https://arxiv.org/abs/1707.06347 with the advantages of https://arxiv.org/abs/1506.02438, in the form used
+for language models (https://arxiv.org/abs/1909.08593): a token is an action, the reward is that of the last token, and each
+token may have a KL penalty to the reference policy. Departures:
+  1. policy and critic are two models with separate optimizers, not one model with a weighted sum of losses;
+  2. no KL penalty unless `loss_fn` enables it, in the reward or in the loss, with a constant weight unless
+     `loss_fn.adaptive_kl` adapts it; no entropy bonus;
+  3. tokens between turns are not actions and are not discounted: a token leads to the next *sampled* one;
+  4. the length limit is part of the task: a truncated answer has no further reward, unless `gae.bootstrap_truncated` is set;
+  5. advantages are normalized over all tokens of a step, not within each minibatch;
+  6. if a step makes one optimizer step, the importance ratio is 1, so the scoring pass is skipped.
 
-Letters: P prompts, G samples per prompt, B = P·G rows, T tokens.
+Notation: P prompts, G samples per prompt, B = P·G rows, T tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rl_train.run import Run
 
 
 def train(config: PPOConfig, run: Run) -> None:
-    """Train `run.policy` and `run.value` for `config.max_num_steps` steps in all, from `run.first_step` on."""
+    """Train `run.policy` and `run.value` up to step `config.max_num_steps`, starting after `run.first_step`."""
     assert run.weights is not None
     assert run.rollouts is not None
     assert run.value is not None
-    config.refuse_a_warmup_of(config.max_num_steps)
+    config.check_warmup(config.max_num_steps)
     policy, critic, loss_fn, value_loss_fn = run.policy, run.value, run.loss_fn, MseValueLossFn(config.value_loss)
     shape, score = RewardShaping(config, run.config), ScoreRollouts(run)
     loss_fn.on_policy = config.skip_logprobs_when_on_policy and config.takes_one_step(run.config)
@@ -51,21 +51,21 @@ def train(config: PPOConfig, run: Run) -> None:
         with run.timed("score"):
             run.metrics.add(score(batch))
             batch["prev_values"] = critic.get_values(batch)["values"]
-            credit = compute_gae_targets(batch, config.gae)
-            batch["returns"] = credit.returns
-            batch["advantages"], clipped = clip_advantages(credit.advantages, batch["token_mask"], config)
+            targets = compute_gae_targets(batch, config.gae)
+            batch["returns"] = targets.returns
+            batch["advantages"], clipped = clip_advantages(targets.advantages, batch["token_mask"], config)
 
         passes, seed = config.ppo_epochs, (config.seed, step)
         with run.timed("train_value"):
-            learnt = train_epochs(critic, critic_rows(batch), value_loss_fn, passes=passes, seed=seed)
-            run.metrics.add(critic_metrics(learnt))
+            result = train_epochs(critic, critic_rows(batch), value_loss_fn, passes=passes, seed=seed)
+            run.metrics.add(critic_metrics(result))
 
         staleness = policy.weight_version - batch["weight_version"]
         if step > config.critic_warmup_steps:
             with run.timed("train"):
                 run.record_training(train_epochs(policy, batch, loss_fn, passes=passes, seed=seed), batch)
 
-        run.metrics.add(rollouts.metrics | credit.metrics | clipped)
+        run.metrics.add(rollouts.metrics | targets.metrics | clipped)
         run.metrics.add({"staleness/mean": staleness.float().mean()})
         advantage = row_means(batch["advantages"], batch["token_mask"])
         run.log_rollouts(rollout_records(rollouts.trajectories, advantage, batch.get("prev_logprobs")), step)

@@ -60,7 +60,7 @@ class PPOConfig(PolicyGradientConfig):
     """Loss of the critic. The loss of the policy is `loss_fn`."""
 
     @model_validator(mode="after")
-    def _one_loss_of_values(self) -> PPOConfig:
+    def _fixed_value_loss(self) -> PPOConfig:
         if self.value_loss.name not in (None, VALUE_LOSS):
             raise ValueError(
                 f"value_loss.name is {self.value_loss.name!r}, but the loss of the critic is always {VALUE_LOSS}: remove the "
@@ -78,10 +78,10 @@ class PPOConfig(PolicyGradientConfig):
         return self.ppo_epochs == 1 and (rows is None or rows >= self.rows_per_step)
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
-        alone = self.critic_warmup_steps if model == "policy" else 0
-        return TrainingPlan(steps=max(0, self.max_num_steps - alone), rows=self.rows_per_step, passes=self.ppo_epochs)
+        critic_only = self.critic_warmup_steps if model == "policy" else 0
+        return TrainingPlan(steps=max(0, self.max_num_steps - critic_only), rows=self.rows_per_step, passes=self.ppo_epochs)
 
-    def refuse_a_warmup_of(self, steps: int) -> None:
+    def check_warmup(self, steps: int) -> None:
         """Rejects a run of this many steps if it ends before the policy is trained; `max_num_epochs` may make it that short.
 
         Raises:

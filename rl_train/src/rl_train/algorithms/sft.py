@@ -1,9 +1,9 @@
-"""SFT: raise the likelihood of the assistant's messages.
+"""SFT: supervised fine-tuning on the assistant's messages.
 
-Maximum likelihood, with one departure from the usual loop: the loss is a mean over all trained tokens of a global batch,
-over every rank and microbatch, so neither accumulation nor data parallelism weighs a short row more than a long one.
+Maximum likelihood with one departure from the usual loop: the loss is a mean over all trained tokens of a global batch,
+across ranks and microbatches, so neither accumulation nor data parallelism gives tokens of short rows more weight.
 
-Letters: B rows, T tokens.
+Notation: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rl_train.run import Run
 
 
 def train(config: SFTConfig, run: Run) -> None:
-    """Train `run.policy` for `config.max_num_steps` steps in all, from `run.first_step` on."""
+    """Train `run.policy` up to step `config.max_num_steps`, starting after `run.first_step`."""
     assert run.batches is not None
     validate(run, step=0)
     for step in run.steps():

@@ -1,4 +1,4 @@
-"""Validation between steps, the same for every algorithm: held-out prompts, held-out losses."""
+"""Validation between steps, for all algorithms: rollouts of validation prompts and the loss on validation rows."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from rl_train.rollouts.trajectory import Trajectory, to_batch
 from rl_train.run import Run
 
 REPORTED = {"preference/": "global_valid_seqs", "distillation/": "global_valid_toks"}
-"""Metrics of a loss that are told of held-out rows as well, as `validation/<quantity>`, and what they are means over."""
+"""Metrics of a loss that are also reported as `validation/<quantity>`, and the count that they are averaged over."""
 
 
 def validate(run: Run, step: int, *, score: Callable[[BatchedDataDict[Any]], None] | None = None) -> None:
-    """Validate after `step` steps if the config asks for it (0: before the first, logged as a step of its own).
+    """Validate after `step` steps if it is due (0: before the first step, logged as step 0).
 
     Args:
         run: the run.
         step: steps done.
-        score: adds to a held-out batch what the loss reads besides the rows, in place; with it, the loss of held-out prompts
-            is that of the answers that they are given.
+        score: adds the keys that the loss needs to a validation batch, in place; with it, the loss is also computed on
+            the answers to validation prompts.
     """
     if not run.validation_due(step):
         return
     with run.timed("validate"):
         if run.validation_batches is not None:
-            run.metrics.add(_held_out_loss(run, run.validation_batches.epoch(), score))
+            run.metrics.add(_validation_loss(run, run.validation_batches.epoch(), score))
         if run.evaluation is not None:
             assert run.weights is not None
             run.weights.sync(only_if_stale=True)
             metrics, trajectories = run.evaluation.evaluate()
             run.metrics.add(metrics)
             if score is not None:
-                run.metrics.add(_held_out_loss(run, _batches(trajectories, run.config.algorithm.val_batch_size), score))
+                run.metrics.add(_validation_loss(run, _batches(trajectories, run.config.algorithm.val_batch_size), score))
     if step == 0:
         if run.evaluation is not None:
             run.log_rollouts(rollout_records(trajectories), 0)
@@ -46,10 +46,10 @@ def _batches(trajectories: Sequence[Trajectory], rows: int) -> Iterator[BatchedD
     return (to_batch(trajectories[start : start + rows]) for start in range(0, len(trajectories), rows))
 
 
-def _held_out_loss(
+def _validation_loss(
     run: Run, batches: Iterable[BatchedDataDict[Any]], score: Callable[[BatchedDataDict[Any]], None] | None
 ) -> dict[str, float]:
-    """The loss of held-out rows: a mean over their tokens (or sequences), whatever batches they come in."""
+    """The loss on validation rows: a mean over all tokens (or sequences), independent of the batches."""
     of_loss = "global_valid_toks" if run.loss_fn.loss_type is LossType.TOKEN_LEVEL else "global_valid_seqs"
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
@@ -58,10 +58,10 @@ def _held_out_loss(
         if score is not None:
             score(batch)
         result = run.policy.train(batch, run.loss_fn, eval_mode=True, gbs=batch.size)
-        told = {"loss": (result["loss"], of_loss)}
+        reported = {"loss": (result["loss"], of_loss)}
         for area, unit in REPORTED.items():
-            told |= {name.removeprefix(area): (v, unit) for name, v in result["metrics"].items() if name.startswith(area)}
-        for name, (value, unit) in told.items():
+            reported |= {name.removeprefix(area): (v, unit) for name, v in result["metrics"].items() if name.startswith(area)}
+        for name, (value, unit) in reported.items():
             sums[name] = sums.get(name, 0.0) + value * result[unit]
             units[name] = units.get(name, 0.0) + result[unit]
         tokens += result["global_valid_toks"]

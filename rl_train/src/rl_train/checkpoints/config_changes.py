@@ -1,4 +1,4 @@
-"""What differs between the config of a checkpoint and the present one, and which of it a resume allows."""
+"""Differences between the config of a checkpoint and the current one, and which of them a resume allows."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ FREE_TO_CHANGE = (
     "policy.generation.refit_canary",
     "policy.generation.canary_tolerance",
 )
-"""Prefixes of config keys that a resume may change without being asked: how or how long a run continues, not what it is."""
+"""Prefixes of config keys that a resume may change without confirmation: how or how long a run continues, not what it is."""
 
 FREE_IN_ALGORITHM = ("max_num_steps", "max_num_epochs", "val_")
 """The same, within the algorithm's section."""
 
 FIXED = {
-    "policy.optimizer.name": "the state of one optimizer is of no use to another",
-    "value.optimizer.name": "the state of one optimizer is of no use to another",
+    "policy.optimizer.name": "the state of one optimizer cannot be loaded into another",
+    "value.optimizer.name": "the state of one optimizer cannot be loaded into another",
 }
 """Keys that no resume can change, and why."""
 
 
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str) -> dict[str, tuple[Any, Any]]:
-    """Keys whose change makes it another run, with their old and new values; None if a key is absent."""
+    """Changed keys that need confirmation, with their old and new values; None for a missing key."""
     free = (*FREE_TO_CHANGE, *(f"{algorithm}.{key}" for key in FREE_IN_ALGORITHM))
     before, after = _flat(old), _flat(new)
     return {
@@ -48,41 +48,41 @@ def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], algorithm: st
 def refuse_changes(
     checkpoint: Path, old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str, *, allow: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """The changes that the resume makes, if it may.
+    """The changes of a resume, if they are allowed.
 
     Args:
         checkpoint: the step folder.
-        old: the config that it was written under.
-        new: the present config.
-        algorithm: the section of the present algorithm.
+        old: the config of the checkpoint.
+        new: the current config.
+        algorithm: the section of the current algorithm.
         allow: whether the user allowed changes.
 
     Raises:
-        CheckpointError: there are changes that are not allowed, or that no resume can make.
+        CheckpointError: there are changes that are not allowed, or that a resume cannot make.
     """
     if algorithm not in old:
         raise CheckpointError(
-            f"{checkpoint} was not written by the algorithm {algorithm}, which cannot continue from another one's position. "
+            f"{checkpoint} was written by another algorithm than {algorithm}, so it cannot be resumed. "
             f"Start a new run from its weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
     changes = config_changes(old, new, algorithm)
     if fixed := [key for key in changes if key in FIXED]:
         raise CheckpointError(
-            f"{checkpoint} was written under another config:\n{described({key: changes[key] for key in fixed})}\n"
+            f"{checkpoint} was written with another config:\n{describe({key: changes[key] for key in fixed})}\n"
             f"A resume cannot change {', '.join(fixed)}: {FIXED[fixed[0]]}. Undo the change, or start a new run from the "
             f"weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
     if changes and not allow:
         raise CheckpointError(
-            f"{checkpoint} was written under another config:\n{described(changes)}\n"
-            "Continue under the new one with --allow-config-change, start a new run with --resume never, or undo the changes."
+            f"{checkpoint} was written with another config:\n{describe(changes)}\n"
+            "Continue with the new config by --allow-config-change, start a new run with --resume never, or undo the changes."
         )
     return changes
 
 
-def described(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """A line for each change."""
-    return "\n".join(f"  {key}: {_shown(old)} then, {_shown(new)} now" for key, (old, new) in changes.items())
+def describe(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """One line per change."""
+    return "\n".join(f"  {key}: {_format(old)} then, {_format(new)} now" for key, (old, new) in changes.items())
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -95,5 +95,5 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return "absent" if value is None else repr(value)

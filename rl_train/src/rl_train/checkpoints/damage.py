@@ -13,7 +13,7 @@ from rl_train.checkpoints.manifest import DamagedFileError, digests_of, files_in
 STATE: Final = "state.json"
 STEP_FOLDER: Final = re.compile(r"^step_(\d{6,})(?:\.complete)?$")
 _STATE_FORM: Final[Mapping[str, type]] = {"step": int, "resumable": bool, "parts": dict, "config": dict}
-_MOST_SHOWN: Final = 6
+_MAX_LISTED: Final = 6
 
 
 def verify_checkpoint(checkpoint: Path, *, only: Collection[str] | None = None) -> None:
@@ -27,7 +27,7 @@ def verify_checkpoint(checkpoint: Path, *, only: Collection[str] | None = None) 
             by default.
 
     Raises:
-        CheckpointError: a file is missing, was added or has changed; names them, and the next older checkpoint without damage.
+        CheckpointError: files are missing, were added or have changed; lists them and the next older intact checkpoint.
     """
     problems = find_damage(checkpoint, only=only)
     if problems:
@@ -68,9 +68,9 @@ def read_checked_state(checkpoint: Path) -> dict[str, Any]:
 
 def damage_error(checkpoint: Path, problems: Sequence[str]) -> CheckpointError:
     """The error for a checkpoint with these problems, one line each."""
-    shown = [f"  {problem}" for problem in problems[:_MOST_SHOWN]]
-    if len(problems) > _MOST_SHOWN:
-        shown.append(f"  and {len(problems) - _MOST_SHOWN} more")
+    shown = [f"  {problem}" for problem in problems[:_MAX_LISTED]]
+    if len(problems) > _MAX_LISTED:
+        shown.append(f"  and {len(problems) - _MAX_LISTED} more")
     return CheckpointError(
         "\n".join([f"The checkpoint {checkpoint} is damaged, so nothing was loaded from it:", *shown, _advice(checkpoint)])
     )
@@ -116,10 +116,10 @@ def _contradictions(checkpoint: Path, manifest: Mapping[str, Any]) -> Iterator[s
             yield f"{STATE}: `{key}` must be {kind.__name__}, found {type(state.get(key)).__name__}"
             return
     if state["step"] != manifest["step"]:
-        yield f"{STATE}: its step is {state['step']}, and the manifest's is {manifest['step']}"
+        yield f"{STATE}: its step is {state['step']}, but that of the manifest is {manifest['step']}"
     name = STEP_FOLDER.match(checkpoint.name)
     if name is not None and int(name[1]) != manifest["step"]:
-        yield f"the folder's name says step {int(name[1])}, and its manifest says step {manifest['step']}"
+        yield f"the folder name has step {int(name[1])}, but its manifest has step {manifest['step']}"
 
 
 def _changed_files(checkpoint: Path, files: Mapping[str, Mapping[str, Any]], only: Collection[str] | None) -> Iterator[str]:
@@ -130,22 +130,22 @@ def _changed_files(checkpoint: Path, files: Mapping[str, Mapping[str, Any]], onl
     present = {name for name in wanted if (checkpoint / name).is_file()}
     for name in sorted(wanted.keys() - present):
         yield f"{name}: missing" if not (checkpoint / name).exists() else f"{name}: not a file"
-    right_size = []
+    same_size = []
     for name in sorted(present):
         size = (checkpoint / name).stat().st_size
         if size != wanted[name]["size"]:
             yield f"{name}: {size} bytes, {wanted[name]['size']} were written"
         else:
-            right_size.append(name)
+            same_size.append(name)
     try:
-        digests = digests_of(checkpoint, right_size)
+        digests = digests_of(checkpoint, same_size)
     except OSError as error:
         yield f"{Path(error.filename or checkpoint).name}: cannot be read: {error.strerror}"
         return
     for name, digest in digests.items():
         if digest != wanted[name]["digest"]:
             yield f"{name}: its content changed after it was written"
-    # In the model's folders a file more can change what is loaded. Hidden files are those of network file systems.
+    # An additional file in a model folder can change what is loaded. Network file systems create `.nfs*` files.
     for name in sorted(files_in(checkpoint)):
         if "/" in name and compared(name) and name not in files and not Path(name).name.startswith(".nfs"):
-            yield f"{name}: is not one of the files that were written; remove it"
+            yield f"{name}: is not part of the checkpoint; remove it"

@@ -13,8 +13,8 @@ from typing import Final
 from rl_core.errors import CheckpointWriteError, DiskFullError, RLCoreError
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
-_WORDS: Final = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)")
-"""As the errors of libraries that keep no number say it."""
+_MESSAGES: Final = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)")
+"""Messages of libraries that do not preserve the error number."""
 _NEARLY_FULL: Final = 2**20
 _log = logging.getLogger("rlcore")
 
@@ -26,7 +26,7 @@ def is_full_disk(error: BaseException | None) -> bool:
         seen.add(id(error))
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
-        if any(words in str(error) for words in _WORDS):
+        if any(words in str(error) for words in _MESSAGES):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -67,35 +67,35 @@ def _explained(error: Exception) -> bool:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this process may still write to the disk of a folder, which need not exist yet."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    return shutil.disk_usage(there).free
+    """Free bytes for this process on the disk of a folder, which may not exist yet."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
 
 
 def check_disk_space(folder: Path, *, checkpoint_bytes: int, most_at_once: int) -> None:
-    """Compare the free space with what the checkpoints of a run need at least.
+    """Compare the free space with the minimum that the checkpoints of a run need.
 
     Args:
         folder: parent of the step folders.
         checkpoint_bytes: size of one checkpoint; a lower bound.
-        most_at_once: how many more than now will be there at the same time, the one being written included.
+        most_at_once: number of additional checkpoints that will exist at the same time, including the one being written.
 
     Raises:
         DiskFullError: not one checkpoint fits. If only later ones do not fit, that is a warning.
     """
     free = free_bytes(folder)
-    what = f"{folder} has {_size(free)} free, and one checkpoint of this run takes at least {_size(checkpoint_bytes)}"
+    what = f"{folder} has {_size(free)} free, but one checkpoint of this run needs at least {_size(checkpoint_bytes)}"
     fix = (
         "Free space, keep fewer checkpoints (checkpointing.keep_latest_k, keep_top_k), or write them to another disk "
         "(checkpointing.checkpoint_dir)."
     )
     if free < checkpoint_bytes:
-        raise DiskFullError(f"{what}, so not one could be written. No step was taken. {fix}", exit_code=2)
+        raise DiskFullError(f"{what}, so none can be written. Training was not started. {fix}", exit_code=2)
     if free < checkpoint_bytes * most_at_once:
         _log.warning(
-            "%s; %d more will be there at once (an old one is deleted only when the new one is complete). %s",
+            "%s; %d more will exist at once (an old one is only deleted when the new one is complete). %s",
             what,
             most_at_once,
             fix,
@@ -104,7 +104,7 @@ def check_disk_space(folder: Path, *, checkpoint_bytes: int, most_at_once: int) 
 
 @contextmanager
 def explain_full_disk(folder: Path) -> Iterator[None]:
-    """Whatever fails in the block because the disk of the run folder is full is raised as `DiskFullError`."""
+    """Raises errors in the block that a full disk of the run folder caused as `DiskFullError`."""
     try:
         yield
     except RLCoreError:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its step, its metrics, and the size and digest of every file in it.
 
-The digest is xxh3_128: it detects damage (a flipped bit, a truncated file), not tampering, and it reads 5.5 GiB per CPU-second
-where SHA-256 reads 0.9 and BLAKE2b 0.4 (benchmarks/checkpoint_digests.py). The manifest holds a digest of itself as well.
+The digest is xxh3_128: it detects damage (a flipped bit, a truncated file), not tampering. It reads 5.5 GiB per CPU-second;
+SHA-256 reads 0.9 and BLAKE2b 0.4 (benchmarks/checkpoint_digests.py). The manifest also has a digest of itself.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MAX_THREADS: Final = 8
 
 
 class DamagedFileError(CheckpointError):
-    """A JSON file of a checkpoint cannot be what was written.
+    """A JSON file of a checkpoint is corrupt.
 
     Args:
         path: the file.
-        problem: what is wrong with it.
+        problem: the problem.
 
     Attributes:
-        problem: the same, after the name of the file in its folder.
+        problem: the same, prefixed with the file name.
     """
 
     def __init__(self, path: Path, problem: str) -> None:
@@ -43,7 +43,7 @@ class DamagedFileError(CheckpointError):
 
 
 def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> None:
-    """Write the manifest of everything that is in `folder`; call it last.
+    """Write the manifest of all files in `folder`; call it last.
 
     Args:
         folder: all other files of the checkpoint, closed.
@@ -62,7 +62,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """`step`, `metrics` and `files`: path in the checkpoint to `size` and `digest`.
 
     Raises:
-        DamagedFileError: it is not what was written.
+        DamagedFileError: it is corrupt.
         CheckpointError: the folder is not a complete checkpoint, or it has another format.
     """
     if not (checkpoint / MANIFEST).is_file():
@@ -70,8 +70,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     manifest = read_json_object(checkpoint / MANIFEST)
     if manifest.keys() == _FORMAT_1_KEYS:
         raise _wrong_format(checkpoint, 1)
-    said = manifest.pop("digest", None)
-    if said != _own_digest(manifest):
+    expected = manifest.pop("digest", None)
+    if expected != _own_digest(manifest):
         raise DamagedFileError(checkpoint / MANIFEST, "its content changed after it was written")
     if manifest.get("format") != _FORMAT:
         raise _wrong_format(checkpoint, manifest.get("format"))
@@ -84,7 +84,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a checkpoint.
 
     Raises:
-        DamagedFileError: it holds something else, or cannot be read.
+        DamagedFileError: it is not a JSON object, or cannot be read.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(path, f"invalid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise DamagedFileError(path, f"must hold a JSON object, found {type(found).__name__}")
+        raise DamagedFileError(path, f"must be a JSON object, found {type(found).__name__}")
     return found
 
 
@@ -109,10 +109,10 @@ def files_in(folder: Path) -> Iterator[str]:
 
 
 def digests_of(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Name to digest, of files below `folder`.
+    """Digests of files below `folder`, by name.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         return dict(zip(names, threads.map(lambda name: _digest(folder / name), names), strict=True))
@@ -139,7 +139,7 @@ def _no_manifest(checkpoint: Path) -> str:
     steps = sorted(checkpoint.glob("checkpoints/step_*"))
     there = sorted(entry.name for entry in checkpoint.iterdir())[:8] if checkpoint.is_dir() else None
     return (
-        f"{checkpoint} is no checkpoint: it has no {MANIFEST}"
-        + (f" (it holds {', '.join(there) or 'nothing'})." if there is not None else " (there is no such folder).")
-        + (f" It is a run folder: name {steps[-1]}." if steps else " Name a folder such as runs/NAME/checkpoints/step_000010.")
+        f"{checkpoint} is not a checkpoint: it has no {MANIFEST}"
+        + (f" (it contains: {', '.join(there) or 'nothing'})." if there is not None else " (the folder does not exist).")
+        + (f" It is a run folder: use {steps[-1]}." if steps else " Give a folder such as runs/NAME/checkpoints/step_000010.")
     )

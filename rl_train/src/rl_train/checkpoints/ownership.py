@@ -1,4 +1,4 @@
-"""Which run a folder belongs to, and which process writes to it: `run.json` and `.lock` in run and checkpoint folders."""
+"""Ownership of run and checkpoint folders: by a run (`run.json`), and by a process (`.lock`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _log = logging.getLogger("rlcore")
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """What distinguishes a run from every other; it stays the same when the run is resumed or its folders are moved."""
+    """Identity of a run, which is unchanged when the run is resumed or its folders are moved."""
 
     run_id: str
-    """32 hexadecimal digits, drawn when the run folder is created."""
+    """32 hexadecimal digits, generated when the run folder is created."""
     name: str
     """The run's name in its config, without the number of the run folder."""
     folder: str
@@ -39,7 +39,7 @@ class RunIdentity:
 
 
 def read_identity(folder: Path) -> RunIdentity | None:
-    """The run that a run folder or checkpoint folder belongs to; None if the folder does not say so.
+    """The run that a run folder or checkpoint folder belongs to; None if it has no run.json.
 
     Raises:
         CheckpointError: its run.json is damaged.
@@ -64,19 +64,19 @@ def write_identity(folder: Path, identity: RunIdentity) -> None:
 
 
 def hold(folder: Path, exits: ExitStack, *, setting: str) -> None:
-    """Create `folder` and lock it for this process until `exits` closes or the process ends, however it ends.
+    """Create `folder` and lock it for this process until `exits` closes or the process ends.
 
     Args:
         folder: a run folder or a checkpoint folder.
         exits: releases the lock.
-        setting: the config key that names another folder.
+        setting: the config key of the folder, for errors.
 
     Raises:
-        UserError: another process holds it, or it cannot be created.
+        UserError: another process has locked it, or it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Appending keeps the holder's entry when the lock is refused.
+        # Append mode keeps the owner's entry if locking fails.
         lock: IO[str] = (folder / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
@@ -104,15 +104,15 @@ def hold(folder: Path, exits: ExitStack, *, setting: str) -> None:
 
 
 def refuse_foreign(store: CheckpointStore, identity: RunIdentity, *, continues: bool) -> None:
-    """Refuse a checkpoint folder that belongs to another run.
+    """Reject a checkpoint folder that belongs to another run.
 
     Args:
         store: the folder this run would write to.
-        identity: of this run.
-        continues: whether the user named one of its checkpoints to resume from; then a folder without run.json is taken over.
+        identity: identity of this run.
+        continues: whether the run resumes from one of its checkpoints; then a folder without run.json is taken over.
 
     Raises:
-        CheckpointError: it belongs to another run, or holds checkpoints of an unknown one.
+        CheckpointError: it belongs to another run, or has checkpoints of an unknown one.
     """
     owner, steps = read_identity(store.folder), store.steps()
     if owner is None and (continues or not steps):
@@ -123,6 +123,6 @@ def refuse_foreign(store: CheckpointStore, identity: RunIdentity, *, continues: 
     held = f" (steps {steps[0]} to {steps[-1]})" if steps else ""
     raise CheckpointError(
         f"The checkpoint folder {store.folder} belongs to {which}{held}. Two runs in one folder would delete and resume each "
-        "other's checkpoints. Choose another one with checkpointing.checkpoint_dir=FOLDER, or leave that key out to use the "
+        "other's checkpoints. Choose another one with checkpointing.checkpoint_dir=FOLDER, or remove that key to use the "
         f"run folder. To continue that run, use --resume {store.find(steps[-1]) if steps else 'PATH'}."
     )

@@ -1,4 +1,4 @@
-"""All that a resume needs beside the policy's own files: the step, the data position, and the config it belongs to."""
+"""Saves and restores the state of a run: models, step, data position and config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_train.checkpoints.store import CheckpointStore
 
 
 class Stateful(Protocol):
-    """What has a position that a resume must restore; JSON only."""
+    """An object with state that a resume must restore, as JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -30,12 +30,12 @@ class Checkpoints:
 
     Attributes:
         store: the step folders.
-        models: what is trained, by the name of its folder: `policy`, and what is trained beside it.
-        parts: what else has a position, by name.
-        config: the resolved config, kept beside the weights.
-        algorithm: the section that holds the algorithm's keys.
-        save_optimizer: whether a checkpoint can be resumed.
-        tokenizer: written beside the weights, so that the folder is a model of its own.
+        models: the trained models, by the name of their folders: `policy` and companion models.
+        parts: other objects with state, by name.
+        config: the resolved config, saved with the weights.
+        algorithm: the section of the algorithm.
+        save_optimizer: whether checkpoints can be resumed.
+        tokenizer: saved with the weights, so that the folder is a complete model.
         schedule_lengths: optimizer steps of the learning-rate schedules that follow the length of the run, by model.
     """
 
@@ -47,26 +47,26 @@ class Checkpoints:
     save_optimizer: bool
     tokenizer: Any
     schedule_lengths: Mapping[str, int] = field(default_factory=dict)
-    _kept: dict[str, Stateful] = field(default_factory=dict, init=False)
+    _algorithm_state: dict[str, Stateful] = field(default_factory=dict, init=False)
     _found: Mapping[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
     def keep(self, name: str, part: Stateful) -> None:
-        """Save a part of the algorithm's own from now on, and bring it to where a checkpoint that was restored left it.
+        """Save additional state of the algorithm in each checkpoint, and restore it if a checkpoint was restored.
 
-        A checkpoint that knows nothing of it was written under another config, and the part is left as it is.
+        It is unchanged if the checkpoint does not contain it, because that was written with another config.
         """
-        self._kept[name] = part
+        self._algorithm_state[name] = part
         if name in self._found:
             part.load_state_dict(self._found[name])
 
     def check_disk_space(self, *, num_saves: int) -> None:
-        """Compare the free space with what the run's checkpoints need; call it before the first step.
+        """Compare the free space with the size of the run's checkpoints; call it before the first step.
 
         Args:
-            num_saves: how many checkpoints the run writes.
+            num_saves: number of checkpoints that the run writes.
 
         Raises:
-            DiskFullError: not one fits.
+            DiskFullError: there is no space for one checkpoint.
         """
         models = (model for model in self.models.values() if isinstance(model, TrainableInterface))
         size = sum(model.checkpoint_bytes(optimizer=self.save_optimizer) for model in models)
@@ -77,21 +77,21 @@ class Checkpoints:
         """Write the checkpoint of `step` steps done.
 
         Raises:
-            NonFiniteError: a weight or the optimizer's state is NaN or infinite; nothing was written or deleted.
+            NonFiniteError: a weight or optimizer state is NaN or infinite; nothing was written or deleted.
             CheckpointWriteError: the disk is full, or cannot be written to; what was written is removed.
         """
-        self._refuse_non_finite(step)
+        self._check_finite(step)
         return self.store.write(step, lambda folder: self._fill(folder, step), metrics)
 
-    def _refuse_non_finite(self, step: int) -> None:
+    def _check_finite(self, step: int) -> None:
         for name, model in self.models.items():
-            # A model that is given by its interface's methods alone is not checked.
+            # A model that only has the methods of its interface is not checked.
             found = model.find_non_finite() if isinstance(model, TrainableInterface) else None
             if found is None:
                 continue
             last = self.store.latest()
             lower = f"a lower learning rate (`{name}.optimizer.kwargs.lr`)"
-            ahead = (
+            advice = (
                 f"The last checkpoint with finite weights is {last}: continue from it with {lower}, --resume {last} and "
                 "--allow-config-change."
                 if last is not None
@@ -99,7 +99,7 @@ class Checkpoints:
             )
             raise NonFiniteError(
                 f"After step {step} the tensor {found} of `{name}` has NaN or infinite values, so its checkpoint was not "
-                f"written. {ahead}"
+                f"written. {advice}"
             )
 
     def _fill(self, folder: Path, step: int) -> None:
@@ -112,25 +112,25 @@ class Checkpoints:
             "step": step,
             "resumable": self.save_optimizer,
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
-            "algorithm": {name: part.state_dict() for name, part in self._kept.items()},
+            "algorithm": {name: part.state_dict() for name, part in self._algorithm_state.items()},
             "config": self.config,
             "schedule_lengths": dict(self.schedule_lengths),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
     def restore(self, checkpoint: Path, *, allow_config_change: bool = False, verify: bool = True) -> int:
-        """Bring the run to where `checkpoint` left it.
+        """Restore the run from `checkpoint`.
 
         Args:
             checkpoint: the step folder.
             allow_config_change: as `resumable_state`.
-            verify: compare the files with their digests first; a caller of `resumable_state` has done so.
+            verify: first compare the files with their digests; not needed after `resumable_state`.
 
         Returns:
             Steps done.
 
         Raises:
-            CheckpointError: it is damaged, holds weights alone, or belongs to another config.
+            CheckpointError: it is damaged, only has weights, or belongs to another config.
         """
         state = resumable_state(checkpoint, self.config, self.algorithm, allow_config_change=allow_config_change, verify=verify)
         for name, model in self.models.items():
@@ -138,7 +138,7 @@ class Checkpoints:
         for name, part in self.parts.items():
             _load_part(part, name, state, checkpoint)
         self._found = state.get("algorithm", {})
-        for name, part in self._kept.items():
+        for name, part in self._algorithm_state.items():
             if name in self._found:
                 part.load_state_dict(self._found[name])
         step: int = state["step"]
@@ -153,23 +153,23 @@ def resumable_state(
     allow_config_change: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """The state of a checkpoint that a run of this config can continue from; it needs no part of the run.
+    """The state of a checkpoint that a run with this config can resume; does not need the run itself.
 
     Args:
         checkpoint: the step folder.
         config: the resolved config.
-        algorithm: the section that holds the algorithm's keys.
-        allow_config_change: take it although it was written under another config.
+        algorithm: the section of the algorithm.
+        allow_config_change: accept a checkpoint that was written with another config.
         verify: compare all of its files with their digests.
 
     Raises:
-        CheckpointError: it is damaged, holds weights alone, or belongs to another config.
+        CheckpointError: it is damaged, only has weights, or belongs to another config.
     """
     state = read_state(checkpoint)
     if not state["resumable"]:
         raise CheckpointError(
-            f"{checkpoint} holds weights alone (checkpointing.save_optimizer was false), so training cannot go on from "
-            f"it. Start a new run from the weights: policy.model_name={checkpoint / 'policy' / 'weights'}"
+            f"{checkpoint} only has weights (checkpointing.save_optimizer was false), so it cannot be resumed. "
+            f"Start a new run from the weights: policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
     refuse_changes(checkpoint, state["config"], config, algorithm, allow=allow_config_change)
     if verify:

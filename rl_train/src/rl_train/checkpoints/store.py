@@ -1,4 +1,4 @@
-"""Step folders that are complete or absent: written under another name, synced, renamed. Their content is the caller's."""
+"""Writes step folders atomically: under another name, synced, then renamed. The caller writes their content."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _COMPLETE = ".complete"
 _PARTIAL = ".partial"
 _FOLDER = re.compile(rf"^step_(\d{{6,}})(?:{re.escape(_COMPLETE)})?$")
 ABANDONED = "abandoned_"
-"""Prefix of the folders that hold checkpoints which a resume from an earlier step has set aside."""
+"""Prefix of folders with checkpoints that a resume from an earlier step has moved away."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints stay: the newest, and the best by a metric."""
+    """Which checkpoints are keep: the newest, and the best by a metric."""
 
     keep_latest_k: int = 2
     keep_top_k: int | None = None
@@ -47,7 +47,7 @@ class CheckpointStore:
 
     Args:
         folder: parent of the step folders; created by the first write.
-        retention: which checkpoints are kept.
+        retention: which checkpoints to keep.
     """
 
     def __init__(self, folder: Path, retention: Retention | None = None) -> None:
@@ -66,8 +66,8 @@ class CheckpointStore:
 
         Args:
             step: number of completed steps.
-            fill: writes all files into the folder it is given.
-            metrics: the values that retention ranks by.
+            fill: writes all files to the given folder.
+            metrics: metrics for the ranking of checkpoints.
 
         Raises:
             CheckpointWriteError: the disk is full, or cannot be written to. The incomplete files are removed then, as after
@@ -104,7 +104,7 @@ class CheckpointStore:
 
     @property
     def most_at_once(self) -> int:
-        """Checkpoints that can be there at the same time: those that are kept, and the one being written."""
+        """Largest number of checkpoints at the same time: those that are keep, and the one being written."""
         return self._retention.keep_latest_k + (self._retention.keep_top_k or 0) + 1
 
     def path(self, step: int) -> Path:
@@ -112,7 +112,7 @@ class CheckpointStore:
         return self.folder / f"step_{step:06d}"
 
     def find(self, step: int) -> Path:
-        """The folder that holds the complete checkpoint of `step`, also between a kill and the next `sweep`."""
+        """The folder of the complete checkpoint of `step`, also between a kill and the next `sweep`."""
         complete = self.path(step).with_suffix(_COMPLETE)
         return complete if complete.is_dir() else self.path(step)
 
@@ -164,7 +164,7 @@ class CheckpointStore:
             shutil.rmtree(old)
 
     def _discard(self, folder: Path) -> None:
-        """Delete a folder that counts as a checkpoint: it loses its name before its first file."""
+        """Delete a checkpoint: it is renamed before its files are deleted."""
         partial = folder.with_name(f"{folder.name}.old{_PARTIAL}")
         if partial.exists():
             shutil.rmtree(partial)
@@ -173,9 +173,9 @@ class CheckpointStore:
 
     def _prune(self, *, just_written: int) -> None:
         steps = self.steps()
-        kept = {just_written, *steps[-self._retention.keep_latest_k :], *self._best(steps)}
+        keep = {just_written, *steps[-self._retention.keep_latest_k :], *self._best(steps)}
         for step in steps:
-            if step not in kept:
+            if step not in keep:
                 self._discard(self.find(step))
 
     def _best(self, steps: list[int]) -> list[int]:
@@ -189,15 +189,15 @@ class CheckpointStore:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a folder that `CheckpointStore` gave."""
+    """The step of a step folder."""
     return int(checkpoint.stem.removeprefix("step_"))
 
 
 def _metric(checkpoint: Path, name: str) -> Any:
     try:
         return read_manifest(checkpoint)["metrics"].get(name)
-    except CheckpointError as error:  # of an older checkpoint: no reason to end the run that writes a new one
-        _log.warning("%s It counts as without %s.", error, name)
+    except CheckpointError as error:  # damage of an older checkpoint must not stop the run
+        _log.warning("%s It is ranked as if it had no %s.", error, name)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Which algorithm a config has: the one whose section it has, or one given by its paths (`algorithm`); imports no torch."""
+"""Finds the algorithm of a config: by its section, or by the paths in `algorithm`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rl_core.plugins.registry import Registry
 
 
 class AlgorithmPathConfig(Section):
-    """An algorithm given by its paths (`algorithm`). Its settings are in a separate section with a name of your choice."""
+    """An algorithm given by import paths. Its settings are in a separate section with a name of your choice."""
 
     train: str
-    """Dotted path of the training function, `train(config, run)`. Imported only by a run."""
+    """Dotted path of the training function, `train(config, run)`. Only imported by a run."""
     config: str
-    """Dotted path of the model of its settings, an `AlgorithmConfig`. Also imported by `rlcore validate`."""
+    """Dotted path of its settings model, a subclass of `AlgorithmConfig`. Also imported by `rlcore validate`."""
 
 
 _PATHS = tuple(AlgorithmPathConfig.model_fields)
@@ -33,50 +33,52 @@ def choose_algorithm(
     registry: Registry,
     problems: Problems,
 ) -> Component | None:
-    """The algorithm of the only section that is not one of the standard sections; every further one is reported.
+    """The algorithm of the only non-standard section; additional ones are reported.
 
     Args:
         values: The plain values of the whole config.
         sections: The keys of the sections that every config may have.
         written: The same values with their source locations.
-        registry: Where algorithms are found.
+        registry: Used to look up algorithms.
         problems: Receives unknown sections, several algorithms, and a missing algorithm.
     """
     names = [name for name in values if name not in sections]
     if values.get("algorithm") is not None:
-        return _at_a_path(names, values["algorithm"], written=written, registry=registry, problems=problems)
-    named = [_named(name, sections=sections, written=written, registry=registry, problems=problems) for name in names]
+        return _find_by_path(names, values["algorithm"], written=written, registry=registry, problems=problems)
+    named = [_find_by_section(name, sections=sections, written=written, registry=registry, problems=problems) for name in names]
     found = [component for component in named if component is not None]
     if len(found) == 1:
         return found[0]
     if found:
         last = found[-1].name
         problems.add(
-            f"A config has the section of one algorithm, and this one has those of {' and '.join(one.name for one in found)}: "
+            f"A config must have exactly one algorithm section, but this one has {' and '.join(one.name for one in found)}: "
             "remove all but one.",
             place=written.nearest((last,)).key_place,
             path=(last,),
         )
     elif not names:
         known = ", ".join(f"{name}:" for name in registry.names(Kind.ALGORITHM))
-        problems.add(f"There is no section of an algorithm: add one of {known} (it may be empty).", place=written.place)
+        problems.add(f"The config has no algorithm section: add one of {known} (it may be empty).", place=written.place)
     return None
 
 
-def _named(name: str, *, sections: Collection[str], written: Node, registry: Registry, problems: Problems) -> Component | None:
+def _find_by_section(
+    name: str, *, sections: Collection[str], written: Node, registry: Registry, problems: Problems
+) -> Component | None:
     place = written.nearest((name,)).key_place
     algorithms = registry.names(Kind.ALGORITHM)
     if is_path(name):
         first = name.partition(".")[0]
-        hint = " A dotted key is for overrides: write its parts below each other." if first in sections else ""
-        hint = hint or " An algorithm given by its path goes under `algorithm: {train: ..., config: ...}`."
+        hint = " Dotted keys only work in overrides: in a file, nest the keys." if first in sections else ""
+        hint = hint or " To use an algorithm by its path, set `algorithm: {train: ..., config: ...}`."
         problems.add(f"There is no section {name!r}.{hint}", place=place, path=(name,))
         return None
     try:
         return registry.find(Kind.ALGORITHM, name)
     except UnknownComponentError:
-        absent = [known.name for known in registry.not_installed() if known.kind is Kind.ALGORITHM]
-        meant = nearest(name, [*sections, *algorithms, *absent])
+        not_installed = [known.name for known in registry.not_installed() if known.kind is Kind.ALGORITHM]
+        meant = nearest(name, [*sections, *algorithms, *not_installed])
         hint = f" Did you mean {meant!r}?" if meant else f" Sections: {', '.join([*algorithms, *sections])}."
         problems.add(f"There is no section {name!r}.{hint}", place=place, path=(name,))
     except PluginError as error:
@@ -84,13 +86,13 @@ def _named(name: str, *, sections: Collection[str], written: Node, registry: Reg
     return None
 
 
-def _at_a_path(names: list[str], paths: Any, *, written: Node, registry: Registry, problems: Problems) -> Component | None:
-    """The only unregistered section, with the function and the model that `algorithm` names."""
+def _find_by_path(names: list[str], paths: Any, *, written: Node, registry: Registry, problems: Problems) -> Component | None:
+    """A component for the only non-standard section, with the function and the model that `algorithm` names."""
     place = written.nearest(("algorithm",)).key_place
     if len(names) != 1:
         others = f"has {' and '.join(names)}: remove all but one" if names else "has none: add one (it may be empty)"
         problems.add(
-            f"goes with a section of its settings, under a name of your choice, and this config {others}.",
+            f"requires a section with its settings, under a name of your choice, but this config {others}.",
             place=place,
             path=("algorithm",),
         )
@@ -98,14 +100,14 @@ def _at_a_path(names: list[str], paths: Any, *, written: Node, registry: Registr
     [name] = names
     if name in registry.names(Kind.ALGORITHM):
         problems.add(
-            f"is the algorithm of a plugin, and {place} gives another by its path: give the section another name, or remove "
-            "`algorithm`.",
+            f"is the name of an algorithm from a plugin, but {place} sets another algorithm by its path: rename the section, "
+            "or remove `algorithm`.",
             place=written.nearest((name,)).key_place,
             path=(name,),
         )
         return None
     if not isinstance(paths, Mapping) or not all(isinstance(paths.get(key), str) for key in _PATHS):
-        return None  # the section's own model says what it lacks
+        return None  # reported when the section is validated
     targets = []
     for key in _PATHS:
         try:

@@ -15,9 +15,9 @@ _DATA_PATHS = {"train_data_path": "train", "val_data_path": "validation"}
 
 
 def expand_data_paths(data: dict[str, Any]) -> list[tuple[str, str]]:
-    """Expands, in place, the paths that stand for datasets in a section `data`; returns the short keys and what each became.
+    """Expands `train_data_path` and `val_data_path` of a section `data` in place; returns each short key and its split.
 
-    If both forms are set, nothing is done: the model of `data` rejects that.
+    If both forms of a key are set, it is unchanged: the model of `data` rejects that.
     """
     expanded = [
         (short, split) for short, split in _DATA_PATHS.items() if data.get(short) is not None and data.get(split) is None
@@ -35,7 +35,7 @@ def expand_aliases(
     Args:
         values: The plain values; changed in place.
         written: The same values with their source locations.
-        through: The interpolations by path.
+        through: The text of each interpolation, by its path.
     """
     data = values.get("data")
     for short, split in expand_data_paths(data) if isinstance(data, dict) else ():
@@ -56,7 +56,7 @@ def with_prompt(section: DatasetT, data: DataConfig) -> DatasetT:
     """A dataset's section, with `data.prompt` if it does not set the prompt template or the system prompt itself."""
     if data.prompt is None:
         return section
-    asked = {"prompt": data.prompt.prompt_config, "system_prompt": data.prompt.system_prompt}
+    defaults = {"prompt": data.prompt.prompt_config, "system_prompt": data.prompt.system_prompt}
     return section.model_copy(
-        update={key: value for key, value in asked.items() if value is not None and getattr(section, key, None) is None}
+        update={key: value for key, value in defaults.items() if value is not None and getattr(section, key, None) is None}
     )

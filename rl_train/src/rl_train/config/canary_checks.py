@@ -14,7 +14,7 @@ HELD_DIGESTS = "held_weight_digests"
 
 
 def canary_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPath, str]]:
-    """A canary that is disabled for an engine whose tensors are not checked in any other way."""
+    """A disabled canary for an engine whose tensors are not verified in any other way."""
     generation = run.policy.generation
     if generation is None or generation.refit_canary or is_path(generation.backend):
         return
@@ -26,7 +26,7 @@ def canary_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPa
 def without_canary(backend: str) -> str:
     """Why the canary of an engine without `HELD_DIGESTS` is required."""
     return (
-        f"the engine {backend!r} must be checked by the canary. Its fingerprint covers the weights that arrived and not the "
-        f"tensors that it computes with (it lacks the capability {HELD_DIGESTS!r}). Leave refit_canary at true, and logits "
-        "unchanged."
+        f"the engine {backend!r} requires the canary: its fingerprint covers the weights that it received, not the tensors "
+        f"that it computes with (it does not have the capability {HELD_DIGESTS!r}). Keep refit_canary: true, and do not "
+        "change logits."
     )

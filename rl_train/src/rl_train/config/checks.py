@@ -1,4 +1,4 @@
-"""Checks that span several sections: whether algorithm, backends, data and cluster of a config fit together."""
+"""Checks that span several sections: compatibility of algorithm, backends, data and cluster."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from rl_train.config.transport_checks import transport_conflicts
 
 
 def cross_check(run: RunConfig, layout: ConfigLayout, registry: Registry) -> Iterator[Finding]:
-    """Everything that is wrong with a combination of sections that are valid by themselves.
+    """Conflicts between sections that are each valid on their own.
 
     Args:
         run: The valid sections.
-        layout: The components that they name.
+        layout: The components that the sections name.
         registry: Provides the capabilities of the components.
     """
-    yield from _what_the_algorithm_needs(run)
+    yield from _missing_sections(run)
     yield from section_conflicts(run, registry)
     yield from in_process_conflicts(run)
     yield from data_conflicts(run)
     yield from transport_conflicts(run, registry)
-    yield from _libraries(run, layout)
+    yield from _unmet_requirements(run, layout)
 
 
 def section_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
-    """Constraints between sections that always apply, whether the run comes from a config file or from Python objects.
+    """Conflicts that are checked for runs from config files and from Python objects.
 
     Args:
         run: The valid sections.
@@ -56,24 +56,24 @@ def section_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
     yield from canary_conflicts(run, registry)
 
 
-def _what_the_algorithm_needs(run: RunConfig) -> Iterator[Finding]:
+def _missing_sections(run: RunConfig) -> Iterator[Finding]:
     name, algorithm = run.algorithm_name, run.algorithm
     if algorithm.needs_generation and run.policy.generation is None:
-        yield ("policy", "generation"), f"must be set: {name} samples from the policy. Say which `backend` generates."
+        yield ("policy", "generation"), f"is required: {name} samples from the policy. Choose a generation `backend`."
     if algorithm.needs_generation and algorithm.needs_rewards and not run.env:
-        yield ("env",), f"must be set: {name} trains on the rewards of an environment. Name one, such as `math:`."
+        yield ("env",), f"is required: {name} trains on rewards from an environment. Add one, such as `math:`."
     if algorithm.runtime_needs.training_data and not run.data.has_training_data:
-        yield ("data", "train"), f"must be set: {name} trains on it. Say `dataset_name`, or `data.train_data_path`."
+        yield ("data", "train"), f"is required: {name} needs training data. Set `dataset_name`, or `data.train_data_path`."
     if (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end) and not run.data.has_validation_data:
-        asked = next(key for key in ("val_period", "val_at_start", "val_at_end") if getattr(algorithm, key))
+        setting = next(key for key in ("val_period", "val_at_start", "val_at_end") if getattr(algorithm, key))
         yield (
-            (name, asked),
-            "asks for validation, and there is no data.validation: set it or data.split, or leave validation off.",
+            (name, setting),
+            "enables validation, but there is no validation data: set data.validation or data.split, or disable validation.",
         )
 
 
 def _sampling(run: RunConfig) -> Iterator[Finding]:
-    """Sampling settings, other than the temperature, that make the sampling distribution differ from the policy's."""
+    """Sampling settings other than the temperature that make the sampling distribution differ from the policy's."""
     generation = run.policy.generation
     if generation is None or not run.algorithm.needs_generation:
         return
@@ -81,49 +81,52 @@ def _sampling(run: RunConfig) -> Iterator[Finding]:
     for key, neutral in filters.items():
         yield (
             ("policy", "generation", *key),
-            f"{run.algorithm_name} cannot train on it: tokens would be drawn from a filtered distribution while the "
-            "policy scores them under the whole one, so every probability ratio would be wrong. Set it to "
+            f"{run.algorithm_name} cannot train on filtered samples: the engine would sample from a filtered distribution "
+            "while the policy scores tokens under the whole one, so every probability ratio would be wrong. Set it to "
             f"{show(neutral)}; temperature is accounted for.",
         )
     for key, neutral in generation.logit_changes().items():
         yield (
             ("policy", "generation", *key),
-            f"{run.algorithm_name} cannot train on it: the engine would change logits before it samples, and the policy scores "
-            f"tokens without that change, so every probability ratio would be wrong. Set it to {show(neutral)}.",
+            f"{run.algorithm_name} cannot train on samples from changed logits: the policy scores tokens without the change, "
+            f"so every probability ratio would be wrong. Set it to {show(neutral)}.",
         )
 
 
 def _companion_conflicts(run: RunConfig) -> Iterator[Finding]:
-    """Head types of the policy, its loss and its companion models, and whether the algorithm uses these models."""
+    """Wrong head types of the policy, loss and companion models, and companion models that are missing or unused."""
     name, algorithm = run.algorithm_name, run.algorithm
     if run.loss_fn.head == "scalar" and algorithm.head == "tokens":
         yield (
             ("loss_fn", "name"),
-            f"{run.loss_fn.name} is a loss of values, and {name} trains a policy, which has log-probabilities: leave it out.",
+            f"{run.loss_fn.name} is a loss for value models, but {name} trains the log-probabilities of a policy: remove it.",
         )
     if run.policy.head != algorithm.head:
-        yield ("policy", "head"), f"{run.policy.head!r} is not what {name} trains, which is {algorithm.head!r}: leave it out."
+        yield (
+            ("policy", "head"),
+            (f"head is {run.policy.head!r}, but {name} trains a model with head {algorithm.head!r}: remove the key."),
+        )
     if run.policy.frozen:
-        yield ("policy", "frozen"), f"{name} trains the policy: leave it out."
+        yield ("policy", "frozen"), f"{name} trains the policy, so it cannot be frozen: remove the key."
     for companion in COMPANIONS:
         model, wanted = getattr(run, companion), companion in algorithm.runtime_needs.companions
         if model is not None and wanted:
-            yield from _as_its_place_says(companion, model)
+            yield from _companion_values(companion, model)
         elif model is not None:
-            yield (companion,), f"{name} has no use for a {companion}: remove the section."
+            yield (companion,), f"{name} does not use a {companion}: remove the section."
         elif wanted:
             yield (
                 (companion,),
-                f"must be set: {name} has a {companion} beside the policy. Give it a `backend` and a `model_name`.",
+                f"is required: {name} needs a {companion} model. Set its `backend` and `model_name`.",
             )
 
 
-def _as_its_place_says(companion: str, model: PolicyConfig) -> Iterator[Finding]:
+def _companion_values(companion: str, model: PolicyConfig) -> Iterator[Finding]:
     for key, value in COMPANIONS[companion].items():
         if getattr(model, key) != value:
-            yield (companion, key), f"must be {show(value)}, as that of every {companion}; a file need not say it."
+            yield (companion, key), f"must be {show(value)} for a {companion}, which is the default: remove the key."
     if model.generation is not None:
-        yield (companion, "generation"), f"a {companion} samples nothing: the samples are the policy's. Remove the section."
+        yield (companion, "generation"), f"a {companion} does not sample; only the policy does. Remove the section."
 
 
 def _optimizers(run: RunConfig) -> Iterator[Finding]:
@@ -137,14 +140,14 @@ def _lengths(run: RunConfig) -> Iterator[Finding]:
     if generation is not None and generation.max_new_tokens >= policy.max_total_sequence_length:
         yield (
             ("policy", "generation", "max_new_tokens"),
-            f"{generation.max_new_tokens} leaves no room for a prompt: policy.max_total_sequence_length is "
-            f"{policy.max_total_sequence_length}, prompt and completion together.",
+            f"{generation.max_new_tokens} leaves no tokens for a prompt: policy.max_total_sequence_length, for prompt "
+            f"and completion together, is {policy.max_total_sequence_length}.",
         )
     for name, model in models_of(run).items():
         if model.max_total_sequence_length < policy.max_total_sequence_length:
             yield (
                 (name, "max_total_sequence_length"),
-                f"{model.max_total_sequence_length} tokens cannot hold the policy's rows of "
+                f"{model.max_total_sequence_length} tokens are too few for the policy's rows of up to "
                 f"{policy.max_total_sequence_length}: raise it to that (${{policy.max_total_sequence_length}}).",
             )
         for batching, key in itertools.product(
@@ -154,10 +157,10 @@ def _lengths(run: RunConfig) -> Iterator[Finding]:
             rows = _rows_that_stay_together(run, name) if key == "train_mb_tokens" else 1
             budget, needed = getattr(section, key), rows * model.max_total_sequence_length
             if section.enabled and budget < needed:
-                what = "one row" if rows == 1 else f"{rows} rows that the loss reads together, each"
+                what = "one row" if rows == 1 else f"the {rows} rows that the loss compares, each"
                 yield (
                     (name, batching, key),
-                    f"{budget} tokens cannot hold {what} of {name}.max_total_sequence_length "
+                    f"{budget} tokens are too few for {what} of {name}.max_total_sequence_length "
                     f"({model.max_total_sequence_length}): raise it to {needed}, or lower the length.",
                 )
 
@@ -168,29 +171,29 @@ def _rows_that_stay_together(run: RunConfig, model: str) -> int:
 
 
 def _capabilities(run: RunConfig, registry: Registry) -> Iterator[Finding]:
-    for asked_at, asked, section, kind, capability in (*_asked_capabilities(run), *_asked_by_the_loss(run)):
+    for key, setting, section, kind, capability in (*_required_capabilities(run), *_required_by_loss(run)):
         model: PolicyConfig | GenerationConfig | None = models_of(run)[str(section[0])]
         if kind is Kind.GENERATION:
             model = run.policy.generation
-        # A backend given by its path states its capabilities on its class, which only the run imports; one that was made in
-        # Python need not be registered.
+        # A backend given by its path declares its capabilities on its class, which only the run imports. A backend created
+        # in Python may be unregistered.
         if model is None or is_path(model.backend) or model.backend not in registry.names(kind):
             continue
         try:
             registry.find(kind, model.backend, requires=(capability,))
         except PluginError as error:
-            yield asked_at, f"{asked} asks {dotted(section)} for what it cannot do. {error}"
+            yield key, f"{setting} is not supported by {dotted(section)}. {error}"
 
 
-def _asked_by_the_loss(run: RunConfig) -> Iterator[tuple[KeyPath, str, KeyPath, Kind, str]]:
-    """Where a loss compares several tokens at each position, whoever scores tokens must tell them."""
-    asked = f"the loss {run.loss_fn.name or run.algorithm.default_loss!r}"
+def _required_by_loss(run: RunConfig) -> Iterator[tuple[KeyPath, str, KeyPath, Kind, str]]:
+    """Losses that compare several tokens per position need backends with top-k log-probabilities."""
+    setting = f"the loss {run.loss_fn.name or run.algorithm.default_loss!r}"
     for name, model in models_of(run).items():
         if model.head == "tokens" and run.loss_fn.num_candidates:
-            yield (name, "backend"), asked, (name,), Kind.POLICY, "topk_logprobs"
+            yield (name, "backend"), setting, (name,), Kind.POLICY, "topk_logprobs"
 
 
-def _asked_capabilities(run: RunConfig) -> Iterator[tuple[KeyPath, str, KeyPath, Kind, str]]:
+def _required_capabilities(run: RunConfig) -> Iterator[tuple[KeyPath, str, KeyPath, Kind, str]]:
     generation, generation_at = run.policy.generation, ("policy", "generation")
     for name, model in models_of(run).items():
         for batching in ("dynamic_batching", "sequence_packing"):
@@ -210,8 +213,8 @@ def _asked_capabilities(run: RunConfig) -> Iterator[tuple[KeyPath, str, KeyPath,
         yield (*generation_at, "top_k"), f"{generation.top_k}", generation_at, Kind.GENERATION, "top_k"
 
 
-def _libraries(run: RunConfig, layout: ConfigLayout) -> Iterator[Finding]:
-    """What components need beyond their distribution; a logger that is switched off needs nothing."""
+def _unmet_requirements(run: RunConfig, layout: ConfigLayout) -> Iterator[Finding]:
+    """Missing optional requirements of components; disabled loggers are skipped."""
     for path, part in layout.parts.items():
         component = part.component
         if component is None or part.kind is None:
@@ -221,4 +224,4 @@ def _libraries(run: RunConfig, layout: ConfigLayout) -> Iterator[Finding]:
         problem = unmet_needs(component.needs)
         if problem is not None:
             remedy = f": {component.install}" if component.install else ""
-            yield path, f"the {part.kind.label} {component.name!r} cannot run here, since {problem}{remedy}"
+            yield path, f"the {part.kind.label} {component.name!r} cannot run here: {problem}{remedy}"

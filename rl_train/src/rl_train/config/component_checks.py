@@ -1,4 +1,4 @@
-"""Runs the `conflicts` checks of the sections of all components. Independent of specific components."""
+"""Runs the `conflicts` checks of all component sections."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rl_core.config.source_tree import KeyPath
 from rl_train.config.section_resolver import COMPANIONS
 
 Finding = tuple[KeyPath, str]
-"""The wrong key, and what is wrong with it."""
+"""A key, and what is wrong with it."""
 
 _Checked = PolicyConfig | GenerationConfig | DatasetConfig | EnvironmentConfig | LossConfig | LoggerConfig
 
 
 def component_conflicts(run: RunConfig) -> Iterator[Finding]:
-    """Conflicts that the sections of backends, datasets, environments, losses and loggers report."""
+    """Conflicts reported by the sections of backends, datasets, environments, losses and loggers."""
     for path, section in sections_of(run):
         for inner, message in section.conflicts(run):
             yield (*path, *inner), message
 
 
 def models_of(run: RunConfig) -> dict[str, PolicyConfig]:
-    """The policy and its companion models, by section."""
+    """The policy and its companion models, by section name."""
     found = {name: getattr(run, name) for name in ("policy", *COMPANIONS)}
     return {name: model for name, model in found.items() if model is not None}
 

@@ -1,4 +1,4 @@
-"""Checks that datasets match what the algorithm reads, as far as sections and first rows show. Does not import torch."""
+"""Checks that the configured datasets have the record kind that the algorithm reads. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
 
-# Found by its folder: this package must not import the one that reads data.
+# Located by folder, because rl_train.config must not import rl_train.data.
 _PACKAGED_PROMPTS = Path(__file__).parents[1] / "data" / "prompt_configs"
 _KINDS = {"conversations": "prompts or conversations", "pairs": "pairs of a chosen and a rejected answer"}
 
 
 def data_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Datasets of another kind than the algorithm reads, and prompt templates that do not exist."""
+    """Datasets with the wrong record kind, processors that cannot be imported, and missing prompt templates."""
     wanted = "pairs" if run.algorithm.needs_preferences else "conversations"
     for key, section in run.data.sections().items():
         at: KeyPath = ("data", *key.split(".", 1))
@@ -29,8 +29,8 @@ def data_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
             remedy = "`preference` reads pairs from JSON lines" if wanted == "pairs" else "`jsonl` reads JSON lines"
             yield (
                 (*at, "dataset_name"),
-                f"{section.dataset_name} has {_KINDS[str(section.record_kind)]}, and {run.algorithm_name} reads "
-                f"{_KINDS[wanted]}. Name another dataset: {remedy}.",
+                f"{section.dataset_name} has {_KINDS[str(section.record_kind)]}, but {run.algorithm_name} needs "
+                f"{_KINDS[wanted]}. Use another dataset: {remedy}.",
             )
     prompt = run.data.prompt
     if prompt is not None and prompt.prompt_config is not None:
@@ -51,4 +51,4 @@ def prompt_problem(path_or_name: str) -> str | None:
         return None
     names = sorted(str(path.relative_to(_PACKAGED_PROMPTS).with_suffix("")) for path in _PACKAGED_PROMPTS.rglob("*.yaml"))
     meant = did_you_mean(path_or_name, names)
-    return f"there is no file and no packaged prompt {path_or_name!r}.{meant} Packaged: {listed(names)}."
+    return f"there is neither a file nor a packaged prompt {path_or_name!r}.{meant} Packaged prompts: {listed(names)}."

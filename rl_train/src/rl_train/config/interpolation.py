@@ -1,4 +1,4 @@
-"""Resolves `${...}` with OmegaConf, one value at a time so that every failure is reported. Independent of the sections."""
+"""Resolves `${...}` with OmegaConf, one value at a time so that every failure is reported. Independent of the schema."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rl_core.config.introspection import NOTHING
 from rl_core.config.secrets import escaped
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 
-_OPEN = "???"
+_MISSING = "???"
 _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*(?:\.\w+)+)\s*\}")
-_LEFT_OPEN = "is left open here (`???`): set it in a file that inherits from this one, or by an override."
+_MUST_BE_SET = "must be set (`???`): set it in a file that inherits from this one, or in an override."
 
 
 def resolve(
@@ -38,14 +38,14 @@ def resolve(
     plain = root.plain()
     through: dict[KeyPath, str] = {}
     for path, leaf in root.leaves():
-        if leaf.value == _OPEN:
-            problems.mark_invalid(_LEFT_OPEN, place=leaf.place, path=path)
-            _put(plain, path, None)
+        if leaf.value == _MISSING:
+            problems.mark_invalid(_MUST_BE_SET, place=leaf.place, path=path)
+            _assign(plain, path, None)
         elif isinstance(leaf.value, str) and "${" in leaf.value:
             if _is_well_formed(leaf, path=path, problems=problems):
                 through[path] = leaf.value
             else:
-                _put(plain, path, None)
+                _assign(plain, path, None)
     if not through:
         return plain, through
     config = OmegaConf.create(_with_defaults(plain, through.values(), root=root, default_at=default_at))
@@ -54,7 +54,7 @@ def resolve(
         path: _resolved(config, path, place=root.nearest(path).place, known=known, problems=problems) for path in through
     }
     for path, value in resolved.items():
-        _put(plain, path, value)
+        _assign(plain, path, value)
     return plain, through
 
 
@@ -77,8 +77,8 @@ def _is_well_formed(leaf: Node, *, path: KeyPath, problems: Problems) -> bool:
         OmegaConf.create({"value": leaf.value})
     except (GrammarParseError, RecursionError):
         problems.mark_invalid(
-            f"{leaf.value[:60]!r} is no interpolation: write ${{section.key}}, ${{oc.env:NAME}} or ${{package:NAME/FILE}}, "
-            "and \\${ for the bare characters.",
+            f"{leaf.value[:60]!r} is not a valid interpolation: write ${{section.key}}, ${{oc.env:NAME}} or "
+            f"${{package:NAME/FILE}}, or \\${{ for a literal ${{.",
             place=leaf.place,
             path=path,
         )
@@ -99,7 +99,7 @@ def _resolved(config: Any, path: KeyPath, *, place: SourceLocation | None, known
     except OmegaConfBaseException as error:
         problems.mark_invalid(f"cannot be resolved: {_reason(error)}.", place=place, path=path)
     except RecursionError:
-        problems.mark_invalid("cannot be resolved: it leads back to itself.", place=place, path=path)
+        problems.mark_invalid("cannot be resolved: it refers back to itself.", place=place, path=path)
     else:
         return value
     return None
@@ -108,25 +108,25 @@ def _resolved(config: Any, path: KeyPath, *, place: SourceLocation | None, known
 def _unknown_target(error: InterpolationKeyError, known: Sequence[KeyPath]) -> str:
     text = _reason(error)
     key = text.split("'")[1] if text.count("'") >= 2 else text
-    # Long common beginnings make all keys of one section look alike, so the last parts are compared first.
+    # Keys of one section share a long prefix and all look similar, so the last components are compared first.
     section, _, last = key.rpartition(".")
     siblings = {str(path[-1]): dotted(path) for path in known if dotted(path[:-1]) == section}
     sibling = nearest(last, siblings)
     meant = siblings[sibling] if sibling is not None else nearest(key, map(dotted, known), cutoff=0.85)
     suggestion = f" Did you mean ${{{meant}}}?" if meant else ""
-    return f"cannot be resolved: there is no key {key!r}, neither written nor with a default.{suggestion}"
+    return f"cannot be resolved: there is no key {key!r}, in the config or among the defaults.{suggestion}"
 
 
 def _reason(error: Exception) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     text = text.split(" raised while resolving interpolation: ")[-1].strip('"')
     return {
-        "Recursive interpolation detected": "it leads back to itself",
-        "Interpolation to parent node detected": "it takes in the section that it stands in",
+        "Recursive interpolation detected": "it refers back to itself",
+        "Interpolation to parent node detected": "it refers to the section that contains it",
     }.get(text, text.rstrip("."))
 
 
-def _put(plain: Any, path: KeyPath, value: Any) -> None:
+def _assign(plain: Any, path: KeyPath, value: Any) -> None:
     for part in path[:-1]:
         plain = plain[part]
     plain[path[-1]] = value

@@ -16,7 +16,7 @@ from rl_train.config.section_resolver import BASES, COMPANIONS, SECTIONS
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
 _PATH = {"type": "string", "pattern": r"[.:]"}
-_CHOOSERS = {
+_SELECTORS = {
     Kind.LOSS: "name",
     Kind.POLICY: "backend",
     Kind.GENERATION: "backend",
@@ -34,9 +34,9 @@ def json_schema(schema_index: SchemaIndex) -> dict[str, Any]:
     models = list(dict.fromkeys([*(part.model for part in schema_index.parts), *(pair[0] for pair in BASES.values())]))
     references, schema = models_json_schema([(model, "validation") for model in models], ref_template="#/$defs/{model}")
     reference_of = {model: reference for (model, _), reference in references.items()}
-    definitions = {name: _forgiving(definition) for name, definition in schema["$defs"].items()}
+    definitions = {name: _relaxed(definition) for name, definition in schema["$defs"].items()}
     of_kind = {kind: _by_name(schema_index.of_kind(kind), reference_of) for kind in BASES}
-    sections = {kind: _chosen(kind, of_kind[kind]) for kind in _CHOOSERS}
+    sections = {kind: _chosen(kind, of_kind[kind]) for kind in _SELECTORS}
     _put(definitions, reference_of, schema_index, {"generation": _or_null(sections[Kind.GENERATION])})
     dataset = _or_null(sections[Kind.DATASET])
     data = {"train": dataset, "validation": dataset, "mix": {"type": "object", "additionalProperties": dataset}}
@@ -56,7 +56,7 @@ def json_schema(schema_index: SchemaIndex) -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A run of rlcore",
         "type": "object",
-        # The settings of an algorithm given by its path stand under a name that only its author knows.
+        # The settings of an algorithm given by its path are in a section with any name.
         "if": {"required": ["algorithm"]},
         "else": {"propertyNames": {"enum": list(properties)}},
         "properties": properties,
@@ -69,8 +69,8 @@ def _by_name(models: dict[str, Model], reference_of: dict[Any, Any]) -> dict[str
 
 
 def _chosen(kind: Kind, sections: dict[str, Any]) -> dict[str, Any]:
-    """A section whose keys depend on the component that it names; for the path of a class, any keys are allowed."""
-    key = _CHOOSERS[kind]
+    """A section whose keys depend on the component that it names; any keys are allowed for a class path."""
+    key = _SELECTORS[kind]
     names = {"anyOf": [{"enum": [*sections, None]}, _PATH, _INTERPOLATION]}
     return {
         "type": "object",
@@ -83,13 +83,13 @@ def _chosen(kind: Kind, sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environments(sections: dict[str, Any]) -> dict[str, Any]:
-    """The tasks: each by `name` or `env_cls`, or, if neither is set, by its own key."""
+    """The tasks: each by `name` or `env_cls`, or by its key if neither is set."""
     chosen = _chosen(Kind.ENVIRONMENT, sections)
-    says_which = {"anyOf": [{"required": ["name"]}, {"required": ["env_cls"]}]}
+    names_environment = {"anyOf": [{"required": ["name"]}, {"required": ["env_cls"]}]}
     return {
         "type": "object",
         "properties": {
-            name: _or_null({"if": says_which, "then": chosen, "else": section}) for name, section in sections.items()
+            name: _or_null({"if": names_environment, "then": chosen, "else": section}) for name, section in sections.items()
         },
         "additionalProperties": _or_null(chosen),
     }
@@ -103,8 +103,8 @@ def _put(
         definitions[name]["properties"] |= properties
 
 
-def _forgiving(definition: dict[str, Any]) -> dict[str, Any]:
-    """A definition whose keys are optional and whose values may be interpolated."""
+def _relaxed(definition: dict[str, Any]) -> dict[str, Any]:
+    """A definition with optional keys and values that may be interpolated."""
     if definition.get("type") != "object" or "properties" not in definition:
         return definition
     relaxed = {key: value for key, value in definition.items() if key != "required"}

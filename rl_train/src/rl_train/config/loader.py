@@ -1,6 +1,6 @@
 """Loads a config file into the frozen models of a run, in stages that each report all problems. Does not import backends.
 
-The stages: files and what they inherit, overrides, `${...}`, the model of each section, and checks across sections.
+The stages: files and the files they inherit from, overrides, `${...}`, validation of each section, checks across sections.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from rl_train.config.usage_checks import unused_sections
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """A config that was read, completed and found to be valid.
+    """A valid config with all defaults.
 
     Attributes:
         run: The sections as their models.
-        resolved: The whole config as plain data with defaults, under the keys of a config file: loading it again gives
+        resolved: The whole config as plain data with defaults, with the keys of a config file: loading it again gives
             the same run.
         source: Where each leaf of `resolved` came from, by its dotted key.
         components: The component of each section that names one, by the section's dotted key (`policy.generation`).
-        layout: The models of the sections, and the keys that they have.
+        layout: The models of the sections.
         written: The config as it was written, with the source location of each value.
         path: The file.
         redacted: `resolved` with the `${...}` of each secret instead of its value; safe to write, print and send.
@@ -65,10 +65,10 @@ class LoadedConfig:
     overrides: tuple[str, ...] = ()
 
     def refuse(self, findings: Iterable[Finding]) -> None:
-        """Reports what is wrong with keys of the config, each at the line where its value or its section is written.
+        """Raises an error with all findings, each at the line of its value or section.
 
         Raises:
-            InvalidConfigError: There is a finding.
+            InvalidConfigError: There are findings.
         """
         problems = Problems()
         for at, message in findings:
@@ -76,8 +76,8 @@ class LoadedConfig:
         problems.raise_if_any()
 
     def place_of(self, path: KeyPath) -> SourceLocation:
-        """Where a key is written; for a key that is not written, the key of the innermost section around it."""
-        return _blamed(self.written, path)
+        """Location of a key; if the config does not set it, the location of the innermost section that contains it."""
+        return _location(self.written, path)
 
     def to_yaml(self) -> str:
         """`redacted` as the text of a config file that inherits nothing and only interpolates secrets."""
@@ -96,8 +96,8 @@ def load_config(
     Args:
         path: The YAML file.
         overrides: `key=value` and `++key=value`, applied in order.
-        registry: Where components are found; the installed plugins by default.
-        for_training: Reject sections that training does not use; evaluation and diagnosis use more of them.
+        registry: Used to look up components; the installed plugins by default.
+        for_training: Reject sections that training does not use.
 
     Raises:
         InvalidConfigError: A `ConfigError` that lists every mistake with its location.
@@ -111,13 +111,13 @@ def load_config(
     values, written, through = _plain_values(written, registry=registry, problems=problems)
     layout = choose_parts(values, written=written, registry=registry, problems=problems)
     locate_paths(values, layout, written=written, problems=problems)
-    _refuse_new_keys(applied, layout, problems=problems)
+    _reject_new_keys(applied, layout, problems=problems)
     sections = _validated_sections(values, layout, written=written, problems=problems)
     problems.raise_if_any()
-    run = _assembled(sections, layout)
+    run = _build_run(sections, layout)
     unused = unused_sections(run) if for_training else ()
     for at, message in (*cross_check(run, layout, registry), *unused):
-        problems.add(message, place=_blamed(written, at), path=at)
+        problems.add(message, place=_location(written, at), path=at)
     problems.raise_if_any()
     resolved = _resolved(run, sections)
     return LoadedConfig(
@@ -135,16 +135,16 @@ def load_config(
 
 
 def _plain_values(written: Node, *, registry: Registry, problems: Problems) -> tuple[dict[str, Any], Node, dict[KeyPath, str]]:
-    # Defaults can be interpolated as well; which they are depends on the components, which are known before `${...}` is
-    # resolved unless they are interpolated themselves.
+    # Interpolations may refer to defaults, which depend on the components. Component names are known before `${...}` is
+    # resolved, unless they are interpolated themselves.
     expected = choose_parts(written.plain(), written=written, registry=registry, problems=Problems())
     known = [field.path for field in expected.fields()]
     values, through = resolve(written, default_at=expected.default, known=known, problems=problems)
     return expand_aliases(values, written=written, through=through)
 
 
-def _refuse_new_keys(applied: Sequence[Override], layout: ConfigLayout, *, problems: Problems) -> None:
-    """Reports `key=value` if a section would accept a key that does not exist."""
+def _reject_new_keys(applied: Sequence[Override], layout: ConfigLayout, *, problems: Problems) -> None:
+    """Reports `key=value` overrides that would add a key; adding requires `++`."""
     for override in applied:
         if override.adds:
             continue
@@ -152,7 +152,8 @@ def _refuse_new_keys(applied: Sequence[Override], layout: ConfigLayout, *, probl
             path = override.path[:length]
             if layout.takes_any(path):
                 problems.add(
-                    f"neither the file nor a model has {dotted(path)}: to add it, write ++{dotted(override.path)}=...",
+                    f"{dotted(path)} exists neither in the file nor in the schema: to add it, write "
+                    f"++{dotted(override.path)}=...",
                     place=override.place,
                     path=override.path,
                 )
@@ -188,18 +189,18 @@ def _given(values: dict[str, Any], path: KeyPath, *, layout: ConfigLayout, done:
     for slot in layout.slots:
         if slot[: len(path)] != path or slot == path:
             continue
-        *way, key = slot[len(path) :]
-        holder: Any = given
-        for part in way:
-            holder = holder[part]
+        *parents, key = slot[len(path) :]
+        section: Any = given
+        for part in parents:
+            section = section[part]
         if slot in done:
-            holder[key] = done[slot]
+            section[key] = done[slot]
         else:
-            holder.pop(key, None)
+            section.pop(key, None)
     return given
 
 
-def _assembled(sections: Mapping[KeyPath, BaseModel], layout: ConfigLayout) -> RunConfig:
+def _build_run(sections: Mapping[KeyPath, BaseModel], layout: ConfigLayout) -> RunConfig:
     of: dict[str, Any] = {str(path[0]): section for path, section in sections.items() if len(path) == 1}
     name = str(layout.algorithm)
     return RunConfig(
@@ -218,7 +219,7 @@ def _assembled(sections: Mapping[KeyPath, BaseModel], layout: ConfigLayout) -> R
 
 
 def _resolved(run: RunConfig, sections: Mapping[KeyPath, BaseModel]) -> dict[str, Any]:
-    # Fields are annotated with the bases of the plugins' models, whose own keys must be kept.
+    # Fields are annotated with base classes; the additional keys of the plugins' models must be dumped too.
     dumped = run.model_dump(mode="json", serialize_as_any=True)
     name = dumped.pop("algorithm_name")
     paths = sections.get(("algorithm",))
@@ -226,6 +227,6 @@ def _resolved(run: RunConfig, sections: Mapping[KeyPath, BaseModel]) -> dict[str
     return {**by_path, name: dumped.pop("algorithm"), **dumped}
 
 
-def _blamed(written: Node, path: KeyPath) -> SourceLocation:
+def _location(written: Node, path: KeyPath) -> SourceLocation:
     here = written.at(path)
     return here.place if here is not None else written.nearest(path).key_place

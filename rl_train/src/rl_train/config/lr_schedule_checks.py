@@ -19,31 +19,34 @@ _TRAINED = ("policy", "value")
 
 
 def schedule_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Schedules that certainly end, at a learning rate of 0, before the run does."""
+    """Schedules that are certain to reach a learning rate of 0 before the run ends."""
     for model, scheduler, steps in _named_schedules(run):
         length = scheduler.kwargs.get(LENGTH)
         at = (model, "scheduler", "kwargs", LENGTH)
         if length is None and LENGTH in _arguments(scheduler) and steps is None:
-            yield at, f"must be set: {run.algorithm_name} does not say how many optimizer steps it makes."
+            yield at, f"is required: {run.algorithm_name} does not declare its number of optimizer steps."
         elif steps is not None and _is_number(length) and _is_over(scheduler, steps.fewest):
-            yield at, _told_too_short(length, steps)
+            yield at, _too_short_message(length, steps)
 
 
 def schedule_warnings(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Schedules that may end before the run does, and warm-ups longer than the run."""
+    """Schedules that may end before the run, and warm-ups longer than the run."""
     for model, scheduler, steps in _named_schedules(run):
         if steps is None:
             continue
         length, warmup = scheduler.kwargs.get(LENGTH), scheduler.kwargs.get(WARMUP)
         at = (model, "scheduler", "kwargs")
         if _is_number(length) and _is_over(scheduler, steps.most) and not steps.is_exact:
-            yield (*at, LENGTH), f"the run may make more optimizer steps than that: up to {steps}. Their learning rate is 0."
+            yield (
+                (*at, LENGTH),
+                f"the run may make more optimizer steps: up to {steps}. The learning rate of the additional steps is 0.",
+            )
         if _is_number(warmup) and warmup >= steps.most:
             highest = _factor(scheduler, steps.most - 1, length=steps.most)
             yield (
                 (*at, WARMUP),
-                f"the warm-up of {warmup} optimizer steps is longer than the run, which makes {steps}: the learning rate comes "
-                f"to {highest:.0%} of `optimizer.kwargs.lr` and no further.",
+                f"the warm-up of {warmup} optimizer steps is longer than the run, which makes {steps}: the learning rate only "
+                f"reaches {highest:.0%} of `optimizer.kwargs.lr`.",
             )
 
 
@@ -70,9 +73,9 @@ def schedule_changes(run: RunConfig, before: Mapping[str, int], done: Mapping[st
     """How a resume with another run length changes the schedules that follow the length of the run.
 
     Args:
-        run: the present config.
+        run: the current config.
         before: what `schedule_lengths` returned when the checkpoint was written.
-        done: optimizer steps taken until then, by model.
+        done: optimizer steps at that checkpoint, by model.
     """
     for model, length in schedule_lengths(run).items():
         if before.get(model, length) == length or model not in done:
@@ -81,9 +84,9 @@ def schedule_changes(run: RunConfig, before: Mapping[str, int], done: Mapping[st
         now, old = (_factor(scheduler, done[model], length=whole) for whole in (length, before[model]))
         unit, scale = ("", lr) if _is_number(lr) else (" of its highest value", 1.0)
         yield (
-            f"{model}.scheduler: the {scheduler.name} schedule has the length of the run, which is {length} optimizer steps "
-            f"now and was {before[model]}. It continues at optimizer step {done[model] + 1} with a learning rate of "
-            f"{scale * now:.3g}{unit}; at the former length it would be {scale * old:.3g}. Set "
+            f"{model}.scheduler: the {scheduler.name} schedule follows the length of the run, which is now {length} optimizer "
+            f"steps and was {before[model]}. It continues at optimizer step {done[model] + 1} with a learning rate of "
+            f"{scale * now:.3g}{unit}; with the previous length it would be {scale * old:.3g}. Set "
             f"{model}.scheduler.kwargs.{LENGTH} for a schedule of a fixed length."
         )
 
@@ -94,7 +97,7 @@ def _named_schedules(run: RunConfig) -> Iterator[tuple[str, SchedulerConfig, Opt
         if section is None or section.scheduler is None or section.scheduler.name not in SCHEDULES:
             continue
         steps = optimizer_steps(run, model)
-        # A model that no step trains has no schedule to run out; whether it may be so is the algorithm's to say.
+        # A model without training steps has no schedule that could end. The algorithm decides whether that is allowed.
         if steps is None or steps.most > 0:
             yield model, section.scheduler, steps
 
@@ -109,7 +112,7 @@ def _is_over(scheduler: SchedulerConfig, steps: int) -> bool:
 
 
 def _factor(scheduler: SchedulerConfig, step: int, *, length: int | None = None) -> float:
-    """Of the learning rate, after `step` optimizer steps; 1 where the arguments are no numbers, which the backend refuses."""
+    """Learning-rate factor after `step` optimizer steps. Ignores arguments that are not numbers; the backend rejects them."""
     known = {name: value for name, value in scheduler.kwargs.items() if name in _arguments(scheduler) and _is_number(value)}
     if LENGTH in _arguments(scheduler):
         known.setdefault(LENGTH, length if length is not None else step + 1)
@@ -120,9 +123,9 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _told_too_short(length: float, steps: OptimizerSteps) -> str:
+def _too_short_message(length: float, steps: OptimizerSteps) -> str:
     return (
-        f"the schedule ends after {length} optimizer steps, and the run makes {steps}: the learning rate would be 0 for the "
-        f"last {steps.fewest - int(length)} of them. It counts optimizer steps, not those of the algorithm. Leave it out, and "
-        "the schedule is as long as the run."
+        f"the schedule ends after {length} optimizer steps, but the run makes {steps}: the learning rate would be 0 for the "
+        f"last {steps.fewest - int(length)} of them. The length counts optimizer steps, not steps of the algorithm. Remove it "
+        "to make the schedule as long as the run."
     )

@@ -28,7 +28,7 @@ Problem = tuple[KeyPath, str]
 
 
 def optimizer_conflicts(model: PolicyConfig) -> Iterator[Problem]:
-    """Problems of the optimizer and the schedule of a model that is trained."""
+    """Problems in the optimizer and schedule of a trained model."""
     yield from _optimizer_problems(model.optimizer)
     if model.scheduler is not None:
         yield from _scheduler_problems(model.scheduler)
@@ -39,7 +39,7 @@ def unused_by_frozen(model: PolicyConfig) -> Iterator[Problem]:
     # By value: a resolved config states every default.
     for key, default in (("optimizer", OptimizerConfig()), ("scheduler", None)):
         if getattr(model, key) != default:
-            yield (key,), "this model is never trained, so it has no use for one: remove the section."
+            yield (key,), "has no effect, since this model is never trained: remove the section."
 
 
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
@@ -49,7 +49,7 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
         return
     name = _class_of(optimizer.name, _OPTIM)
     if name in UNUSABLE_OPTIMIZERS:
-        yield at, f"{optimizer.name} cannot train a language model here: {UNUSABLE_OPTIMIZERS[name]}."
+        yield at, f"{optimizer.name} cannot be used to train a language model: {UNUSABLE_OPTIMIZERS[name]}."
         return
     known = OPTIMIZERS.get(name)
     if known is not None:
@@ -69,7 +69,7 @@ def _scheduler_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
         meant = did_you_mean(name, [*SCHEDULES, *SCHEDULERS]) or did_you_mean(name.lower(), [*SCHEDULES])
         yield (
             at,
-            f"there is no schedule {name!r}.{meant} Use {listed(sorted(SCHEDULES))}, or a dotted name such as "
+            f"unknown schedule {name!r}.{meant} Use {listed(sorted(SCHEDULES))}, or a dotted name such as "
             f"{_LR_SCHEDULER}CosineAnnealingLR.",
         )
         return
@@ -78,7 +78,7 @@ def _scheduler_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
         return
     short = _class_of(name, _LR_SCHEDULER)
     if short in UNUSABLE_SCHEDULERS:
-        yield at, f"{name} cannot be a schedule here: {UNUSABLE_SCHEDULERS[short]}. Use {listed(sorted(SCHEDULES))}."
+        yield at, f"{name} cannot be used as a schedule: {UNUSABLE_SCHEDULERS[short]}. Use {listed(sorted(SCHEDULES))}."
     elif short in SCHEDULERS:
         required, optional = SCHEDULERS[short]
         yield from _unknown(scheduler.kwargs, (*required, *optional), section="scheduler", of=name)
@@ -98,7 +98,7 @@ def _unknown(kwargs: Mapping[str, Any], allowed: Collection[str], *, section: st
         if key not in allowed:
             yield (
                 (section, "kwargs", key),
-                f"{of} has no argument {key!r}.{did_you_mean(key, list(allowed))} Its arguments: {listed(allowed)}.",
+                f"{of} has no argument {key!r}.{did_you_mean(key, list(allowed))} Its arguments are: {listed(allowed)}.",
             )
 
 
@@ -116,7 +116,7 @@ def _is_not_negative(value: Any) -> bool:
     return _is_number(value) and value >= 0
 
 
-def _is_share(value: Any) -> bool:
+def _is_fraction(value: Any) -> bool:
     return _is_number(value) and 0 <= value < 1
 
 
@@ -130,10 +130,10 @@ _OPTIMIZER_VALUES: dict[str, _Check] = {
     "lr": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
     "momentum": _NOT_NEGATIVE,
-    # Adafactor has two, and one may be null.
+    # Adafactor has two values, of which one may be null.
     "eps": (lambda value: isinstance(value, list | tuple) or _is_not_negative(value), "a number, 0 or more"),
     "betas": (
-        lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_share, value)),
+        lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_fraction, value)),
         "a list of two numbers, each 0 or more and less than 1",
     ),
     DECAY_MATRICES_ONLY: (lambda value: isinstance(value, bool), "true or false"),

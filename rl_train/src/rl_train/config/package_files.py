@@ -1,4 +1,4 @@
-"""`${package:NAME/FILE}`: a file of an installed package, such as model weights. Finds it without importing the package."""
+"""Resolver for `${package:NAME/FILE}`: a file of an installed package, such as model weights. Does not import the package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def package_file(text: str) -> str:
     path = Path(folders[0]) / inner
     if not inner or not path.exists():
         there = sorted(entry.name for entry in Path(folders[0]).iterdir() if not entry.name.startswith("__"))
-        raise ValueError(f"the package {package!r} has no file {inner!r}; it has {', '.join(there)}")
+        raise ValueError(f"the package {package!r} has no file {inner!r}; its files are: {', '.join(there)}")
     return str(path)
 
 

@@ -1,4 +1,4 @@
-"""Finds the files and folders that a config names, by the rule of `paths`, and reports missing ones."""
+"""Finds the files and folders that a config names, by the rules of `rl_core.config.paths`, and reports missing ones."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def locate_paths(values: dict[str, Any], layout: ConfigLayout, *, written: Node,
         rule = next((item for item in field.info.metadata if isinstance(item, PathRule)), None)
         if rule is None:
             continue
-        *way, key = field.path
-        holder = _section(values, tuple(way))
-        text = holder.get(str(key))
+        *parents, key = field.path
+        section = _section(values, tuple(parents))
+        text = section.get(str(key))
         if not isinstance(text, str) or problems.is_invalid(field.path):
             continue
         place = written.nearest(field.path).place
         found = locate(text, place=place)
         if found is not None:
-            holder[str(key)] = found
+            section[str(key)] = found
         elif rule.must_exist or looks_like_path(text):
-            looked = " nor in ".join(folders(place))
-            problems.mark_invalid(f"there is no {show(text)} in {looked}.", place=place, path=field.path)
+            searched = " or in ".join(folders(place))
+            problems.mark_invalid(f"{show(text)} does not exist in {searched}.", place=place, path=field.path)
 
 
 def _section(values: Any, path: KeyPath) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Finds where each value of a loaded config came from. Independent of the sections."""
+"""Finds the origin of each value of a loaded config. Independent of the schema."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rl_train.config.section_resolver import ConfigLayout
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a value came from.
+    """Origin of a value.
 
     Attributes:
         place: The file and line, or the override; None for a default.
-        through: The `${...}` that produced it, as it is written at `place`.
-        default_of: The model or component that defines the default; None for a value that is written.
+        through: The `${...}` at `place` that produced it.
+        default_of: The model or component that defines the default; None if the config sets the value.
     """
 
     place: SourceLocation | None = None
@@ -38,7 +38,7 @@ def trace(
     Args:
         resolved: The whole config with defaults.
         written: The values of files and overrides.
-        through: The interpolations, by the path where they are written.
+        through: The text of each interpolation, by its path.
         layout: The models.
     """
     return {dotted(path): _origin(path, written=written, through=through, layout=layout) for path in _leaf_paths(resolved)}

@@ -12,7 +12,7 @@ from rl_train.config.schema_index import ANY, SchemaIndex
 from rl_train.config.section_resolver import COMPANIONS, SectionSchema
 
 _SLOTS = (("policy", "generation"), ("data", "train"), ("data", "validation"), ("data", "mix"))
-_TOLD_WITH_TRAIN = (("data", "validation"), ("data", "mix"))
+_SAME_AS_TRAIN = (("data", "validation"), ("data", "mix"))
 _HEAD = """# Config reference
 
 Every section and key, with its default and allowed values. See `docs/config.md` for files, overrides and `${...}`.
@@ -26,11 +26,11 @@ def reference(schema_index: SchemaIndex, *, plugins: str) -> str:
 
     Args:
         schema_index: The sections.
-        plugins: The plugins in the catalogue, for the command shown on the page.
+        plugins: The plugins in the index, for the command shown on the page.
     """
     lines = [_HEAD.replace("{plugins}", plugins)]
-    parts = [part for part in schema_index.parts if part.path[:2] not in _TOLD_WITH_TRAIN and part.path[0] not in COMPANIONS]
-    # Sections of the core first, then components by where they stand; the order in which plugins load says nothing.
+    parts = [part for part in schema_index.parts if part.path[:2] not in _SAME_AS_TRAIN and part.path[0] not in COMPANIONS]
+    # Built-in sections first, then components by key. The load order of plugins is arbitrary.
     for part in sorted(parts, key=lambda part: (part.component is not None, dotted(part.path), _name(part))):
         lines.append(_heading(part))
         lines.extend(_table(part))
@@ -45,11 +45,11 @@ def _heading(part: SectionSchema) -> str:
     key = dotted(part.path).replace(ANY, "<task>")
     if part.component is None or part.kind is None:
         return f"## `{key}`\n\n{_first_line(part.model)}\n"
-    alike: dict[KeyPath, list[str]] = {
+    shared_by: dict[KeyPath, list[str]] = {
         ("data", "train"): ["data.train", "data.validation", "data.mix.<name>"],
         ("policy",): ["policy", *COMPANIONS],
     }
-    where = " and ".join(", ".join(f"`{each}`" for each in alike.get(part.path, [key])).rsplit(", ", 1))
+    where = " and ".join(", ".join(f"`{each}`" for each in shared_by.get(part.path, [key])).rsplit(", ", 1))
     return f"## {where}: {part.kind.label} `{part.component.name}`\n\n{part.component.summary}.\n"
 
 
@@ -59,7 +59,7 @@ def _first_line(model: Model) -> str:
 
 def _table(part: SectionSchema) -> Iterator[str]:
     fields = [*all_fields(part.model, prefix=part.path)]
-    rows = [field for field in fields if not _is_told_elsewhere(field, part) and (field.model is None or field.default is None)]
+    rows = [field for field in fields if not _has_own_table(field, part) and (field.model is None or field.default is None)]
     yield "| key | default | allowed | meaning |"
     yield "|---|---|---|---|"
     for field in rows:
@@ -69,14 +69,14 @@ def _table(part: SectionSchema) -> Iterator[str]:
     yield ""
 
 
-def _is_told_elsewhere(field: Field, part: SectionSchema) -> bool:
+def _has_own_table(field: Field, part: SectionSchema) -> bool:
     """Whether the key belongs to a section of another component, which has its own table."""
     return any(len(field.path) > len(slot) > len(part.path) and field.path[: len(slot)] == slot for slot in _SLOTS)
 
 
 def _default(field: Field) -> str:
     if field.default is NOTHING:
-        return "must be set"
+        return "required"
     return f"`{_cell(_yaml(field.default))}`"
 
 

@@ -1,4 +1,4 @@
-"""Checks the section `cluster`: settings that one process cannot use, and workers that this machine has no CPUs for."""
+"""Checks `cluster`: settings that one process does not support, and more workers than this machine has CPUs for."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def in_process_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         interpreters.append((("policy", "generation", "python"), generation.python))
     for path, count in counts:
         if count is not None and count > 1:
-            yield path, f"{count} cannot be honoured: {_IN_PROCESS}. Set it to 1, or set cluster.backend: ray."
+            yield path, f"{count} is not supported: {_IN_PROCESS}. Set it to 1, or set cluster.backend: ray."
     for path, python in interpreters:
         if python is not None:
-            yield path, f"cannot be honoured: {_IN_PROCESS}. Leave it out, or set cluster.backend: ray."
+            yield path, f"is not supported: {_IN_PROCESS}. Remove it, or set cluster.backend: ray."
     if cluster.cpus_per_worker is not None:
         yield (
             ("cluster", "cpus_per_worker"),
-            f"{cluster.cpus_per_worker} cannot be honoured: {_IN_PROCESS}, whose threads are torch's own (OMP_NUM_THREADS). "
-            "Leave it out, or set cluster.backend: ray.",
+            f"{cluster.cpus_per_worker} is not supported: {_IN_PROCESS} with torch's own number of threads (OMP_NUM_THREADS). "
+            "Remove it, or set cluster.backend: ray.",
         )
 
 
 def machine_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """More workers than this machine has CPUs for, if the run would only use this machine.
+    """More workers than this machine has CPUs for, if the run only uses this machine.
 
     A running Ray cluster (RAY_ADDRESS), several nodes and GPUs are not checked: their resources are only known when
     the run starts.
@@ -60,11 +60,11 @@ def machine_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         fitting = max(1, cpus // each)
         yield (
             ("cluster", "workers_per_node"),
-            f"{cluster.workers_per_node} workers of {each} CPU(s) each need {cluster.workers_per_node * each} CPUs, and this "
-            f"machine has {has}. Lower it to {fitting}, or set RAY_ADDRESS to the cluster that the run is for.",
+            f"{cluster.workers_per_node} workers with {each} CPU(s) each need {cluster.workers_per_node * each} CPUs, but "
+            f"this machine has {has}. Lower it to {fitting}, or set RAY_ADDRESS to the cluster that the run should use.",
         )
 
 
 def _has_gpu() -> bool:
-    # The driver's own files: asking torch or Ray would import them.
+    # Reads the driver's files, because checking with torch or Ray would import them.
     return Path("/proc/driver/nvidia/gpus").is_dir() or Path("/dev/nvidia0").exists()

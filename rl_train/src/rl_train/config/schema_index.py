@@ -1,4 +1,4 @@
-"""Every section that a config could have with the installed plugins. Does not read configs.
+"""Every section that a config can have with the installed plugins. Does not read configs.
 
 Used by `rlcore explain`, `rlcore schema` and the reference pages.
 """
@@ -19,7 +19,7 @@ from rl_train.config.section_resolver import SECTIONS, SectionSchema, section_of
 ANY = "<name>"
 """Placeholder for a key that the user chooses: the task of `env.<name>`."""
 
-_PLACES: dict[Kind, tuple[KeyPath, ...]] = {
+_SECTION_KEYS: dict[Kind, tuple[KeyPath, ...]] = {
     Kind.ALGORITHM: (),
     Kind.LOSS: (("loss_fn",),),
     Kind.POLICY: (("policy",), ("value",), ("teacher",)),
@@ -48,7 +48,7 @@ class SchemaIndex:
         return {part.component.name: part.model for part in self.parts if part.kind is kind and part.component is not None}
 
     def find(self, path: KeyPath) -> list[tuple[SectionSchema, Field]]:
-        """The fields that a key may refer to, one for each component that has it."""
+        """The fields that a key may refer to: one for each component with that key."""
         found = []
         for part in self.parts:
             if len(path) > len(part.path) and all(a in (b, ANY) for a, b in zip(part.path, path, strict=False)):
@@ -56,7 +56,7 @@ class SchemaIndex:
                 field = find_field(part.model, path[len(prefix) :], prefix=prefix)
                 if field is not None:
                     found.append((part, field))
-        # The general `policy.generation` is said better by the backends that extend it.
+        # The backends' own models describe `policy.generation` better than the base model.
         deepest = max((len(part.path) for part, _ in found), default=0)
         return [(part, field) for part, field in found if len(part.path) == deepest]
 
@@ -72,7 +72,7 @@ def schema_index(registry: Registry, *, plugins: Collection[str] | None = None) 
     unusable = []
     for registration in registry.manager.registrations:
         kind, component, plugin = registration.kind, registration.component, registration.plugin
-        if kind not in _PLACES or plugin.status is not Status.READY:
+        if kind not in _SECTION_KEYS or plugin.status is not Status.READY:
             continue
         if plugins is not None and plugin.name not in plugins:
             continue
@@ -82,6 +82,6 @@ def schema_index(registry: Registry, *, plugins: Collection[str] | None = None) 
             unusable.append(str(error))
             continue
         own = ("logger", "loggers", component.name) if kind is Kind.LOGGER else (component.name,)
-        for path in _PLACES[kind] or (own,):
+        for path in _SECTION_KEYS[kind] or (own,):
             parts.append(SectionSchema(path=path, model=model, component=component, kind=kind))
     return SchemaIndex(parts=tuple(parts), unusable=tuple(unusable))

@@ -1,7 +1,7 @@
-"""Finds the model of each section: a built-in one, or that of the component that the section names. Validates nothing.
+"""Finds the model of each section: a built-in model, or the model of the component that the section names.
 
-This module defines the layout of a config. Components are found through the registry, so a name that is unknown, not
-installed or broken is reported at its line.
+Values are not validated here. Components are looked up in the registry, and names that are unknown, not installed or broken are
+reported at their lines.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ SECTIONS: dict[str, Model | None] = {
     "checkpointing": schema.CheckpointingConfig,
     "logger": schema.LoggingConfig,
 }
-"""The sections that every config may have, besides that of its algorithm; None if the model comes from a component."""
+"""Sections that every config may have in addition to its algorithm's; None if the model comes from a component."""
 
 OPTIONAL = ("algorithm",)
-"""Built-in sections with required keys, which are only present if they are written."""
+"""Built-in sections with required keys, which are only created if the config has them."""
 
 COMPANIONS: dict[str, dict[str, Any]] = {
     "value": {"head": "scalar", "frozen": False},
     "teacher": {"head": "tokens", "frozen": True},
 }
-"""Sections of models in addition to the policy, each like `policy`, and the values that each implies."""
+"""Sections of additional models, with the keys of `policy`, and the values that each implies."""
 
 BASES: dict[Kind, tuple[Model, Model]] = {
     Kind.ALGORITHM: (schema.AlgorithmConfig, schema.AlgorithmConfig),
@@ -63,7 +63,7 @@ class SectionSchema:
         model: Its model.
         component: None for the built-in sections.
         kind: The kind of the component.
-        implied: Keys whose values follow from the position of the section in the config, and their values.
+        implied: Values of keys that follow from the position of the section in the config.
     """
 
     path: KeyPath
@@ -84,8 +84,8 @@ class ConfigLayout:
 
     Attributes:
         parts: By section key.
-        algorithm: The component whose section the file has; None if it is unclear.
-        slots: Keys of all sections that belong to components, whether found or not.
+        algorithm: Name of the algorithm; None if it could not be determined.
+        slots: Keys of all sections that belong to components, found or not.
     """
 
     parts: dict[KeyPath, SectionSchema]
@@ -102,7 +102,7 @@ class ConfigLayout:
         return next((self.parts[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in self.parts), None)
 
     def takes_any(self, path: KeyPath) -> bool:
-        """Whether a section accepts this key although no model or default defines it."""
+        """Whether a section accepts this key without defining it."""
         if path[:-1] in (("env",), ("data", "mix"), ("logger", "loggers")):
             return True
         found, part = self.find(path), self.part_of(path)
@@ -123,7 +123,7 @@ class ConfigLayout:
         return [found for part in self.parts.values() for found in all_fields(part.model, prefix=part.path)]
 
     def ending_in(self, name: str) -> list[KeyPath]:
-        """The full keys that end in this name, including keys of free mappings that have a default."""
+        """All full keys that end in this name, including default keys of free mappings."""
         found = []
         for item in self.fields():
             if item.name.casefold() == name.casefold():
@@ -139,24 +139,24 @@ def choose_parts(values: Mapping[str, Any], *, written: Node, registry: Registry
     Args:
         values: The plain values of the whole config.
         written: The same values with their source locations.
-        registry: Where components are found.
+        registry: Used to look up components.
         problems: Receives names that cannot be found, and invalid sections.
     """
-    chooser = _Chooser(values, written=written, registry=registry, problems=problems)
-    algorithm = chooser.algorithm()
-    chooser.loss()
-    chooser.policy()
-    chooser.companions()
-    chooser.data()
-    chooser.environments()
+    resolver = _SectionResolver(values, written=written, registry=registry, problems=problems)
+    algorithm = resolver.algorithm()
+    resolver.loss()
+    resolver.policy()
+    resolver.companions()
+    resolver.data()
+    resolver.environments()
     for name in ("cluster", "checkpointing", "logger"):
-        chooser.own(name)
-    chooser.loggers()
-    return ConfigLayout(parts=chooser.parts, algorithm=algorithm, slots=frozenset(chooser.slots))
+        resolver.own(name)
+    resolver.loggers()
+    return ConfigLayout(parts=resolver.parts, algorithm=algorithm, slots=frozenset(resolver.slots))
 
 
-class _Chooser:
-    """One pass over the sections, which fills `parts`."""
+class _SectionResolver:
+    """Fills `parts` in one pass over the sections."""
 
     def __init__(self, values: Mapping[str, Any], *, written: Node, registry: Registry, problems: Problems) -> None:
         self.parts: dict[KeyPath, SectionSchema] = {}
@@ -170,7 +170,7 @@ class _Chooser:
         self._head: str = "tokens"
 
     def algorithm(self) -> str | None:
-        """The only section that belongs to an algorithm."""
+        """The section of the algorithm."""
         self.own("algorithm")
         component = choose_algorithm(
             self._values, sections=SECTIONS, written=self._written, registry=self._registry, problems=self._problems
@@ -200,7 +200,7 @@ class _Chooser:
             self._named(("loss_fn",), Kind.LOSS, name, key="name", implied=implied)
         elif self._has_algorithm:
             self._problems.mark_invalid(
-                "must be set: the algorithm's model names no `default_loss`.",
+                "is required: the algorithm's model has no `default_loss`.",
                 place=self._written.nearest(("loss_fn",)).key_place,
                 path=("loss_fn", "name"),
             )
@@ -272,7 +272,7 @@ class _Chooser:
             self.parts[name,] = SectionSchema(path=(name,), model=model)
 
     def _section(self, path: KeyPath) -> Mapping[str, Any] | None:
-        """The keys of a section; empty if it is missing or null; None if it is not a mapping, which is reported."""
+        """The values of a section: empty if it is missing or null, None if it is not a mapping, which is reported."""
         section: Mapping[str, Any] = self._values
         for depth, part in enumerate(path, start=1):
             value = section.get(str(part))
@@ -305,7 +305,7 @@ class _Chooser:
             if not self._problems.is_invalid(here):
                 installed = ", ".join(self._registry.names(kind)) or "none"
                 self._problems.mark_invalid(
-                    f"must be set: which {kind.label}. Installed: {installed}.",
+                    f"is required: choose a {kind.label}. Installed: {installed}.",
                     place=self._written.nearest(path).key_place,
                     path=here,
                 )
@@ -324,7 +324,7 @@ class _Chooser:
     ) -> None:
         self._begin(path, kind)
         where = path if key is None else (*path, key)
-        # An implied name is written nowhere; the section itself is then to blame.
+        # An implied name has no location, so problems are reported at the section.
         written = self._written.nearest(where)
         place = written.key_place if key is None else written.place
         if not isinstance(name, str):
@@ -332,7 +332,7 @@ class _Chooser:
             return
         if must_be_path and not is_path(name):
             self._problems.add(
-                f"must be the path of a class, package.module.Class; found {name!r}. A registered environment goes under "
+                f"must be the dotted path of a class, package.module.Class; found {name!r}. For a registered environment, use "
                 "`name`.",
                 place=place,
                 path=where,
@@ -343,13 +343,13 @@ class _Chooser:
         except PluginError as error:
             hint = ""
             if kind is Kind.ENVIRONMENT and key is None:
-                hint = " (A task may have any name: say which environment answers it with `name:` or `env_cls:`.)"
+                hint = " (A task may have any name: set `name:` or `env_cls:` to choose its environment.)"
             self._problems.add(f"{error}{hint}", place=place, path=where)
             return
         self._add(path, kind, component, implied=implied)
 
     def _begin(self, path: KeyPath, kind: Kind) -> None:
-        """Gives a section the model of its kind until its component is found, so that its common keys are checked anyway."""
+        """Registers a section with its base model, so that common keys are checked even if its component is not found."""
         self.slots.add(path)
         self.parts.setdefault(path, SectionSchema(path=path, model=BASES[kind][1], kind=kind))
 
@@ -375,6 +375,6 @@ def section_of(component: Component, kind: Kind) -> Model:
     if not issubclass(model, base):
         raise InvalidComponentError(
             f"The config model {component.config} of the {kind.label} {component.name!r} is not a subclass of "
-            f"{base.__module__}.{base.__name__}: that is a bug of the distribution that registers it."
+            f"{base.__module__}.{base.__name__}. This is a bug in the package that registers it."
         )
     return model

@@ -1,7 +1,7 @@
-"""Reads a config file and those that it inherits from into one tree of values. Independent of the sections.
+"""Reads a config file and the files it inherits from into one tree of values. Independent of the schema.
 
-`defaults: base.yaml`, or a list of files, each relative to the file that names it. Parents are applied first, in their order
-and depth first; the values of the file itself are applied last and override them.
+`defaults: base.yaml`, or a list of files, each relative to the file that names it. Parents are applied first, in order
+and depth first; the values of the file itself override them.
 """
 
 from __future__ import annotations
@@ -30,39 +30,43 @@ def read_sources(path: str | os.PathLike[str], *, problems: Problems) -> Node:
         The root mapping; empty if nothing could be read.
     """
     source = os.fspath(path)
-    read = _read(source, asked_at=None, open_files=(), problems=problems)
+    read = _read(source, referenced_at=None, open_files=(), problems=problems)
     place = SourceLocation(source, 1, 1, source)
     return read if read is not None else Node({}, place=place, key_place=place)
 
 
-def _read(source: str, *, asked_at: SourceLocation | None, open_files: tuple[str, ...], problems: Problems) -> Node | None:
+def _read(source: str, *, referenced_at: SourceLocation | None, open_files: tuple[str, ...], problems: Problems) -> Node | None:
     real = os.path.realpath(source) if "\0" not in source else source
     if real in open_files:
         chain = " -> ".join(os.path.basename(file) for file in (*open_files[open_files.index(real) :], real))
-        problems.add(f"These files inherit from each other in a circle: {chain}.", place=asked_at, path=(_PARENTS,))
+        problems.add(
+            f"These files inherit from each other in a cycle: {chain}. Remove one of the `defaults`.",
+            place=referenced_at,
+            path=(_PARENTS,),
+        )
         problems.is_partial = True
         return None
-    root = _root(source, asked_at=asked_at, problems=problems)
+    root = _root(source, referenced_at=referenced_at, problems=problems)
     if root is None:
         problems.is_partial = True
         return None
     start = SourceLocation(source, 1, 1, source)
     own = {key: item for key, item in root.value.items() if key != _PARENTS}
-    # `grpo:` with nothing below it asks for the section's defaults; it does not take away what is inherited.
+    # An empty `grpo:` means the section with its defaults; it does not remove inherited values.
     for key, item in own.items():
         if item.value is None and item.text == "":
             own[key] = Node({}, place=item.place, key_place=item.key_place)
     merged = Node({}, place=start, key_place=start)
     for parent, place in _parents(root, problems=problems):
-        beside = os.path.normpath(os.path.join(os.path.dirname(source), os.path.expanduser(parent)))
-        inherited = _read(beside, asked_at=place, open_files=(*open_files, real), problems=problems)
+        parent_path = os.path.normpath(os.path.join(os.path.dirname(source), os.path.expanduser(parent)))
+        inherited = _read(parent_path, referenced_at=place, open_files=(*open_files, real), problems=problems)
         merged = merged if inherited is None else merge(merged, inherited)
     return merge(merged, Node(own, place=root.place, key_place=root.key_place, replaces=root.replaces))
 
 
-def _root(source: str, *, asked_at: SourceLocation | None, problems: Problems) -> Node | None:
+def _root(source: str, *, referenced_at: SourceLocation | None, problems: Problems) -> Node | None:
     """The mapping of one file; None if it cannot be read or is not a mapping, which is reported."""
-    text = _text(source, asked_at=asked_at, problems=problems)
+    text = _text(source, referenced_at=referenced_at, problems=problems)
     if text is None:
         return None
     before = len(problems.found)
@@ -72,7 +76,7 @@ def _root(source: str, *, asked_at: SourceLocation | None, problems: Problems) -
         return Node({}, place=start, key_place=start)
     if root is not None and not isinstance(root.value, dict):
         problems.add(
-            f"A config is a mapping of sections (`policy:`, `data:`, ...), not {show(root.plain())}.", place=root.place
+            f"A config must be a mapping of sections (`policy:`, `data:`, ...), not {show(root.plain())}.", place=root.place
         )
         return None
     return root
@@ -90,24 +94,28 @@ def _parents(root: Node, *, problems: Problems) -> list[tuple[str, SourceLocatio
         else:
             problems.is_partial = True
             problems.add(
-                f"must be a file, or a list of files, to inherit from; found {show(item.plain())}.",
+                f"must be a file or a list of files to inherit from; found {show(item.plain())}.",
                 place=item.place,
                 path=(_PARENTS,),
             )
     return parents
 
 
-def _text(source: str, *, asked_at: SourceLocation | None, problems: Problems) -> str | None:
-    path = () if asked_at is None else (_PARENTS,)
+def _text(source: str, *, referenced_at: SourceLocation | None, problems: Problems) -> str | None:
+    path = () if referenced_at is None else (_PARENTS,)
     try:
         with open(source, "rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except (OSError, ValueError) as error:
         message = _unreadable(source, error)
-        problems.add(message, place=asked_at, path=path)
+        problems.add(message, place=referenced_at, path=path)
         return None
     if len(raw) > LARGEST_FILE:
-        problems.add(f"{source} is larger than {LARGEST_FILE >> 10} KiB: that is no config.", place=asked_at, path=path)
+        problems.add(
+            f"{source} is larger than {LARGEST_FILE >> 10} KiB, so it is probably not a config: give a YAML config file.",
+            place=referenced_at,
+            path=path,
+        )
         return None
     try:
         return raw.decode("utf-8-sig")
@@ -115,7 +123,7 @@ def _text(source: str, *, asked_at: SourceLocation | None, problems: Problems) -
         line = raw.count(b"\n", 0, error.start) + 1
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
         problems.add(
-            f"This is not text in UTF-8 (byte 0x{raw[error.start]:02X}): save the config as UTF-8.",
+            f"Invalid UTF-8 (byte 0x{raw[error.start]:02X}): save the config as UTF-8.",
             place=SourceLocation(source, line, column, source),
         )
         return None
@@ -124,22 +132,22 @@ def _text(source: str, *, asked_at: SourceLocation | None, problems: Problems) -
 def _unreadable(source: str, error: OSError | ValueError) -> str:
     match error:
         case FileNotFoundError():
-            hint = _files_beside(source)
-            return f"There is no file {source}.{hint}"
+            hint = _similar_files(source)
+            return f"File {source} does not exist.{hint}"
         case IsADirectoryError():
-            return f"{source} is a folder: name a YAML file in it."
+            return f"{source} is a folder: give a YAML file in it."
         case OSError():
             return f"{source} cannot be read: {error.strerror or error}."
         case _:
-            return f"{source!r} cannot be a file's name: {error}."
+            return f"{source!r} is not a valid file name: {error}."
 
 
-def _files_beside(source: str) -> str:
+def _similar_files(source: str) -> str:
     folder = pathlib.Path(source).parent
     if not folder.is_dir():
-        return f" There is no folder {folder} either."
-    beside = sorted(file.name for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
-    if not beside:
+        return f" The folder {folder} does not exist either."
+    siblings = sorted(file.name for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
+    if not siblings:
         return ""
-    meant = nearest(pathlib.Path(source).name, beside)
+    meant = nearest(pathlib.Path(source).name, siblings)
     return f" Did you mean {folder / meant}?" if meant else ""

@@ -98,8 +98,8 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 """Optimizers of `torch.optim` and their keyword arguments; all have defaults."""
 
 UNUSABLE_OPTIMIZERS: dict[str, str] = {
-    "LBFGS": "it needs a closure that computes the loss again, and a training step has none",
-    "SparseAdam": "it needs sparse gradients, and language models have dense ones",
+    "LBFGS": "it needs a closure that recomputes the loss, which training steps do not have",
+    "SparseAdam": "it needs sparse gradients, but those of language models are dense",
     "Optimizer": "it is the base class of the optimizers",
 }
 """Classes of `torch.optim` that cannot train a policy, and why."""
@@ -146,15 +146,15 @@ SCHEDULERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "PolynomialLR": ((), ("total_iters", "power", "last_epoch")),
     "StepLR": (("step_size",), ("gamma", "last_epoch")),
 }
-"""Schedulers of `torch.optim.lr_scheduler`: required and optional keyword arguments, besides the optimizer."""
+"""Schedulers of `torch.optim.lr_scheduler`: required and optional keyword arguments, without the optimizer."""
 
 UNUSABLE_SCHEDULERS: dict[str, str] = {
-    "ChainedScheduler": "it takes scheduler objects, which YAML cannot hold",
+    "ChainedScheduler": "it takes scheduler objects, which YAML cannot represent",
     "LRScheduler": "it is the base class of the schedulers",
-    "LambdaLR": "it takes a function, which YAML cannot hold",
-    "MultiplicativeLR": "it takes a function, which YAML cannot hold",
-    "ReduceLROnPlateau": "it needs a metric at each step, and the schedule is stepped without one",
-    "SequentialLR": "it takes scheduler objects, which YAML cannot hold",
+    "LambdaLR": "it takes a function, which YAML cannot represent",
+    "MultiplicativeLR": "it takes a function, which YAML cannot represent",
+    "ReduceLROnPlateau": "it needs a metric at each step, but schedules are stepped without one",
+    "SequentialLR": "it takes scheduler objects, which YAML cannot represent",
 }
 """Classes of `torch.optim.lr_scheduler` that cannot be used as a schedule, and why."""
 

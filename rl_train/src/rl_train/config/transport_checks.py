@@ -25,7 +25,7 @@ def transport_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[Ke
     if generation is None:
         return
     if generation.refit_transport is None:
-        yield from _nothing_in_common(run, registry)
+        yield from _no_common_transport(run, registry)
     else:
         yield from _not_supported(run, registry, generation.refit_transport)
     yield from _folder(generation.refit_transport, generation.refit_folder, num_nodes=run.cluster.num_nodes)
@@ -44,25 +44,26 @@ def _not_supported(run: RunConfig, registry: Registry, transport: str) -> Iterat
             yield _AT, f"the {kind.label} {backend!r} does not support {transport!r}. It supports: {listed(known) or 'none'}."
 
 
-def _nothing_in_common(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPath, str]]:
-    """Backends without a common default transport; the capabilities of backends given by a path are only known after import."""
+def _no_common_transport(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPath, str]]:
+    """Backends without a common default transport. Backends given by a path are not checked: importing them would be needed."""
     if run.cluster.backend == "in_process":
         tried: tuple[str, ...] = IN_PROCESS_TRANSPORTS
     else:
         tried = ONE_NODE_TRANSPORTS if run.cluster.num_nodes == 1 else MANY_NODES_TRANSPORTS
-    supported = {kind: _capabilities(registry, kind, backend) for kind, backend in _backends(run)}
+    backends = dict(_backends(run))
+    supported = {kind: _capabilities(registry, kind, backend) for kind, backend in backends.items()}
     policy, engine = supported[Kind.POLICY], supported[Kind.GENERATION]
     if policy is None or engine is None or {*tried} & {*policy} & {*engine}:
         return
     transports = registry.names(Kind.WEIGHT_TRANSPORT)
-    mine = {kind: [name for name in transports if name in (found or ())] for kind, found in supported.items()}
-    shared = [name for name in mine[Kind.POLICY] if name in mine[Kind.GENERATION]]
+    by_kind = {kind: [name for name in transports if name in (found or ())] for kind, found in supported.items()}
+    shared = [name for name in by_kind[Kind.POLICY] if name in by_kind[Kind.GENERATION]]
     where = "in one process" if run.cluster.backend == "in_process" else f"on {run.cluster.num_nodes} node(s)"
     yield (
         ("policy", "generation", "backend"),
-        f"the engine {run.policy.generation.backend!r} cannot get the weights of the policy backend "  # type: ignore[union-attr]
-        f"{run.policy.backend!r} {where}: tried are {listed(tried)}; the policy backend supports "
-        f"{listed(mine[Kind.POLICY]) or 'none'}, the engine {listed(mine[Kind.GENERATION]) or 'none'}. "
+        f"the engine {backends[Kind.GENERATION]!r} cannot receive the weights of the policy backend "
+        f"{run.policy.backend!r} {where}: tried {listed(tried)}; the policy backend supports "
+        f"{listed(by_kind[Kind.POLICY]) or 'none'}, the engine {listed(by_kind[Kind.GENERATION]) or 'none'}. "
         + (
             f"Set refit_transport to {' or '.join(shared)}, or change a backend."
             if shared
@@ -75,13 +76,13 @@ def _folder(transport: str | None, folder: str | None, *, num_nodes: int) -> Ite
     if transport == "disk" and folder is None and num_nodes > 1:
         yield (
             ("policy", "generation", "refit_folder"),
-            f"must be set with refit_transport: disk on {num_nodes} nodes, to a folder that all of them see.",
+            f"is required with refit_transport: disk on {num_nodes} nodes: set a folder that all nodes can access.",
         )
     if transport != "disk" and folder is not None:
         yield (
             ("policy", "generation", "refit_folder"),
-            f"only refit_transport: disk writes there, and it is {transport or 'not set'}. Remove one of the two, or set "
-            "refit_transport: disk.",
+            f"is only used with refit_transport: disk, but refit_transport is {transport or 'not set'}. Remove refit_folder, "
+            "or set refit_transport: disk.",
         )
 
 
@@ -92,5 +93,5 @@ def _backends(run: RunConfig) -> tuple[tuple[Kind, str], ...]:
 
 
 def _capabilities(registry: Registry, kind: Kind, backend: str) -> tuple[str, ...] | None:
-    """What a registered backend supports; None for one given by its path, since this is only known after import."""
+    """Capabilities of a registered backend; None for a backend given by its path, because they are only known after import."""
     return None if is_path(backend) else registry.find(kind, backend).capabilities

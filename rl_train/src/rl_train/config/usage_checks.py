@@ -16,11 +16,11 @@ def unused_sections(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     if run.algorithm.runtime_needs.samples:
         return
     name = run.algorithm_name
-    remedy = "Remove the section, or give it to the command that uses it (`rlcore eval config.yaml ++{key}=...`)."
+    remedy = "Remove the section, or set it in the command that uses it (`rlcore eval config.yaml ++{key}=...`)."
     if run.env:
         yield (
             ("env",),
-            f"{name} does not sample, so nothing is scored and the section has no effect. {remedy.format(key='env.<task>')}",
+            f"{name} does not sample or score, so the section has no effect. {remedy.format(key='env.<task>')}",
         )
     if run.policy.generation is not None:
         yield (

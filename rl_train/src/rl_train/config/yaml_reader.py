@@ -1,4 +1,4 @@
-"""Reads a YAML text into values that remember their lines. Independent of keys and models.
+"""Parses YAML into values with source locations. Independent of the schema.
 
 Scalars are parsed as by OmegaConf (YAML 1.1, but `1e-5` is a number and a date is text). Rejected: duplicate and non-text keys,
 tags, documents after the first, recursive aliases, and texts that expand without limit.
@@ -49,8 +49,8 @@ def read_yaml(text: str, *, place: SourceLocation, problems: Problems) -> Node |
 
     Args:
         text: One document.
-        place: Where it begins: line 1 of a file, or an override, whose values all have the same location.
-        problems: Receives what is wrong with it.
+        place: Start of the text: line 1 of a file, or an override, where all values have the same location.
+        problems: Receives the errors.
 
     Returns:
         The root value, or None if the text is not valid YAML or is empty.
@@ -73,7 +73,7 @@ def read_yaml(text: str, *, place: SourceLocation, problems: Problems) -> Node |
             place=_at(place, line, column),
         )
     except RecursionError:
-        problems.add(f"This is nested more than {MAX_DEPTH} levels deep.", place=place)
+        problems.add(f"The text is nested more than {MAX_DEPTH} levels deep.", place=place)
     finally:
         if loader is not None:
             loader.dispose()
@@ -95,7 +95,7 @@ class _Reader:
     def _value(self, node: yaml.Node, *, path: KeyPath, key_node: yaml.Node) -> Node:
         self._count += 1
         if self._count > MAX_VALUES:
-            raise _error(f"more than {MAX_VALUES} values, aliases counted as often as they are used", node)
+            raise _error(f"more than {MAX_VALUES} values, counting each use of an alias", node)
         if len(path) > MAX_DEPTH:
             raise _error(f"nested more than {MAX_DEPTH} levels deep (or an alias that contains itself)", node)
         place, key_place = self._at(node), self._at(key_node)
@@ -105,7 +105,7 @@ class _Reader:
             raise _error(f"the tag {node.tag.removeprefix(_TAG)!r} is not supported: write the value without it", node)
         if isinstance(node, yaml.MappingNode):
             mapping = self._mapping(node, path=path)
-            replaces = self._takes_mark(mapping, path=path)
+            replaces = self._pop_override_mark(mapping, path=path)
             return Node(mapping, place=place, key_place=key_place, replaces=replaces)
         items = [self._value(item, path=(*path, index), key_node=item) for index, item in enumerate(node.value)]
         return Node(items, place=place, key_place=key_place)
@@ -123,7 +123,7 @@ class _Reader:
             if key in own:
                 first = own[key].key_place
                 self._problems.add(
-                    f"This key is already set at {first}: keep one of the two.",
+                    f"This key is already set at {first}: remove one of the two.",
                     place=self._at(key_node),
                     path=(*path, key),
                 )
@@ -137,7 +137,7 @@ class _Reader:
         for source in sources:
             if not isinstance(source, yaml.MappingNode):
                 raise _error("`<<` takes a mapping, or a list of mappings", source)
-            # One level deeper than it stands, so that a mapping merged into itself ends at the limit.
+            # Counted as one level deeper, so that a mapping merged into itself hits the depth limit.
             for key, item in self._value(source, path=(*path, "<<"), key_node=source).value.items():
                 merged.setdefault(key, item)
         return merged
@@ -147,9 +147,9 @@ class _Reader:
             value = self._scalar(node)
             if isinstance(value, str):
                 return value
-            message = f"YAML reads the key {node.value!r} as {show(value)}: write it in quotes."
+            message = f"YAML reads the key {node.value!r} as {show(value)}: quote it."
         else:
-            message = "A key must be text, not a list or a mapping. Is a pair of braces unquoted here?"
+            message = "A key must be text, not a list or a mapping. Is a pair of braces missing its quotes?"
         self._problems.add(message, place=self._at(node), path=path)
         return None
 
@@ -161,13 +161,13 @@ class _Reader:
         try:
             value = self._loader.construct_object(node)
             if isinstance(value, int):
-                str(value)  # a hexadecimal integer is read at any length, and can then not be printed
+                str(value)  # raises if a hexadecimal integer is too long to be printed
             return value
         except (ValueError, KeyError) as error:  # a number too long for int(), or text under an explicit tag
             kind = node.tag.removeprefix(_TAG)
-            raise _error(f"{show(node.value)} cannot be read as YAML's {kind}", node) from error
+            raise _error(f"{show(node.value)} is not a valid YAML {kind}", node) from error
 
-    def _takes_mark(self, mapping: dict[str, Node], *, path: KeyPath) -> bool:
+    def _pop_override_mark(self, mapping: dict[str, Node], *, path: KeyPath) -> bool:
         mark = mapping.pop(_OVERRIDE_MARK, None)
         if mark is None:
             return False
@@ -191,20 +191,20 @@ def _report(error: yaml.MarkedYAMLError, *, place: SourceLocation, problems: Pro
     mark = error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
     what = (error.problem or error.context or "").strip()
-    message = f"This is not YAML that can be read: {what}."
+    message = f"Invalid YAML: {what}."
     if error.context and error.context_mark is not None and error.problem:
-        message = f"This is not YAML that can be read: {error.context}, {what}."
+        message = f"Invalid YAML: {error.context}, {what}."
     hint = _hint(what)
     problems.add(message if hint is None else f"{message} {hint}", place=_at(place, line, column))
 
 
 def _hint(what: str) -> str | None:
     if r"'\t'" in what:
-        return "Indent with spaces, not with tabs."
+        return "Indent with spaces, not tabs."
     if "mapping values are not allowed" in what:
-        return "A value that holds `: ` needs quotes, and keys of one section the same indentation."
+        return "Quote values that contain `: `, and indent all keys of a section equally."
     if "expected a single document" in what or "another document" in what:
-        return "Keep one document: remove the second `---`."
+        return "A config must have one document: remove the second `---`."
     if "undefined alias" in what:
-        return "Text that begins with `*` needs quotes."
+        return "Text that starts with `*` must be quoted."
     return None

@@ -1,6 +1,6 @@
-"""Parquet files and Hugging Face datasets as rows, loaded by the library `datasets` and left on disk; knows no field.
+"""Rows of Parquet files and Hugging Face datasets, memory-mapped by the `datasets` library.
 
-Loading is all that the library does here: the order, the resume, the bad rows and the splits that are held out are ours.
+The library only loads the data: order, resuming, bad rows and held-out splits are handled elsewhere in this package.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rl_core.errors import DataError
 from rl_train.data.concat import ConcatDataset
 
 _SAVED = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` leaves in a folder: of one split, of several."""
+"""Files that `save_to_disk` writes: for one split, for several splits."""
 
 
 class ArrowRows:
     """The rows of tables, one table after the other.
 
-    A key of a nested field that is null is left out: a table has a column for every key that any of its rows has, so that the
-    arguments of one row's call would stand, as nulls, in the calls of all the others.
+    Null keys of nested fields are removed: a table has a column for every key of any row, so the tool call arguments of one
+    row would appear, as nulls, in the calls of all others.
 
     Args:
-        tables: Each with the name that places go by.
-        name: What errors call the whole.
+        tables: Each with its name for row locations.
+        name: Name of the data in error messages.
     """
 
     def __init__(self, tables: Sequence[tuple[str, Any]], *, name: str) -> None:
@@ -53,10 +53,10 @@ class ArrowRows:
 
 
 def parquet_rows(path: Path) -> ArrowRows:
-    """The rows of a parquet file, or of all `*.parquet` of a folder in the order of their names.
+    """The rows of a Parquet file, or of all `*.parquet` files of a folder in alphabetical order.
 
     Raises:
-        DataError: There is no such file, or it is no parquet.
+        DataError: The file does not exist or is not a Parquet file.
     """
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -71,28 +71,29 @@ def hugging_face_rows(
     """The rows of one split of a dataset.
 
     Args:
-        path: A folder that `save_to_disk` wrote, a folder of data files, or the name of a dataset of the hub.
+        path: A folder that `save_to_disk` wrote, a folder of data files, or the name of a dataset on the hub.
         subset: One of the dataset's configurations.
-        split: One of its splits, or a slice of one (`train[:1000]`) where the library loads data files; may be left out where
-            there is only one.
-        revision: Of a dataset of the hub: branch, tag or commit.
+        split: One of its splits, or a slice of one (`train[:1000]`) if the library loads data files; optional if there is
+            only one.
+        revision: Branch, tag or commit of a dataset on the hub.
 
     Raises:
-        DataError: There is no such dataset, subset, split or revision, or several splits and none is named; the hub cannot be
-            reached, and the cache has no copy, or none of the revision.
+        DataError: The dataset, subset, split or revision does not exist, there are several splits and none is named, or the hub
+            cannot be reached and the cache has no copy of the revision.
     """
     datasets = _library()
     if Path(path).is_file():
         raise DataError(f"dataset {path} is a file: read it with `dataset_name: parquet` or `jsonl`, or give its folder")
     saved = any((Path(path) / name).is_file() for name in _SAVED)
     if saved and subset is not None:
-        raise DataError(f"dataset {path} was written by save_to_disk and has no subsets: leave out `subset: {subset}`")
+        raise DataError(f"dataset {path} was written by save_to_disk and has no subsets: remove `subset: {subset}`")
     if revision is not None and Path(path).is_dir():
-        raise DataError(f"dataset {path} is a folder and has no revisions: leave out `revision: {revision}`")
+        raise DataError(f"dataset {path} is a folder and has no revisions: remove `revision: {revision}`")
     if not saved and Path(path).is_dir() and glob.has_magic(path):
         raise DataError(
-            f"dataset {path} has one of * ? [ ] in its path, which the datasets library reads as a pattern, so it finds no "
-            "files: rename the folder, or name its files with `dataset_name: parquet` or `jsonl`"
+            f"the path of dataset {path} contains one of * ? [ ], which the datasets library reads as a pattern, so it "
+            f"finds no "
+            "files: rename the folder, or read its files with `dataset_name: parquet` or `jsonl`"
         )
     name = f"{path} ({subset})" if subset else path
     if saved:
@@ -109,7 +110,7 @@ def hugging_face_rows(
 
 
 def _undecoded(table: Any) -> Any:
-    """A table that leaves its pictures and sounds as they are: nothing reads them, and decoding needs packages and time."""
+    """A table that does not decode images and audio: they are not used, and decoding needs packages and time."""
     json = _library().Json
     for name, kind in table.features.items():
         if hasattr(kind, "decode") and not isinstance(kind, json):
@@ -118,7 +119,7 @@ def _undecoded(table: Any) -> Any:
 
 
 def _nested(features: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that have keys within, with what they hold."""
+    """The columns with nested keys, and their types."""
     return {key: kind for key, kind in features.items() if _has_keys(kind)}
 
 
@@ -127,7 +128,7 @@ def _has_keys(kind: Any) -> bool:
 
 
 def _without_nulls(value: Any, kind: Any) -> Any:
-    """A value without its null keys, as far as the table made them: a column of JSON holds what was written."""
+    """A value without the null keys that the table added; JSON columns are unchanged."""
     if isinstance(kind, dict) and isinstance(value, dict):
         return {key: _without_nulls(value[key], each) for key, each in kind.items() if value[key] is not None}
     if hasattr(kind, "feature") and isinstance(value, list):
@@ -136,13 +137,13 @@ def _without_nulls(value: Any, kind: Any) -> Any:
 
 
 def is_table(given: Any) -> bool:
-    """Whether it is a dataset of the library, with rows by number."""
-    datasets = sys.modules.get("datasets")  # who has not imported it has none
+    """Whether this is a `datasets.Dataset`."""
+    datasets = sys.modules.get("datasets")  # if it is not imported, no such object exists
     return datasets is not None and isinstance(given, datasets.Dataset)
 
 
 def is_split(given: Any) -> bool:
-    """Whether it is several datasets of the library, by the names of their splits."""
+    """Whether this is a `datasets.DatasetDict`, which has several splits."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(given, datasets.DatasetDict)
 
@@ -152,9 +153,9 @@ def _parquet(file: Path) -> Any:
     import pyarrow.parquet
 
     described = pyarrow.parquet.read_metadata(file)
-    if described.num_rows == 0:  # the library has no word for a file without rows
+    if described.num_rows == 0:  # the library cannot read a file without rows
         return datasets.Dataset(described.schema.to_arrow_schema().empty_table())
-    # The library takes a pattern.
+    # The library expects a pattern.
     return datasets.Dataset.from_parquet(glob.escape(str(file)))
 
 
@@ -162,23 +163,23 @@ def _one_split(found: Mapping[str, Any], split: str | None, name: str) -> tuple[
     if split is None and len(found) == 1:
         return next(iter(found.items()))
     if split is None:
-        raise DataError(f"dataset {name} has the splits {', '.join(found)}: say which with `split`")
+        raise DataError(f"dataset {name} has the splits {', '.join(found)}: choose one with `split`")
     if split not in found:
         raise DataError(f"dataset {name} has no split {split!r}: it has {', '.join(found)}")
     return split, found[split]
 
 
 def _the_split(found: Any, split: str, name: str) -> str:
-    """The asked split, where one table is all that was saved."""
+    """The requested split of a single saved table."""
     own = None if found.split is None else str(found.split)
     if own != split:
         its = "a single table without a name" if own is None else f"only {own!r}"
-        raise DataError(f"dataset {name} has no split {split!r}: it is {its}. Leave out `split`.")
+        raise DataError(f"dataset {name} has no split {split!r}: it is {its}. Remove `split`.")
     return split
 
 
 def _loaded(load: Callable[[], Any], name: str) -> Any:
-    """What the library loads, with its progress bars off: nothing else that a run prints is lost among them."""
+    """Load with the library, without its progress bars."""
     datasets = _library()
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
@@ -190,12 +191,12 @@ def _loaded(load: Callable[[], Any], name: str) -> Any:
     finally:
         if shown:
             datasets.enable_progress_bars()
-    # A format that was saved along (tensors, data frames) would change what a row is.
+    # A saved format (tensors, data frames) would change the type of the rows.
     return found.with_format(None)
 
 
 def _why(error: Exception) -> tuple[str, str]:
-    """What an error of the library says, and what to do about it."""
+    """The message of an error of the library, and what to do about it."""
     datasets = _library()
     text = " ".join(str(error).partition("Example of usage")[0].split()).rstrip(".")
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
@@ -203,26 +204,26 @@ def _why(error: Exception) -> tuple[str, str]:
             return text, "Give a branch, a tag or a commit that it has"
         return (
             text,
-            "Give the path of a folder that exists, or a name that the hub has; private ones need `hf auth login` before",
+            "Give the path of an existing folder, or a name that exists on the hub; private datasets need `hf auth login`",
         )
     if isinstance(error, ConnectionError) and datasets.config.HF_HUB_OFFLINE:
         return text, (
-            "HF_HUB_OFFLINE is set, and the cache has no copy of it: unset it, load it once where there is a network, or give "
+            "HF_HUB_OFFLINE is set, and the cache has no copy of it: unset it, load it once with a network connection, or give "
             "the path of a folder"
         )
     if isinstance(error, ConnectionError):
-        return text, "Look at the network and HF_ENDPOINT, or give the path of a folder"
+        return text, "Check the network and HF_ENDPOINT, or give the path of a folder"
     if "Config name is missing" in text or "BuilderConfig" in text:
-        return text, "Say which with `subset`"
+        return text, "Choose one with `subset`"
     why = error.__cause__ or error
     return f"{type(why).__name__}: {str(why).rstrip('.')}", (
-        "Give what exists: a parquet file, a folder that save_to_disk wrote, a folder of data files, or the name of a dataset "
-        "of the hub; lines of JSON are read with `dataset_name: jsonl`"
+        "Give an existing Parquet file, a folder that save_to_disk wrote, a folder of data files, or the name of a dataset on "
+        "the hub; read JSON lines with `dataset_name: jsonl`"
     )
 
 
 def _check_revision(found: Any, path: str, revision: str, name: str) -> None:
-    """Refuse a copy of another revision, which the library takes from its cache where it cannot reach the hub."""
+    """Reject a cached copy of another revision, which the library uses if it cannot reach the hub."""
     from huggingface_hub import constants
 
     reference = Path(constants.HF_HUB_CACHE) / f"datasets--{path.replace('/', '--')}" / "refs" / revision
@@ -231,9 +232,9 @@ def _check_revision(found: Any, path: str, revision: str, name: str) -> None:
     files = [Path(file["filename"]) for table in tables for file in table.cache_files]
     if not all(commit in file.parts for file in files):
         raise DataError(
-            f"dataset {name} cannot be loaded: the hub is not asked or not reached, and the copy in the cache "
-            f"({files[0].parent}) is not known to be of the revision {revision}. Load it once where there is a network, or "
-            "leave out `revision`"
+            f"dataset {name} cannot be loaded: the hub is offline or unreachable, and the cached copy ({files[0].parent}) "
+            f"may not "
+            f"be of the revision {revision}. Load it once with a network connection, or remove `revision`"
         )
 
 
@@ -241,5 +242,5 @@ def _library() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"reading it needs a package that is not here ({error}): pip install 'rl-train[data]'") from error
+        raise DataError(f"reading it needs a package that is not installed ({error}): pip install 'rl-train[data]'") from error
     return datasets

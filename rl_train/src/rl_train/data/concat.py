@@ -1,4 +1,4 @@
-"""Several collections, one after the other, as one; knows nothing of what they hold."""
+"""Concatenates map-style collections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class ConcatDataset(Sequence[Any]):
-    """Several map-style collections, one after the other, as one.
+    """Several map-style collections, concatenated.
 
     Args:
         parts: The collections.
@@ -27,7 +27,7 @@ class ConcatDataset(Sequence[Any]):
         return self._parts[number][row]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The part, by its number, and the place within it."""
+        """The number of the collection, and the index in it."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = bisect_right(self._ends, index)

@@ -1,4 +1,4 @@
-"""Conversations as data holds them, in OpenAI's form, checked, each content a text; knows no dataset and no chat template."""
+"""Reads and checks conversations in OpenAI's format. Independent of datasets and chat templates."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ _EMPTY_IS_ABSENT = ("tool_calls", "function_call", "tool_call_id")
 
 
 def read_messages(value: Any, what: str, *, role: str) -> Messages:
-    """The messages that a field holds; a text is one message.
+    """The messages of a field; a text is one message.
 
-    A content may be a list of parts, `{"type": "text", "text": ...}` each, which are joined; that of a message which only calls
-    tools is empty. Keys that are null are left out. Whether results answer calls is for the whole conversation to say
-    (`tool_calls.check_tool_use`).
+    The content may be a list of parts, `{"type": "text", "text": ...}` each, which are joined; it is empty in messages that
+    only call tools. Null keys are removed. `tool_calls.check_tool_use` checks that tool results match calls.
 
     Args:
         value: The field.
-        what: What errors call it.
-        role: Who says a text.
+        what: Name of the field in error messages.
+        role: Role of a text.
 
     Raises:
-        DataError: It is neither a text nor messages of text, a role is unknown, or a call is none.
+        DataError: It is neither a text nor messages of text, a role is unknown, or a tool call is invalid.
     """
     if isinstance(value, str):
         return [{"role": role, "content": _text(value, what)}]
@@ -40,11 +39,11 @@ def read_messages(value: Any, what: str, *, role: str) -> Messages:
 
 
 def without_answer(messages: Messages) -> Messages:
-    """The conversation up to the question: what the assistant says last is left out."""
-    asked = list(messages)
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    return asked
+    """The conversation without the final messages of the assistant."""
+    prompt = list(messages)
+    while prompt and prompt[-1]["role"] == "assistant":
+        prompt.pop()
+    return prompt
 
 
 def with_system_prompt(messages: Messages, system_prompt: str | None) -> Messages:
@@ -55,28 +54,28 @@ def with_system_prompt(messages: Messages, system_prompt: str | None) -> Message
 
 
 def kind_of(messages: Messages, tools: Any) -> frozenset[str]:
-    """What a chat template may take of one conversation and not of another: the roles, and what there is of tools."""
+    """Features of a conversation that a chat template may not support: its roles and tool use."""
     calls = {"calls" if len(message["tool_calls"]) > 1 else "a call" for message in messages if message.get("tool_calls")}
     return frozenset({message["role"] for message in messages} | calls | ({"an offer"} if tools else set()))
 
 
 def _message(message: Any, what: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise DataError(f"{what} is no {{role, content}}: found {format_value(message)}")
+        raise DataError(f"{what} is not {{role, content}}: found {format_value(message)}")
     given = {key: value for key, value in message.items() if value is not None}
     for key in _EMPTY_IS_ABSENT:
         if not given.get(key, True):
             del given[key]
     if given.get("role") == "function" or "function_call" in given:
         raise DataError(
-            f"{what} calls a function in the old form (function_call, role 'function'): write `tool_calls` in the assistant's "
-            "message, and the result as a message of the role 'tool'"
+            f"{what} calls a function in the old format (function_call, role 'function'): use `tool_calls` in the assistant's "
+            "message, and a message with the role 'tool' for the result"
         )
     if "tool_calls" in given:
         given["tool_calls"] = read_calls(given["tool_calls"], what)
         given.setdefault("content", "")
     if not {"role", "content"} <= given.keys():
-        raise DataError(f"{what} is no {{role, content}}: found {format_value(message)}")
+        raise DataError(f"{what} is not {{role, content}}: found {format_value(message)}")
     _check_role(given, what)
     if given.get("weight") not in (None, 0, 1):
         raise DataError(f"{what} has the weight {given['weight']!r}: expected 1 (trained) or 0 (not trained)")
@@ -88,32 +87,30 @@ def _check_role(given: Mapping[str, Any], what: str) -> None:
         raise DataError(f"{what} has the role {given['role']!r}: expected one of {', '.join(ROLES)}")
     for key, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if key in given and given["role"] != role:
-            raise DataError(f"{what} has {key} and the role {given['role']!r}: only a message of the role {role!r} has them")
+            raise DataError(f"{what} has {key} and the role {given['role']!r}: {key} is only allowed with the role {role!r}")
 
 
 def _text(content: Any, what: str) -> str:
     if isinstance(content, str):
-        return _whole(content, what)
+        return _without_half_characters(content, what)
     if not isinstance(content, list):
         raise DataError(f"{what} has the content {format_value(content)}: expected a text or a list of text parts")
     parts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise DataError(
-                f"{what} has a part of the type {kind!r}: only text can be trained on. Leave the part out, or drop the row"
-            )
+            raise DataError(f"{what} has a part of type {kind!r}: only text can be trained on. Remove the part or the row")
         parts.append(part["text"])
-    return _whole("".join(parts), what)
+    return _without_half_characters("".join(parts), what)
 
 
-def _whole(text: str, what: str) -> str:
-    """The text, if it is one: JSON can write half of a surrogate pair, which no tokenizer reads."""
+def _without_half_characters(text: str, what: str) -> str:
+    """Check a text for unpaired surrogates, which JSON can contain but tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{what} has half of a character, {text[error.start]!r}, at place {error.start}: it was cut there, or written "
-            "wrongly. Mend the text, or drop the row"
+            f"{what} has half of a character, {text[error.start]!r}, at index {error.start}: the text was cut there, or is "
+            "corrupt. Fix the text or remove the row"
         ) from error
     return text

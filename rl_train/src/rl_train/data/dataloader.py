@@ -1,6 +1,6 @@
-"""The order in which data is seen: shuffled by seed and epoch, resumable at any row; knows no ranks and no tokenizer.
+"""A data loader whose order depends on seed and epoch, and which can be resumed at any row.
 
-One loader serves all ranks (batches are sharded after it), so that the order does not depend on how many there are.
+One loader serves all ranks (batches are sharded after it), so the order does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
 from rl_train.data.mixing import Mixture, row_order
 
-_GO_BACK = "Give the data that it was, or begin anew (`--resume never`)"
+_REMEDY = "Use the original data, or start a new run (`--resume never`)"
 
 
 class BatchedDataLoader:
     """Batches of a map-style dataset; each `for` runs to the end of the current epoch.
 
-    A `for` that is left early goes on where it stopped, here or, through `state_dict`, in another process; the state counts a
-    batch as seen once it was handed out. The order of epoch e is a permutation drawn from (seed, e) alone.
+    A loop that is left early continues where it stopped, here or, with `state_dict`, in another process; the state counts a
+    batch as seen once it was yielded. The order of epoch e is a permutation that only depends on (seed, e).
 
     Args:
-        dataset: Has `len` and items by number.
-        batch_size: Rows of a batch.
-        shuffle: Whether each epoch has an order of its own; else the dataset's.
-        seed: Of the shuffle.
-        drop_last: Leave out an epoch's last rows where they do not fill a batch.
-        collate: From the rows to a batch; by default `collate_rows`.
-        mixture: How the rows are mixed, where the dataset is several ones after each other.
-        fingerprint: Of what the rows are made of: a state of other rows is refused; None where it is not known.
+        dataset: Map-style dataset.
+        batch_size: Rows per batch.
+        shuffle: Whether each epoch is shuffled; else rows are in the order of the dataset.
+        seed: Seed of the shuffle.
+        drop_last: Drop the last rows of an epoch if they do not fill a batch.
+        collate: Turns rows into a batch; `collate_rows` by default.
+        mixture: How to mix the rows if the dataset concatenates several datasets.
+        fingerprint: Fingerprint of the rows: a state with another one is rejected; None if unknown.
 
     Raises:
-        DataError: The dataset is empty, smaller than the one batch that `drop_last` allows, or not of the mixture's size.
+        DataError: The dataset is empty, smaller than one batch with `drop_last`, or does not have the size of the mixture.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class BatchedDataLoader:
         fingerprint: str | None = None,
     ) -> None:
         if batch_size < 1:
-            raise DataError(f"batch_size is {batch_size}: give at least 1")
+            raise DataError(f"batch_size is {batch_size}: it must be at least 1")
         if len(dataset) < (batch_size if drop_last else 1):
             raise DataError(
-                f"the dataset has {len(dataset)} rows and a batch takes {batch_size}: there would be no batch at all"
+                f"the dataset has {len(dataset)} rows, too few for one batch of {batch_size}: lower the batch size or add rows"
             )
         if mixture is not None and len(mixture) != len(dataset):
             raise DataError(
-                f"the mixture is of {len(mixture)} rows and the dataset has {len(dataset)}: give one of its members"
+                f"the mixture has {len(mixture)} rows, but the dataset has {len(dataset)}: use the dataset of its members"
             )
         self.dataset = dataset
         self.batch_size = batch_size
@@ -74,20 +74,20 @@ class BatchedDataLoader:
 
     @property
     def epoch(self) -> int:
-        """Whole passes done."""
+        """Number of finished epochs."""
         return self._epoch
 
     @property
     def next_ordinal(self) -> int:
-        """The number of the next row in the loader's endless order, from 0.
+        """The number of the next row in the endless order of the loader, from 0.
 
-        Row r of the order of epoch e has the number e x rows + r. It identifies a draw: it is never repeated, and it depends on
-        neither the batch size nor on when a run was resumed. Rows that `drop_last` leaves out leave gaps.
+        Row r of the order of epoch e has the number e x rows + r. It identifies a draw: it is never repeated, and it depends
+        neither on the batch size nor on resumes. Rows that `drop_last` drops leave gaps.
         """
         return self._epoch * len(self.dataset) + self._cursor
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches per epoch."""
         rows = len(self.dataset)
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
@@ -96,8 +96,8 @@ class BatchedDataLoader:
         order = self._order(epoch)
         while self._epoch == epoch:
             start, end = self._cursor, min(self._cursor + self.batch_size, len(order))
-            # The state moves on before the batch is out of hand. After the last batch it stands at the next epoch's start:
-            # a state at an epoch's very end would resume to an empty epoch.
+            # The state advances before the batch is yielded. After the last batch it is the start of the next epoch: a state
+            # at the end of an epoch would resume with an empty epoch.
             left = len(order) - end
             if left < (self.batch_size if self.drop_last else 1):
                 self._epoch, self._cursor = epoch + 1, 0
@@ -106,16 +106,16 @@ class BatchedDataLoader:
             yield self.collate([self.dataset[row] for row in order[start:end]])
 
     def forever(self) -> Iterator[Any]:
-        """Batches without end, epoch after epoch."""
+        """Endless batches, epoch after epoch."""
         while True:
             yield from self
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: enough to go on as if it had never stopped.
+        """The position of the loader, for an exact resume.
 
         Returns:
-            `seed` and `shuffle` of the order, `epoch` (whole passes done), `cursor` (rows of the current pass handed out)
-            and `rows` of the dataset, their `fingerprint` where it is known; of a mixture its members as well. JSON.
+            `seed` and `shuffle`, `epoch` (finished epochs), `cursor` (rows yielded in the current epoch), `rows` of the
+            dataset, their `fingerprint` if known, and the members of a mixture, as JSON.
         """
         state: dict[str, Any] = {
             "seed": self.seed,
@@ -129,34 +129,35 @@ class BatchedDataLoader:
         return state if self.mixture is None else {**state, "mixture": self.mixture.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, under its seed; the batch size may be another.
+        """Continue from a state with its seed; the batch size may differ.
 
         Raises:
-            DataError: The state is of other rows, or of another kind of order.
+            DataError: The state belongs to other rows or another order.
         """
         if state["rows"] != len(self.dataset) or state["shuffle"] != self.shuffle:
             raise DataError(
-                f"the state is of {state['rows']} rows with shuffle={state['shuffle']}, the loader has {len(self.dataset)} "
-                f"rows with shuffle={self.shuffle}: the order would not be the one that was interrupted. {_GO_BACK}"
+                f"the state has {state['rows']} rows with shuffle={state['shuffle']}, but the loader has {len(self.dataset)} "
+                f"rows with shuffle={self.shuffle}, so the order of the interrupted run cannot continue. {_REMEDY}"
             )
         own = (state.get("fingerprint"), self.fingerprint)
         if None not in own and own[0] != own[1]:
             raise DataError(
-                "the rows are not those of the state: some have changed, or they stand in another order, so that some would be "
-                f"seen twice and others never. {_GO_BACK}"
+                "the rows differ from those of the state: some have changed, or their order has, so some would be seen "
+                "twice and "
+                f"others never. {_REMEDY}"
             )
         members = None if self.mixture is None else self.mixture.state()
         if state.get("mixture") != members:
             raise DataError(
-                f"the state is of the mixture {state.get('mixture')}, the loader has {members} (rows, and rows an epoch, of "
-                f"each member): the order would not be the one that was interrupted. {_GO_BACK}"
+                f"the state has the mixture {state.get('mixture')}, but the loader has {members} (rows, and rows per epoch, of "
+                f"each member), so the order of the interrupted run cannot continue. {_REMEDY}"
             )
         self.seed, self._epoch, self._cursor = state["seed"], state["epoch"], state["cursor"]
         if len(self.dataset) - self._cursor < (self.batch_size if self.drop_last else 1):
             self._epoch, self._cursor = self._epoch + 1, 0
 
     def next_rows(self, count: int) -> Sequence[int]:
-        """The numbers of the next `count` rows to be drawn, or of those that are left of the epoch."""
+        """The numbers of the next `count` rows, or of the rest of the epoch."""
         return self._order(self._epoch)[self._cursor : self._cursor + count]
 
     def _order(self, epoch: int) -> Sequence[int]:
@@ -173,15 +174,15 @@ def epoch_order(rows: int, *, seed: int, epoch: int) -> list[int]:
 def collate_rows(rows: list[Any]) -> BatchedDataDict[Any]:
     """Rows (mappings of the same keys) as a batch.
 
-    Tensors are stacked, those of differing first axes right-padded; numbers become a tensor [B]; anything else is a list.
-    `input_ids` without `input_lengths` or `attention_mask` get their `input_lengths`.
+    Tensors are stacked, and right-padded if their first axes differ; numbers become a tensor [B]; anything else is a list.
+    `input_lengths` is added for `input_ids` without `input_lengths` or `attention_mask`.
 
     Raises:
-        DataError: A row is no mapping, or the rows' keys differ.
+        DataError: A row is not a mapping, or the keys of the rows differ.
     """
     for row in rows:
         if not isinstance(row, Mapping) or row.keys() != rows[0].keys():
-            raise DataError(f"a row is {_kind(row)}, another {_kind(rows[0])}: give rows of one form, or a `collate`")
+            raise DataError(f"one row is {_kind(row)}, another {_kind(rows[0])}: use rows with the same keys, or set `collate`")
     columns = {key: _column(key, [row[key] for row in rows]) for key in rows[0]}
     tokens = rows[0].get("input_ids")
     if isinstance(tokens, torch.Tensor) and not {"input_lengths", "attention_mask"} & columns.keys():

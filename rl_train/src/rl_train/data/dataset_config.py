@@ -46,7 +46,7 @@ class RowsConfig(DatasetConfig):
         return {key for key, info in type(self).model_fields.items() if getattr(self, key) != info.get_default()}
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-        """Functions and templates that do not exist, and a first row that cannot be read."""
+        """Functions and templates that do not exist, and an invalid first row."""
         from rl_train.data.row_checks import row_conflicts
 
         yield from row_conflicts(self, run.data)
@@ -116,12 +116,12 @@ class RecordForm(RowsConfig):
         return "tools_key" in self.changed()
 
     @model_validator(mode="after")
-    def _one_maker_of_records(self) -> RecordForm:
-        return _refuse_beside_record_fn(self, {*RecordForm.model_fields} - {*RowsConfig.model_fields, "system_prompt"})
+    def _keys_exclude_record_fn(self) -> RecordForm:
+        return _reject_keys_with_record_fn(self, {*RecordForm.model_fields} - {*RowsConfig.model_fields, "system_prompt"})
 
 
 class PreferenceForm(RowsConfig):
-    """Rows with a prompt and a better and a worse answer."""
+    """Rows with a prompt, a chosen and a rejected answer."""
 
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "pairs"
 
@@ -161,9 +161,9 @@ class PreferenceForm(RowsConfig):
         return "tools_key" in self.changed()
 
     @model_validator(mode="after")
-    def _one_maker_of_records(self) -> PreferenceForm:
+    def _keys_exclude_record_fn(self) -> PreferenceForm:
         keys = {"prompt_key", "chosen_key", "rejected_key", "completions_key", "tools_key"}
-        return _refuse_beside_record_fn(self, keys)
+        return _reject_keys_with_record_fn(self, keys)
 
 
 class JsonlDatasetConfig(RecordForm, JsonLinesSource):
@@ -205,10 +205,10 @@ class HuggingFacePreferenceDatasetConfig(PreferenceForm, HuggingFaceSource):
 ConfigT = TypeVar("ConfigT", bound=RowsConfig)
 
 
-def _refuse_beside_record_fn(config: ConfigT, keys: set[str]) -> ConfigT:
-    unread = sorted(keys & config.changed())
-    if config.record_fn is not None and unread:
+def _reject_keys_with_record_fn(config: ConfigT, keys: set[str]) -> ConfigT:
+    unused = sorted(keys & config.changed())
+    if config.record_fn is not None and unused:
         raise ValueError(
-            f"record_fn creates the records, so {', '.join(unread)} would have no effect: remove either record_fn or these keys"
+            f"record_fn creates the records, so {', '.join(unused)} would have no effect: remove either record_fn or these keys"
         )
     return config

@@ -1,7 +1,7 @@
-"""Datasets of prompts and conversations: what the fields of a row mean; knows no source of rows and no tokenizer.
+"""Datasets of prompts and conversations: turns the fields of a row into a record.
 
-A record is {messages, extra_env_info, task_name} with, where they are, tools and stop_strings; a conversation for supervised
-training ends with the assistant's message.
+A record is {messages, extra_env_info, task_name} with optional tools and stop_strings; a conversation for supervised training
+ends with an assistant message.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class RecordDataset(Records[Record]):
     """The prompts or conversations of any source.
 
     Args:
-        config: Which source, which fields.
-        rows: The source, in place of the one that the config names.
+        config: The source and its fields.
+        rows: The source, replacing that of the config.
 
     Raises:
-        DataError: The source is absent or has no good row, or a row is bad; names its place.
+        DataError: The source does not exist or has no valid row, or a row is invalid; the message has its location.
     """
 
     def __init__(self, config: RecordForm, rows: Rows | None = None) -> None:
@@ -39,14 +39,14 @@ class RecordDataset(Records[Record]):
 
 
 class ReadsRecords:
-    """Makes one record of a row, by the config's keys or by its function.
+    """Creates one record per row, by the keys of the config or by its function.
 
     Args:
-        config: Which fields are what.
+        config: The meaning of the fields.
 
     Raises:
-        DataError: There is no such prompt template.
-        ConfigError: There is no such function.
+        DataError: The prompt template does not exist.
+        ConfigError: The function does not exist.
     """
 
     called = "row"
@@ -67,7 +67,7 @@ class ReadsRecords:
         return kind_of(record["messages"], record.get("tools"))
 
     def asked(self, row: dict[str, Any]) -> Any:
-        """The field that is asked, or what the template asks for; a conversation without its answer."""
+        """The prompt: the input field, the fields of the template, or a conversation without its answer."""
         if self._function is not None:
             return without_answer(self.records(row)[0]["messages"])
         key = self._config.input_key
@@ -78,12 +78,15 @@ class ReadsRecords:
 
     def _from_keys(self, row: dict[str, Any]) -> Record:
         config = self._config
-        messages = with_system_prompt(self._asked_messages(row), config.system_prompt)
+        messages = with_system_prompt(self._prompt_messages(row), config.system_prompt)
         if config.response_key is not None:
             given = _field(row, config.response_key, (str, list), "response_key")
             answer = read_messages(given, repr(config.response_key), role="assistant")
             if answer[-1]["role"] != "assistant":
-                raise DataError(f"the field {config.response_key!r} ends with what the {answer[-1]['role']} says: no answer")
+                raise DataError(
+                    f"the field {config.response_key!r} ends with a message of the role {answer[-1]['role']}, "
+                    f"not of the assistant"
+                )
             messages.extend(answer)
         info = {key: _field(row, key, object, "env_keys") for key in config.env_keys}
         if config.output_key is not None:
@@ -97,7 +100,7 @@ class ReadsRecords:
             record["stop_strings"] = _texts(_field(row, config.stop_strings_key, list, "stop_strings_key"))
         return record
 
-    def _asked_messages(self, row: dict[str, Any]) -> Messages:
+    def _prompt_messages(self, row: dict[str, Any]) -> Messages:
         key = self._config.input_key
         if self._template is not None and self._template.names and self._template.names <= row.keys():
             return list(self._template.fill(row, input_key=key))
@@ -105,26 +108,24 @@ class ReadsRecords:
         if self._template is None:
             return read_messages(asked, repr(key), role="user")
         if not isinstance(asked, str):
-            raise DataError(
-                f"the field {key!r} is a list of messages, and the prompt template is for texts: leave out the template"
-            )
-        # A template with one field means the question, whatever the row calls it.
+            raise DataError(f"the field {key!r} is a list of messages, but prompt templates need a text: remove the template")
+        # The only variable of a template is the input, whatever its name.
         renamed = dict.fromkeys(self._template.names, asked) if len(self._template.names) == 1 else {}
         return list(self._template.fill({**renamed, **row}, input_key=key))
 
     def _checked(self, made: Any) -> Record:
-        """What the function gave, held to what a record is."""
+        """Check and complete a record that the function returned."""
         name = self._config.record_fn
         if not isinstance(made, Mapping) or "messages" not in made:
             found = sorted(made) if isinstance(made, Mapping) else format_value(made)
-            raise DataError(f"{name} gave {found}: expected a record, which has `messages`")
+            raise DataError(f"{name} returned {found}: expected a record with `messages`")
         if unknown := sorted(made.keys() - Record.__annotations__.keys()):
-            raise DataError(f"{name} gave a record with {unknown}: a record has {', '.join(Record.__annotations__)}")
-        messages = read_messages(made["messages"], f"what {name} gave", role="user")
+            raise DataError(f"{name} returned a record with {unknown}: allowed keys are {', '.join(Record.__annotations__)}")
+        messages = read_messages(made["messages"], f"the result of {name}", role="user")
         messages = with_system_prompt(messages, self._config.system_prompt)
         info = dict(made.get("extra_env_info") or {})
         record = Record(messages=messages, extra_env_info=info, task_name=self._config.task_name or "default")
-        tools = read_tools(made.get("tools"), f"`tools` of what {name} gave")
+        tools = read_tools(made.get("tools"), f"`tools` of the result of {name}")
         check_tool_use(messages, tools)
         if tools:
             record["tools"] = tools
@@ -149,7 +150,7 @@ def _texts(values: Any) -> list[str]:
 
 def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_key: str) -> Any:
     if key not in row:
-        raise DataError(f"the field {key!r} (`{config_key}`) is absent: the row has {sorted(row)}{_remedy(config_key, row)}")
+        raise DataError(f"the field {key!r} (`{config_key}`) is missing: the row has {sorted(row)}{_remedy(config_key, row)}")
     if not isinstance(row[key], kind) or row[key] is None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         names = " or ".join("a value" if each is object else each.__name__ for each in kinds)
@@ -158,9 +159,9 @@ def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_
 
 
 def _remedy(config_key: str, row: dict[str, Any]) -> str:
-    """What to say about a field that is absent, where there is more to say than its key."""
+    """An additional hint for a missing field."""
     if config_key == "output_key":
-        return ". Where there is none to give, say `output_key: null`"
+        return ". If there is none, set `output_key: null`"
     if config_key == "input_key" and "messages" in row:
-        return ". Conversations are read with `input_key: messages` and `output_key: null`"
+        return ". For conversations, set `input_key: messages` and `output_key: null`"
     return ""

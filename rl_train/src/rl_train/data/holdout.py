@@ -1,4 +1,4 @@
-"""Rows held out of training, by what they ask and not by where they stand; knows no tokenizer and no source."""
+"""Holds rows out of training by a hash of their prompt, so that the split does not depend on the order of rows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rl_train.data.conversations import without_answer
 
 
 class Subset(Sequence[Any]):
-    """Some records of a dataset, in an order of their own; they keep their places.
+    """Some records of a dataset in a given order; row locations are remaining.
 
     Args:
-        records: map-style, of records.
-        numbers: Which of them.
+        records: map-style dataset of records.
+        numbers: Indices of the selected records.
 
     Attributes:
-        firsts: Those of them that the dataset has as the first of a kind.
-        fingerprint: The dataset's and theirs; None where the dataset has none.
+        firsts: Selected records that are among `firsts` of the dataset.
+        fingerprint: Fingerprint of the dataset and the selection; None if the dataset has none.
     """
 
     def __init__(self, records: Any, numbers: Sequence[int]) -> None:
@@ -39,52 +39,53 @@ class Subset(Sequence[Any]):
         return self._records[self._numbers[index]]
 
     def place(self, index: int) -> str:
-        """Where the row of a record is."""
+        """Location of the row of a record."""
         return place_of(self._records, self._numbers[index])
 
 
 def held_out(records: Any, *, fraction: float, seed: int, name: str) -> tuple[Subset, Subset]:
-    """The records that stay, in their order, and those that are held out, in an order drawn from the seed.
+    """The remaining records in their order, and the held-out records in an order that depends on the seed.
 
-    A record is held out by a hash of what it asks: new rows move no other row, rows may change places, and records that ask the
-    same are all on one side. Of the held-out ones, the first n are those that a smaller fraction would hold out.
+    A hash of the prompt decides whether a record is held out: adding or reordering rows does not move other rows, and
+    records with the same prompt are all on one side. A smaller fraction holds out the first n of the same held-out records.
 
     Args:
-        records: map-style, of records.
-        fraction: With which probability one is held out.
-        seed: Another one holds out others.
-        name: What errors call the dataset.
+        records: map-style dataset of records.
+        fraction: Probability that a record is held out.
+        seed: Seed of the selection.
+        name: Name of the dataset in errors.
 
     Raises:
-        DataError: One of the two sides has no record.
+        DataError: One of the two sides is empty.
     """
     draws = [_draw(records, index, seed) for index in range(len(records))]
-    kept = [index for index, draw in enumerate(draws) if draw >= fraction]
+    remaining = [index for index, draw in enumerate(draws) if draw >= fraction]
     out = sorted((index for index, draw in enumerate(draws) if draw < fraction), key=lambda index: (draws[index], index))
-    if not kept or not out:
+    if not remaining or not out:
         raise DataError(
-            f"split.validation {fraction} of the {len(draws)} records of {name} holds out {len(out)} and leaves {len(kept)}: "
-            "give more data or another fraction, or name validation data of its own"
+            f"split.validation {fraction} of the {len(draws)} records of {name} holds out {len(out)} and leaves "
+            f"{len(remaining)}: "
+            "use more data, another fraction, or separate validation data"
         )
-    return Subset(records, kept), Subset(records, out)
+    return Subset(records, remaining), Subset(records, out)
 
 
 def place_of(records: Any, index: int) -> str:
-    """Where a record's row is, as far as its dataset knows."""
+    """Location of a record's row, if its dataset has one."""
     place = getattr(records, "place", None)
     return str(place(index)) if place is not None else f"record {index}"
 
 
 def _draw(records: Any, index: int, seed: int) -> float:
-    """A number of [0, 1), from the seed and what the record asks alone."""
+    """A number in [0, 1) that only depends on the seed and the prompt of the record."""
     own = getattr(records, "asked", None)
     asked = own(index) if own is not None else _asked(records[index])
     try:
         text = json.dumps([seed, asked], sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{place_of(records, index)} cannot be told from others by what it asks ({error}): split.validation needs records "
-            "of texts and numbers"
+            f"the prompt of {place_of(records, index)} cannot be hashed ({error}): split.validation needs records of texts and "
+            "numbers"
         ) from error
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()) / 2**64
 

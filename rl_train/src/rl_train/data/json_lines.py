@@ -1,4 +1,4 @@
-"""Files of JSON lines, compressed or not, as rows, each with its line's number; knows no field."""
+"""Rows of JSON Lines files, compressed or not, with line numbers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rl_core.errors import DataError
 
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
-"""How such files begin, whatever they are called."""
+"""Magic bytes, which are used instead of file extensions."""
 
 
 class JsonLines:
-    """The objects of a file, one a line; blank lines are none. A file that gzip or zstd compressed is read as it was before.
+    """The JSON objects of a file, one per line; blank lines are skipped. Files may be compressed with gzip or zstd.
 
     Args:
         path: The file.
 
     Raises:
-        DataError: There is no such file, or it is none of lines.
+        DataError: The file does not exist or is not in JSON Lines format.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
             more = ", or read a folder with `dataset_name: huggingface`" if path.is_dir() else ""
-            raise DataError(f"dataset {path} {what}: give the path of a file of JSON lines{more}")
+            raise DataError(f"dataset {path} {what}: give the path of a JSON Lines file{more}")
         if (problem := csv_problem(path)) is not None:
             raise DataError(problem)
         self.name = str(path)
@@ -37,8 +37,8 @@ class JsonLines:
         self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         if self._lines and self._lines[0][1].lstrip().startswith(b"["):
             raise DataError(
-                f"dataset {path} begins with '[', as a file of one JSON array does: write one JSON object a line "
-                "(jq -c '.[]' turns the one into the other)"
+                f"dataset {path} starts with '[', so it is one JSON array: write one JSON object per line "
+                "(jq -c '.[]' converts it)"
             )
 
     def __len__(self) -> int:
@@ -53,18 +53,18 @@ class JsonLines:
 
 
 def csv_problem(path: Path) -> str | None:
-    """What to do about a file of comma-separated values, told by its name; None for any other file."""
+    """An error message for a CSV or TSV file, by its extension; None for any other file."""
     if path.suffix.lower() not in (".csv", ".tsv"):
         return None
     return (
-        f"{path} is a {path.suffix[1:].upper()} file, and this reader takes JSON lines. Write one JSON object a line, such as "
-        f"pandas.read_csv({path.name!r}).to_json('rows.jsonl', orient='records', lines=True), or put it into a folder of "
-        "its own and read that with `dataset_name: huggingface`"
+        f"{path} is a {path.suffix[1:].upper()} file, but JSON lines are expected. Convert it, for example with "
+        f"pandas.read_csv({path.name!r}).to_json('rows.jsonl', orient='records', lines=True), or put it into a "
+        "separate folder and read that with `dataset_name: huggingface`"
     )
 
 
 def first_line(path: Path) -> tuple[int, bytes]:
-    """The first line of a file that is not blank, with its number from 1; the rest of the file is not read.
+    """The number, from 1, and the content of the first line that is not blank. Does not read the rest of the file.
 
     Raises:
         DataError: The file has no such line, or is in a format that is read only as a whole.
@@ -88,17 +88,19 @@ def _content(path: Path) -> bytes:
     """The bytes of a file, decompressed."""
     content = path.read_bytes()
     if content.startswith(_PARQUET):
-        raise DataError(f"dataset {path} is a file of parquet: read it with `dataset_name: parquet`")
+        raise DataError(f"dataset {path} is a Parquet file: read it with `dataset_name: parquet`")
     if content.startswith(_UTF_16):
-        raise DataError(f"dataset {path} is written in UTF-16: save it as UTF-8")
+        raise DataError(f"dataset {path} is encoded in UTF-16: save it as UTF-8")
     try:
         if content.startswith(_GZIP):
             return gzip.decompress(content)
         return _from_zstd(content) if content.startswith(_ZSTD) else content
     except ImportError as error:
-        raise DataError(f"reading {path} needs a package that is not here ({error}): pip install 'rl-train[data]'") from error
+        raise DataError(
+            f"reading {path} needs a package that is not installed ({error}): pip install 'rl-train[data]'"
+        ) from error
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"dataset {path} cannot be decompressed ({error}): it is torn, or was not copied to its end") from error
+        raise DataError(f"dataset {path} cannot be decompressed ({error}): it is corrupt or incomplete") from error
 
 
 def _from_zstd(content: bytes) -> bytes:
@@ -110,15 +112,15 @@ def _from_zstd(content: bytes) -> bytes:
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """The JSON object that a line holds.
+    """The JSON object of a line.
 
     Raises:
-        DataError: It holds something else.
+        DataError: It is not a JSON object.
     """
     try:
         row = read_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise DataError(f"no UTF-8 ({error.reason} at byte {error.start + 1} of the line)") from error
+        raise DataError(f"invalid UTF-8 ({error.reason} at byte {error.start + 1} of the line)") from error
     if not isinstance(row, dict):
         raise DataError(f"expected a JSON object, found a {type(row).__name__}")
     return row

@@ -1,4 +1,4 @@
-"""The order in which the rows of several datasets are seen together, by weight; knows sizes and numbers, no row."""
+"""The order in which the rows of several datasets are interleaved, by weight."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rl_core.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Several datasets as one, whose rows are numbered member after member in the order of `sizes`.
+    """Several datasets as one; rows are numbered member by member in the order of `sizes`.
 
-    An epoch has as many rows as all members have together, and they are interleaved evenly: among any first n rows of an epoch
-    of N, a member with C of the N has n C / N, give or take (1 + M C / N) / 2 rows, with M members. C is N times the member's
-    share of the weights, rounded. A member goes through all of its rows before it repeats one, in a new order each time, and
-    goes on in the next epoch where it stopped in this one.
+    An epoch has as many rows as all members together, evenly interleaved: the first n of its N rows have n C / N rows of a
+    member with C rows in the epoch, up to an error of (1 + M C / N) / 2 rows, with M members. C is N times the member's
+    share of the weights, rounded. A member uses all of its rows before it repeats one, in a new order each time, and
+    continues in the next epoch where it stopped.
 
     Attributes:
-        sizes: Rows of each member.
-        weights: Of each member, relative to each other.
+        sizes: Number of rows of each member.
+        weights: Relative weight of each member.
 
     Raises:
-        DataError: A member is empty, or its weight gives it no row in a whole epoch.
+        DataError: A member is empty, or its weight gives it no row in an epoch.
     """
 
     sizes: Mapping[str, int]
@@ -39,17 +39,18 @@ class Mixture:
                 raise DataError(f"{name!r} of the mixture has no row")
             if not count:
                 raise DataError(
-                    f"{name!r} of the mixture has the weight {self.weights[name]} of {sum(self.weights.values())}: of the "
-                    f"{len(self)} rows of an epoch none would be its. Give it more weight, or leave it out"
+                    f"{name!r} of the mixture has the weight {self.weights[name]} of {sum(self.weights.values())}: it "
+                    f"would get "
+                    f"none of the {len(self)} rows of an epoch. Raise its weight, or remove it"
                 )
 
     def __len__(self) -> int:
-        """Rows of an epoch."""
+        """Number of rows in an epoch."""
         return sum(self.sizes.values())
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Rows of each member in an epoch: its exact share rounded down, what is left to the largest remainders."""
+        """Number of rows of each member in an epoch, by the largest remainder method."""
         total = sum(self.weights[name] for name in self.sizes)
         exact = {name: len(self) * self.weights[name] / total for name in self.sizes}
         counts = {name: int(share) for name, share in exact.items()}
@@ -60,23 +61,23 @@ class Mixture:
 
     @cached_property
     def pattern(self) -> torch.Tensor:
-        """[N] int64: whose turn it is at each place of an epoch, by the member's number.
+        """[N] int64: the number of the member at each position of an epoch.
 
-        A member's k-th row is due at (k + 1/2) / C of the epoch, and rows are seen in the order in which they are due. At a
-        time t each member has had t C rows, rounded, which gives the bound of the class.
+        The k-th row of a member is due at (k + 1/2) / C of the epoch, and rows are sorted by this time. At time t, each member
+        has had t C rows, rounded, which gives the bound of the class.
         """
         names = list(self.sizes)
-        whose = torch.cat([torch.full((self.counts[name],), number) for number, name in enumerate(names)])
+        members = torch.cat([torch.full((self.counts[name],), number) for number, name in enumerate(names)])
         due = torch.cat([(torch.arange(count, dtype=torch.float64) + 0.5) / count for count in self.counts.values()])
-        return whose[torch.argsort(due, stable=True)]
+        return members[torch.argsort(due, stable=True)]
 
     def order(self, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
         """The row numbers of an epoch, [N]; the same on every machine and in every process.
 
         Args:
-            seed: Of the members' orders; each has its own, from the seed and its name.
-            epoch: Which one.
-            shuffle: Whether a member's rows are seen in a new order each time, or as they stand.
+            seed: Each member's order depends on this seed and the member's name.
+            epoch: Number of the epoch, from 0.
+            shuffle: Whether the rows of a member are shuffled in each pass.
         """
         order = torch.empty(len(self), dtype=torch.int64)
         first = 0
@@ -88,7 +89,7 @@ class Mixture:
         return order.tolist()
 
     def state(self) -> dict[str, Any]:
-        """What must be the same for an order to go on: JSON."""
+        """What must be unchanged to resume an order, as JSON."""
         return {name: [self.sizes[name], self.counts[name]] for name in self.sizes}
 
 
@@ -99,7 +100,7 @@ def row_order(rows: int, *, seed: int, epoch: int) -> torch.Tensor:
 
 
 def _drawn(size: int, start: int, count: int, *, seed: int, shuffle: bool) -> torch.Tensor:
-    """Rows `start` to `start + count` of a member that is gone through again and again."""
+    """Rows `start` to `start + count` of the repeated passes over a member."""
     return torch.cat([*_passes(size, start, start + count, seed=seed, shuffle=shuffle)])
 
 
@@ -110,5 +111,5 @@ def _passes(size: int, start: int, end: int, *, seed: int, shuffle: bool) -> Ite
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """A seed of the member's own, which does not depend on where it stands among the others."""
+    """A seed for the member that does not depend on its position among the members."""
     return seed + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest())

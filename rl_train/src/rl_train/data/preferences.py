@@ -1,4 +1,4 @@
-"""Preferences: prompts with a better and a worse answer, or several in order; knows no source of rows and no tokenizer."""
+"""Datasets of preferences: turns rows with a chosen and a rejected answer, or several ranked ones, into pairs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PreferenceRecord(TypedDict):
     """One pair of answers.
 
     Attributes:
-        prompt: The conversation that both answer: {role, content} each.
-        chosen: The messages of the better answer.
-        rejected: The messages of the worse one.
-        task_name: What it belongs to.
-        tools: The functions that are offered to both.
-        margin: By how much the better answer's score should lead, where the row says so.
+        prompt: The messages of the prompt: {role, content} each.
+        chosen: The messages of the chosen answer.
+        rejected: The messages of the rejected answer.
+        task_name: Its task.
+        tools: The tools available in both.
+        margin: By how much the chosen answer's score should be higher, if the row has it.
     """
 
     prompt: Messages
@@ -44,11 +44,11 @@ class PreferenceDataset(Records[PreferenceRecord]):
     "rank": 0}, ...]}`; a prompt or answer is a text or a list of messages.
 
     Args:
-        config: Which source, which fields.
-        rows: The source, in place of the one that the config names.
+        config: The source and its fields.
+        rows: The source, replacing that of the config.
 
     Raises:
-        DataError: The source is absent or has no good row, or a row is bad; names its place.
+        DataError: The source does not exist or has no valid row, or a row is invalid; the message has its location.
     """
 
     def __init__(self, config: PreferenceForm, rows: Rows | None = None) -> None:
@@ -57,13 +57,13 @@ class PreferenceDataset(Records[PreferenceRecord]):
 
 
 class ReadsPairs:
-    """Makes the pairs of a row, by the config's keys or by its function.
+    """Creates the pairs of a row, by the keys of the config or by its function.
 
     Args:
-        config: Which fields are what.
+        config: The meaning of the fields.
 
     Raises:
-        ConfigError: There is no such function.
+        ConfigError: The function does not exist.
     """
 
     called = "pair"
@@ -78,7 +78,7 @@ class ReadsPairs:
             return pairs_from_row(row, self._config)
         made = self._function(row)
         if not isinstance(made, Mapping):
-            raise DataError(f"{self._config.record_fn} gave {format_value(made)}: expected the fields of a pair")
+            raise DataError(f"{self._config.record_fn} returned {format_value(made)}: expected the fields of a pair")
         return pairs_from_row(dict(made), self._config)
 
     def kind(self, record: PreferenceRecord) -> frozenset[str]:
@@ -107,13 +107,13 @@ def _ranked(row: dict[str, Any], config: PreferenceForm) -> list[tuple[Any, Any]
     key = config.completions_key
     listed = [(_worth(each, number, key), each["completion"]) for number, each in enumerate(_list(row[key], key))]
     if len({by for (by, _), _ in listed}) > 1:
-        raise DataError(f"some answers in {key!r} have a rank and others a score: give all of them the same")
-    # sorted() keeps the order of the row among equals, so that the first of several best ones is taken.
+        raise DataError(f"some answers in {key!r} have a rank and others a score: use one of the two for all")
+    # sorted() is stable, so the first of several equally good answers is used.
     ordered = sorted(listed, key=lambda each: each[0][1], reverse=True)
     pairs = [(better, worse) for ((_, a), better), ((_, b), worse) in combinations(ordered, 2) if a > b]
     if not pairs:
         what = "score" if listed and listed[0][0][0] == "score" else "rank"
-        raise DataError(f"the answers in {key!r} have one {what}: there is nothing to prefer")
+        raise DataError(f"the answers in {key!r} all have the same {what}, so there is no preference")
     return pairs if config.pairing == "all" else [(ordered[0][1], ordered[-1][1])]
 
 
@@ -126,7 +126,7 @@ def _list(listed: Any, key: str) -> list[Any]:
 
 
 def _worth(answer: Any, number: int, key: str) -> tuple[str, float]:
-    """Whether an answer has a rank or a score, and its worth by that: more is better."""
+    """`rank` or `score`, and the value of the answer: higher is better."""
     given = {name: value for name, value in answer.items() if value is not None} if isinstance(answer, Mapping) else {}
     named = [name for name in ("rank", "score") if name in given]
     if "completion" not in given or len(named) != 1:
@@ -146,7 +146,7 @@ def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) 
     if row.get(config.prompt_key) is not None:
         asked = row[config.prompt_key]
         prompt = read_messages(asked, f"the field {config.prompt_key!r}, {format_value(asked)},", role="user")
-        # Whole conversations are common as well: the prompt is then written three times.
+        # Answers may also be whole conversations, which repeat the prompt.
         chosen, rejected = _without(prompt, chosen), _without(prompt, rejected)
     else:
         shared = _shared_length(chosen, rejected)
@@ -167,22 +167,24 @@ def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) 
 def _margin(margin: Any, key: str) -> float:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not (math.isfinite(margin) and margin >= 0):
         raise DataError(
-            f"the field {key!r} is {margin!r}: expected by how much the better answer leads, a number from 0 on. Where the "
-            "field is something else, name another `margin_key`"
+            f"the field {key!r} is {margin!r}: expected the margin of the chosen answer, a number of at least 0. If the "
+            f"field has "
+            "another meaning, set another `margin_key`"
         )
     return float(margin)
 
 
 def _check(prompt: Messages, chosen: Messages, rejected: Messages, row: dict[str, Any], config: PreferenceForm) -> None:
     if chosen == rejected:
-        raise DataError("both answers are the same: there is nothing to prefer")
+        raise DataError("both answers are the same, so there is no preference")
     if all(message["role"] in ("system", "developer") for message in prompt):
         raise DataError(
-            f"there is no prompt: the row has {sorted(row)} and no {config.prompt_key!r}, and its answers begin apart"
+            f"there is no prompt: the row has {sorted(row)} but no {config.prompt_key!r}, and its answers have no common "
+            f"beginning"
         )
     for name, answer in (("better", chosen), ("worse", rejected)):
         if not any(message["role"] == "assistant" for message in answer):
-            raise DataError(f"the {name} answer has no message of the assistant: found {[m['role'] for m in answer]}")
+            raise DataError(f"the {name} answer has no assistant message: found {[m['role'] for m in answer]}")
 
 
 def _without(prompt: Messages, conversation: Messages) -> Messages:
@@ -195,5 +197,5 @@ def _shared_length(one: Messages, other: Messages) -> int:
 
 def _field(row: dict[str, Any], key: str) -> Any:
     if row.get(key) is None:
-        raise DataError(f"the field {key!r} is absent: the row has {sorted(row)}")
+        raise DataError(f"the field {key!r} is missing: the row has {sorted(row)}")
     return row[key]

@@ -1,4 +1,4 @@
-"""From records to rows: tokenise, measure, mask and collate; knows no dataset format and no algorithm."""
+"""Turns records into rows: tokenizes, truncates, masks and collates."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def prompt_datum(
     max_length: int | None = None,
     on_too_long: OnTooLong = OnTooLong.DROP,
 ) -> DatumSpec:
-    """A record's conversation as a prompt, ended by the header of the assistant's turn.
+    """A record as a prompt that ends with the generation prompt of the chat template.
 
     Args:
         record: A `datasets.Record`.
-        idx: Its place in the dataset.
+        idx: Its index in the dataset.
         tokenizer: A Transformers tokenizer.
-        max_length: Tokens that a prompt may have; None for no limit.
-        on_too_long: What a longer one does.
+        max_length: Maximum number of tokens; None for no limit.
+        on_too_long: How a longer one is handled.
 
     Raises:
         DataError: The prompt is too long and `on_too_long` says error, or the template cannot render it.
@@ -56,30 +56,30 @@ def conversation_datum(
     roles_to_train_on: Sequence[str] = ("assistant",),
     only_unmask_final: bool = False,
 ) -> DatumSpec:
-    """A record's conversation as a row of supervised training, with a `token_loss_mask` on every message.
+    """A record as a row for supervised training, with a `token_loss_mask` on every message.
 
     Args:
         record: A `datasets.Record` with at least one message to train on.
-        idx: Its place in the dataset.
+        idx: Its index in the dataset.
         tokenizer: A Transformers tokenizer.
-        max_length: Tokens that the conversation may have; None for no limit.
-        on_too_long: What a longer one does.
+        max_length: Maximum number of tokens; None for no limit.
+        on_too_long: How a longer one is handled.
         roles_to_train_on: The roles that are trained.
         only_unmask_final: Train only the last message of these roles.
 
     Raises:
-        DataError: As in `prompt_datum`, or no message has a role that is trained.
+        DataError: As in `prompt_datum`, or no message has one of these roles.
     """
     roles = [message["role"] for message in record["messages"]]
     if not set(roles) & set(roles_to_train_on):
         raise DataError(
             f"record {idx} has messages of {roles}, none of {list(roles_to_train_on)}: nothing to train on. "
-            "Name the field of the answer (`response_key`), or give whole conversations (`input_key: messages`)"
+            "Set the field of the answer (`response_key`), or use whole conversations (`input_key: messages`)"
         )
     trained = trained_messages(record["messages"], roles_to_train_on, only_unmask_final)
     log = get_formatted_message_log(record["messages"], tokenizer, tools=record.get("tools"), trained=trained)
     add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final, tokenizer=tokenizer)
-    _refuse_untrained(log, idx)
+    _check_trained(log, idx)
     return _datum(log, record, idx, max_length, on_too_long)
 
 
@@ -91,23 +91,23 @@ def preference_datum(
     max_length: int | None = None,
     on_too_long: OnTooLong = OnTooLong.DROP,
 ) -> PreferenceDatumSpec:
-    """A record's two conversations, with a `token_loss_mask` on every message: 1 on what the assistant says after the prompt.
+    """A record's two conversations, with a `token_loss_mask` on every message: 1 for assistant tokens after the prompt.
 
     Args:
         record: A `preferences.PreferenceRecord`.
-        idx: Its place in the dataset.
+        idx: Its index in the dataset.
         tokenizer: A Transformers tokenizer.
-        max_length: Tokens that a conversation may have; None for no limit.
-        on_too_long: What a pair does of which one is longer.
+        max_length: Maximum number of tokens of each conversation; None for no limit.
+        on_too_long: How a pair with a longer conversation is handled.
 
     Raises:
-        DataError: As in `prompt_datum`, or the record is no pair.
+        DataError: As in `prompt_datum`, or the record is not a pair.
     """
     missing = {"prompt", "chosen", "rejected"} - record.keys()
     if missing:
         raise DataError(
-            f"record {idx} has {sorted(record)} and lacks {sorted(missing)}: pairs of answers are wanted. Name a dataset of "
-            "preferences, such as `dataset_name: preference`"
+            f"record {idx} has {sorted(record)} but not {sorted(missing)}: use a dataset of preferences, such as "
+            "`dataset_name: preference`"
         )
     tools = record.get("tools")
     sides = [_answered(record["prompt"], record[side], tokenizer, tools) for side in ("chosen", "rejected")]
@@ -124,28 +124,30 @@ def preference_datum(
     )
 
 
-def check_made_by(made: Any, name: str, *, is_trained: bool) -> None:
-    """Hold what a processor of a user's own gave to what a `DatumSpec` or `PreferenceDatumSpec` is.
+def check_processor_result(datum: Any, name: str, *, is_trained: bool) -> None:
+    """Check that the result of a user's processor is a `DatumSpec` or `PreferenceDatumSpec`.
 
     Args:
-        made: What it gave.
-        name: What errors call it.
+        datum: The result.
+        name: Name of the processor in errors.
         is_trained: Whether its messages need a `token_loss_mask`.
 
     Raises:
         DataError: It lacks a key, or a message has no tokens.
     """
-    if not isinstance(made, Mapping):
-        raise DataError(f"{name} gave {made!r}: expected a DatumSpec")
-    logs = ["message_log"] if "message_log_chosen" not in made else ["message_log_chosen", "message_log_rejected"]
+    if not isinstance(datum, Mapping):
+        raise DataError(f"{name} returned {datum!r}: expected a DatumSpec")
+    logs = ["message_log"] if "message_log_chosen" not in datum else ["message_log_chosen", "message_log_rejected"]
     lengths = [log.replace("message_log", "length") for log in logs]
-    if missing := sorted({*logs, *lengths, "loss_multiplier", "idx"} - made.keys()):
-        raise DataError(f"{name} gave {sorted(made)}, which lacks {', '.join(missing)}: expected a DatumSpec")
+    if missing := sorted({*logs, *lengths, "loss_multiplier", "idx"} - datum.keys()):
+        raise DataError(f"{name} returned {sorted(datum)} without {', '.join(missing)}: expected a DatumSpec")
     keys = ("token_ids", "token_loss_mask") if is_trained else ("token_ids",)
-    for message in (message for log in logs for message in made[log]):
+    for message in (message for log in logs for message in datum[log]):
         lacking = [key for key in keys if not isinstance(message.get(key), torch.Tensor)]
         if lacking:
-            raise DataError(f"{name} gave a message of {message.get('role')!r} without {' and '.join(lacking)}, a tensor [t]")
+            raise DataError(
+                f"{name} returned a message of {message.get('role')!r} without {' and '.join(lacking)}, a tensor [t]"
+            )
 
 
 def collate_preferences(datums: Sequence[PreferenceDatumSpec]) -> BatchedDataDict[PreferenceDatumSpec]:
@@ -189,11 +191,12 @@ def _answered(
     return log
 
 
-def _refuse_untrained(log: MessageLog, idx: int) -> None:
+def _check_trained(log: MessageLog, idx: int) -> None:
     if not any(bool(message["token_loss_mask"].any()) for message in log):
         raise DataError(
-            f"record {idx} has no token to train on: the answers that count are empty, have the weight 0, or the chat template "
-            "leaves them out"
+            f"record {idx} has no token to train on: its trained answers are empty, have the weight 0, or are dropped by "
+            f"the chat "
+            "template"
         )
 
 
@@ -203,10 +206,10 @@ def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int
     if max_length is not None and too_long:
         if on_too_long is OnTooLong.ERROR:
             raise DataError(
-                f"record {idx} has {length} tokens and {max_length} are allowed: raise the limit, or drop such rows "
+                f"record {idx} has {length} tokens, but {max_length} are allowed: raise the limit, or drop such rows "
                 "(data.on_long_prompt: drop)"
             )
-        _cut(log, max_length)
+        _truncate(log, max_length)
         length = max_length
     return DatumSpec(
         message_log=log,
@@ -219,8 +222,8 @@ def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int
     )
 
 
-def _cut(log: MessageLog, max_length: int) -> None:
-    """Keep the first `max_length` tokens, in place: the row is not trained on, but must fit where it is carried."""
+def _truncate(log: MessageLog, max_length: int) -> None:
+    """Keep the first `max_length` tokens, in place: the row is not trained on, but must fit into batches."""
     left = max_length
     for message in log:
         for key, value in message.items():

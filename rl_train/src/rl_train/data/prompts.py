@@ -1,4 +1,4 @@
-"""Prompt templates: from the fields of a record to messages; knows no tokenizer and no dataset."""
+"""Prompt templates, which turn the fields of a record into messages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _KEYS = ("user", "system")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """Texts in the form of `str.format`; literal braces are doubled.
+    """Texts in `str.format` syntax; literal braces are doubled.
 
     Attributes:
-        user: The user's message. `{name}` takes a field of the record; a lone `{}` takes the record's input.
-        system: The system message, in the same form; None for none.
-        source: Where the template comes from; named in errors.
+        user: The user message. `{name}` is replaced by a field of the record, `{}` by its input.
+        system: The system message, in the same syntax; None for none.
+        source: Origin of the template, for errors.
     """
 
     user: str
@@ -33,18 +33,18 @@ class PromptTemplate:
 
     @property
     def names(self) -> frozenset[str]:
-        """The fields that it asks for by name."""
+        """The names of the fields that it uses."""
         return frozenset(name for text in (self.user, self.system or "") for name in _fields(text, self.source) if name)
 
     def fill(self, record: Mapping[str, Any], *, input_key: str | None = None) -> list[dict[str, str]]:
-        """The messages of a record: the system message, if there is one, and the user's.
+        """The messages of a record: the system message, if there is one, and the user message.
 
         Args:
             record: Its fields.
-            input_key: The field that a lone `{}` takes.
+            input_key: The field for `{}`.
 
         Raises:
-            DataError: The template asks for a field that the record lacks or that is neither a text nor a number.
+            DataError: The template uses a field that is missing or is neither a text nor a number.
         """
         messages = [] if self.system is None else [{"role": "system", "content": self._filled(self.system, record, input_key)}]
         return [*messages, {"role": "user", "content": self._filled(self.user, record, input_key)}]
@@ -52,18 +52,19 @@ class PromptTemplate:
     def _filled(self, text: str, record: Mapping[str, Any], input_key: str | None) -> str:
         fields = _fields(text, self.source)
         if "" in fields and input_key is None:
-            raise DataError(f"{self.source} has a lone {{}}: say which field it takes (input_key)")
+            raise DataError(f"{self.source} uses {{}}: set its field (input_key)")
         names = [field or str(input_key) for field in fields]
         for name in names:
             if name not in record:
                 raise DataError(
-                    f"{self.source} uses {{{name}}}, which the record lacks: it has {sorted(record)} "
+                    f"{self.source} uses {{{name}}}, but the record does not have this field: it has {sorted(record)} "
                     "(write {{ and }} for literal braces)"
                 )
             if not isinstance(record[name], str | int | float):
                 raise DataError(
-                    f"{self.source} uses {{{name}}}, and the record has {format_value(record[name])} there: a template takes "
-                    "texts and numbers. Make the text with a `record_fn` of your own"
+                    f"{self.source} uses {{{name}}}, but this field is {format_value(record[name])}: templates need texts "
+                    f"and numbers. "
+                    "Create the text with your own `record_fn`"
                 )
         lone = [record[name] for name, field in zip(names, fields, strict=True) if not field]
         return text.format(*lone, **{name: record[name] for name in names})
@@ -76,7 +77,7 @@ def load_prompt(path_or_name: str | Path) -> PromptTemplate:
         path_or_name: A path, or a name such as `generic/math` under the packaged `prompt_configs/`.
 
     Raises:
-        DataError: There is no such file or name, or it holds something else.
+        DataError: The file or name does not exist, or is not a template.
     """
     path = _find(path_or_name)
     text = path.read_text(encoding="utf-8-sig")
@@ -104,7 +105,7 @@ def _from_yaml(text: str, path: Path) -> PromptTemplate:
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise DataError(f"{path} is no YAML: {error}") from error
+        raise DataError(f"{path} is invalid YAML: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("user"), str):
         raise DataError(f"{path}: expected a mapping with the text `user` (and, if wanted, `system`)")
     if unknown := sorted(set(content) - set(_KEYS)):
@@ -113,7 +114,7 @@ def _from_yaml(text: str, path: Path) -> PromptTemplate:
 
 
 def _fields(text: str, source: str) -> list[str]:
-    """The names in the braces, "" for a lone pair."""
+    """The names in the braces, "" for `{}`."""
     try:
         parts = list(string.Formatter().parse(text))
     except ValueError as error:
@@ -122,8 +123,8 @@ def _fields(text: str, source: str) -> list[str]:
     for _, field, spec, conversion in parts:
         if field is None:
             continue
-        # Names only: an attribute or an index would let a template reach into the record's objects.
+        # Only names: an attribute or an index would give templates access to the record's objects.
         if (field and not field.isidentifier()) or spec or conversion:
-            raise DataError(f"{source}: {{{field}}} is no plain field name (write {{{{ and }}}} for braces)")
+            raise DataError(f"{source}: {{{field}}} is not a plain field name (write {{{{ and }}}} for braces)")
         fields.append(field)
     return fields

@@ -1,7 +1,7 @@
-"""Functions from the fields of a row to a record: the packaged ones, and how one is found by its path; knows no source.
+"""Functions that turn the fields of a row into a record: the packaged ones, and those given by a path.
 
-Such a function raises `DataError` for a bad row, which is then told with its place, or skipped; anything else that it raises is
-a mistake of its own and ends the run.
+A function raises `DataError` for an invalid row, which is then reported with its location, or skipped. Any other exception is
+a bug in the function and ends the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RecordFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{instruction, input, output}, `input` a text that may be empty or absent, as a conversation of two messages."""
+    """{instruction, input, output} as a conversation of two messages; `input` may be empty or missing."""
     instruction, answer = _text(row, "instruction"), _text(row, "output")
     given = row.get("input") or ""
     if not isinstance(given, str):
@@ -42,9 +42,9 @@ _RECORD = ("messages", "tools", "extra_env_info", "task_name", "stop_strings")
 
 
 def record(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{messages}, with tools, extra_env_info, task_name and stop_strings where they are there: a record as it is."""
+    """{messages} with optional tools, extra_env_info, task_name and stop_strings: an unchanged record."""
     if row.get("messages") is None:
-        raise DataError(f"the field 'messages' is absent: the row has {sorted(row)}")
+        raise DataError(f"the field 'messages' is missing: the row has {sorted(row)}")
     return {key: row[key] for key in _RECORD if row.get(key) is not None}
 
 
@@ -60,7 +60,7 @@ _SHAREGPT_ROLES = {
 
 
 def sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{conversations: [{from, value}]}, with `system` and `tools` where they are; a `function_call` has JSON for its value."""
+    """{conversations: [{from, value}]}, with optional `system` and `tools`; the value of a `function_call` is JSON."""
     turns = row.get("conversations")
     if not isinstance(turns, list):
         raise DataError(f"the field 'conversations' is {format_value(turns)}: expected a list of {{from, value}}")
@@ -84,10 +84,10 @@ PACKAGED: Mapping[str, RecordFunction] = {"alpaca": alpaca, "gsm8k": gsm8k, "rec
 
 
 def load_record_function(name: str) -> RecordFunction:
-    """The packaged function of that name, or the one at that path.
+    """The packaged function of this name, or the one at this path.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The function does not exist.
     """
     if name not in PACKAGED and not is_path(name):
         raise ConfigError(f"record_fn is {name!r}: expected {', '.join(PACKAGED)}, or the path of a function.")
@@ -98,15 +98,15 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
     """The function at `package.module.function` or `package.module:function`.
 
     Args:
-        path: Where it is.
-        key: The config key that names it.
+        path: The import path.
+        key: The config key of the function, for errors.
 
     Raises:
         ConfigError: The module cannot be imported, or has no such function.
     """
     function: Callable[..., Any] = resolve(path, key=key)
     if not callable(function):
-        raise ConfigError(f"`{key}`: {path!r} is {function!r}, and no function.")
+        raise ConfigError(f"`{key}`: {path!r} is {function!r}, not a function.")
     return function
 
 

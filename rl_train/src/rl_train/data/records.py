@@ -1,4 +1,4 @@
-"""Rows of any source, each with its place, and the records that the good ones amount to; knows no file and no field."""
+"""The protocol of row sources, and datasets of the records of their valid rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rl_train.data.dataset_config import OnBadRow
 RecordT = TypeVar("RecordT")
 RecordT_co = TypeVar("RecordT_co", covariant=True)
 
-_REASONS_KEPT = 5
+_MAX_REASONS = 5
 
 
 class Rows(Protocol):
-    """What every source gives: rows by number, each with a place that a person can find."""
+    """A source of rows by index, each with a location for error messages."""
 
     name: str
-    """What errors call the source."""
+    """Name of the source in errors."""
 
     def __len__(self) -> int: ...
 
@@ -33,52 +33,51 @@ class Rows(Protocol):
         ...
 
     def place(self, index: int) -> str:
-        """Where the row is: file and line, or file and row number."""
+        """Location of the row: file and line, or file and row number."""
         ...
 
 
 class Form(Protocol[RecordT_co]):
-    """What the fields of a row mean."""
+    """Turns the fields of a row into records."""
 
     called: str
-    """What a record is called in errors."""
+    """Name of a record in errors."""
 
     def records(self, row: dict[str, Any]) -> Sequence[RecordT_co]:
         """The records of one row.
 
         Raises:
-            DataError: The row is bad.
+            DataError: The row is invalid.
         """
         ...
 
     def kind(self, record: Any) -> Hashable:
-        """What a chat template may take of one record and not of another: its roles, whether it has tools."""
+        """Features of a record that a chat template may not support: its roles and tool use."""
         ...
 
     def asked(self, row: dict[str, Any]) -> Any:
-        """What a good row asks, as it is written there: its identity, whatever template or system message goes with it."""
+        """The prompt of a valid row, without template and system message; identifies the row."""
         ...
 
 
 class Records(Sequence[RecordT]):
-    """The records that the rows of a source amount to.
+    """The records of the rows of a source.
 
-    Every row is looked at once, at the start; a record is made anew when it is asked for, so that a source may keep its rows
-    where they are.
+    All rows are checked once, at the start. Records are created again on each access, so that sources may keep rows on disk.
 
     Args:
         rows: The source.
-        form: What its fields mean.
-        on_bad_row: What becomes of a bad row.
+        form: Turns rows into records.
+        on_bad_row: How invalid rows are handled.
 
     Attributes:
-        skipped: Bad rows left out, under `on_bad_row: skip`.
-        reasons: Why, with their places: of the first few.
-        firsts: Numbers of records: of every kind that there is, the first.
-        fingerprint: Of all records in their order: another one, and a resumed run would see other rows than it would have.
+        skipped: Number of invalid rows skipped with `on_bad_row: skip`.
+        reasons: Reasons and locations of the first few.
+        firsts: Index of the first record of every kind.
+        fingerprint: Hash of all records in order. If it differs, a resumed run would not continue with the same rows.
 
     Raises:
-        DataError: There is no good row, or a row is bad; names its place.
+        DataError: There is no valid row, or a row is invalid; the message has its location.
     """
 
     def __init__(self, rows: Rows, form: Form[RecordT], *, on_bad_row: OnBadRow) -> None:
@@ -91,18 +90,18 @@ class Records(Sequence[RecordT]):
         seen = hashlib.blake2b(digest_size=8)
         for number in range(len(rows)):
             try:
-                made = form.records(rows[number])
+                records = form.records(rows[number])
             except DataError as error:
                 reason = f"{rows.place(number)}: {error}"
                 if on_bad_row is OnBadRow.ERROR:
                     raise DataError(reason) from error
                 self.skipped += 1
-                self.reasons = [*self.reasons, reason][:_REASONS_KEPT]
+                self.reasons = [*self.reasons, reason][:_MAX_REASONS]
             else:
-                for part, record in enumerate(made):
+                for part, record in enumerate(records):
                     kinds.setdefault(form.kind(record), len(self._index))
                     self._index.append((number, part))
-                    # What JSON has no word for counts by its type: a repr may hold an address, which no two processes share.
+                    # Values that JSON cannot represent are hashed by type: a repr may contain an address of this process.
                     seen.update(json.dumps(record, skipkeys=True, default=lambda value: type(value).__name__).encode())
         self.firsts = tuple(kinds.values())
         self.fingerprint = seen.hexdigest()
@@ -126,9 +125,9 @@ class Records(Sequence[RecordT]):
         return self._form.records(self._rows[number])[part]
 
     def place(self, index: int) -> str:
-        """Where the row of a record is."""
+        """Location of the row of a record."""
         return self._rows.place(self._index[index][0])
 
     def asked(self, index: int) -> Any:
-        """What the row of a record asks: the same for every record that is made of it."""
+        """The prompt of the row of a record: equal for all records of the row."""
         return self._form.asked(self._rows[self._index[index][0]])

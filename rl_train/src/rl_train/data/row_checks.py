@@ -1,4 +1,4 @@
-"""What can be said of a dataset before it is read: its functions, its prompt template and its first row; imports no torch."""
+"""Checks the function, prompt template and first row of a dataset's section. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rl_train.data.record_functions import PACKAGED
 
 
 def row_conflicts(config: RowsConfig, data: DataConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Each wrong key of a dataset's section, and the reason.
+    """The wrong keys of a dataset's section, each with the reason.
 
     Args:
         config: The section.
-        data: The section `data`, whose `prompt` fills what the dataset leaves open.
+        data: The section `data`, whose `prompt` sets defaults of the dataset.
     """
     found = [*_function(config), *_template(config)]
     yield from found
@@ -42,7 +42,7 @@ def _function(config: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
         packaged = ", ".join(sorted(PACKAGED))
         yield (
             ("record_fn",),
-            f"there is no function {name!r}.{did_you_mean(name, [*PACKAGED])} Use {packaged}, or the dotted path of one.",
+            f"unknown function {name!r}.{did_you_mean(name, [*PACKAGED])} Use {packaged}, or the dotted path of a function.",
         )
     elif (problem := missing_target(name)) is not None:
         yield ("record_fn",), f"{name} cannot be imported: {problem}"
@@ -64,7 +64,7 @@ def _template(config: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _first_row(config: JsonLinesSource, data: DataConfig) -> Iterator[tuple[KeyPath, str]]:
-    """The first row of a file, read as the run reads it; a function of the user's is not called."""
+    """Check the first row of a file. Does not call functions of the user."""
     if (problem := csv_problem(Path(config.path))) is not None:
         yield ("path",), f"{problem}."
         return
@@ -73,7 +73,7 @@ def _first_row(config: JsonLinesSource, data: DataConfig) -> Iterator[tuple[KeyP
     try:
         number, line = first_line(Path(config.path))
     except (DataError, OSError, EOFError, zlib.error):
-        # A folder, another format, a compression that needs a library: `--deep` and the run read the whole and say it.
+        # A folder, another format, or a compression that needs a library: reported by `--deep` and by the run.
         return
     try:
         _read(parsed(line), with_prompt(config, data))

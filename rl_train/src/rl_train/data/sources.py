@@ -1,4 +1,4 @@
-"""Opens the rows that a dataset's config names; the one room that knows every source."""
+"""Opens the rows of a dataset's config, from any source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def open_rows(config: RowsConfig) -> Rows:
     """The rows of a config's source.
 
     Raises:
-        DataError: There is none at the path that it names.
+        DataError: The path of the config has no data.
     """
     match config:
         case JsonLinesSource():
@@ -21,4 +21,4 @@ def open_rows(config: RowsConfig) -> Rows:
             return parquet_rows(config.path)
         case HuggingFaceSource():
             return hugging_face_rows(config.path, subset=config.subset, split=config.split, revision=config.revision)
-    raise TypeError(f"{type(config).__name__} names no source of rows: derive it from one of dataset_config's")
+    raise TypeError(f"{type(config).__name__} is not a source of rows: derive it from a source in dataset_config")

@@ -1,4 +1,4 @@
-"""How much of a dataset's text a tokenizer does not know: a model cannot learn from text that it cannot read."""
+"""Counts the unknown tokens of a dataset: a model cannot learn from text that its tokenizer does not cover."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 ROWS_READ = 256
 """Rows that are tokenized to measure the fraction: about a second, before a worker starts."""
 WARN_ABOVE = 0.01
-"""Fraction of unknown tokens from which a run warns."""
+"""Fraction of unknown tokens above which a run warns."""
 _LOGS = ("message_log", "message_log_chosen", "message_log_rejected")
 
 
@@ -18,19 +18,19 @@ class UnknownTokens:
     """The unknown tokens of the first rows of a dataset."""
 
     fraction: float
-    """Of all their tokens."""
+    """Fraction of all tokens of these rows."""
     rows: int
-    """Rows that were read."""
+    """Number of rows."""
     example: str
     """The text of the first message with an unknown token; empty if there is none."""
 
 
 def count_unknown_tokens(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> UnknownTokens | None:
-    """The unknown tokens of the first `ROWS_READ` rows; None if the tokenizer has no token of its own for unknown text.
+    """The unknown tokens of the first `ROWS_READ` rows; None if the tokenizer has no separate unknown token.
 
     Args:
         rows: tokenized prompts, conversations or pairs.
-        tokenizer: theirs. Byte-level tokenizers know every text; some name their end token as the unknown one.
+        tokenizer: their tokenizer. Byte-level tokenizers cover all text; some use their end token as unknown token.
 
     Raises:
         DataError: a row cannot be tokenized.

@@ -1,1 +1,1 @@
-"""Values with their reduction, timing, and where they are written."""
+"""Metrics: recording, timing and loggers."""

@@ -1,4 +1,4 @@
-"""The run folder's own record: metrics.jsonl, one object a step, and rollouts as JSON lines; the source of truth."""
+"""Writes metrics.jsonl and rollouts as JSON lines to the run folder; other tools read these files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from rl_core.interfaces.logger import Logger
 
 METRICS = "metrics.jsonl"
-"""In the run folder: one object a step."""
+"""In the run folder: one object per step."""
 TOKEN_TEXTS = "token_texts.jsonl"
-"""In the folder of rollouts: one object a token id, `id` and `text`; a part of a character reads as U+FFFD."""
+"""In the rollout folder: one object per token id, `id` and `text`; partial characters are U+FFFD."""
 
 
 class JsonlLogger(Logger):
-    """Appends to files under a run folder; every line is on disk before the next step begins.
+    """Appends to files under a run folder; every line is synced to disk before the next step starts.
 
     Args:
         folder: the run folder.
-        resume_from: drop what was written of later steps, which a resumed run is about to repeat; None keeps all.
-        token_text: the text of a token id; each id that was sampled is written once, for who reads the rollouts.
+        resume_from: delete entries of later steps, which a resumed run repeats; None keeps all.
+        token_text: returns the text of a token id; each id in the rollouts is written once.
     """
 
     def __init__(self, folder: Path, *, resume_from: int | None = None, token_text: Callable[[int], str] | None = None) -> None:
@@ -35,15 +35,15 @@ class JsonlLogger(Logger):
         self._token_texts = self._rollouts / TOKEN_TEXTS
         self._known_tokens = {row["id"] for row in read_jsonl(self._token_texts)} if self._token_texts.exists() else set()
         if resume_from is not None:
-            self._forget_after(resume_from)
+            self._delete_after(resume_from)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one line; a number that JSON has no word for is written as null."""
+        """Append one line; NaN and infinity are written as null."""
         clean = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         _append(self._metrics, [{"step": step, **clean}])
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Write rollouts/step_NNNNNN.jsonl, and the texts of tokens that are new to rollouts/token_texts.jsonl."""
+        """Write rollouts/step_NNNNNN.jsonl, and the texts of new tokens to rollouts/token_texts.jsonl."""
         path = self._rollouts / f"step_{step:06d}.jsonl"
         path.unlink(missing_ok=True)
         _append(path, rows)
@@ -52,7 +52,7 @@ class JsonlLogger(Logger):
             _append(self._token_texts, [{"id": token, "text": self._token_text(token)} for token in new])
             self._known_tokens.update(new)
 
-    def _forget_after(self, step: int) -> None:
+    def _delete_after(self, step: int) -> None:
         for path in self._rollouts.glob("step_*.jsonl"):
             if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
@@ -66,7 +66,7 @@ class JsonlLogger(Logger):
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line that a kill cut short is left out."""
+    """The objects of a JSON Lines file; an incomplete last line is skipped."""
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
 

@@ -1,4 +1,4 @@
-"""Metrics as a run of MLflow, in a database of the run folder unless the config names a store."""
+"""Logs to MLflow, by default to a database in the run folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rl_train.metrics.logger_config import MlflowConfig
 _log = logging.getLogger("rlcore")
 _RUN_ID = "mlflow_run_id"
 _LONGEST_PARAM = 6000
-_PARAMS_A_CALL = 100
-"""What MLflow's stores take."""
+_PARAMS_PER_CALL = 100
+"""Limit of MLflow's stores."""
 
 
 class MlflowLogger(Logger):
-    """Logs metrics by step and the config as parameters; a resumed run goes on in the same MLflow run.
+    """Logs metrics by step and the config as parameters; a resumed run continues the same MLflow run.
 
     Args:
         config: `logger.loggers.mlflow`.
@@ -28,20 +28,20 @@ class MlflowLogger(Logger):
     """
 
     def __init__(self, *, config: MlflowConfig, folder: Path) -> None:
-        # Read when the library is imported: it would otherwise tell its makers, and the screen, what it does.
+        # Must be set before the import: disables telemetry and informational log lines.
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient(tracking_uri=config.tracking_uri or f"sqlite:///{folder.resolve()}/mlflow.db")
-        self._run_id = self._go_on(folder) or self._begin(config, folder)
+        self._run_id = self._resume(folder) or self._create(config, folder)
         self._finished = False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        # A store of MLflow refuses names with an @, such as validation/pass@4.
+        # MLflow rejects names with an @, such as validation/pass@4.
         named = {name.replace("@", "_at_"): value for name, value in metrics.items()}
         self._client.log_batch(self._run_id, metrics=[Metric(name, value, now, step) for name, value in named.items()])
 
@@ -54,15 +54,15 @@ class MlflowLogger(Logger):
         if changed:
             _log.warning("MLflow keeps the first value of a parameter; changed since: %s", ", ".join(changed))
         new = [Param(name, value) for name, value in values.items() if name not in kept]
-        for first in range(0, len(new), _PARAMS_A_CALL):
-            self._client.log_batch(self._run_id, params=new[first : first + _PARAMS_A_CALL])
+        for first in range(0, len(new), _PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=new[first : first + _PARAMS_PER_CALL])
 
     def finish(self) -> None:
         if not self._finished:
             self._client.set_terminated(self._run_id)
             self._finished = True
 
-    def _go_on(self, folder: Path) -> str | None:
+    def _resume(self, folder: Path) -> str | None:
         kept = folder / _RUN_ID
         if not kept.exists():
             return None
@@ -70,10 +70,10 @@ class MlflowLogger(Logger):
         self._client.update_run(run_id, status="RUNNING")
         return run_id
 
-    def _begin(self, config: MlflowConfig, folder: Path) -> str:
+    def _create(self, config: MlflowConfig, folder: Path) -> str:
         experiment = self._client.get_experiment_by_name(config.experiment_name)
         if experiment is None:
-            # A server knows where its artifacts go; a local store would put them into the working directory.
+            # A server has its own artifact location; a local store would use the working directory.
             artifacts = None if config.tracking_uri is not None else (folder / "mlflow_artifacts").resolve().as_uri()
             experiment_id = self._client.create_experiment(config.experiment_name, artifact_location=artifacts)
         else:

@@ -1,4 +1,4 @@
-"""The numbers of one step, collected from wherever they arise and handed on once; knows no file and no screen."""
+"""Collects the metrics of one step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Recorder:
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
         self.phase: str | None = None
-        """What the run is doing, for whoever asks why it takes so long or where it failed; None between two phases."""
+        """Current phase of the run, for status and error reports; None between two phases."""
 
     def add(self, metrics: Mapping[str, float | int | torch.Tensor], *, prefix: str = "") -> None:
-        """Record numbers named `area/quantity`."""
+        """Record metrics named `area/quantity`."""
         for name, value in metrics.items():
             self._values.setdefault(prefix + name, []).append(float(value))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Record how long the block took as `time/<phase>_s`; blocks of the same name add up. An error leaves `phase` alone."""
+        """Record the duration of the block as `time/<phase>_s`; equal names add up. An error leaves `phase` unchanged."""
         outer, self.phase = self.phase, phase
         started = time.perf_counter()
         yield
@@ -34,11 +34,11 @@ class Recorder:
         self.phase = outer
 
     def peek(self) -> dict[str, float]:
-        """The step's numbers so far."""
+        """The metrics of the step so far."""
         return {name: sum(values) / len(values) for name, values in self._values.items()}
 
     def flush(self) -> dict[str, float]:
-        """The step's numbers; the recorder is empty afterwards."""
+        """The metrics of the step; the recorder is empty afterwards."""
         flushed = self.peek()
         self._values.clear()
         return flushed

@@ -1,4 +1,4 @@
-"""Metrics as event files of TensorBoard; rollouts stay in the run folder."""
+"""Logs metrics to TensorBoard event files. Rollouts are not logged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_train.metrics.logger_config import TensorBoardConfig
 
 
 class TensorBoardLogger(Logger):
-    """Writes scalars under their own names, and the config as text.
+    """Writes scalars, and the config as text.
 
     Args:
         config: `logger.loggers.tensorboard`.
@@ -40,8 +40,8 @@ class TensorBoardLogger(Logger):
             self._writer = None
 
     def _writer_from(self, step: int) -> Any:
-        # A resumed run repeats the steps after its checkpoint. Only the first step that is logged says which those are,
-        # and `purge_step` has TensorBoard drop what an earlier process wrote from there on.
+        # A resumed run repeats the steps after its checkpoint. `purge_step` makes TensorBoard drop earlier entries from the
+        # first logged step on.
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

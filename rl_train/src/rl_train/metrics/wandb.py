@@ -1,4 +1,4 @@
-"""Metrics as a run of Weights & Biases, on this machine alone unless the config says otherwise."""
+"""Logs to Weights & Biases, offline by default."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _RUN_ID = "wandb_run_id"
 
 
 class WandbLogger(Logger):
-    """Logs every metric over `step`; a resumed run goes on under the same id.
+    """Logs every metric over `step`; a resumed run keeps its id.
 
     Args:
-        config: `logger.loggers.wandb`. Its mode counts, whatever `WANDB_MODE` says.
+        config: `logger.loggers.wandb`. Its mode overrides `WANDB_MODE`.
         folder: the run folder.
     """
 
     def __init__(self, *, config: WandbConfig, folder: Path) -> None:
         if config.mode == "offline":
-            # Read when the library is imported: it would otherwise send its own crashes home.
+            # Must be set before the import: disables crash reports.
             os.environ["WANDB_ERROR_REPORTING"] = "false"
         import wandb
 
@@ -44,7 +44,7 @@ class WandbLogger(Logger):
             resume=None if config.mode == "offline" else "allow",
             settings=_settings(config),
         )
-        # A resumed run repeats steps, which the library's own step counter, monotonic, would drop.
+        # A resumed run repeats steps, which the library's monotonic step counter would drop.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -63,7 +63,7 @@ class WandbLogger(Logger):
 def _settings(config: WandbConfig) -> Any:
     import wandb
 
-    # The screen is the console logger's. What is measured of the machine is asked of the network too (cloud metadata).
+    # The console logger owns the screen. Machine statistics would access the network (cloud metadata).
     quiet: dict[str, Any] = {"console": "off", "silent": True}
     if config.mode == "offline":
         quiet |= {"x_disable_machine_info": True, "x_disable_stats": True}
@@ -71,7 +71,7 @@ def _settings(config: WandbConfig) -> Any:
 
 
 def _run_id(folder: Path) -> str:
-    kept = folder / _RUN_ID
-    if not kept.exists():
-        kept.write_text(secrets.token_hex(4), encoding="utf-8")
-    return kept.read_text(encoding="utf-8")
+    path = folder / _RUN_ID
+    if not path.exists():
+        path.write_text(secrets.token_hex(4), encoding="utf-8")
+    return path.read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Prompts through generation and environments to a batch."""
+"""Rollouts: prompts, generation, environments, batches."""

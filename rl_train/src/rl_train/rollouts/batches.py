@@ -1,4 +1,4 @@
-"""Batches of given answers: conversations, or pairs of them, as rows with a mask on the assistant's tokens."""
+"""Batches of conversations, or of preference pairs, with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rl_train.data.dataloader import BatchedDataLoader
 
 
 class TrainingBatches:
-    """Rows for supervised training, drawn by a resumable loader.
+    """Batches for supervised training from a resumable loader.
 
     Args:
-        loader: draws conversations, with a `token_loss_mask` on every message.
-        pad_token_id: on the padding of `input_ids`.
+        loader: yields conversations with a `token_loss_mask` on every message.
+        pad_token_id: padding of `input_ids`.
     """
 
     def __init__(self, loader: BatchedDataLoader, *, pad_token_id: int) -> None:
@@ -31,23 +31,23 @@ class TrainingBatches:
         return self._loader.dataset
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches per epoch."""
         return len(self._loader)
 
     def next_batch(self) -> BatchedDataDict[Any]:
-        """The next rows; epochs follow each other without end."""
+        """The next batch; epochs repeat without end."""
         return self._rows(next(self._endless))
 
     def epoch(self) -> Iterator[BatchedDataDict[Any]]:
-        """Every row once."""
+        """The batches of one epoch."""
         return (self._rows(batch) for batch in self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands."""
+        """The position of the loader."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
         self._loader.load_state_dict(state)
         self._endless = self._loader.forever()
 
@@ -68,22 +68,22 @@ class PreferenceBatches(TrainingBatches):
     """Pairs of answers as rows: row 2i is the chosen answer of a pair, row 2i + 1 the rejected one.
 
     Args:
-        loader: draws pairs.
-        pad_token_id: on the padding of `input_ids`.
+        loader: yields pairs.
+        pad_token_id: padding of `input_ids`.
     """
 
     def _rows(self, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         pairs = zip(batch["message_log_chosen"], batch["message_log_rejected"], strict=True)
         logs = [log for pair in pairs for log in pair]
         flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": self._pad_token_id})
-        kept = torch.as_tensor(batch["loss_multiplier"], dtype=torch.float32)
+        weights = torch.as_tensor(batch["loss_multiplier"], dtype=torch.float32)
         return BatchedDataDict(
             {
                 "input_ids": flat["token_ids"],
                 "input_lengths": lengths,
                 "token_mask": flat["token_loss_mask"].to(torch.float32),
-                # A pair of which one answer is too long leaves as a whole.
-                "sample_mask": kept.repeat_interleave(2),
+                # A pair is dropped if one of its answers is too long.
+                "sample_mask": weights.repeat_interleave(2),
                 "margins": torch.as_tensor(batch["margin"], dtype=torch.float32).repeat_interleave(2),
             }
         )

@@ -1,4 +1,4 @@
-"""Prompts through generation and environments, turn by turn, to finished rollouts; knows no algorithm and no process."""
+"""Plays rollouts turn by turn with the generation backend and the environments."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Collector:
     """Plays rollouts to their end.
 
     Attributes:
-        generation: samples.
+        generation: the engine.
         environments: by task name; without any, a rollout is one answer without a reward.
         tokenizer: decodes what the environments read.
-        seed: of the run.
-        max_turns: most turns of a rollout, by task name.
-        max_total_length: most tokens of a rollout; one that has no room for another token ends as truncated.
+        seed: seed of the run.
+        max_turns: maximum number of turns of a rollout, by task name.
+        max_total_length: maximum number of tokens of a rollout; a rollout that reaches it is truncated.
     """
 
     generation: GenerationInterface
@@ -42,14 +42,14 @@ class Collector:
         """Play `trajectories` to their end, in place.
 
         Args:
-            trajectories: rollouts that hold their prompts alone.
-            stream: what they are for; their seeds follow from it, their prompts' ordinals, their samples and turns.
-            greedy: take the most likely token at each position.
+            trajectories: rollouts with only their prompts.
+            stream: training or validation; part of the seeds, together with prompt ordinal, sample and turn.
+            greedy: use greedy decoding.
         """
         unknown = {row.task_name for row in trajectories} - set(self.environments)
         if unknown and self.environments:
             raise ConfigError(
-                f"The data names the tasks {sorted(unknown)}, and `env` has {sorted(self.environments)}. "
+                f"The data has the tasks {sorted(unknown)}, but `env` only has {sorted(self.environments)}. "
                 "Add a section env.<task> for each, or set data.train.task_name."
             )
         formatter = TurnFormatter(self.tokenizer) if max(self.max_turns.values(), default=1) > 1 else None

@@ -1,4 +1,4 @@
-"""Which finished rollouts are right, as their environments have it; knows no rewards' meaning and no estimators."""
+"""Decides which finished rollouts are right, according to their environments."""
 
 from __future__ import annotations
 
@@ -13,60 +13,60 @@ from rl_train.rollouts.trajectory import Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """What is known of B rollouts."""
+    """Correctness of B rollouts."""
 
     right: Sequence[bool | None]
-    """Of each; None where nobody says."""
-    unjudged: Mapping[str, str]
-    """Task to why nobody says."""
+    """One entry per rollout; None if unknown."""
+    unknown: Mapping[str, str]
+    """Reason why correctness is unknown, by task."""
 
 
 def judge(
     rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface], *, reward_above: float | None = None
 ) -> Accuracy:
-    """Whether each rollout is right: where the environment's `accuracy` of it alone is 1.
+    """Whether each rollout is right: its environment reports an `accuracy` of 1 for it.
 
-    What a reward means only its environment knows (one may pay for the format of a wrong answer), so it is asked. It is asked
-    of all rows of equal rewards at once, and row by row only where its answer for those is neither 0 nor 1.
+    The environment is called because a reward single does not show correctness (it may reward the format of a wrong answer). It
+    is called for all rows with equal rewards at once, and row by row only if the accuracy of those is neither 0 nor 1.
 
     Args:
         rows: B finished rollouts.
         environments: by task name.
-        reward_above: call right what has more reward than that, and ask nobody.
+        reward_above: rollouts with a higher reward are right; the environment is not called.
     """
     if reward_above is not None:
-        return Accuracy(right=[row.reward > reward_above for row in rows], unjudged={})
+        return Accuracy(right=[row.reward > reward_above for row in rows], unknown={})
     right: list[bool | None] = [None] * len(rows)
-    unjudged: dict[str, str] = {}
+    unknown: dict[str, str] = {}
     for task_name in dict.fromkeys(row.task_name for row in rows):
-        places = [i for i, row in enumerate(rows) if row.task_name == task_name]
+        indices = [i for i, row in enumerate(rows) if row.task_name == task_name]
         try:
-            verdicts = _verdicts([rows[i] for i in places], environments)
+            grades = _grades([rows[i] for i in indices], environments)
         except NoAccuracyError as error:
-            unjudged[task_name] = str(error)
+            unknown[task_name] = str(error)
             continue
-        for place, verdict in zip(places, verdicts, strict=True):
-            right[place] = verdict
-    return Accuracy(right=right, unjudged=unjudged)
+        for index, grade in zip(indices, grades, strict=True):
+            right[index] = grade
+    return Accuracy(right=right, unknown=unknown)
 
 
 class NoAccuracyError(Exception):
-    """The environment does not call its rows right or wrong."""
+    """The environment does not report whether rows are right."""
 
 
-def _verdicts(rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> list[bool]:
-    alike: defaultdict[tuple[tuple[str, float], ...], list[int]] = defaultdict(list)
+def _grades(rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> list[bool]:
+    same_rewards: defaultdict[tuple[tuple[str, float], ...], list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
-        alike[tuple(sorted(row.reward_parts.items()))].append(i)
-    verdicts = [False] * len(rows)
-    for places in alike.values():
-        accuracy = _accuracy([rows[i] for i in places], environments)
-        for i in places:
-            alone = accuracy if accuracy in (0.0, 1.0) else _accuracy([rows[i]], environments)
-            if alone not in (0.0, 1.0):
-                raise NoAccuracyError(f"the environment's accuracy of one sample is {alone:g}, neither 0 nor 1")
-            verdicts[i] = alone == 1.0
-    return verdicts
+        same_rewards[tuple(sorted(row.reward_parts.items()))].append(i)
+    grades = [False] * len(rows)
+    for indices in same_rewards.values():
+        accuracy = _accuracy([rows[i] for i in indices], environments)
+        for i in indices:
+            single = accuracy if accuracy in (0.0, 1.0) else _accuracy([rows[i]], environments)
+            if single not in (0.0, 1.0):
+                raise NoAccuracyError(f"the environment's accuracy of one sample is {single:g}, neither 0 nor 1")
+            grades[i] = single == 1.0
+    return grades
 
 
 def _accuracy(rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> float:

@@ -1,4 +1,4 @@
-"""An environment as a pool of processes: a batch is split over them and put back together in order."""
+"""An environment as a pool of processes: splits batches over them and merges the results in order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rl_core.interfaces.environment_checks import checked_metrics, checked_retur
 
 
 class EnvironmentPool(EnvironmentInterface):
-    """Several instances of one environment behind the interface of one.
+    """Several instances of an environment behind its interface.
 
     Args:
         pool: the instances.
-        task_name: named in errors.
-        deadline_s: longest wait for a turn of the whole batch.
+        task_name: used in errors.
+        deadline_s: timeout in seconds for a turn of the whole batch.
     """
 
     def __init__(self, pool: Pool, *, task_name: str, deadline_s: float) -> None:
@@ -29,8 +29,8 @@ class EnvironmentPool(EnvironmentInterface):
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
         rows = len(message_log_batch)
-        share = -(-rows // self._pool.num_actors)
-        calls = [(message_log_batch[i : i + share], metadata[i : i + share]) for i in range(0, rows, share)]
+        chunk = -(-rows // self._pool.num_actors)
+        calls = [(message_log_batch[i : i + chunk], metadata[i : i + chunk]) for i in range(0, rows, chunk)]
         found = self._pool.map("step", calls, deadline_s=self._deadline_s)
         parts = [
             checked_return(part, rows=len(call[0]), task_name=self._task_name, environment_class=self._pool.worker_class)
@@ -40,7 +40,7 @@ class EnvironmentPool(EnvironmentInterface):
             observations=[message for part in parts for message in part.observations],
             metadata=[state for part in parts for state in part.metadata],
             next_stop_strings=[stops for part in parts for stops in part.next_stop_strings],
-            rewards=_joined(parts),
+            rewards=_concat_rewards(parts),
             terminateds=torch.cat([part.terminateds for part in parts]),
             answers=[answer for part in parts for answer in (part.answers or [None] * len(part.observations))],
         )
@@ -56,13 +56,13 @@ class EnvironmentPool(EnvironmentInterface):
         self._pool.shutdown()
 
 
-def _joined(parts: list[EnvironmentReturn]) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The rewards of all shares; a share without one of the others' named rewards has 0.0 for it in all of its rows."""
+def _concat_rewards(parts: list[EnvironmentReturn]) -> torch.Tensor | dict[str, torch.Tensor]:
+    """The rewards of all parts; a named reward that a part does not have is 0.0 in its rows."""
     if not any(isinstance(part.rewards, Mapping) for part in parts):
         return torch.cat([part.rewards for part in parts if isinstance(part.rewards, torch.Tensor)])
     named = [part.rewards if isinstance(part.rewards, Mapping) else {"reward": part.rewards} for part in parts]
     sizes = [len(part.observations) for part in parts]
     return {
-        name: torch.cat([share[name] if name in share else torch.zeros(size) for share, size in zip(named, sizes, strict=True)])
-        for name in dict.fromkeys(name for share in named for name in share)
+        name: torch.cat([chunk[name] if name in chunk else torch.zeros(size) for chunk, size in zip(named, sizes, strict=True)])
+        for name in dict.fromkeys(name for chunk in named for name in chunk)
     }

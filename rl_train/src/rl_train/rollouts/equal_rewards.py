@@ -1,4 +1,4 @@
-"""Warns when step after step no two samples of a prompt have different rewards: comparing them then teaches nothing."""
+"""Warns if the samples of each prompt have equal rewards for several steps, which gives no learning signal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EqualRewardWatch:
         self._equal_steps: list[int] = []
 
     def observe(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Look at one draw of a step; a step of several draws counts as equal if all of them are.
+        """Check one draw of a step; a step with several draws counts as equal if all of them are.
 
         Args:
             step: the step that draws.
@@ -50,9 +50,10 @@ class EqualRewardWatch:
         rewards = sorted({round(row.reward, 6) for row in trajectories})
         shown = ", ".join(f"{reward:g}" for reward in rewards[:3]) + (", ..." if len(rewards) > 3 else "")
         _log.warning(
-            "steps %d to %d: the samples of each prompt all had equal rewards (in the last step %s), so comparing them teaches "
-            "nothing. Look at rollouts.jsonl: does the environment read the answers at all? Otherwise take easier or harder "
-            "prompts, more samples per prompt, or a higher temperature.",
+            "steps %d to %d: the samples of each prompt all had equal rewards (in the last step %s), so there is no "
+            "learning signal. Check in rollouts/ that the environment extracts answers. Otherwise use easier or harder "
+            "prompts, "
+            "more samples per prompt, or a higher temperature.",
             self._equal_steps[0],
             self._equal_steps[-1],
             shown,

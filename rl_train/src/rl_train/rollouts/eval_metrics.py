@@ -1,4 +1,4 @@
-"""What the rollouts of many prompts come to: right ones, rewards, lengths; each a mean over prompts with its standard error."""
+"""Evaluation metrics: correctness, rewards and lengths, each a mean over prompts with its standard error."""
 
 from __future__ import annotations
 
@@ -17,89 +17,89 @@ class Group:
     rows: Sequence[Trajectory]
     """n finished rollouts."""
     right: Sequence[bool] | None
-    """Of each; None where nobody says."""
+    """Whether each is right; None if unknown."""
 
     @property
     def task_name(self) -> str:
-        """Which environment answered."""
+        """Task of the prompt."""
         return self.rows[0].task_name
 
     @property
     def answers(self) -> list[str | None]:
-        """What the environment read, of each."""
+        """The answer that the environment extracted from each."""
         return [row.answer for row in self.rows]
 
     @property
     def lengths(self) -> list[int]:
-        """Sampled tokens, of each."""
+        """Number of sampled tokens of each."""
         return [row.num_sampled_tokens() for row in self.rows]
 
     @property
     def is_cut(self) -> bool:
-        """Whether the prompt was longer than the config allows, and was asked without its end."""
+        """Whether the prompt was too long and truncated."""
         return self.rows[0].loss_multiplier == 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What some prompts came to."""
+    """The metrics of some prompts."""
 
     num_prompts: int
-    """P."""
+    """P, number of prompts."""
     samples_per_prompt: int
-    """n."""
+    """n, number of samples per prompt."""
     metrics: Mapping[str, Estimate]
     """`mean@n`, `pass@k`, `cons@k`, `reward`, `reward/<part>`, `length` (tokens), `truncated_frac`."""
     max_length: int
-    """Most sampled tokens of a rollout."""
+    """Largest number of sampled tokens of a rollout."""
     num_cut_prompts: int
-    """Prompts that were too long and asked cut."""
+    """Number of truncated prompts."""
     not_reported: Mapping[str, str]
-    """`pass@k` or `cons@k` to why it is not among the metrics."""
+    """Reason for each of `pass@k` and `cons@k` that is not among the metrics."""
 
 
-def grouped(rows: Sequence[Trajectory], judgement: Accuracy, *, samples_per_prompt: int) -> list[Group]:
-    """Rollouts as groups; those of a prompt lie side by side."""
+def grouped(rows: Sequence[Trajectory], correctness: Accuracy, *, samples_per_prompt: int) -> list[Group]:
+    """Rollouts as groups; those of one prompt must be consecutive."""
     groups = []
     for start in range(0, len(rows), samples_per_prompt):
-        right = [verdict for verdict in judgement.right[start : start + samples_per_prompt] if verdict is not None]
+        right = [is_right for is_right in correctness.right[start : start + samples_per_prompt] if is_right is not None]
         group = rows[start : start + samples_per_prompt]
         groups.append(Group(rows=group, right=right if len(right) == len(group) else None))
     return groups
 
 
 def usual_ks(samples_per_prompt: int) -> tuple[int, ...]:
-    """1, 2, 4 and so on, and n itself."""
+    """The powers of two up to n, and n."""
     powers = (2**exponent for exponent in range(samples_per_prompt.bit_length()))
     return tuple(sorted({*powers, samples_per_prompt}))
 
 
-def score(groups: Sequence[Group], judgement: Accuracy, *, ks: Sequence[int]) -> Scores:
+def score(groups: Sequence[Group], correctness: Accuracy, *, ks: Sequence[int]) -> Scores:
     """The scores of P prompts of n samples each.
 
-    A metric is reported where it is known of every prompt: a mean over some of the tasks would pass for one over all.
+    A metric is only reported if it is known for every prompt, because a mean over some tasks would look like one over all.
 
     Args:
         groups: P groups of n.
-        judgement: where they were judged; says why some were not.
+        correctness: of the rollouts, with the reasons for unknown ones.
         ks: the k of pass@k and cons@k.
     """
     num_samples = len(groups[0].rows)
     metrics: dict[str, Estimate] = {}
     not_reported: dict[str, str] = {}
     tasks = dict.fromkeys(group.task_name for group in groups)
-    unjudged = [task for task in tasks if task in judgement.unjudged]
-    silent = [task for task in tasks if not _has_answers(groups, task)]
-    if unjudged:
-        not_reported["pass@k"] = "; ".join(f"{task}: {judgement.unjudged[task]}" for task in unjudged)
+    unknown = [task for task in tasks if task in correctness.unknown]
+    without_answers = [task for task in tasks if not _has_answers(groups, task)]
+    if unknown:
+        not_reported["pass@k"] = "; ".join(f"{task}: {correctness.unknown[task]}" for task in unknown)
     else:
         metrics[f"mean@{num_samples}"] = _over_prompts(groups, lambda group: _mean(group.right or ()))
         for k in ks:
             metrics[f"pass@{k}"] = _over_prompts(groups, lambda g, k=k: pass_at_k(num_samples, sum(g.right or ()), k))
-    if unjudged:
+    if unknown:
         not_reported["cons@k"] = not_reported["pass@k"]
-    elif silent:
-        not_reported["cons@k"] = "; ".join(f"{task}: the environment returned no answers" for task in silent)
+    elif without_answers:
+        not_reported["cons@k"] = "; ".join(f"{task}: the environment returned no answers" for task in without_answers)
     else:
         for k in ks:
             metrics[f"cons@{k}"] = _over_prompts(groups, lambda g, k=k: consensus_at_k(g.answers, g.right or (), k))

@@ -1,4 +1,4 @@
-"""Held-out prompts, sampled and scored with the policy's newest weights; knows neither where these came from nor who asks."""
+"""Samples and scores validation prompts with the current weights of the generation backend."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rl_train.rollouts.trajectory import Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Validates a policy on prompts that it is not trained on.
+    """Evaluates a policy on validation prompts.
 
     Attributes:
         collector: plays the rollouts.
-        prompts: the validation data in its own order.
-        max_samples: validate on the first so many prompts; all where None.
-        samples_per_prompt: rollouts of each prompt.
-        greedy: take the most likely tokens.
+        prompts: the validation data in its original order.
+        max_samples: use only the first `max_samples` prompts; None for all.
+        samples_per_prompt: number of rollouts per prompt.
+        greedy: use greedy decoding.
     """
 
     collector: Collector
@@ -37,15 +37,15 @@ class Evaluation:
 
     @property
     def num_prompts(self) -> int:
-        """P, how many prompts are asked."""
+        """P, number of prompts."""
         rows = len(self.prompts.dataset)
         return rows if self.max_samples is None else min(rows, self.max_samples)
 
-    def play(self, told: Callable[[int], None] | None = None) -> list[Trajectory]:
-        """The finished rollouts of all P prompts, those of a prompt side by side.
+    def play(self, progress: Callable[[int], None] | None = None) -> list[Trajectory]:
+        """The finished rollouts of all P prompts; those of one prompt are consecutive.
 
         Args:
-            told: given the number of prompts that are done, after every batch of them.
+            progress: called with the number of finished prompts after every batch.
         """
         trajectories: list[Trajectory] = []
         for prompts in self._first_prompts():
@@ -53,17 +53,16 @@ class Evaluation:
             rows = start_rollouts(prompts, self.samples_per_prompt, first_ordinal=first)
             self.collector.collect(rows, stream=SampleStream.VALIDATION, greedy=self.greedy)
             trajectories.extend(rows)
-            if told is not None:
-                told(len(trajectories) // self.samples_per_prompt)
+            if progress is not None:
+                progress(len(trajectories) // self.samples_per_prompt)
         return trajectories
 
     def evaluate(self) -> tuple[dict[str, float], list[Trajectory]]:
-        """Metrics named `validation/...`, and the rollouts that they are of.
+        """Metrics named `validation/...`, and their rollouts.
 
-        `validation/accuracy` is the mean of what the environments call accuracy, `validation/reward` the mean reward; neither
-        is there without an environment. With
-        several samples of each prompt, `validation/pass@k` and `validation/cons@k` where they can be told, see
-        `rl_train.rollouts.eval_metrics.score`.
+        `validation/accuracy` is the mean accuracy that the environments report, `validation/reward` the mean reward; both need
+        an environment. With several samples per prompt, `validation/pass@k` and `validation/cons@k` are added if known,
+        see `rl_train.rollouts.eval_metrics.score`.
         """
         trajectories = self.play()
         found = summarize(trajectories) | ask_environments(trajectories, self.collector.environments)
@@ -72,25 +71,25 @@ class Evaluation:
             "validation/truncated_frac": found["length/truncated_frac"],
             "validation/rows": found["rollout/rows"],
         }
-        told = {"validation/reward": "reward/mean", "validation/accuracy": "rollout/accuracy"}
-        metrics |= {name: found[of] for name, of in told.items() if of in found}
+        reported = {"validation/reward": "reward/mean", "validation/accuracy": "rollout/accuracy"}
+        metrics |= {name: found[of] for name, of in reported.items() if of in found}
         if self.samples_per_prompt > 1:
-            metrics |= self._of_several_samples(trajectories)
+            metrics |= self._multi_sample_metrics(trajectories)
         return metrics, trajectories
 
-    def _of_several_samples(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        judgement = judge(trajectories, self.collector.environments)
-        groups = grouped(trajectories, judgement, samples_per_prompt=self.samples_per_prompt)
-        scores = score(groups, judgement, ks=usual_ks(self.samples_per_prompt))
-        told = {name: found for name, found in scores.metrics.items() if name.startswith(("pass@", "cons@"))}
-        return {f"validation/{name}": found.value for name, found in told.items()}
+    def _multi_sample_metrics(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        correctness = judge(trajectories, self.collector.environments)
+        groups = grouped(trajectories, correctness, samples_per_prompt=self.samples_per_prompt)
+        scores = score(groups, correctness, ks=usual_ks(self.samples_per_prompt))
+        selected = {name: found for name, found in scores.metrics.items() if name.startswith(("pass@", "cons@"))}
+        return {f"validation/{name}": found.value for name, found in selected.items()}
 
     def _first_prompts(self) -> Iterator[BatchedDataDict[Any]]:
-        # A loader that was left before its end goes on there: the next validation would be on other prompts.
+        # Rewind: a loader that was left early would continue with other prompts.
         self.prompts.load_state_dict({**self.prompts.state_dict(), "cursor": 0})
-        left = self.num_prompts
+        remaining = self.num_prompts
         for batch in self.prompts:
-            yield batch.slice(0, min(left, batch.size))
-            left -= batch.size
-            if left <= 0:
+            yield batch.slice(0, min(remaining, batch.size))
+            remaining -= batch.size
+            if remaining <= 0:
                 return

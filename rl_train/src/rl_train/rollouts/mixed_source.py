@@ -1,4 +1,4 @@
-"""Answers that the data gives in place of sampled ones, in the steps that a draw leaves to them; knows no engine."""
+"""Mixes dataset answers into on-policy rollouts (GKD's student data fraction)."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.seeds import sample_seed
 from rl_train.rollouts.source import Rollouts, RolloutSource
 
-_ALL = 2**63
-"""Seeds are below it."""
+_SEED_LIMIT = 2**63
+"""Upper bound of seeds."""
 
 
 class MixedRolloutSource(RolloutSource):
-    """A step's rows are the policy's own rollouts with a probability, else conversations of the data as they are.
+    """The rows of a step are the policy's rollouts with a given probability, otherwise conversations of the data.
 
     Source: https://arxiv.org/abs/2306.13649, algorithm 1, where the probability is lambda, the student data fraction.
 
-    Which it is depends on the seed and the step alone, so that a resumed run decides as one that was never stopped.
+    The choice only depends on the seed and the step, so a resumed run makes the same choices as an uninterrupted one.
 
     Args:
-        sampled: the policy's own rollouts.
-        given: draws as many conversations as a step has rows.
+        sampled: the policy's rollouts.
+        dataset: yields as many conversations as a step has rows.
         sampled_fraction: the probability, from 0 to 1.
-        seed: of the draw.
+        seed: seed of the choices.
     """
 
-    def __init__(self, sampled: RolloutSource, given: TrainingBatches, *, sampled_fraction: float, seed: int) -> None:
-        self._sampled, self._given = sampled, given
+    def __init__(self, sampled: RolloutSource, dataset: TrainingBatches, *, sampled_fraction: float, seed: int) -> None:
+        self._sampled, self._dataset = sampled, dataset
         self._sampled_fraction, self._seed = sampled_fraction, seed
 
     def samples(self, step: int) -> bool:
-        """Whether the policy answers in this step."""
-        return sample_seed(self._seed, step) < self._sampled_fraction * _ALL
+        """Whether this step uses sampled rollouts."""
+        return sample_seed(self._seed, step) < self._sampled_fraction * _SEED_LIMIT
 
     def next_batch(self, step: int) -> Rollouts:
-        """See `RolloutSource`; given rows have the columns that a loss and a teacher read, and no trajectories."""
+        """See `RolloutSource`; rows from the data have the keys that a loss and a teacher need, and no trajectories."""
         if self.samples(step):
             rollouts = self._sampled.next_batch(step)
             return Rollouts(
@@ -43,14 +43,14 @@ class MixedRolloutSource(RolloutSource):
                 metrics=rollouts.metrics | {"rollout/sampled": 1.0},
                 trajectories=rollouts.trajectories,
             )
-        return Rollouts(batch=self._given.next_batch(), metrics={"rollout/sampled": 0.0}, trajectories=[])
+        return Rollouts(batch=self._dataset.next_batch(), metrics={"rollout/sampled": 0.0}, trajectories=[])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sampled": self._sampled.state_dict(), "given": self._given.state_dict()}
+        return {"sampled": self._sampled.state_dict(), "given": self._dataset.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sampled.load_state_dict(state["sampled"])
-        self._given.load_state_dict(state["given"])
+        self._dataset.load_state_dict(state["given"])
 
     def close(self) -> None:
         self._sampled.close()

@@ -1,4 +1,4 @@
-"""What n samples of a prompt say of k: pass@k and cons@k, exactly; knows counts and answers, no rollouts and no models."""
+"""Exact estimates of pass@k and cons@k from n samples per prompt."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Estimate:
 
     value: float
     standard_error: float | None
-    """Of the mean, from the spread between prompts; None of a single prompt."""
+    """Standard error of the mean over prompts; None for a single prompt."""
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of P values, one a prompt, with the standard error s / sqrt(P), s the standard deviation with P - 1.
+    """The mean of P values, one per prompt, with the standard error s / sqrt(P), where s is the unbiased standard deviation.
 
     Raises:
-        ValueError: there is no value.
+        ValueError: there are no values.
     """
     if not values:
-        raise ValueError("a mean over no prompts does not exist")
+        raise ValueError("cannot average over zero prompts")
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:
@@ -36,16 +36,16 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The probability that k of the n samples, drawn without replacement, hold a right one: 1 - C(n-c, k) / C(n, k).
+    """The probability that k of the n samples, drawn without replacement, contain a right one: 1 - C(n-c, k) / C(n, k).
 
-    Unbiased for the probability that k fresh samples hold one; computed in whole numbers.
+    Unbiased for k new samples; computed with integers.
 
     Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1.
 
     Args:
         num_samples: n.
-        num_right: c, how many of them are right.
-        k: samples drawn.
+        num_right: c, number of right samples.
+        k: number of samples drawn.
 
     Raises:
         ValueError: not 1 <= k <= n, or not 0 <= c <= n.
@@ -60,17 +60,17 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def consensus_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
     """The probability that the majority answer of k of the n samples, drawn without replacement, is right.
 
-    It is the mean over all C(n, k) subsets and not the vote of the first k, which would leave n - k samples unused and depend
-    on their order. Among answers with equally many votes each is taken with the same probability: so is, on average over the
-    order of the samples, the one that was seen first. None is no vote; where nobody votes, the majority is wrong. An answer
-    that is right in some samples and wrong in others counts by its share of right ones.
+    The mean over all C(n, k) subsets, not the vote of the first k, which would leave n - k samples unused and depend on their
+    order. Ties are broken uniformly, which equals choosing the first answer on average over the order of the samples. None is
+    not a vote; without votes, the majority is wrong. An answer that is right in some samples and wrong in others counts by its
+    fraction of right ones.
 
-    Source: Wang et al. 2022 (self-consistency), https://arxiv.org/abs/2203.11171; here without bias for every k up to n.
+    Source: Wang et al. 2022 (self-consistency), https://arxiv.org/abs/2203.11171; here unbiased for every k up to n.
 
     Args:
-        answers: n answers; equal ones are votes for the same.
-        right: of each sample.
-        k: samples drawn.
+        answers: n answers; equal answers are votes for the same.
+        right: whether each sample is right.
+        k: number of samples drawn.
 
     Raises:
         ValueError: not 1 <= k <= n, or the lengths differ.
@@ -80,41 +80,41 @@ def consensus_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k:
     hits: Counter[Hashable] = Counter()
     for answer, is_right in zip(answers, right, strict=True):
         hits[answer] += is_right
-    # Sorted, so that prompts with the same votes are counted once.
+    # Sorted, so that the result is cached for prompts with the same votes.
     classes = tuple(sorted((count, hits[answer]) for answer, count in votes.items()))
     return _majority_is_right(classes, len(answers), k)
 
 
 @lru_cache(maxsize=4096)
 def _majority_is_right(classes: tuple[tuple[int, int], ...], num_samples: int, k: int) -> float:
-    """See `consensus_at_k`; `classes` holds votes and right ones of each answer."""
+    """See `consensus_at_k`; `classes` has the votes and the number of right samples of each answer."""
     most = max((count for count, _ in classes), default=0)
     won = sum((_wins_with(classes, num_samples, k, winner) for winner in range(1, min(most, k) + 1)), Fraction(0))
     return float(won / math.comb(num_samples, k))
 
 
 def _wins_with(classes: Sequence[tuple[int, int]], num_samples: int, k: int, winner: int) -> Fraction:
-    """Subsets whose majority has exactly `winner` votes, each weighted by the share of right ones among the tied answers.
+    """Number of subsets whose majority has exactly `winner` votes, weighted by the fraction of right ones in tied answers.
 
-    Answers that have fewer votes in all than `winner` cannot reach it: with the samples that do not vote they are one pool from
-    which any number may be drawn. The others are added one by one: `ways[drawn, tied]` counts the subsets of them that draw
-    so many samples and of which so many answers have `winner` votes, `weight` sums the shares of right ones of those.
+    Answers with fewer than `winner` votes in total cannot win: together with samples that do not vote they form a pool from
+    which any number may be drawn. The others are added one by one: `ways[drawn, tied]` counts their subsets with `drawn`
+    samples in which `tied` answers have `winner` votes, and `weight` sums the fractions of right ones of those answers.
     """
     rivals = [(count, hit) for count, hit in classes if count >= winner]
     pool = num_samples - sum(count for count, _ in rivals)
     ways: Mapping[tuple[int, int], int] = {(0, 0): 1}
     weight: Mapping[tuple[int, int], Fraction] = {}
     for count, hit in rivals:
-        share = Fraction(hit, count)
-        more: defaultdict[tuple[int, int], int] = defaultdict(int)
-        heavier: defaultdict[tuple[int, int], Fraction] = defaultdict(Fraction)
+        fraction = Fraction(hit, count)
+        more_ways: defaultdict[tuple[int, int], int] = defaultdict(int)
+        more_weight: defaultdict[tuple[int, int], Fraction] = defaultdict(Fraction)
         for (drawn, tied), number in ways.items():
             for votes in range(min(winner, k - drawn) + 1):
                 at = drawn + votes, tied + (votes == winner)
                 choices = math.comb(count, votes)
-                more[at] += number * choices
-                heavier[at] += choices * (weight.get((drawn, tied), 0) + (number * share if votes == winner else 0))
-        ways, weight = more, heavier
+                more_ways[at] += number * choices
+                more_weight[at] += choices * (weight.get((drawn, tied), 0) + (number * fraction if votes == winner else 0))
+        ways, weight = more_ways, more_weight
     return sum(
         (total / tied * math.comb(pool, k - drawn) for (drawn, tied), total in weight.items() if tied), start=Fraction(0)
     )
@@ -122,4 +122,4 @@ def _wins_with(classes: Sequence[tuple[int, int]], num_samples: int, k: int, win
 
 def _check_draw(num_samples: int, k: int) -> None:
     if not 1 <= k <= num_samples:
-        raise ValueError(f"k is {k}: of {num_samples} samples, 1 to {num_samples} can be drawn")
+        raise ValueError(f"k is {k}, but must be from 1 to {num_samples}, the number of samples")

@@ -1,4 +1,4 @@
-"""Finished rollouts as plain records for a log."""
+"""Finished rollouts as plain records for logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from rl_train.rollouts.trajectory import Trajectory
 
 EXPECTED_KEYS = ("expected_answer", "ground_truth")
-"""Keys of an environment's metadata that hold the right answer, in this order."""
+"""Keys of the right answer in an environment's metadata, in this order."""
 
 
 def rollout_records(
@@ -18,12 +18,12 @@ def rollout_records(
     advantages: torch.Tensor | None = None,
     policy_logprobs: torch.Tensor | None = None,
 ) -> list[dict[str, Any]]:
-    """One JSON-ready record a rollout.
+    """One JSON-ready record per rollout.
 
     Args:
         trajectories: B finished rollouts.
-        advantages: [B], where they were trained on.
-        policy_logprobs: [B, T] in nats, of the policy before it trained on them, where it scored them.
+        advantages: [B], if they were trained on.
+        policy_logprobs: [B, T] in nats, of the policy before training on them, if it scored them.
     """
     records = []
     for row, trajectory in enumerate(trajectories):
@@ -56,18 +56,18 @@ def rollout_records(
 
 
 def expected_answer(metadata: Any) -> str | int | float | None:
-    """The right answer that a row's metadata holds, as text unless it is a number; None if it holds none."""
+    """The right answer in a row's metadata, as text unless it is a number; None if there is none."""
     if not isinstance(metadata, Mapping):
         return None
     found = next((metadata[key] for key in EXPECTED_KEYS if metadata.get(key) is not None), None)
     if found is None or isinstance(found, int | float):
         return found
-    # Metadata may hold half of a surrogate pair, which cannot be written as UTF-8: it is recorded as its escape.
+    # Metadata may have unpaired surrogates, which cannot be encoded as UTF-8: they are escaped.
     return str(found).encode(errors="backslashreplace").decode()
 
 
 def _sampled_only(values: torch.Tensor, trajectory: Trajectory) -> list[float]:
-    """Those of one row's values [T] that belong to sampled tokens."""
+    """The values of sampled tokens from the values [T] of a row."""
     lengths = torch.tensor([len(message["token_ids"]) for message in trajectory.message_log])
     is_sampled = torch.tensor(["generation_logprobs" in message for message in trajectory.message_log])
     mask = is_sampled.repeat_interleave(lengths)

@@ -1,4 +1,4 @@
-"""Seeds of samples: a function of the run's seed and of what is sampled, never of when or where."""
+"""Seeds of samples, which only depend on the run's seed and the sampled prompt, not on time or place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class SampleStream(IntEnum):
-    """What rollouts are for; the same prompt has other seeds in each."""
+    """Purpose of rollouts; the seeds of a prompt differ between them."""
 
     TRAINING = 0
     VALIDATION = 1
@@ -16,13 +16,13 @@ class SampleStream(IntEnum):
 def rollout_seed(run_seed: int, stream: SampleStream, *, ordinal: int, sample: int, turn: int) -> int:
     """The seed in [0, 2^63) of one turn of one rollout.
 
-    It depends neither on the step that trains on the rollout nor on what is sampled together with it, so that a resumed run, a
-    further draw of dynamic sampling and a source that samples ahead all give a prompt the same seed.
+    It depends neither on the training step nor on the other rows of the batch, so a resumed run, an additional draw of dynamic
+    sampling and a prefetching source all give a prompt the same seed.
 
     Args:
         run_seed: the algorithm's `seed`.
-        stream: what the rollout is for.
-        ordinal: the prompt's number, from 0: in training in the loader's endless order (`BatchedDataLoader.next_ordinal`), in
+        stream: purpose of the rollout.
+        ordinal: the prompt's number, from 0: for training in the loader's endless order (`BatchedDataLoader.next_ordinal`), for
             validation among the prompts of one validation.
         sample: which rollout of the prompt, from 0.
         turn: which turn of the rollout, from 0.
@@ -31,10 +31,10 @@ def rollout_seed(run_seed: int, stream: SampleStream, *, ordinal: int, sample: i
 
 
 def sample_seed(*parts: int) -> int:
-    """A seed in [0, 2^63): a hash of whole numbers.
+    """A seed in [0, 2^63): a hash of integers.
 
     Args:
-        parts: what identifies the draw, each within 64 bits.
+        parts: integers that identify the draw, each within 64 bits.
     """
     digest = hashlib.blake2b(b"".join(int(part).to_bytes(8, "little", signed=True) for part in parts), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -1,4 +1,4 @@
-"""Where an algorithm's next rollouts come from; on demand is one source, prefetching under a staleness bound another."""
+"""Sources of an algorithm's rollouts: the interface, and a source that samples on demand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rollouts:
     batch: BatchedDataDict[Any]
     """Rows, see `rl_train.rollouts.trajectory.to_batch`."""
     metrics: dict[str, float]
-    """What they looked like."""
+    """Statistics of the rollouts."""
     trajectories: list[Trajectory]
     """The same rollouts as conversations."""
 
@@ -32,28 +32,28 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def next_batch(self, step: int) -> Rollouts:
-        """The rollouts of `step`; the rows of one prompt share a `group_ids` entry and all G of them are there."""
+        """The rollouts of `step`; all G rows of a prompt are included and share a `group_ids` entry."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Where the source stands, for a resume that draws the same prompts as a run that was never stopped."""
+        """The position of the source, so that a resumed run draws the same prompts as an uninterrupted one."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
 
     def close(self) -> None:
-        """Stop what runs ahead; calling it twice is fine."""
+        """Stop background work; may be called repeatedly."""
         return None
 
 
 class OnDemandSource(RolloutSource):
-    """Samples a step's rollouts when they are asked for, with the weights that the generation backend then has.
+    """Samples the rollouts of a step on demand, with the current weights of the generation backend.
 
     Args:
         collector: plays the rollouts.
-        prompts: draws P prompts a step.
-        group_size: G, samples of each prompt.
+        prompts: draws P prompts per step.
+        group_size: G, samples per prompt.
     """
 
     def __init__(self, collector: Collector, prompts: BatchedDataLoader, *, group_size: int) -> None:
@@ -64,7 +64,7 @@ class OnDemandSource(RolloutSource):
         self._watch = EqualRewardWatch()
 
     def next_batch(self, step: int) -> Rollouts:
-        """See `RolloutSource`; the weight version of every row is the generation backend's of this moment."""
+        """See `RolloutSource`; every row has the current weight version of the generation backend."""
         first = self._prompts.next_ordinal
         trajectories = start_rollouts(next(self._batches), self._group_size, first_ordinal=first)
         self._collector.collect(trajectories, stream=SampleStream.TRAINING)
@@ -81,12 +81,12 @@ class OnDemandSource(RolloutSource):
 
 
 def start_rollouts(prompts: BatchedDataDict[Any], group_size: int, *, first_ordinal: int = 0) -> list[Trajectory]:
-    """G rollouts of each prompt, the G rows of a prompt next to each other; a prompt's row in the batch is its group.
+    """G rollouts of each prompt, where the G rows of a prompt are consecutive; the group is the prompt's row in the batch.
 
     Args:
         prompts: P prompts, in the order in which they were drawn.
         group_size: G.
-        first_ordinal: the ordinal of the first of them, see `rl_train.rollouts.seeds.rollout_seed`.
+        first_ordinal: the ordinal of the first prompt, see `rl_train.rollouts.seeds.rollout_seed`.
     """
     return [
         Trajectory(

@@ -1,4 +1,4 @@
-"""What a batch of rollouts looked like, as metrics."""
+"""Metrics of a batch of rollouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_train.rollouts.trajectory import Trajectory
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Lengths, turns and truncation of finished rollouts, and their rewards where somebody gave any."""
+    """Lengths, turns and truncation of finished rollouts, and their rewards, if there are any."""
     lengths = torch.tensor([row.num_sampled_tokens() for row in trajectories], dtype=torch.float64)
     metrics = {
         "length/mean": float(lengths.mean()),
@@ -53,7 +53,7 @@ def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[s
 
 
 def _for_environment(rows: Sequence[Trajectory]) -> BatchedDataDict[Any]:
-    """What an environment may want to know of its rows; no tokens, which would cost more to send than all the rest."""
+    """The data of finished rows for an environment, without tokens, which would be expensive to send."""
     return BatchedDataDict(
         {
             "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float32),

@@ -1,4 +1,4 @@
-"""One rollout as it grows turn by turn, and finished rollouts as rows of a batch."""
+"""A rollout that grows turn by turn, and finished rollouts as rows of a batch."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from rl_core.data.schema import pad_value
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """A conversation in the making; its tokens are the training sequence."""
+    """An unfinished or finished conversation; its tokens are the training sequence."""
 
     message_log: list[dict[str, Any]]
     """Messages with `role`, `content`, `token_ids` [T]; sampled ones also with `generation_logprobs` [T]."""
     metadata: Any
     """The environment's state for this row."""
     task_name: str
-    """Which environment answers."""
+    """Task, which selects the environment."""
     group_id: int
-    """Rows of one prompt share it."""
+    """Shared by all rows of a prompt."""
     index: int
-    """The record that was asked."""
+    """Index of the record in the dataset."""
     ordinal: int
-    """The prompt's number in the order in which prompts are drawn, from 0 without end; see `rl_train.rollouts.seeds`."""
+    """The prompt's number in the endless order of draws, from 0; see `rl_train.rollouts.seeds`."""
     sample: int
-    """Which of the group's samples this is."""
+    """Index of the sample in its group."""
     loss_multiplier: float = 1.0
-    """0 leaves the row out of the loss."""
+    """0 excludes the row from the loss."""
     stop_strings: list[str] | None = None
     """Stop strings of the next turn."""
     reward: float = 0.0
     """Sum over turns."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Named parts, where the environment gives them."""
+    """Rewards by name, summed over turns; `reward` if the environment returns only one."""
     weight_version: int = -1
-    """Of the weights that sampled the last turn."""
+    """Version of the weights that sampled the last turn."""
     truncated: bool = False
-    """A limit cut the last turn off."""
+    """Whether a limit truncated the last turn."""
     done: bool = False
-    """The environment has ended it, or a limit has."""
+    """Whether the environment or a limit has ended it."""
     turns: int = 0
-    """Turns sampled."""
+    """Number of sampled turns."""
     answer: str | None = None
-    """What the environment read as the answer."""
+    """The answer that the environment extracted."""
 
     def token_ids(self) -> torch.Tensor:
         """[T] int64, all tokens so far."""
@@ -58,29 +58,29 @@ class Trajectory:
         return sum(len(message["token_ids"]) for message in self.message_log)
 
     def num_sampled_tokens(self) -> int:
-        """Tokens that the model said, over all turns."""
+        """Number of sampled tokens of all turns."""
         return sum(len(message["token_ids"]) for message in self.message_log if "generation_logprobs" in message)
 
     def add_answer(self, content: str, token_ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Append what the model said."""
+        """Append a sampled message."""
         self.message_log.append(
             {"role": "assistant", "content": content, "token_ids": token_ids, "generation_logprobs": logprobs}
         )
         self.turns += 1
 
     def add_rewards(self, rewards: Mapping[str, float]) -> None:
-        """Add one turn's reward, by its parts."""
+        """Add the rewards of one turn."""
         for name, value in rewards.items():
             self.reward_parts[name] = self.reward_parts.get(name, 0.0) + value
         self.reward = sum(self.reward_parts.values())
 
     def conversation(self) -> list[dict[str, str]]:
-        """What an environment sees: role and content."""
+        """The messages for an environment: role and content."""
         return [{"role": message["role"], "content": message["content"]} for message in self.message_log]
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
-    """Rows [B, T] of finished rollouts: what a loss, a log and a metric read of them; keys as in `rl_core.data.schema`."""
+    """Rows [B, T] of finished rollouts with the keys for losses, logs and metrics, see `rl_core.data.schema`."""
     return BatchedDataDict(
         {
             "input_ids": _padded([row.token_ids() for row in trajectories], "input_ids"),

@@ -1,4 +1,4 @@
-"""What an environment says, as the tokens that follow the model's own; a token once sampled is never made from text again."""
+"""Tokenizes the messages of environments. Sampled tokens are kept and never retokenized."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ANSWER = "RLCORE"
 
 
 class TurnFormatter:
-    """Tokens of an environment's message, with the template's text around it and the prompt for the next answer.
+    """Tokenizes an environment's message with the template's text around it and the generation prompt of the next answer.
 
-    The text around a message is found once, by rendering a conversation with a known answer: `closing` is what the template
-    puts after an assistant's message. Where the sampled tokens already end with an end-of-sequence token that opens the
-    closing text, that token is not repeated.
+    The text around a message is found by rendering a conversation with a known answer: `closing` is the text of the template
+    after an assistant's message. If the sampled tokens end with the end-of-sequence token that the closing text starts with,
+    it is not repeated.
 
     Args:
-        tokenizer: with a chat template, or without one: messages are then joined as they are.
+        tokenizer: without a chat template, messages are concatenated.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -31,7 +31,7 @@ class TurnFormatter:
         self._eos: str = tokenizer.eos_token or ""
 
     def observation_ids(self, message: Message, sampled_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [T] that come between the model's message and its next one.
+        """Token ids [T] between the model's message and its next one.
 
         Args:
             message: the environment's message.
@@ -56,9 +56,9 @@ class TurnFormatter:
         _, found, after = rendered.partition(_ANSWER)
         if not found or not after.startswith(self._closing):
             raise DataError(
-                "The chat template renders an assistant's message in another way once a message follows it, so the tokens "
-                "of several turns cannot be joined. Use a template that leaves earlier turns as they are "
-                "(policy.tokenizer.chat_template), or an environment of one turn."
+                "The chat template renders an assistant's message differently if another message follows it, so the tokens "
+                "of several turns cannot be joined. Use a template that does not change earlier turns "
+                "(policy.tokenizer.chat_template), or an environment with one turn."
             )
         return after
 

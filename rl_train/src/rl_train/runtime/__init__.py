@@ -1,1 +1,1 @@
-"""The one room that knows all the others: from a config to a Run."""
+"""Builds a Run from a config; may import every other package of rl_train."""

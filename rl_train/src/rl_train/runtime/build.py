@@ -1,4 +1,4 @@
-"""From a config to a Run; the one page that says what a run is made of."""
+"""Builds a Run and all of its components from a config."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rl_train.rollouts.mixed_source import MixedRolloutSource
 from rl_train.rollouts.source import OnDemandSource
 from rl_train.run import Run
 from rl_train.runtime.data import BadRows, Source, conversation_loader, preference_loader, prompt_loader, read_data
-from rl_train.runtime.late_errors import blaming
+from rl_train.runtime.late_errors import with_key
 from rl_train.runtime.run_folder import checkpoint_store
 from rl_train.runtime.workers import Builder, Workers, make_cluster
 
@@ -51,25 +51,25 @@ def build_run(
     exits: ExitStack,
     before_models: Callable[[RunConfig], None] = lambda _: None,
 ) -> Run:
-    """Make every part that the config asks for; data and tokenizer first, since they fail in seconds.
+    """Build the run of a config; data and tokenizer are loaded first, because their errors show within seconds.
 
     Args:
         config: the run.
-        resolved: the same, as plain values for the checkpoint.
+        resolved: the same as plain values, for checkpoints.
         folder: the run folder.
-        registry: where components are found.
-        exits: closes every part, in the reverse order.
-        before_models: called with the settled config (epochs counted in steps) before models load, so that a run that cannot
-            continue is refused within seconds.
+        registry: used to look up components.
+        exits: closes all components in reverse order.
+        before_models: called with the final config (epochs converted to steps) before models are loaded, so that a run that
+            cannot be resumed fails within seconds.
     """
-    with blaming("policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"):
+    with with_key("policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"):
         tokenizer = load_policy_tokenizer(config.policy)
     refuse_other_tokenizers(config, tokenizer)
     train, validation = read_sources(config, registry)
     loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
     config = loaders.settled(config)
     before_models(config)
-    with blaming("cluster"):
+    with with_key("cluster"):
         cluster = _cluster(config, exits)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster)
     loss_fn = _loss_of(config, registry)
@@ -88,15 +88,15 @@ def connect(
     resolved: Mapping[str, Any],
     folder: Path,
 ) -> Run:
-    """The parts as a Run, whoever made them.
+    """A Run from existing workers and data.
 
     Args:
-        builder: makes what lies between the parts: refit, loggers; its config is settled.
-        parts: what runs in processes of its own.
+        builder: creates weight synchronization and loggers; holds the final config.
+        parts: policy, engine, environments and companion models.
         loaders: the data.
         loss_fn: the loss.
         tokenizer: the policy's.
-        resolved: the config as plain values, for the checkpoint.
+        resolved: the config as plain values, for checkpoints.
         folder: the run folder.
     """
     config = builder.run
@@ -146,13 +146,13 @@ def connect(
 
 
 class DataLoaders:
-    """The data of a run: prompts for an algorithm that samples, pairs for one that compares, else conversations.
+    """The data loaders of a run: prompts, preference pairs or conversations, as the algorithm needs.
 
     Args:
         config: the run.
         tokenizer: the policy's.
-        train: the training data; None for an algorithm that needs none.
-        validation: the held-out data, where the algorithm validates.
+        train: the training data; None if the algorithm needs none.
+        validation: the validation data; None if validation is disabled.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Any, *, train: Source | None, validation: Source | None) -> None:
@@ -181,14 +181,14 @@ class DataLoaders:
         self.unknown_tokens = self._count_unknown_tokens(tokenizer)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the training data."""
+        """Metrics of the training data."""
         found: dict[str, float] = {"data/bad_rows": self.bad_rows.count} if self.bad_rows.count else {}
         if self.unknown_tokens is not None:
             found["data/unknown_token_frac"] = self.unknown_tokens.fraction
         return found
 
     def _count_unknown_tokens(self, tokenizer: Any) -> UnknownTokens | None:
-        """Count them, log their fraction, and warn if the model could not read its training data."""
+        """Count unknown tokens in the first training rows, log their fraction, and warn if it is high."""
         rows = self.prompts.dataset if self.prompts is not None else self.batches.rows if self.batches is not None else ()
         found = count_unknown_tokens(rows, tokenizer)
         if found is None:
@@ -196,9 +196,10 @@ class DataLoaders:
         _log.info("%.2f %% of the tokens of the first %d training rows are unknown", 100 * found.fraction, found.rows)
         if found.fraction > WARN_ABOVE:
             _log.warning(
-                "%.1f %% of the tokens of the first %d training rows are %s, which stands for text that the tokenizer does not "
-                "know; the first such message is %r. The model cannot read that text. Use data in the tokenizer's alphabet or "
-                "a model with another tokenizer.",
+                "%.1f %% of the tokens of the first %d training rows are %s, the tokenizer's unknown token; the first "
+                "such message "
+                "is %r. The model cannot learn from this text. Use data that the tokenizer covers, or a model with another "
+                "tokenizer.",
                 100 * found.fraction,
                 found.rows,
                 tokenizer.unk_token,
@@ -207,10 +208,10 @@ class DataLoaders:
         return found
 
     def settled(self, config: RunConfig) -> RunConfig:
-        """The config with epochs counted in steps, which shows whether learning-rate schedules fit the run.
+        """The config with epochs converted to steps, after checking that learning-rate schedules fit the run.
 
         Raises:
-            ConfigError: one is over before the run is.
+            ConfigError: a schedule ends before the run.
         """
         algorithm = config.algorithm
         drawn = self.prompts if self.prompts is not None else self.batches
@@ -226,19 +227,19 @@ class DataLoaders:
 
 
 def read_sources(config: RunConfig, registry: Registry) -> tuple[Source | None, Source | None]:
-    """The training data where the algorithm needs any, and the held-out data where it validates.
+    """The training data if the algorithm needs it, and the validation data if validation is enabled.
 
     Raises:
-        ConfigError: the config names none, or lacks what samples and scores.
+        ConfigError: the data, the generation backend or the environments are missing.
     """
     algorithm, data, needs = config.algorithm, config.data, config.algorithm.runtime_needs
     if needs.training_data and not data.has_training_data:
-        raise ConfigError("data.train names no training data. Add `data: {train: {dataset_name: ...}}`.")
+        raise ConfigError("data.train is required. Add `data: {train: {dataset_name: ...}}`.")
     validates = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
     if validates and not data.has_validation_data:
         raise ConfigError(
-            "The algorithm validates (val_period, val_at_start or val_at_end), and data.validation names no data. "
-            "Add `data: {validation: {dataset_name: ...}}` or `data: {split: {validation: 0.05}}`, or switch validation off."
+            "Validation is enabled (val_period, val_at_start or val_at_end), but there is no validation data. "
+            "Add `data: {validation: {dataset_name: ...}}` or `data: {split: {validation: 0.05}}`, or disable validation."
         )
     if needs.samples and (config.policy.generation is None or (algorithm.needs_rewards and not config.env)):
         raise ConfigError(
@@ -249,10 +250,10 @@ def read_sources(config: RunConfig, registry: Registry) -> tuple[Source | None, 
 
 
 def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
-    """The companions read the policy's token ids, so that their tokens must be the policy's.
+    """Check that companion models use the policy's tokenizer, because they receive its token ids.
 
     Raises:
-        ConfigError: a companion's tokenizer gives other ids.
+        ConfigError: a companion's tokenizer has other tokens or ids.
     """
     for name in COMPANIONS:
         section = getattr(config, name)
@@ -262,9 +263,10 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
         others = sorted(set(tokenizer.get_vocab().items()) ^ set(own.items()))
         if others:
             raise ConfigError(
-                f"{name}.model_name: {section.model_name} has another tokenizer than the policy's {config.policy.model_name}: "
-                f"{len(others)} tokens differ, the first {others[0][0]!r}. It would read the policy's token ids as other "
-                "words. Take a model of the policy's family."
+                f"{name}.model_name: the tokenizer of {section.model_name} differs from that of the policy "
+                f"{config.policy.model_name} in "
+                f"{len(others)} tokens, for example {others[0][0]!r}, so the policy's token ids would mean other words. Use a "
+                "model with the policy's tokenizer."
             )
 
 
@@ -292,7 +294,7 @@ def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_
 def make_collector(
     config: RunConfig, generation: GenerationInterface, environments: Mapping[str, EnvironmentInterface], tokenizer: Any
 ) -> Collector:
-    """What plays the config's rollouts."""
+    """The collector of the config's rollouts."""
     return Collector(
         generation=generation,
         environments=environments,

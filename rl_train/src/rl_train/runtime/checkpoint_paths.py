@@ -1,4 +1,4 @@
-"""Which weights a path means: a step folder of a run, a run folder, or a folder of Hugging Face; loads none of them."""
+"""Finds the weights at a path: a step folder, a run folder or a Hugging Face model folder. Does not load them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rl_train.checkpoints.store import CheckpointStore
 from rl_train.runtime.run_provenance import CONFIG
 
 MODEL_FILE = "config.json"
-"""What every folder of Hugging Face has."""
+"""A file that every Hugging Face model folder has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPaths:
-    """Where a policy's weights are."""
+    """Location of a policy's weights."""
 
     path: Path
     """The step folder, or the model's folder."""
     step: int | None
-    """Steps that they have seen; None of a model."""
+    """Training steps of the checkpoint; None for a model."""
     run_folder: Path | None
-    """The run that wrote them; None of a model, or where the checkpoint was moved out of its run."""
+    """The run that wrote them; None for a model, or if the checkpoint was moved out of its run."""
 
     @property
     def is_checkpoint(self) -> bool:
@@ -38,32 +38,33 @@ class CheckpointPaths:
 
     @property
     def weights(self) -> Path:
-        """The policy's own part."""
+        """The folder of the weights."""
         return self.path / "policy" / "weights" if self.is_checkpoint else self.path
 
 
 def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
-    """The weights that `path` means; of a run folder the newest.
+    """The weights at `path`: for a run folder, the newest.
 
     Args:
         path: a step folder, a run folder, a folder of step folders, or a model's folder.
-        best: of a run folder, those that its `checkpointing.metric_name` ranks first.
+        best: for a run folder, the checkpoint that its `checkpointing.metric_name` ranks first.
 
     Raises:
-        CheckpointError: there are none; says what is there instead.
+        CheckpointError: there are none; the message lists what is there.
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is no folder. Name a step folder (runs/NAME/checkpoints/step_000010), a run folder (runs/NAME) or a "
-            "model's folder; a GGUF file is named by policy.model_name=FILE."
+            f"{path} is not a folder. Give a step folder (runs/NAME/checkpoints/step_000010), a run folder (runs/NAME) or "
+            f"a model "
+            "folder. For a GGUF file, set policy.model_name=FILE."
         )
     path = path.resolve()
     if path.suffix == ".partial":
-        raise CheckpointError(f"{path} was not written to its end. Take another step folder beside it.")
+        raise CheckpointError(f"{path} is incomplete. Use another step folder of the run.")
     if path.name.startswith("step_") or (path / "manifest.json").is_file():
         if best:
             raise CheckpointError(
-                f"{path} is one checkpoint, so there is no best of it. Name its run folder, or leave --best out."
+                f"{path} is a single checkpoint, so --best does not apply. Give its run folder, or remove --best."
             )
         return _of_step(path)
     store = _store_in(path)
@@ -71,12 +72,12 @@ def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
         return _of_step(_best(store) if best else store.find(store.steps()[-1]))
     if (path / MODEL_FILE).is_file():
         if best:
-            raise CheckpointError(f"{path} is a model and no run folder, so there is no best of it. Leave --best out.")
+            raise CheckpointError(f"{path} is a model, not a run folder, so --best does not apply. Remove --best.")
         return CheckpointPaths(path=path, step=None, run_folder=None)
     there = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-    what = "holds no complete checkpoint" if store is not None else "is neither a checkpoint, a run folder nor a model"
+    what = "has no complete checkpoint" if store is not None else "is neither a checkpoint, a run folder nor a model"
     raise CheckpointError(
-        f"{path} {what} (it holds {there}). A step folder has a manifest.json, a run folder has checkpoints/step_*, and a "
+        f"{path} {what} (it contains: {there}). A step folder has a manifest.json, a run folder has checkpoints/step_*, and a "
         f"model has a {MODEL_FILE}."
     )
 
@@ -89,7 +90,7 @@ def _of_step(path: Path) -> CheckpointPaths:
 
 
 def _store_in(path: Path) -> CheckpointStore | None:
-    """The checkpoints of a run folder, wherever its config keeps them, or of a folder that holds step folders itself."""
+    """The checkpoints of a run folder, also in its `checkpoint_dir`, or those in a folder of step folders."""
     if (path / "checkpoints").is_dir():
         return CheckpointStore(path / "checkpoints")
     if (path / CONFIG).is_file():
@@ -107,15 +108,15 @@ def _best(store: CheckpointStore) -> Path:
     name = section["metric_name"]
     if name is None:
         raise CheckpointError(
-            f"The run of {store.folder} ranks its checkpoints by no metric (checkpointing.metric_name), so none is the best. "
-            "Leave --best out for the newest, or name a step folder."
+            f"The run of {store.folder} does not set checkpointing.metric_name, so its checkpoints are not ranked. "
+            "Remove --best to use the newest, or give a step folder."
         )
     sign = 1.0 if section["higher_is_better"] else -1.0
     found = {step: read_manifest(store.find(step))["metrics"].get(name, math.nan) for step in store.steps()}
     ranked = sorted((sign * value, step) for step, value in found.items() if not math.isnan(value))
     if not ranked:
         raise CheckpointError(
-            f"No checkpoint in {store.folder} has {name}: validation was due at none of their steps. "
-            "Leave --best out for the newest, or name a step folder."
+            f"No checkpoint in {store.folder} has the metric {name}: validation did not run at any of their steps. "
+            "Remove --best to use the newest, or give a step folder."
         )
     return store.find(ranked[-1][1])

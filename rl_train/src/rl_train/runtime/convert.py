@@ -1,7 +1,7 @@
-"""A checkpoint as files of another format, made by the policy backend that wrote it; knows no format but plain folders.
+"""Converts checkpoints to other formats with the policy backend that wrote them.
 
-A checkpoint of a run is converted by the backend of its config. A folder of Transformers that no run wrote is converted by the
-backend that has the format's name. Where a checkpoint's weights are a folder of Transformers already, `hf` is a copy.
+A run's checkpoint is converted by the backend in its config. Any other Transformers model folder is converted by the backend
+with the name of the format. If a checkpoint's weights are already a Transformers model folder, `hf` copies it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rl_train.checkpoints.damage import damage_error, verify_checkpoint
 from rl_train.checkpoints.state import read_state
 
 HF = "hf"
-"""The format that every other is made from: config.json and safetensors, as Transformers loads them."""
+"""The format that all other formats are made from: config.json and safetensors, as Transformers loads them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What came of it.
+    """The result of a conversion.
 
     Attributes:
         output: the folder.
         files: their names in it.
         num_bytes: of all files.
-        backend: whose function made them; None where they were copied.
+        backend: the backend that wrote them; None if they were copied.
     """
 
     output: Path
@@ -53,28 +53,28 @@ def convert(
     trust: bool = False,
     registry: Registry | None = None,
 ) -> Converted:
-    """Write `checkpoint` to `output` in another format; `output` is whole or absent.
+    """Write `checkpoint` to `output` in another format; `output` is complete or absent.
 
     Args:
-        checkpoint: a step folder of a run, or a folder of Transformers.
+        checkpoint: a step folder of a run, or a Transformers model folder.
         output: a folder that does not exist yet, or is empty.
         to: the format.
-        merge: fold adapters into the weights that they belong to.
-        model: where the model is that the run began from, if it is elsewhere by now.
-        trust: run code that the checkpoint's own config names: a policy backend by its path, a model with
+        merge: merge adapters into the base weights.
+        model: current path of the base model, if it was moved.
+        trust: allow code that the checkpoint's config names: a policy backend given by its path, or a model with
             `trust_remote_code`.
-        registry: where backends are found; the installed plugins by default.
+        registry: used to look up backends; the installed plugins by default.
 
     Raises:
-        CheckpointError: `checkpoint` is not one, or is damaged.
-        UserError: `output` is taken, lies in `checkpoint` or cannot be written, or the backend does not write this format.
+        CheckpointError: `checkpoint` is not a checkpoint, or is corrupt.
+        UserError: `output` exists, is inside `checkpoint` or cannot be written, or the backend does not support the format.
     """
     registry = registry if registry is not None else Registry(discover())
     source, policy = _source(checkpoint)
     if not trust:
-        _refuse_named_code(checkpoint, policy, merge=merge)
+        _reject_untrusted_code(checkpoint, policy, merge=merge)
         policy = _without_remote_code(policy)
-    _refuse_place(output, checkpoint)
+    _check_output(output, checkpoint)
     backend = str(policy["backend"]) if policy else to
     conversions = _conversions(registry, backend) if policy else _conversions_of_a_folder(registry, to)
     partial = _partial(output)
@@ -85,7 +85,7 @@ def convert(
         elif to == HF and (source / "config.json").is_file():
             shutil.copytree(source, partial, dirs_exist_ok=True)
         else:
-            raise _not_written(backend, to, {*conversions, *_copied(source)})
+            raise _unsupported_format(backend, to, {*conversions, *_copied(source)})
         if output.exists():
             output.rmdir()
         os.replace(partial, output)
@@ -115,8 +115,8 @@ def _source(checkpoint: Path) -> tuple[Path, Mapping[str, Any]]:
     return weights, policy
 
 
-def _refuse_named_code(checkpoint: Path, policy: Mapping[str, Any], *, merge: bool) -> None:
-    """Which code runs is for the user to say, not for a file of the checkpoint."""
+def _reject_untrusted_code(checkpoint: Path, policy: Mapping[str, Any], *, merge: bool) -> None:
+    """Reject code that is named by a file of the checkpoint and not by the user."""
     backend = policy.get("backend", "")
     code = None
     if is_path(backend):
@@ -125,8 +125,8 @@ def _refuse_named_code(checkpoint: Path, policy: Mapping[str, Any], *, merge: bo
         code = f"the code of the model {policy.get('model_name')} (trust_remote_code)"
     if code is not None:
         raise UserError(
-            f"The config in {checkpoint / 'state.json'} names {code}, and converting would run it. If you trust whoever wrote "
-            "this checkpoint, add --trust-checkpoint."
+            f"The config in {checkpoint / 'state.json'} names {code}, and converting would run it. If you trust the author "
+            "of this checkpoint, add --trust-checkpoint."
         )
 
 
@@ -137,26 +137,28 @@ def _without_remote_code(section: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_place(output: Path, checkpoint: Path) -> None:
+def _check_output(output: Path, checkpoint: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists already. Name a new folder, or remove it first.")
+        raise UserError(f"{output} already exists. Give a new folder, or remove it first.")
     if output.resolve().is_relative_to(checkpoint.resolve()):
-        raise UserError(f"{output} lies in {checkpoint}, which would then hold a copy of itself. Name a folder elsewhere.")
+        raise UserError(
+            f"{output} is inside {checkpoint}, which would then contain a copy of itself. Give a folder outside it."
+        )
 
 
 def _partial(output: Path) -> Path:
-    """An empty folder beside the output, which gets its name at the end."""
+    """An empty folder next to the output, which is renamed to it at the end."""
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"{output} cannot be written: {error}. Name a folder where there can be one.") from error
+        raise UserError(f"{output} cannot be written: {error}. Give a folder in a writable location.") from error
     return partial
 
 
 def _conversions_of_a_folder(registry: Registry, to: str) -> Mapping[str, str]:
-    """What the backend that has the format's name makes of a folder of Transformers; nothing where that is a copy."""
+    """Conversions of a Transformers model folder by the backend named like the format; empty if it is only copied."""
     if to == HF:
         return {}
     try:
@@ -164,7 +166,8 @@ def _conversions_of_a_folder(registry: Registry, to: str) -> Mapping[str, str]:
     except (UnknownComponentError, WrongKindError) as error:
         formats = [HF, *(name for name in registry.names("policy") if name != HF and name in _conversions(registry, name))]
         raise NotSupportedError(
-            f"There is no format {to!r}.{did_you_mean(to, formats)} A folder of Transformers converts to: {', '.join(formats)}."
+            f"There is no format {to!r}.{did_you_mean(to, formats)} A Transformers model folder can be converted to: "
+            f"{', '.join(formats)}."
         ) from error
 
 
@@ -183,10 +186,11 @@ def _load(function: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _not_written(backend: str, to: str, formats: set[str]) -> NotSupportedError:
+def _unsupported_format(backend: str, to: str, formats: set[str]) -> NotSupportedError:
     known = sorted(formats)
     return NotSupportedError(
         f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, known)} It converts to: "
-        f"{', '.join(known) or 'nothing'}. Another backend's format is made from a folder of Transformers: convert to {HF!r} "
-        "first (with a merge, where adapters were trained), and then that folder."
+        f"{', '.join(known) or 'nothing'}. For the format of another backend, first convert to {HF!r} (with --merge if "
+        f"adapters "
+        "were trained), then convert that folder."
     )

@@ -1,4 +1,4 @@
-"""From datasets to loaders of tokenised rows; everything is read and checked before a worker starts."""
+"""Builds data loaders of tokenized rows from datasets; all data is read and checked before a worker starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_train.data.dataset_config import OnBadRow, OnTooLong
 from rl_train.data.holdout import Subset, held_out, place_of
 from rl_train.data.mixing import Mixture
 from rl_train.data.processors import (
-    check_made_by,
+    check_processor_result,
     collate_datums,
     collate_preferences,
     conversation_datum,
@@ -29,17 +29,17 @@ from rl_train.data.processors import (
     prompt_datum,
 )
 from rl_train.data.record_functions import load_function
-from rl_train.runtime.late_errors import blaming
+from rl_train.runtime.late_errors import with_key
 from rl_train.runtime.row_checks import check_rows
 
 _log = logging.getLogger("rlcore")
 
 
 class BadRows:
-    """The rows that were left out of a run's data, where `on_bad_row` says skip; each is counted once and told with its reason.
+    """Counts and logs the rows that `on_bad_row: skip` drops from a run's data; each row is counted once.
 
     Attributes:
-        count: How many.
+        count: Number of dropped rows.
     """
 
     def __init__(self) -> None:
@@ -47,16 +47,16 @@ class BadRows:
         self._places: set[tuple[str, str]] = set()
 
     def add(self, count: int, dataset: str, reasons: Sequence[str]) -> None:
-        """Count rows that could not be read, and log the first of the reasons."""
+        """Count rows that could not be read, and log the first reasons."""
         self.count += count
         if count:
             first = "".join(f"\n  {reason}" for reason in reasons[:5])
             rows = "1 bad row" if count == 1 else f"{count} bad rows"
             is_are = "is" if count == 1 else "are"
-            _log.warning("%s of %s %s left out (on_bad_row: skip); the first of them:%s", rows, dataset, is_are, first)
+            _log.warning("%s of %s %s skipped (on_bad_row: skip); the first:%s", rows, dataset, is_are, first)
 
     def add_places(self, dataset: str, reasons: Mapping[str, str]) -> None:
-        """Count rows that could not be tokenised, by their places: one set of rows may be tokenised for several uses."""
+        """Count rows that could not be tokenized, once per location: the same rows may be tokenized for several uses."""
         new = {place: reason for place, reason in reasons.items() if (dataset, place) not in self._places}
         self._places.update((dataset, place) for place in new)
         self.add(len(new), dataset, list(new.values()))
@@ -64,17 +64,17 @@ class BadRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where records come from: one dataset, or several.
+    """A source of records: one dataset or a mixture.
 
     Attributes:
-        records: map-style, of records; of several datasets those of all.
-        name: what errors call it.
-        task_name: of all its records, where whoever chose the source says so.
-        processor: dotted path of what tokenises its records, where that is not the core.
-        on_bad_row: what becomes of a record that cannot be tokenised.
-        bad_rows: counts those that are left out, of all the data that was read together.
+        records: map-style dataset of records; for a mixture, the records of all members.
+        name: name in error messages.
+        task_name: task of all its records; None if the records set it.
+        processor: dotted path of the function that tokenizes its records; the built-in one if None.
+        on_bad_row: what happens to a record that cannot be tokenized.
+        bad_rows: counts skipped rows, shared by all data of a run.
         members: the datasets of a mixture, by name.
-        weights: of the members; None where each of their rows is seen once an epoch.
+        weights: sampling weights of the members; None if each row is used once per epoch.
     """
 
     records: Any
@@ -87,14 +87,14 @@ class Source:
     weights: Mapping[str, float] | None = None
 
 
-class TokenisedRows(Sequence[Any]):
-    """A dataset whose records are tokenised when they are asked for.
+class TokenizedRows(Sequence[Any]):
+    """A dataset whose records are tokenized on access.
 
     Args:
-        dataset: map-style, of records.
-        process: from a record to a row.
-        task_name: of records that name none.
-        name: what errors call the dataset.
+        dataset: map-style dataset of records.
+        process: turns a record into a row.
+        task_name: task of all records, replacing that of each record; None keeps it.
+        name: name of the dataset in errors.
     """
 
     def __init__(self, dataset: Any, process: Callable[..., Any], *, task_name: str | None, name: str = "dataset") -> None:
@@ -124,14 +124,14 @@ def read_source(
     name: str | None = None,
     bad_rows: BadRows | None = None,
 ) -> Source:
-    """The dataset that a section names, read.
+    """The dataset of a section.
 
     Args:
         section: The section.
-        registry: Where datasets are found.
-        data: What holds for every dataset; `data.prompt` fills what the section leaves open.
-        name: What errors call it; the dataset's own name by default.
-        bad_rows: Counts those that are left out; a count of its own by default.
+        registry: Used to look up datasets.
+        data: Settings of all datasets; `data.prompt` sets the defaults of the section.
+        name: Name in error messages; the dataset's own name by default.
+        bad_rows: Counts skipped rows; a new counter by default.
     """
     section = section if data is None else with_prompt(section, data)
     records = registry.find("dataset", section.dataset_name).load()(section)
@@ -148,24 +148,24 @@ def read_source(
 
 
 def read_data(data: DataConfig, registry: Registry) -> tuple[Source | None, Source | None]:
-    """The training data and the validation data, one dataset or a mixture, the second held out of the first where it says so.
+    """The training data, one dataset or a mixture, and the validation data, which `data.split` holds out of the training data.
 
     Raises:
-        DataError: A dataset cannot be read, or a split leaves one of the two without a record.
+        DataError: A dataset cannot be read, or a split leaves one of the two empty.
     """
     bad_rows = BadRows()
     read = partial(read_source, registry=registry, data=data, bad_rows=bad_rows)
-    with blaming("data.validation"):
+    with with_key("data.validation"):
         validation = None if data.validation is None else read(data.validation)
     if data.mix:
         members = {}
         for name, section in data.mix.items():
-            with blaming(f"data.mix.{name}"):
+            with with_key(f"data.mix.{name}"):
                 members[name] = read(section, name=f"mix.{name}")
         weights = {name: section.weight or 1.0 for name, section in data.mix.items()}
         train = _mixed(members, weights)
     elif data.train is not None:
-        with blaming("data.train"):
+        with with_key("data.train"):
             train = read(data.train)
     else:
         return None, validation
@@ -182,21 +182,21 @@ def read_data(data: DataConfig, registry: Registry) -> tuple[Source | None, Sour
 
 
 def prompt_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
-    """Prompts, ended by the header of the assistant's turn."""
-    longest = run.data.max_input_seq_length or run.policy.max_total_sequence_length - 1
-    if longest >= run.policy.max_total_sequence_length:
+    """Prompts that end with the generation prompt of the chat template."""
+    prompt_limit = run.data.max_input_seq_length or run.policy.max_total_sequence_length - 1
+    if prompt_limit >= run.policy.max_total_sequence_length:
         raise ConfigError(
-            f"data.max_input_seq_length is {longest}, and policy.max_total_sequence_length is "
-            f"{run.policy.max_total_sequence_length}: a prompt of that length leaves no room for an answer. "
-            "Lower the one or raise the other."
+            f"data.max_input_seq_length is {prompt_limit}, but policy.max_total_sequence_length is "
+            f"{run.policy.max_total_sequence_length}: a prompt of that length leaves no tokens for an answer. "
+            "Lower data.max_input_seq_length or raise policy.max_total_sequence_length."
         )
 
     def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
         if "messages" not in record:
-            raise DataError(f"it has {sorted(record)} and no `messages`: a dataset of prompts is wanted, not one of pairs")
+            raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of prompts, not of pairs")
         return prompt_datum({**record, "messages": without_answer(record["messages"])}, idx=idx, **limits)
 
-    limits = {**_limits(run, tokenizer), "max_length": longest}
+    limits = {**_limits(run, tokenizer), "max_length": prompt_limit}
     return _loader(source, run, process, limits, batch_size=batch_size, shuffle=shuffle, tasks=run.env.keys())
 
 
@@ -207,16 +207,14 @@ def conversation_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch
 
     def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
         if "messages" not in record:
-            raise DataError(
-                f"it has {sorted(record)} and no `messages`: a dataset of conversations is wanted, not one of pairs"
-            )
+            raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of conversations, not of pairs")
         return conversation_datum(record, idx=idx, only_unmask_final=only_final, **limits)
 
     return _loader(source, run, process, _limits(run, tokenizer), batch_size=batch_size, shuffle=shuffle, is_trained=True)
 
 
 def preference_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
-    """Pairs of a better and a worse answer; `batch_size` counts pairs."""
+    """Pairs of a chosen and a rejected answer; `batch_size` counts pairs."""
     limits = _limits(run, tokenizer)
     return _loader(
         source,
@@ -250,24 +248,24 @@ def _loader(
     collate: Callable[..., BatchedDataDict[Any]] = collate_datums,
     is_trained: bool = False,
 ) -> BatchedDataLoader:
-    def tokenised(one: Source) -> TokenisedRows:
-        made = partial(_process_of(one, process, is_trained=is_trained), **limits)
-        rows = _tokenised(one, made, tasks)
-        _refuse_all_dropped(rows, one, limits["max_length"])
+    def tokenized(one: Source) -> TokenizedRows:
+        tokenize = partial(_processor(one, process, is_trained=is_trained), **limits)
+        rows = _tokenized(one, tokenize, tasks)
+        _reject_if_all_dropped(rows, one, limits["max_length"])
         return rows
 
     mixture = None
     if source.members is None:
-        rows: Sequence[Any] = tokenised(source)
+        rows: Sequence[Any] = tokenized(source)
     else:
-        parts = {name: tokenised(member) for name, member in source.members.items()}
+        parts = {name: tokenized(member) for name, member in source.members.items()}
         sizes = {name: len(part) for name, part in parts.items()}
         mixture = Mixture(sizes=sizes, weights=source.weights or sizes)
         rows = ConcatDataset(list(parts.values()))
     if shuffle and len(rows) < batch_size:
         raise DataError(
-            f"The dataset {source.name!r} has {len(rows)} records, and a step draws {batch_size}: "
-            "draw fewer a step, or give it more data."
+            f"The dataset {source.name!r} has {len(rows)} records, but a step uses {batch_size}: "
+            "use fewer per step, or add data."
         )
     loader = BatchedDataLoader(
         rows,
@@ -280,26 +278,26 @@ def _loader(
         fingerprint=_fingerprint(source),
     )
     members = [source] if source.members is None else source.members.values()
-    if any(member.on_bad_row is OnBadRow.ERROR for member in members):  # of the others all rows were tokenized
+    if any(member.on_bad_row is OnBadRow.ERROR for member in members):  # with skip, all rows were already tokenized
         check_rows(loader, source.name, most=run.data.check_rows)
     return loader
 
 
 def _fingerprint(source: Source) -> str | None:
-    """Of a dataset's records, or of all members'; None where one of them has none."""
+    """Fingerprint of the records, or of all members; None if any of them has none."""
     if source.members is None:
         return getattr(source.records, "fingerprint", None)
     found = {name: _fingerprint(member) for name, member in source.members.items()}
     return None if None in found.values() else " ".join(f"{name} {found[name]}" for name in sorted(found))
 
 
-def _tokenised(source: Source, process: Callable[..., Any], tasks: Collection[str]) -> TokenisedRows:
-    """The rows of one dataset; where bad rows are skipped, those that cannot be tokenised are found now and left out."""
+def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[str]) -> TokenizedRows:
+    """The rows of one dataset. If bad rows are skipped, all rows are tokenized now to find them."""
     only_task = next(iter(tasks)) if len(tasks) == 1 else None
     task_name = source.task_name or _task_of(source.records, only_task, tasks)
-    rows = TokenisedRows(source.records, process, task_name=task_name, name=source.name)
+    rows = TokenizedRows(source.records, process, task_name=task_name, name=source.name)
     if source.on_bad_row is OnBadRow.ERROR:
-        # A dataset of another form, or a template that cannot render it, is told before a worker starts.
+        # Reports a wrong record format or chat template before a worker starts.
         for index in dict.fromkeys((0, *getattr(source.records, "firsts", ()))) if len(rows) else ():
             rows[index]
         return rows
@@ -315,32 +313,32 @@ def _tokenised(source: Source, process: Callable[..., Any], tasks: Collection[st
         return rows
     if not good:
         raise DataError(
-            f"of the {len(rows)} records of {source.name} none can be tokenised; the first: {next(iter(reasons.values()))}"
+            f"none of the {len(rows)} records of {source.name} can be tokenized; the first: {next(iter(reasons.values()))}"
         )
     source.bad_rows.add_places(source.name, reasons)
-    return TokenisedRows(Subset(source.records, good), process, task_name=task_name, name=source.name)
+    return TokenizedRows(Subset(source.records, good), process, task_name=task_name, name=source.name)
 
 
-def _refuse_all_dropped(rows: TokenisedRows, source: Source, max_length: int) -> None:
-    """Refuse a dataset of which nothing would be trained; as a rule, the first row is all that is looked at."""
+def _reject_if_all_dropped(rows: TokenizedRows, source: Source, max_length: int) -> None:
+    """Reject a dataset in which all rows are dropped. Stops at the first usable row, usually row 0."""
     if len(rows) and not any(rows[index]["loss_multiplier"] for index in range(len(rows))):
         raise DataError(
-            f"of the {len(rows)} records of {source.name} all are dropped: each has more than {max_length} tokens. Raise "
-            "policy.max_total_sequence_length (and data.max_input_seq_length, where it is set)"
+            f"all {len(rows)} records of {source.name} are dropped: each has more than {max_length} tokens. Raise "
+            "policy.max_total_sequence_length (and data.max_input_seq_length, if it is set)"
         )
 
 
-def _process_of(source: Source, process: Callable[..., Any], *, is_trained: bool) -> Callable[..., Any]:
-    """What tokenises a dataset's records: the core's function, or one of the user's, whose result is looked at."""
+def _processor(source: Source, process: Callable[..., Any], *, is_trained: bool) -> Callable[..., Any]:
+    """The function that tokenizes a dataset's records: the built-in one, or the user's with a check of its result."""
     name = source.processor
     if name is None:
         return process
     function = load_function(name, "processor")
 
     def checked(record: Mapping[str, Any], **given: Any) -> Any:
-        made = function(record, **given)
-        check_made_by(made, name, is_trained=is_trained)
-        return made
+        datum = function(record, **given)
+        check_processor_result(datum, name, is_trained=is_trained)
+        return datum
 
     return checked
 
@@ -361,6 +359,6 @@ def _hold_out(source: Source, *, fraction: float, seed: int) -> tuple[Source, So
 
 
 def _task_of(dataset: Any, only_task: str | None, tasks: Collection[str]) -> str | None:
-    """The run's one task, where the records name none that the run has."""
+    """The run's only task, if the records do not name a task of the run."""
     named = dataset[0].get("task_name") if len(dataset) else None
     return only_task if named not in tasks else None

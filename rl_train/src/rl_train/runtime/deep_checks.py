@@ -1,4 +1,4 @@
-"""Finds what a run would find before it starts a worker: imports, tokenizer, data, backends' checks. Loads no weights."""
+"""Checks that a run makes before it starts workers: imports, tokenizer, data, backend checks. Does not load weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.component_checks import Finding, sections_of
 from rl_train.config.loader import LoadedConfig
 from rl_train.runtime.build import DataLoaders, read_sources, refuse_other_tokenizers
-from rl_train.runtime.late_errors import blaming, problem_in_section
+from rl_train.runtime.late_errors import problem_in_section, with_key
 
 
 def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding]:
-    """Each wrong key and the reason; a step whose inputs are wrong is left out."""
+    """The wrong keys, each with the reason."""
     yield from _imports(loaded)
     for path, section in sections_of(loaded.run):
         try:
@@ -23,9 +23,9 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
         except UserError as error:
             problem = problem_in_section(error, path, loaded)
             yield problem.path, problem.message
-    unread = _problem_of(lambda: _read_everything(loaded, registry))
-    if unread is not None:
-        yield unread
+    data_problem = _problem_of(lambda: _load_data(loaded, registry))
+    if data_problem is not None:
+        yield data_problem
 
 
 def _imports(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -35,14 +35,14 @@ def _imports(loaded: LoadedConfig) -> Iterator[Finding]:
             yield problem
 
 
-def _read_everything(loaded: LoadedConfig, registry: Registry) -> None:
+def _load_data(loaded: LoadedConfig, registry: Registry) -> None:
     """The first steps of a run: the tokenizer, the data, and the first row of each dataset as tokens."""
     config = loaded.run
     tokenizer_section = config.policy.tokenizer
-    with blaming("policy.tokenizer.name" if tokenizer_section.name else "policy.model_name"):
+    with with_key("policy.tokenizer.name" if tokenizer_section.name else "policy.model_name"):
         tokenizer = load_policy_tokenizer(config.policy)
     refuse_other_tokenizers(config, tokenizer)
-    with blaming("data"):
+    with with_key("data"):
         train, validation = read_sources(config, registry)
         loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
     loaders.settled(config)

@@ -1,4 +1,4 @@
-"""What is asked of a config's policy and engine before a run: do they agree, and is their model sound; trains nothing."""
+"""Runs all diagnoses of a config's policy, engine and model before a run. Does not train."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rl_train.validation import LogProbabilityAgreement, compare_log_probabiliti
 
 
 def agreement_of(pair: PolicyAndEngine, plan: PolicyAndEnginePlan) -> LogProbabilityAgreement:
-    """How far apart engine and policy are on what the engine samples from the plan's prompts."""
+    """Log-probability agreement of engine and policy on samples from the plan's prompts."""
     return compare_log_probabilities(pair.policy, pair.generation, plan.prompts.batch)
 
 
 def usual_error(pair: PolicyAndEngine) -> float:
-    """Most exp(mean |d|) that is usual for the types that policy and engine compute in."""
+    """Largest usual exp(mean |d|) for the dtypes of policy and engine."""
     types = {pair.config.policy.precision, *pair.engine_precision().split(", ")}
     return max(USUAL_ERROR.get(name, USUAL_ERROR["bfloat16"]) for name in types)
 
 
 def diagnose(plan: PolicyAndEnginePlan) -> Iterator[Diagnosis]:
-    """Every diagnosis, as it is made: what needs no process first.
+    """Yields each diagnosis when it is done; those without a worker process come first.
 
     Raises:
-        RLCoreError: a backend broke, so that nothing can be said of it.
+        RLCoreError: a backend failed, so no diagnosis is possible.
     """
     files = read_model_files(plan.config.policy.model_name, plan.tokenizer)
     section = plan.config.policy.generation
@@ -45,14 +45,14 @@ def diagnose(plan: PolicyAndEnginePlan) -> Iterator[Diagnosis]:
         stop_strings=section.stop_strings or (),
     )
     with plan.started() as pair:
-        yield from _of_the_embeddings(pair, plan, files)
+        yield from _check_embeddings(pair, plan, files)
         threshold = usual_error(pair)
         yield check_length_limit(pair.generation, plan.prompts.token_ids(), limit=_limit(pair))
         yield check_decode_against_prefill(pair.generation, plan.prompts.batch, threshold=threshold)
         yield check_engine_against_policy(pair.policy, pair.generation, plan.prompts.batch, threshold=threshold)
 
 
-def _of_the_embeddings(pair: PolicyAndEngine, plan: PolicyAndEnginePlan, files: ModelFiles) -> Iterator[Diagnosis]:
+def _check_embeddings(pair: PolicyAndEngine, plan: PolicyAndEnginePlan, files: ModelFiles) -> Iterator[Diagnosis]:
     try:
         weights = read_embeddings(pair.policy, by_reference=pair.by_reference)
     except (NotSupportedError, WeightSyncError) as error:
@@ -70,7 +70,7 @@ def _of_the_embeddings(pair: PolicyAndEngine, plan: PolicyAndEnginePlan, files: 
 
 
 def _limit(pair: PolicyAndEngine) -> int:
-    """The longest row that the config allows: the policy's, or the engine's own where that is shorter."""
+    """The length limit of the config: the smaller of the limits of policy and engine."""
     limit = pair.config.policy.max_total_sequence_length
     facts = pair.generation.facts if isinstance(pair.generation, WorkerFacade) else {}
     return min(limit, int(facts.get("max_model_len", limit)))

@@ -1,4 +1,4 @@
-"""A config's model, or a checkpoint of it, asked its validation data: what it scores, sample by sample; trains nothing."""
+"""Evaluates a config's model, or a checkpoint of it, on the validation data."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from rl_train.runtime.checkpoint_paths import CheckpointPaths, find_weights
 from rl_train.runtime.data import prompt_loader, read_data
 from rl_train.runtime.workers import Builder, make_cluster
 
-Told = Callable[[str, int, int], None]
-"""Given what is under way, how much of it is done, and how much there is."""
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with the name of the current phase, the number of finished items and their total."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalMode:
-    """One way of asking every prompt."""
+    """How completions are sampled: greedily, or several per prompt."""
 
     greedy: bool
-    """Take the most likely tokens."""
+    """Greedy decoding."""
     samples_per_prompt: int
-    """n."""
+    """Number of samples per prompt, n."""
     ks: tuple[int, ...]
     """The k of pass@k and cons@k."""
 
@@ -49,36 +49,36 @@ class EvalMode:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What one way of asking came to."""
+    """The results of one evaluation mode."""
 
-    asking: EvalMode
+    mode: EvalMode
     scores: Scores
     by_task: dict[str, Scores]
     by_dataset: dict[str, Scores]
     environment: dict[str, float]
     """The environments' own metrics, `env/<task>/<name>`."""
     groups: list[Group]
-    """Every prompt with its samples."""
+    """All prompts with their samples."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What was asked, proven to be what the engine held."""
+    """The evaluated weights, as verified in the engine."""
 
     given: CheckpointPaths | None
-    """The checkpoint or model that was named; None for the config's own model."""
+    """The checkpoint or model that the user gave; None for the config's model."""
     version: int | None
-    """Their weight version; None of a checkpoint, whose optimizer steps only its training state counts, which is not read."""
+    """Their weight version; None for a checkpoint, because its training state, which has the version, is not loaded."""
     fingerprint: str
-    """Of the engine's weights; equal weights of equal types have equal ones."""
+    """Fingerprint of the engine's weights; equal for equal weights and dtypes."""
     transport: str
-    """How the weights came to the engine."""
+    """The weight transport to the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
-    """All that an evaluation found."""
+class EvaluationResult:
+    """The result of an evaluation."""
 
     weights: Weights
     passes: list[Pass]
@@ -86,17 +86,18 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
-    """What is known before anything starts.
+    """An evaluation whose inputs are loaded and checked; no process is started yet.
 
     Attributes:
         loaded: the config.
         manager: the plugins of this process.
-        given: the checkpoint or model in place of the config's own model.
+        given: the checkpoint or model that replaces the config's model.
         tokenizer: the policy's.
         prompts: the validation data.
         dataset_name: its dataset component, or the members of the mixture that it was held out of.
-        askings: how it is asked, one after the other.
-        reward_above: what is right, where the environment is not to say; see `rl_train.rollouts.correctness.judge`.
+        modes: the evaluation modes, run one after the other.
+        reward_above: reward threshold for a correct sample, instead of the environment's own; see
+            `rl_train.rollouts.correctness.judge`.
     """
 
     loaded: LoadedConfig
@@ -105,22 +106,22 @@ class EvaluationPlan:
     tokenizer: Any
     prompts: BatchedDataLoader
     dataset_name: str
-    askings: Sequence[EvalMode]
+    modes: Sequence[EvalMode]
     reward_above: float | None
 
-    def evaluate(self, told: Told = lambda *_: None) -> Evaluated:
-        """Start policy, engine and environments, refit once, ask everything; whatever happens, their processes end.
+    def evaluate(self, progress: ProgressCallback = lambda *_: None) -> EvaluationResult:
+        """Start policy, engine and environments, sync the weights once, run every mode, and stop all processes.
 
         Args:
-            told: shown how it goes.
+            progress: called to report progress.
 
         Raises:
-            CheckpointError: the checkpoint cannot be read, or is of another model.
-            WeightSyncError: the engine's weights are not proven to be the policy's.
+            CheckpointError: the checkpoint cannot be read, or belongs to another model.
+            WeightSyncError: the engine's weights could not be verified.
         """
         config = self.loaded.run
         with ExitStack() as exits:
-            told("starting", 0, 1)
+            progress("starting", 0, 1)
             cluster = make_cluster(config.cluster, exits)
             assert config.policy.generation is not None
             builder = Builder(
@@ -136,37 +137,37 @@ class EvaluationPlan:
                 parts.policy.load_checkpoint(self.given.weights)
             weights = builder.weights(parts.policy, parts.generation, self.tokenizer)
             weights.sync()
-            told("starting", 1, 1)
-            came = Weights(
+            progress("starting", 1, 1)
+            synced = Weights(
                 given=self.given,
                 version=None if self.given is not None and self.given.is_checkpoint else parts.generation.weight_version,
                 fingerprint=parts.generation.weight_fingerprint(),
                 transport=weights.transport_name,
             )
             collector = make_collector(config, parts.generation, parts.environments, self.tokenizer)
-            return Evaluated(weights=came, passes=[self._ask(collector, asking, told) for asking in self.askings])
+            return EvaluationResult(weights=synced, passes=[self._run_mode(collector, mode, progress) for mode in self.modes])
 
-    def _ask(self, collector: Collector, asking: EvalMode, told: Told) -> Pass:
+    def _run_mode(self, collector: Collector, mode: EvalMode, progress: ProgressCallback) -> Pass:
         started = time.perf_counter()
         evaluation = Evaluation(
             collector=collector,
             prompts=self.prompts,
             max_samples=self.loaded.run.algorithm.max_val_samples,
-            samples_per_prompt=asking.samples_per_prompt,
-            greedy=asking.greedy,
+            samples_per_prompt=mode.samples_per_prompt,
+            greedy=mode.greedy,
         )
-        told(asking.name, 0, evaluation.num_prompts)
-        rows = evaluation.play(lambda done: told(asking.name, done, evaluation.num_prompts))
-        judgement = judge(rows, collector.environments, reward_above=self.reward_above)
-        groups = grouped(rows, judgement, samples_per_prompt=asking.samples_per_prompt)
+        progress(mode.name, 0, evaluation.num_prompts)
+        rows = evaluation.play(lambda done: progress(mode.name, done, evaluation.num_prompts))
+        correctness = judge(rows, collector.environments, reward_above=self.reward_above)
+        groups = grouped(rows, correctness, samples_per_prompt=mode.samples_per_prompt)
         own = ask_environments(rows, collector.environments)
-        whole = score(groups, judgement, ks=asking.ks)
+        whole = score(groups, correctness, ks=mode.ks)
         tasks = dict.fromkeys(group.task_name for group in groups)
         of_task = {task: [group for group in groups if group.task_name == task] for task in tasks}
         return Pass(
-            asking=asking,
+            mode=mode,
             scores=whole,
-            by_task={task: score(of, judgement, ks=asking.ks) for task, of in of_task.items()},
+            by_task={task: score(of, correctness, ks=mode.ks) for task, of in of_task.items()},
             by_dataset={self.dataset_name: whole},
             environment={name: value for name, value in own.items() if name.startswith("env/")},
             groups=groups,
@@ -185,24 +186,24 @@ def plan_evaluation(
     ks: Sequence[int] = (),
     reward_above: float | None = None,
 ) -> EvaluationPlan:
-    """Read a config, the weights' place, the tokenizer and the validation data; starts nothing.
+    """Load the config, the tokenizer and the validation data, and find the weights. Does not start processes.
 
     Args:
         config_path: the YAML file.
         overrides: `key=value` each.
-        checkpoint: see `find_weights`; the config's own model by default.
-        best: of a run folder, its best checkpoint and not its newest.
-        samples: sample each prompt so many times.
-        greedy: ask each prompt greedily, once; with `samples`, both. Without either, prompts are asked as the config validates.
+        checkpoint: see `find_weights`; the config's model by default.
+        best: for a run folder, use its best checkpoint instead of the newest.
+        samples: number of samples per prompt.
+        greedy: decode each prompt once, greedily; with `samples`, do both. Without either, sample as in validation.
         ks: the k of pass@k and cons@k; powers of two by default.
-        reward_above: a sample is right where its reward is above it; by default where its environment says so.
+        reward_above: a sample with a higher reward is correct; by default the environment decides.
 
     Raises:
-        ConfigError: the config cannot be honoured, has nothing to evaluate with, or a k is beyond the samples.
+        ConfigError: the config is invalid, has no engine, environment or data, or a k exceeds the samples.
         CheckpointError: there are no weights at `checkpoint`.
     """
     if best and checkpoint is None:
-        raise ConfigError("--best chooses among the checkpoints of a run: name the run folder with --checkpoint.")
+        raise ConfigError("--best chooses among the checkpoints of a run: give the run folder with --checkpoint.")
     manager = discover()
     registry = Registry(manager)
     given = find_weights(checkpoint, best=best) if checkpoint is not None else None
@@ -212,8 +213,8 @@ def plan_evaluation(
         overrides.append(f"policy.model_name='{quoted}'")
     loaded = load_config(config_path, overrides, registry=registry, for_training=False)
     config = loaded.run
-    _refuse_what_cannot_be_asked(config)
-    askings = _askings(config, samples=samples, greedy=greedy, ks=ks)
+    _check_requirements(config)
+    modes = _eval_modes(config, samples=samples, greedy=greedy, ks=ks)
     tokenizer = load_policy_tokenizer(config.policy)
     _, source = read_data(
         config.data if config.data.split else config.data.model_copy(update={"train": None, "mix": {}}), registry
@@ -221,8 +222,9 @@ def plan_evaluation(
     assert source is not None
     if len(source.records) and "messages" not in source.records[0]:
         raise ConfigError(
-            f"data.validation ({source.name}) holds {', '.join(sorted(source.records[0]))} and no messages: pairs of answers, "
-            "perhaps. An evaluation asks prompts and has an environment score the answers: name a dataset of prompts there."
+            f"data.validation ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
+            f"preference "
+            "pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
         )
     prompts = prompt_loader(source, config, tokenizer, batch_size=config.algorithm.val_batch_size, shuffle=False)
     return EvaluationPlan(
@@ -232,14 +234,14 @@ def plan_evaluation(
         tokenizer=tokenizer,
         prompts=prompts,
         dataset_name=source.name,
-        askings=askings,
+        modes=modes,
         reward_above=reward_above,
     )
 
 
-def _refuse_what_cannot_be_asked(config: RunConfig) -> None:
+def _check_requirements(config: RunConfig) -> None:
     if not config.data.has_validation_data:
-        raise ConfigError("data.validation names no data to evaluate on. Add `data: {validation: {dataset_name: ...}}`.")
+        raise ConfigError("data.validation is required. Add `data: {validation: {dataset_name: ...}}`.")
     if config.policy.generation is None or not config.env:
         raise ConfigError(
             "An evaluation samples and scores completions: the config needs `policy.generation` and a section in `env`, "
@@ -247,21 +249,21 @@ def _refuse_what_cannot_be_asked(config: RunConfig) -> None:
         )
 
 
-def _askings(config: RunConfig, *, samples: int | None, greedy: bool, ks: Sequence[int]) -> list[EvalMode]:
-    ways: list[tuple[bool, int]] = []
+def _eval_modes(config: RunConfig, *, samples: int | None, greedy: bool, ks: Sequence[int]) -> list[EvalMode]:
+    sampling: list[tuple[bool, int]] = []
     if greedy:
-        ways.append((True, 1))
+        sampling.append((True, 1))
     if samples is not None:
-        ways.append((False, samples))
-    if not ways:
+        sampling.append((False, samples))
+    if not sampling:
         section = config.policy.generation
-        as_validated = config.algorithm.runtime_needs.val_samples_per_prompt
-        ways.append((section is not None and section.val_temperature == 0.0, as_validated))
-    most = max(count for _, count in ways)
+        val_samples = config.algorithm.runtime_needs.val_samples_per_prompt
+        sampling.append((section is not None and section.val_temperature == 0.0, val_samples))
+    most = max(count for _, count in sampling)
     wrong = [k for k in ks if not 1 <= k <= most]
     if wrong:
         raise ConfigError(
-            f"--k {','.join(map(str, wrong))}: of {most} samples a prompt, 1 to {most} can be drawn. Take more with --samples."
+            f"--k {','.join(map(str, wrong))}: k must be from 1 to {most}, the number of samples per prompt. Raise --samples."
         )
     return [
         EvalMode(
@@ -269,5 +271,5 @@ def _askings(config: RunConfig, *, samples: int | None, greedy: bool, ks: Sequen
             samples_per_prompt=count,
             ks=tuple(sorted({k for k in ks if k <= count})) or usual_ks(count),
         )
-        for is_greedy, count in ways
+        for is_greedy, count in sampling
     ]

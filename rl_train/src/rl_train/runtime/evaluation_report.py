@@ -1,4 +1,4 @@
-"""An evaluation as JSON, and its prompts as JSON lines; computes nothing. docs/evaluation.md is the list of keys."""
+"""Writes the results of an evaluation as JSON, and its prompts as JSON lines. docs/evaluation.md lists the keys."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from rl_train.rollouts.eval_metrics import Group, Scores
 from rl_train.rollouts.records import rollout_records
-from rl_train.runtime.evaluate import Evaluated, EvaluationPlan, Pass, Weights
+from rl_train.runtime.evaluate import EvaluationPlan, EvaluationResult, Pass, Weights
 from rl_train.runtime.run_provenance import environment
 
 FORMAT = 1
-"""Of the JSON; it grows where a key is taken away or changes its meaning."""
+"""Version of the JSON; increased when a key is removed or changes its meaning."""
 FOLDER = "eval"
-"""Where a run folder has its evaluations."""
+"""Folder of evaluations in a run folder."""
 
 
 def default_path(plan: EvaluationPlan) -> Path | None:
-    """`eval/step_000010.json` in the run folder of the checkpoint, or `-2`, `-3` of it where others are; None without one."""
+    """`eval/step_000010.json` in the run folder of the checkpoint, with `-2`, `-3` if it exists; None without a run folder."""
     if plan.given is None or plan.given.run_folder is None:
         return None
     folder = plan.given.run_folder / FOLDER
@@ -31,12 +31,12 @@ def default_path(plan: EvaluationPlan) -> Path | None:
 
 
 def prompts_path(path: Path) -> Path:
-    """Where the prompts of the results in `path` are."""
+    """Path of the prompts of the results in `path`."""
     return path.with_name(f"{path.stem}.prompts.jsonl")
 
 
-def write_results(path: Path, evaluated: Evaluated, plan: EvaluationPlan) -> None:
-    """Write the prompts, then the results: where these are, both are whole."""
+def write_results(path: Path, evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
+    """Write the prompts, then the results, so that both are complete if the results exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with prompts_path(path).open("w", encoding="utf-8") as lines:
         for record in prompt_records(evaluated, plan):
@@ -46,8 +46,8 @@ def write_results(path: Path, evaluated: Evaluated, plan: EvaluationPlan) -> Non
     os.replace(partial, path)
 
 
-def as_json(evaluated: Evaluated, plan: EvaluationPlan, path: Path) -> dict[str, Any]:
-    """The results but the prompts."""
+def as_json(evaluated: EvaluationResult, plan: EvaluationPlan, path: Path) -> dict[str, Any]:
+    """The results without the prompts."""
     return {
         "format": FORMAT,
         "weights": _weights(evaluated.weights, plan),
@@ -62,11 +62,11 @@ def as_json(evaluated: Evaluated, plan: EvaluationPlan, path: Path) -> dict[str,
     }
 
 
-def prompt_records(evaluated: Evaluated, plan: EvaluationPlan) -> Iterator[dict[str, Any]]:
-    """One record of each prompt and way of asking, with all its samples."""
+def prompt_records(evaluated: EvaluationResult, plan: EvaluationPlan) -> Iterator[dict[str, Any]]:
+    """One record per prompt and evaluation mode, with all its samples."""
     for found in evaluated.passes:
         for group in found.groups:
-            yield {"asked": found.asking.name, "dataset": plan.dataset_name, **_group(group)}
+            yield {"asked": found.mode.name, "dataset": plan.dataset_name, **_group(group)}
 
 
 def _weights(weights: Weights, plan: EvaluationPlan) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def _pass(found: Pass, plan: EvaluationPlan) -> dict[str, Any]:
     section = plan.loaded.run.policy.generation
     assert section is not None
     return {
-        "asked": found.asking.name,
-        "temperature": 0.0 if found.asking.greedy else section.temperature,
+        "asked": found.mode.name,
+        "temperature": 0.0 if found.mode.greedy else section.temperature,
         "seconds": round(found.seconds, 3),
         "all": _scores(found.scores),
         "by_task": {task: _scores(scores) for task, scores in found.by_task.items()},

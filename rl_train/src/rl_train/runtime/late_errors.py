@@ -1,4 +1,4 @@
-"""Gives user errors that are found only while a run starts or trains the config key and the line that are to blame."""
+"""Adds config key, file and line to user errors that are found only while a run starts or trains."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _QUOTED_KEY = re.compile(r"`([A-Za-z_]\w*(?:\.[\w-]+)*)(?:: [^`]*)?`")
 
 
 @contextmanager
-def blaming(key: str) -> Iterator[None]:
-    """User errors of the block that name no key get this one.
+def with_key(key: str) -> Iterator[None]:
+    """Adds a config key to user errors of the block that do not have one.
 
     Args:
         key: Dotted, such as `policy.model_name`.
@@ -31,12 +31,12 @@ def blaming(key: str) -> Iterator[None]:
 
 
 @contextmanager
-def locating(loaded: LoadedConfig) -> Iterator[None]:
-    """User errors of the block are raised with file, line and key, wherever they were found.
+def with_location(loaded: LoadedConfig) -> Iterator[None]:
+    """Adds file, line and key to user errors of the block, whether from the driver or a worker.
 
     Raises:
-        InvalidConfigError: A worker found a mistake of the user's; its own text stays, without rank and method.
-        UserError: The driver found one; of the type that was raised.
+        InvalidConfigError: A worker reported a user error; the message is unchanged, without rank and method.
+        UserError: The driver reported one; the type is unchanged.
     """
     try:
         yield
@@ -56,7 +56,7 @@ def locating(loaded: LoadedConfig) -> Iterator[None]:
 
 
 def _of_worker(error: WorkerError, loaded: LoadedConfig) -> Problem | None:
-    """What a worker found wrong with its section; None for anything but a mistake of the user's."""
+    """The problem that a worker reported in its section; None if it is not a user error."""
     cause = error.__cause__
     section = _section_of(error.group)
     if not isinstance(cause, UserError) or section is None or loaded.written.at(section) is None:
@@ -65,7 +65,7 @@ def _of_worker(error: WorkerError, loaded: LoadedConfig) -> Problem | None:
 
 
 def problem_in_section(error: UserError, section: KeyPath, loaded: LoadedConfig) -> Problem:
-    """A mistake in a section, at the key that the error or its message names, else at the section itself."""
+    """A user error in a section, at the key that the error or its message names, or at the section itself."""
     path = _in_section(error.key, section) if error.key is not None else _key_in(str(error), section, loaded)
     return _located(path, str(error), loaded)
 
@@ -80,23 +80,23 @@ def _section_of(group: str) -> KeyPath | None:
 
 
 def _key_in(message: str, section: KeyPath, loaded: LoadedConfig) -> KeyPath:
-    """The first key that a message names and its section has; the section itself if there is none."""
+    """The first key in a message that its section has; the section itself if there is none."""
     fields = [field.path for field in loaded.layout.fields() if field.path[: len(section)] == section]
     for key in _QUOTED_KEY.findall(message):
-        asked = _in_section(key, section)[len(section) :]
+        named = _in_section(key, section)[len(section) :]
         for path in sorted(fields, key=len):
             within = path[len(section) :]
-            for shared in range(1, min(len(within), len(asked)) + 1):
-                # Of a free mapping the field is known, and the rest is a key of the user's.
-                found = (*path, *asked[shared:])
-                ends_alike = within[-shared:] == asked[:shared]
-                if ends_alike and (shared == len(asked) or loaded.written.at(found) is not None):
+            for shared in range(1, min(len(within), len(named)) + 1):
+                # In a free mapping, the schema has the field and the rest is a key chosen by the user.
+                found = (*path, *named[shared:])
+                ends_alike = within[-shared:] == named[:shared]
+                if ends_alike and (shared == len(named) or loaded.written.at(found) is not None):
                     return found
     return section
 
 
 def _in_section(key: str, section: KeyPath) -> KeyPath:
-    """A key as the whole config has it. Workers write `policy.` for their own section, whichever it is."""
+    """The full key. Workers write `policy.` for their own section, also if it is another one."""
     parts = tuple(key.split("."))
     for prefix in (section, ("policy", "generation"), ("policy",)):
         if parts[: len(prefix)] == prefix and len(parts) > len(prefix):

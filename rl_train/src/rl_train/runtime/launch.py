@@ -1,4 +1,4 @@
-"""A run from its config file to its end: validate, build, resume, train, and close everything whatever happens."""
+"""Runs a config file: validate, build, resume, train, and close everything at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_core.config.schema import RunConfig
 from rl_core.errors import NotSupportedError, RayDiedError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
-from rl_train.checkpoints.config_changes import config_changes, described
+from rl_train.checkpoints.config_changes import config_changes, describe
 from rl_train.checkpoints.disk_space import explain_full_disk
 from rl_train.checkpoints.state import read_state, resumable_state
 from rl_train.config.loader import LoadedConfig, load_config
@@ -28,7 +28,7 @@ from rl_train.metrics.console import ConsoleLogger
 from rl_train.metrics.jsonl import METRICS, JsonlLogger
 from rl_train.run import Run
 from rl_train.runtime.build import build_run
-from rl_train.runtime.late_errors import locating
+from rl_train.runtime.late_errors import with_location
 from rl_train.runtime.run_folder import choose_start, claim
 from rl_train.runtime.run_provenance import write_origins
 from rl_train.runtime.status import Status
@@ -39,16 +39,16 @@ _log = logging.getLogger("rlcore")
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What is left of a run that ended well."""
+    """The result of a finished run."""
 
     folder: Path
     """The run folder."""
     steps: int
-    """Steps done in all."""
+    """Total number of steps."""
     resumed_from: int
-    """Steps that an earlier process had done."""
+    """Steps done by earlier processes."""
     seconds: float
-    """From the config to the end."""
+    """From loading the config to the end."""
     training_seconds: float
     """From the first step to the end."""
 
@@ -67,14 +67,14 @@ def train(
         config_path: the YAML file.
         overrides: `key=value` each.
         resume: `auto`, `never`, or the path of a checkpoint or run folder.
-        allow_config_change: go on although the checkpoint was written under another config.
+        allow_config_change: resume although the checkpoint was written with another config.
         console: show progress on standard output.
 
     Raises:
-        ConfigError: the config cannot be honoured; nothing was started.
-        CheckpointError: the checkpoint cannot be gone on from; nothing was trained.
-        RunInterrupted: a signal (Ctrl-C, SIGTERM, SIGHUP) or `checkpointing.max_time`; a checkpoint of the last step is there,
-            unless a second signal ended the run at once.
+        ConfigError: the config is invalid; nothing was started.
+        CheckpointError: the checkpoint cannot be resumed; nothing was trained.
+        RunInterrupted: a signal (Ctrl-C, SIGTERM, SIGHUP) or `checkpointing.max_time`; the last step has a checkpoint, unless
+            a second signal stopped the run at once.
     """
     started = time.perf_counter()
     manager = discover()
@@ -86,12 +86,12 @@ def train(
         start = choose_start(config, name=config.logger.run_name or Path(config_path).stem, resume=resume)
         start = claim(start, config.checkpointing, exits)
         exits.enter_context(_logging_to(start.folder, loaded.secrets.redact))
-        _say(console, f"run folder {start.folder}")
+        _print(console, f"run folder {start.folder}")
         if not config.checkpointing.enabled:
-            _say(console, "checkpointing.enabled is false: a new run, which cannot be resumed")
+            _print(console, "checkpointing.enabled is false: this is a new run, which cannot be resumed")
         status = Status(start.folder, since=started, resumes=start.checkpoint is not None, redact=loaded.secrets.redact)
         stop = StopSignals(config.checkpointing.stop_grace_s)
-        exits.enter_context(_supervised(status, stop, loaded, start.folder))
+        exits.enter_context(_supervision(status, stop, loaded, start.folder))
         if start.checkpoint is None:
             write_origins(start.folder, loaded, manager)
 
@@ -101,7 +101,7 @@ def train(
                     start.checkpoint, loaded.redacted, config.algorithm_name, allow_config_change=allow_config_change
                 )
                 status.building()
-            _say(console, f"starting {_workers(config)}")
+            _print(console, f"starting {_workers(config)}")
 
         run = build_run(
             config,
@@ -112,19 +112,19 @@ def train(
             before_models=before_models,
         )
         if start.checkpoint is not None and run.checkpoints is not None:
-            # Its files were compared with their digests before the models were loaded.
+            # Its files were verified against their digests before the models were loaded.
             run.first_step = run.checkpoints.restore(start.checkpoint, allow_config_change=allow_config_change, verify=False)
-            # Not before: a config that is refused is not the run's.
+            # Only now: a rejected config must not replace that of the run.
             write_origins(run.folder, loaded, manager)
-            _say(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
-            _warn_of_changes(run, start.checkpoint)
-            _set_later_checkpoints_aside(run, console)
-        _say(console, f"ready after {time.perf_counter() - started:.0f} s")
+            _print(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
+            _warn_about_changes(run, start.checkpoint)
+            _move_later_checkpoints(run, console)
+        _print(console, f"ready after {time.perf_counter() - started:.0f} s")
         _attach_loggers(run, loaded, console, exits)
-        _announce(run, manager, status, since=started)
+        _report_start(run, manager, status, since=started)
         loop_started = time.perf_counter()
         stop.attend(run)
-        with _announced_end(run, manager):
+        with _report_end(run, manager):
             loaded.components[config.algorithm_name].load()(run.config.algorithm, run)
         ended = time.perf_counter()
     return RunResult(
@@ -136,12 +136,12 @@ def train(
     )
 
 
-def _warn_of_changes(run: Run, checkpoint: Path) -> None:
-    """Say what is not as the checkpoint had it."""
+def _warn_about_changes(run: Run, checkpoint: Path) -> None:
+    """Warn about differences from the config of the checkpoint."""
     assert run.checkpoints is not None
     state = read_state(checkpoint)
     if changes := config_changes(state["config"], run.checkpoints.config, run.config.algorithm_name):
-        _log.warning("resumed under another config, which applies from step %s on:\n%s", run.first_step + 1, described(changes))
+        _log.warning("resumed with a changed config, which applies from step %s on:\n%s", run.first_step + 1, describe(changes))
     done = {}
     for name, model in run.checkpoints.models.items():
         with suppress(NotSupportedError):
@@ -150,21 +150,21 @@ def _warn_of_changes(run: Run, checkpoint: Path) -> None:
         _log.warning("%s", message)
 
 
-def _set_later_checkpoints_aside(run: Run, console: bool) -> None:
-    """Keep what the run did after the step that it goes back to, where no later resume mistakes it for the run's own."""
+def _move_later_checkpoints(run: Run, console: bool) -> None:
+    """Move checkpoints of later steps, and a copy of the metrics, to a folder that later resumes ignore."""
     assert run.checkpoints is not None
-    aside = run.checkpoints.store.set_aside(after=run.first_step)
-    if aside is None:
+    archive = run.checkpoints.store.set_aside(after=run.first_step)
+    if archive is None:
         return
     metrics = run.folder / METRICS
     if metrics.is_file():
-        shutil.copyfile(metrics, aside / METRICS)
-    names = ", ".join(sorted(path.name for path in aside.glob("step_*")))
-    _say(console, f"set aside in {aside}: {names}, which are later than the step resumed from; delete them to free the disk")
+        shutil.copyfile(metrics, archive / METRICS)
+    names = ", ".join(sorted(path.name for path in archive.glob("step_*")))
+    _print(console, f"moved to {archive}: {names}, which are later than the step resumed from; delete them to free disk space")
 
 
 def _workers(config: RunConfig) -> str:
-    """What takes its time to start, for who waits for it."""
+    """The workers to be started, for the screen."""
     models = {name: getattr(config, name) for name in ("policy", *COMPANIONS)} | {"generation": config.policy.generation}
     named = [f"{name} {section.backend}" for name, section in models.items() if section is not None]
     return ", ".join([*named, *(f"env {task}" for task in config.env)])
@@ -185,25 +185,25 @@ def _attach_loggers(run: Run, loaded: LoadedConfig, console: bool, exits: ExitSt
         logger.log_hyperparams(loaded.redacted)
 
 
-def _announce(run: Run, manager: PluginManager, status: Status, *, since: float) -> None:
-    """Whoever looks from outside, and every plugin, is told that the run is built, and of its steps."""
+def _report_start(run: Run, manager: PluginManager, status: Status, *, since: float) -> None:
+    """Report the start and each step of the run to status.json and to the plugins."""
     if run.time_limit is not None:
         run.time_limit.started = since
     parts = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
     status.attend(parts, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
 
-    def tell(step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
         status.running()
         manager.call_event("rlcore_step_finished", run=run, step=step, metrics=metrics)
 
     manager.call_event("rlcore_run_started", run=run)
-    run.on_step = tell
+    run.on_step = on_step
     status.running()
 
 
 @contextmanager
-def _announced_end(run: Run, manager: PluginManager) -> Iterator[None]:
-    """Every plugin is told of the end, whatever it is."""
+def _report_end(run: Run, manager: PluginManager) -> Iterator[None]:
+    """Report the end of the run, with its error if there is one, to the plugins."""
     error: BaseException | None = None
     try:
         yield
@@ -216,7 +216,7 @@ def _announced_end(run: Run, manager: PluginManager) -> Iterator[None]:
 
 @contextmanager
 def _logging_to(folder: Path, redact: Callable[[str], str]) -> Iterator[None]:
-    """The run's own warnings go to the screen, everything to logs/driver.log, without the config's secrets."""
+    """Write rlcore's warnings to the screen and all messages to logs/driver.log, without the config's secrets."""
     (folder / "logs").mkdir(exist_ok=True)
     file = _LogFile(folder / "logs" / "driver.log", encoding="utf-8")
     file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
@@ -228,19 +228,19 @@ def _logging_to(folder: Path, redact: Callable[[str], str]) -> Iterator[None]:
     finally:
         for logger, handler in handlers:
             logger.removeHandler(handler)
-            with suppress(OSError):  # on a full disk the last lines are lost, and the run's own error is not
+            with suppress(OSError):  # on a full disk the last lines are lost, but the error of the run is still reported
                 handler.close()
 
 
 class _LogFile(logging.FileHandler):
-    """A file on a disk that may become full: then lines are lost, without a traceback on the screen for each."""
+    """A log file that drops lines on a full disk, without a traceback on the screen for each."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: the run reports a full disk once."""
+        """Does nothing: the run reports a full disk once."""
 
 
 class _Redacting(logging.Formatter):
-    """Takes what must not be shown out of each record, its traceback included."""
+    """Removes secrets from each record, including its traceback."""
 
     def __init__(self, text: str, redact: Callable[[str], str]) -> None:
         super().__init__(text)
@@ -251,7 +251,7 @@ class _Redacting(logging.Formatter):
 
 
 class _Screen(logging.Handler):
-    """Warnings on standard error, whichever that is when they come: a live display puts itself in its place."""
+    """Warnings on the current standard error, which a live display may replace."""
 
     def __init__(self, redact: Callable[[str], str]) -> None:
         super().__init__(logging.WARNING)
@@ -263,21 +263,21 @@ class _Screen(logging.Handler):
 
 
 @contextmanager
-def _supervised(status: Status, stop: StopSignals, loaded: LoadedConfig, folder: Path) -> Iterator[None]:
-    """What decides how the run ends and says so; entered before every part, and left after the last of them was closed."""
+def _supervision(status: Status, stop: StopSignals, loaded: LoadedConfig, folder: Path) -> Iterator[None]:
+    """Signals, status.json and error reporting; entered before all components are created, left after they are closed."""
     reporting = daemons.reporting(logs=folder / "logs", give_up=lambda error: _give_up(status, error))
-    with status, explain_full_disk(folder), locating(loaded), stop.listen(), reporting:
+    with status, explain_full_disk(folder), with_location(loaded), stop.listen(), reporting:
         yield
 
 
 def _give_up(status: Status, error: RayDiedError) -> None:
-    """The main thread waits for a Ray that died: say how the run ended before the process does."""
+    """Report the error before the process exits, because the main thread is blocked by a Ray cluster that died."""
     status.__exit__(type(error), error, None)
     with suppress(OSError):
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
-def _say(console: bool, text: str) -> None:
+def _print(console: bool, text: str) -> None:
     if console:
         with suppress(OSError):  # the screen may be gone
             print(text, flush=True)

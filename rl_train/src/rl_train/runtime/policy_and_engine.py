@@ -1,4 +1,4 @@
-"""A config's policy and engine alone, with its tokenizer and some of its prompts: no environment, no loop, no run folder."""
+"""Starts a config's policy and engine without environments, training loop or run folder."""
 
 from __future__ import annotations
 
@@ -33,44 +33,44 @@ class Prompts:
     batch: BatchedDataDict[Any]
     """See `GenerationDatumSpec`, with `sample_seeds`."""
     questions: Sequence[Sequence[Message]]
-    """The same as messages of role and content."""
+    """The prompts as messages with role and content."""
 
     def token_ids(self) -> list[torch.Tensor]:
-        """[T] int64 each, without padding."""
+        """One int64 tensor [T] per prompt, without padding."""
         rows = zip(self.batch["input_ids"], self.batch["input_lengths"].tolist(), strict=True)
         return [row[:length] for row, length in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyAndEngine:
-    """A policy and an engine that holds its weights."""
+    """A policy, and an engine with the same weights."""
 
     config: RunConfig
     policy: ColocatablePolicyInterface
     generation: GenerationInterface
     refit: str
-    """The transport by which the weights came; they are proven to be the policy's."""
+    """The weight transport; the engine's weights were verified."""
 
     def engine_precision(self) -> str:
-        """What the engine keeps its floating-point weights in, such as `bfloat16`; several types with commas."""
+        """Dtypes of the engine's floating-point weights, such as `bfloat16`, separated by commas."""
         dtypes = {digest.partition("[")[0] for digest in self.generation.weight_digests().values()}
         return ", ".join(sorted(name for name in dtypes if "float" in name))
 
     @property
     def by_reference(self) -> bool:
-        """Whether both compute in this process."""
+        """Whether both run in this process."""
         return self.config.cluster.backend == "in_process"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyAndEnginePlan:
-    """What is known before anything starts: the config, its tokenizer and its prompts.
+    """The config, its tokenizer and its prompts, before any process is started.
 
     Attributes:
         config: the run.
-        registry: where components are found.
+        registry: used to look up components.
         tokenizer: the policy's.
-        prompts: what is asked.
+        prompts: the prompts to sample from.
     """
 
     config: RunConfig
@@ -80,10 +80,10 @@ class PolicyAndEnginePlan:
 
     @contextmanager
     def started(self) -> Iterator[PolicyAndEngine]:
-        """Both backends, after one refit; whatever happens, their processes end with the block.
+        """Start both backends and sync the weights once. Their processes are stopped at the end of the block.
 
         Raises:
-            WeightSyncError: the engine's weights are not proven to be the policy's.
+            WeightSyncError: the engine's weights could not be verified.
         """
         with ExitStack() as exits:
             generation_section = self.config.policy.generation
@@ -96,24 +96,24 @@ class PolicyAndEnginePlan:
                 scoring_temperature=generation_section.temperature,
             )
             policy, generation = builder.policy_and_engine()
-            # Without the tokenizer there is no canary: a disagreement is to be measured here, not to end the examination.
+            # No tokenizer, so that there is no canary: a disagreement should be measured here, not raised.
             weights = builder.weights(policy, generation)
             weights.sync()
             yield PolicyAndEngine(config=self.config, policy=policy, generation=generation, refit=weights.transport_name)
 
 
 def plan_policy_and_engine(config_path: Path | str, overrides: Sequence[str] = (), *, num_prompts: int) -> PolicyAndEnginePlan:
-    """Read a config, its tokenizer and the first `num_prompts` prompts of its training data; starts nothing.
+    """Load a config, its tokenizer and the first `num_prompts` prompts of its training data. Does not start processes.
 
     Raises:
-        ConfigError: the config cannot be honoured, or has no engine or no data.
+        ConfigError: the config is invalid, or has no engine or no data.
         DataError: there is no prompt.
     """
     registry = Registry(discover())
     config = load_config(config_path, overrides, registry=registry, for_training=False).run
     if config.policy.generation is None:
         raise ConfigError(
-            "The config has no `policy.generation`, so there is no engine beside the policy. Name one, for example "
+            "The config has no `policy.generation`, so there is no engine to compare with the policy. Add one, for example "
             "++policy.generation.backend=hf."
         )
     tokenizer = load_policy_tokenizer(config.policy)
@@ -124,9 +124,9 @@ def plan_policy_and_engine(config_path: Path | str, overrides: Sequence[str] = (
 def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count: int) -> Prompts:
     train, _ = read_data(config.data.model_copy(update={"validation": None}), registry)
     if train is None:
-        raise ConfigError("data.train names no data to take prompts from. Add `data: {train: {dataset_name: ...}}`.")
+        raise ConfigError("data.train is required: prompts are taken from it. Add `data: {train: {dataset_name: ...}}`.")
     if count < 1:
-        raise ConfigError(f"{count} prompts were asked for: take at least 1.")
+        raise ConfigError(f"The number of prompts is {count}: use at least 1.")
     # Only these prompts are used, so no later row is checked.
     config = config.model_copy(update={"data": config.data.model_copy(update={"check_rows": 0})})
     loader = prompt_loader(train, config, tokenizer, batch_size=count, shuffle=False)

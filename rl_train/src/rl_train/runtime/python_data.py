@@ -1,4 +1,4 @@
-"""Data that a caller of Python hands over, read as a config's would be: paths, rows, sections; knows no trainer."""
+"""Reads the data that is passed to a Python trainer, as paths, rows or sections, like the data of a config."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _FORMS: tuple[tuple[frozenset[str], dict[str, Any]], ...] = (
     (frozenset({"question", "expected_answer"}), {}),
     (frozenset({"question"}), {"output_key": None}),
 )
-"""Fields of a row that say what it is, where no section does, and the keys that they amount to; the first that fits counts."""
+"""Fields that identify the form of a row without a section, and the section keys for it; the first match is used."""
 _FILES = (".parquet", ".json", ".gz", ".zst")
 
 
 class ListedRows:
-    """Rows that are in memory already.
+    """Rows in memory.
 
     Args:
-        rows: The rows' fields.
-        name: What errors call the whole.
+        rows: The fields of each row.
+        name: Name of the data in error messages.
     """
 
     def __init__(self, rows: Sequence[Any], *, name: str) -> None:
@@ -70,22 +70,22 @@ class ListedRows:
         return f"{self.name}, row {index}"
 
 
-def read_given(
+def read_python_data(
     dataset: Any, validation: Any, registry: Registry, *, wants_pairs: bool
 ) -> tuple[DataConfig, Source, Source | None]:
-    """What holds for all of the data, the training data, and the held-out data where there is any.
+    """The settings of all data, the training data, and the validation data if there is any.
 
     Args:
-        dataset: A path (JSON lines, parquet, a folder) or the name of a dataset of the hub; rows, as a list of dicts or a
+        dataset: A path (JSON lines, parquet, a folder) or the name of a dataset on the hub; rows, as a list of dicts or a
             `datasets.Dataset`; the section of a dataset, `{"dataset_name": ...}`, or of all data, `{"train": ..., "split":
             ...}`, as dicts or as models; or any map-style object of records.
-        validation: The held-out data, in any of these forms but the section of all data.
-        registry: Where datasets are found.
-        wants_pairs: Whether rows without a section are pairs of answers.
+        validation: The validation data, in any of these forms except the section of all data.
+        registry: Used to look up datasets.
+        wants_pairs: Whether rows without a section are preference pairs.
 
     Raises:
-        DataError: There is no such data, or a row is bad.
-        ConfigError: A section is none, or names what nobody reads.
+        DataError: The data does not exist, or a row is invalid.
+        ConfigError: A section is invalid.
     """
     data = _data_section(dataset, registry)
     read = partial(_source, registry=registry, wants_pairs=wants_pairs)
@@ -95,24 +95,24 @@ def read_given(
     else:
         train, held_out = read_data(data, registry)
     if train is None:
-        raise ConfigError("The section of the data names no training data: give it `train` or `mix`.")
+        raise ConfigError("The data section has no training data: set `train` or `mix`.")
     if validation is not None and held_out is not None:
-        raise ConfigError("The section of the data and `validation=` both name held-out data: keep one of them.")
+        raise ConfigError("The data section and `validation=` both set the validation data: remove one of them.")
     if validation is not None:
         held_out = read(validation, "validation", bad_rows=train.bad_rows)
     return data, train, held_out
 
 
 def section_from(model: Any, given: Any, name: str) -> Any:
-    """A section from a dict of its keys, or as it is.
+    """A section from a dict of its keys; a section is returned unchanged.
 
     Args:
         model: The section's model.
         given: The dict, the section, or None for the defaults.
-        name: What errors call the section.
+        name: Name of the section in error messages.
 
     Raises:
-        ConfigError: A key is unknown or cannot be; every one is named.
+        ConfigError: A key is unknown or invalid; all such keys are listed.
     """
     if isinstance(given, BaseModel):
         return given
@@ -120,7 +120,7 @@ def section_from(model: Any, given: Any, name: str) -> Any:
 
 
 def _data_section(given: Any, registry: Registry) -> DataConfig | None:
-    """The section of all data, where that is what was handed over."""
+    """The section of all data, if that is what was passed."""
     if isinstance(given, DataConfig):
         return given
     if not isinstance(given, Mapping) or "dataset_name" in given or is_split(given):
@@ -140,7 +140,7 @@ def _dataset_section(given: Any, name: str, registry: Registry) -> DatasetConfig
     if isinstance(given, DatasetConfig):
         return given
     if not isinstance(given, Mapping) or not isinstance(given.get("dataset_name"), str):
-        raise ConfigError(f"{name} is {given!r}: expected the section of a dataset, which has `dataset_name`.")
+        raise ConfigError(f"{name} is {given!r}: expected the section of a dataset, with `dataset_name`.")
     component = registry.find("dataset", given["dataset_name"])
     section: DatasetConfig = section_from(section_of(component, Kind.DATASET), given, name)
     return section
@@ -155,19 +155,20 @@ def _source(given: Any, name: str, *, registry: Registry, wants_pairs: bool, bad
     if isinstance(given, str | Path):
         name, rows = str(given), _rows_at(str(given))
     else:
-        rows = _rows_of(given, name)
+        rows = _rows_in_memory(given, name)
     return Source(records=_records(rows, wants_pairs=wants_pairs), name=name, bad_rows=bad_rows)
 
 
-def _rows_of(given: Any, name: str) -> Rows:
+def _rows_in_memory(given: Any, name: str) -> Rows:
     if is_split(given):
-        raise DataError(f"the {name} has the splits {', '.join(given)}: give one of them, such as [{next(iter(given))!r}]")
+        raise DataError(f"the {name} has the splits {', '.join(given)}: pass one of them, such as [{next(iter(given))!r}]")
     if is_table(given):
         return ArrowRows([(f"the {name}", given)], name=f"the {name}")
     if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
         raise DataError(
-            f"the {name} is a {type(given).__name__}, which has no rows by number: give a path, the name of a dataset of the "
-            "hub, a list of dicts, a datasets.Dataset, or a section {'dataset_name': ...}"
+            f"the {name} is a {type(given).__name__}, which has no indexed rows: pass a path, the name of a dataset on "
+            f"the hub, "
+            "a list of dicts, a datasets.Dataset, or a section {'dataset_name': ...}"
         )
     return ListedRows(given, name=f"the {name}")
 
@@ -193,7 +194,7 @@ def _records(rows: Rows, *, wants_pairs: bool) -> RecordDataset | PreferenceData
 
 
 def _keys_of(rows: Rows) -> dict[str, Any]:
-    """The keys of a section that the first row's fields amount to."""
+    """The section keys for the fields of the first row."""
     try:
         fields = {key for key, value in rows[0].items() if value is not None}
     except DataError as error:
@@ -202,6 +203,6 @@ def _keys_of(rows: Rows) -> dict[str, Any]:
         if wanted <= fields:
             return keys
     raise DataError(
-        f"{rows.place(0)} has {sorted(fields)}: expected `messages`, `prompt` with `completion`, or `question`. Where "
-        "the fields have other names, give the section of a dataset: {'dataset_name': 'jsonl', 'path': ..., 'input_key': ...}"
+        f"{rows.place(0)} has {sorted(fields)}: expected `messages`, `prompt` with `completion`, or `question`. If "
+        "the fields have other names, pass the section of a dataset: {'dataset_name': 'jsonl', 'path': ..., 'input_key': ...}"
     )

@@ -22,27 +22,27 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Where a run begins."""
+    """The run folder, and the checkpoint that the run starts from."""
 
     folder: Path
     """The run folder."""
     identity: RunIdentity
-    """Of the run."""
+    """Identity of the run."""
     checkpoint: Path | None
-    """The step folder to resume from."""
+    """The step folder to resume from; None for a new run."""
 
 
 def choose_start(config: RunConfig, *, name: str, resume: str) -> ResumePoint:
-    """The run folder and the checkpoint that `--resume` means.
+    """The run folder and the checkpoint for `--resume`.
 
     `auto` continues the newest run of this name that has a checkpoint and steps left, and starts a new one otherwise; `never`
-    starts a new one; a path is a checkpoint, or a run folder whose newest checkpoint is meant. Without checkpointing, `auto`
+    starts a new one; a path is a checkpoint, or a run folder, whose newest checkpoint is used. Without checkpointing, `auto`
     starts a new run.
 
     Args:
         config: the run.
-        name: of the run folder. If it exists, a new run gets `name-2`, `name-3`, ..., unless the existing run failed before
-            its first step.
+        name: name of the run folder. If it exists, a new run gets `name-2`, `name-3`, ..., unless the existing run failed
+            before its first step.
         resume: `auto`, `never` or a path.
 
     Raises:
@@ -69,7 +69,7 @@ def claim(start: ResumePoint, section: CheckpointingConfig, exits: ExitStack) ->
     """Create the run folder and the checkpoint folder, lock both for this process, and complete interrupted writes.
 
     Args:
-        start: the run; also one that is driven from Python.
+        start: the run; also from a Python trainer.
         section: `checkpointing`.
         exits: releases the locks.
 
@@ -84,7 +84,7 @@ def claim(start: ResumePoint, section: CheckpointingConfig, exits: ExitStack) ->
     in_run_folder = store.folder == start.folder / CHECKPOINTS
     continues = in_run_folder or (start.checkpoint is not None and start.checkpoint.parent.resolve() == store.folder.resolve())
     if section.enabled:
-        # Also before the run folder exists, so that a refused start leaves none behind.
+        # Also checked before the run folder exists, so that a rejected start does not leave one.
         refuse_foreign(store, start.identity, continues=continues)
     hold(start.folder, exits, setting="logger.log_dir")
     write_identity(start.folder, start.identity)
@@ -111,7 +111,7 @@ def checkpoint_store(section: CheckpointingConfig, folder: Path) -> CheckpointSt
 
 @dataclass(frozen=True, kw_only=True)
 class _Runs:
-    """The folders of the runs of one name."""
+    """The run folders of one name."""
 
     parent: Path
     name: str
@@ -121,7 +121,7 @@ class _Runs:
         return [folder for _, folder in sorted(self._numbered().items()) if self._is_own(folder)]
 
     def new(self) -> ResumePoint:
-        """A new run: in the next free folder, or in that of the newest run if that one failed before its first step."""
+        """A new run in the next free folder, or in the newest one if its run failed before its first step."""
         own, numbered = self.existing(), self._numbered()
         if own and own[-1] == numbered[max(numbered)] and _failed_before_first_step(own[-1]):
             return ResumePoint(folder=own[-1], identity=self.identity_of(own[-1]), checkpoint=None)
@@ -130,7 +130,7 @@ class _Runs:
         return ResumePoint(folder=folder, identity=RunIdentity.new(name=self.name, folder=folder), checkpoint=None)
 
     def identity_of(self, folder: Path) -> RunIdentity:
-        """Of the run in an existing folder, which may have been moved there."""
+        """Identity of the run in an existing folder, which may have been moved."""
         found = read_identity(folder)
         if found is None:
             return RunIdentity.new(name=self.name if folder in self.existing() else folder.name, folder=folder)
@@ -155,14 +155,14 @@ class _Runs:
 
 
 def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
-    """The newest run of this name that has a checkpoint, unless that run has made all its steps."""
+    """The newest run of this name with a checkpoint, unless all of its steps are done."""
     section = config.checkpointing
     for folder in reversed(runs.existing()):
         latest = _latest_of(folder, section)
         if latest is not None:
             unfinished = step_of(latest) < config.algorithm.max_num_steps
             return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=latest) if unfinished else None
-    # The checkpoint folder may outlive the run folder, for example on a disk that the next machine mounts too.
+    # The checkpoint folder may exist without the run folder, for example on a shared disk that another machine mounts.
     elsewhere = checkpoint_store(section, runs.parent)
     owner, latest = read_identity(elsewhere.folder), elsewhere.latest()
     if section.checkpoint_dir is None or owner is None or latest is None or Path(owner.folder).is_dir():
@@ -174,7 +174,7 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
 
 
 def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None:
-    """The newest checkpoint of the run in `folder`: in that folder, where `section` puts it, or where its last process did."""
+    """The newest checkpoint of the run in `folder`: in that folder, in the configured one, or in that of its last process."""
     configured = section.checkpoint_dir if section is not None else None
     stores = [
         folder / CHECKPOINTS,
@@ -203,17 +203,17 @@ def _recorded_checkpoint_dir(folder: Path) -> str | None:
 def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> ResumePoint:
     if not section.enabled:
         raise CheckpointError(
-            f"--resume {path} needs checkpointing, and checkpointing.enabled is false. Set it to true; or, to start a new run "
+            f"--resume {path} needs checkpointing, but checkpointing.enabled is false. Set it to true; or, to start a new run "
             f"from these weights, use --resume never with policy.model_name={path / 'policy' / 'weights'}."
         )
     if (path / CHECKPOINTS).is_dir() or (path / CONFIG).is_file():
         latest = _latest_of(path, None)
         if latest is None:
-            raise CheckpointError(f"The run folder {path} holds no complete checkpoint. Start a new run with --resume never.")
+            raise CheckpointError(f"The run folder {path} has no complete checkpoint. Start a new run with --resume never.")
         return ResumePoint(folder=path, identity=runs.identity_of(path), checkpoint=latest)
     read_state(path)
     owner = read_identity(path.parent)
-    # A copy of a run continues in the copy.
+    # A copied run continues in the copy.
     for folder in (path.parent.parent, Path(owner.folder)) if owner is not None else ():
         found = read_identity(folder)
         if owner is not None and found is not None and found.run_id == owner.run_id:
@@ -222,16 +222,16 @@ def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> ResumePoi
         return ResumePoint(folder=path.parent.parent, identity=runs.identity_of(path.parent.parent), checkpoint=path)
     new = runs.new()
     if owner is not None and checkpoint_store(section, new.folder).folder.resolve() == path.parent.resolve():
-        # Its run folder is gone; the run continues in a new one.
+        # The run folder does not exist any more, so the run continues in a new one.
         return ResumePoint(folder=new.folder, identity=replace(owner, folder=new.identity.folder), checkpoint=path)
     return ResumePoint(folder=new.folder, identity=new.identity, checkpoint=path)
 
 
 def _failed_before_first_step(folder: Path) -> bool:
-    """Whether its run ended, by an error or Ctrl-C, before its first step, so that there is nothing to keep."""
+    """Whether its run ended before its first step, by an error or Ctrl-C, so that its folder can be reused."""
     checkpoints = folder / CHECKPOINTS
-    kept = checkpoints.is_dir() and any(entry.name.startswith(("step_", ABANDONED)) for entry in checkpoints.iterdir())
-    if kept or (folder / "metrics.jsonl").exists():
+    has_steps = checkpoints.is_dir() and any(entry.name.startswith(("step_", ABANDONED)) for entry in checkpoints.iterdir())
+    if has_steps or (folder / "metrics.jsonl").exists():
         return False
     try:
         status = json.loads((folder / STATUS).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What a run folder says of where its run came from: the config, the source of each value, the versions that ran it."""
+"""Writes the provenance of a run to its folder: the config, the origin of each value, and the installed versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENVIRONMENT = "environment.json"
 
 
 def write_origins(folder: Path, loaded: LoadedConfig, manager: PluginManager) -> None:
-    """Write config.yaml, provenance.json and environment.json; of a resumed run they tell of its latest process.
+    """Write config.yaml, provenance.json and environment.json; a resume replaces them.
 
     Args:
         folder: the run folder.
@@ -41,7 +41,7 @@ def write_origins(folder: Path, loaded: LoadedConfig, manager: PluginManager) ->
 
 
 def environment(manager: PluginManager) -> dict[str, Any]:
-    """This process, its plugins, and the installed version of everything that they require; imports none of it."""
+    """This process, its plugins, and the installed versions of their requirements. Does not import them."""
     ready = [plugin for plugin in manager.plugins if plugin.status is Status.READY]
     required = {
         Requirement(check.requirement).name: check.installed

@@ -1,4 +1,4 @@
-"""How a run stands, in status.json of its folder, for whoever looks from outside; it knows no step and no metric."""
+"""Writes the state of a run to status.json in its folder, for other processes. Does not include steps or metrics."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from rl_core.errors import RLCoreError, RunInterrupted, StopReason, UserError
 STATUS = "status.json"
 BUILDING = "building"
 _BLOCK = 4096
-"""The size of a file system's blocks, in bytes: as much fits into any file that is not empty, on a full disk as well."""
+"""Block size of file systems, in bytes. A file that is not empty can hold this much even on a full disk."""
 _log = logging.getLogger("rlcore")
 
 
 class Status:
-    """status.json of one process's run, from the first part that is made to the end, whatever that is.
+    """status.json of a run in this process, from the start of the build to the end.
 
-    Entering it says that the run is being built, `running` that it trains, and leaving it how it ended: finished, interrupted
-    by a signal or the time limit, or failed with an error, in the phase that it was in. Each writing replaces the file at once.
+    Entering the context writes `building`, `running()` writes `running`, and leaving it writes how the run ended: finished,
+    interrupted by a signal or the time limit, or failed with an error, and in which phase. Writes are
+    atomic.
 
-    A resume says nothing before `building`: until then it may be refused, and a refused resume does not change the status
-    of the run. Neither does a mistake of the user that is found
-    before the first step.
+    A resume writes nothing before `building()`, because a rejected resume must not change the status of the run. Neither
+    must a user error that is found before the first step.
 
     Args:
-        folder: the run folder; this process holds it.
-        since: when the run began, by `time.perf_counter`.
-        resumes: whether the folder holds a run that is to be resumed.
-        redact: takes what must not be shown out of an error.
+        folder: the run folder, locked by this process.
+        since: start of the run, by `time.perf_counter`.
+        resumes: whether a run in this folder is resumed.
+        redact: removes secrets from an error message.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class Status:
         return self
 
     def building(self) -> None:
-        """Say that the run is being built: the resume, if it is one, is accepted."""
+        """Report that the run is being built; call it for a resume once it is accepted."""
         self._write(BUILDING, pid=os.getpid())
 
     def attend(self, parts: Mapping[str, object], *, phase: Callable[[], str | None], steps: int) -> None:
-        """Tell of these parts from now on: the run is built.
+        """Report these workers from now on: the run is built.
 
         Args:
-            parts: policy, engine and the models beside them by name; the processes of their workers are written down.
-            phase: what the run is doing; None between two phases.
-            steps: of the whole run.
+            parts: policy, engine and companion models by name; their process ids are reported.
+            phase: returns the current phase; None between two phases.
+            steps: total number of steps.
         """
         self._parts, self._phase, self._steps = parts, phase, steps
 
     def running(self) -> None:
-        """Say that the run goes on, and by which processes; call it again where workers may have been replaced."""
+        """Report that the run is training, with its process ids; call it again when workers may have been replaced."""
         workers = {name: part.group.pids() for name, part in self._parts.items() if isinstance(part, WorkerFacade)}
         if workers != self._workers:
             self._write("running", pid=os.getpid(), workers=workers)
@@ -96,8 +96,8 @@ class Status:
             reason = error.reason if isinstance(error, RunInterrupted) else StopReason.CTRL_C
             self._ended("interrupted", during=self._phase(), reason=reason.label, error=str(error))
         else:
-            own_words = str(error) if isinstance(error, RLCoreError) else f"{type(error).__name__}: {error}"
-            self._ended("failed", during=self._phase(), error=self._redact(own_words))
+            message = str(error) if isinstance(error, RLCoreError) else f"{type(error).__name__}: {error}"
+            self._ended("failed", during=self._phase(), error=self._redact(message))
 
     def _ended(self, state: Literal["finished", "interrupted", "failed"], **facts: Any) -> None:
         seconds = round(time.perf_counter() - self._since, 1)
@@ -115,7 +115,7 @@ class Status:
             partial.write_bytes(content)
             os.replace(partial, self._folder / STATUS)
         except OSError:
-            # The disk may be full. The file that is there already has a block of its own.
+            # The disk may be full. The existing file already has its own block.
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             self._overwrite(content)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: the first ends it after its step with a checkpoint, the second at once."""
+"""Stop signals: the first ends a run after the current step with a checkpoint, the second at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _REASONS = {
 
 
 class StopSignals:
-    """Handles SIGINT, SIGTERM and SIGHUP while `listen` is entered.
+    """Handles SIGINT, SIGTERM and SIGHUP inside `listen`.
 
-    Before `attend`, while the run is being built, and at a second signal the main thread is interrupted at once. A signal
-    that this process was started to ignore, as by `nohup`, stays ignored.
+    Before `attend`, while the run is being built, and at a second signal, the main thread is interrupted at once. Signals
+    that this process was started to ignore, for example by `nohup`, stay ignored.
 
     Args:
-        grace_s: After the first signal, the longest wait for the end of the step and its checkpoint; no limit if None.
+        grace_s: Time limit in seconds for the step and its checkpoint after the first signal; None for no limit.
     """
 
     def __init__(self, grace_s: float | None = None) -> None:
@@ -62,10 +62,10 @@ class StopSignals:
         self._run = run
 
     def _install(self) -> dict[signal.Signals, Any]:
-        if threading.current_thread() is not threading.main_thread():  # whoever owns that decides about signals
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
             return {}
-        heard = [number for number in _REASONS if signal.getsignal(number) is not signal.SIG_IGN]
-        return {number: signal.signal(number, self._handle) for number in heard}
+        handled = [number for number in _REASONS if signal.getsignal(number) is not signal.SIG_IGN]
+        return {number: signal.signal(number, self._handle) for number in handled}
 
     def _handle(self, number: int, frame: object) -> None:
         reason = _REASONS[signal.Signals(number)]
@@ -73,23 +73,23 @@ class StopSignals:
         if self._run is None:
             raise KeyboardInterrupt
         if is_first and self._run.stop_reason is None:
-            self._ask(self._run, reason)
+            self._request_stop(self._run, reason)
             return
-        why = f"the {self._grace_s:g} s of checkpointing.stop_grace_s are over" if self._is_over else f"{reason.label} again"
-        _log.warning("%s: stopping at once; what the last checkpoint does not hold is lost", why)
+        why = f"checkpointing.stop_grace_s ({self._grace_s:g} s) is over" if self._is_over else f"{reason.label} again"
+        _log.warning("%s: stopping at once; progress since the last checkpoint is lost", why)
         raise KeyboardInterrupt
 
-    def _ask(self, run: Run, reason: StopReason) -> None:
+    def _request_stop(self, run: Run, reason: StopReason) -> None:
         run.stop_reason = reason
-        how = "with a checkpoint" if run.checkpoints is not None else "without a checkpoint: checkpointing is off"
+        how = "with a checkpoint" if run.checkpoints is not None else "without a checkpoint, because checkpointing is disabled"
         limit = "" if self._grace_s is None else f", within {self._grace_s:g} s"
-        _log.warning("%s: stopping after this step%s, %s; once more stops at once", reason.label, limit, how)
+        _log.warning("%s: stopping after this step%s, %s; a second signal stops at once", reason.label, limit, how)
         if self._grace_s is not None:
             self._timer = threading.Timer(self._grace_s, self._end_grace)
             self._timer.daemon = True
             self._timer.start()
 
     def _end_grace(self) -> None:
-        # A signal to the main thread also ends what that waits for in the kernel.
+        # A signal to the main thread also interrupts its blocking system calls.
         self._is_over = True
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

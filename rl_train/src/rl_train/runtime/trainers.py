@@ -1,7 +1,7 @@
-"""The pages from Python: `DPOTrainer(policy, cluster).train(dataset)` runs the page that `rlcore train` runs.
+"""Python trainers: `DPOTrainer(policy, cluster).train(dataset)` runs the same training function as `rlcore train`.
 
-A trainer takes parts that the caller has made, puts what lies between them in place, and hands the Run to the algorithm's page.
-It owns none of them: the caller shuts policy, engine, environments and cluster down.
+A trainer connects existing components and passes the Run to the algorithm. It does not own them: the caller shuts down policy,
+engine, environments and cluster.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rl_train.config.checks import section_conflicts
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.runtime.build import DataLoaders, connect, refuse_other_tokenizers
-from rl_train.runtime.python_data import read_given, section_from
+from rl_train.runtime.python_data import read_python_data, section_from
 from rl_train.runtime.run_folder import claim, start_in
 from rl_train.runtime.workers import Builder, Workers
 
@@ -48,24 +48,24 @@ TASK = "default"
 
 
 class Trainer:
-    """An algorithm's page over parts that are there already.
+    """Runs an algorithm with existing components.
 
     Args:
-        policy: the model to train. One that was made without a cluster is spread over `cluster`, if that is given.
-        cluster: where policy and engine run; None leaves them where they are.
-        config: the algorithm's section, as its model or as a dict of its keys; its defaults by default.
-        loss_fn: the loss, as an object or as a section `loss_fn`; the algorithm's own by default.
-        generation: the engine that samples, for an algorithm that does.
-        value: the critic (a model made with `head="scalar"`), for an algorithm that has one.
-        teacher: who is learnt from, for an algorithm that has a teacher; it scores at the policy's temperature.
-        environments: what scores: one environment, or several by task name.
-        tokenizer: the policy's; read from its `model_name` by default.
-        folder: where metrics.jsonl, rollouts and checkpoints are written; None keeps nothing.
-        checkpointing: the section of that name; none are written by default.
-        loggers: where metrics go besides.
+        policy: the model to train. If it was created without a cluster, it is moved to `cluster`, if that is given.
+        cluster: where policy and engine run; None leaves them unchanged.
+        config: the algorithm's section, as its model or as a dict; its defaults if None.
+        loss_fn: the loss, as an object or as a section `loss_fn`; the algorithm's default loss if None.
+        generation: the engine, for algorithms that sample.
+        value: the critic (a model with `head="scalar"`), for algorithms that have one.
+        teacher: the teacher, for algorithms that have one; it scores at the policy's temperature.
+        environments: one environment, or several by task name.
+        tokenizer: the policy's tokenizer; loaded from its `model_name` by default.
+        folder: folder of metrics.jsonl, rollouts and checkpoints; None writes to a temporary folder.
+        checkpointing: the section `checkpointing`; disabled by default.
+        loggers: additional loggers.
 
     Raises:
-        ConfigError: the parts or sections do not fit together.
+        ConfigError: the components or sections are incompatible.
     """
 
     algorithm: ClassVar[str]
@@ -95,8 +95,8 @@ class Trainer:
         self._loss_fn, loss_section = self._loss(loss_fn)
         self.config = self._run_config(config, loss_section, checkpointing)
         if self.config.checkpointing.enabled and folder is None:
-            raise ConfigError("checkpointing needs a place to write to: give the trainer a `folder`")
-        self._refuse_conflicts()
+            raise ConfigError("checkpointing needs a folder: pass `folder` to the trainer")
+        self._check_conflicts()
         if tokenizer is not None and self.config.policy.tokenizer.chat_template_kwargs:
             raise ConfigError(
                 "policy.tokenizer.chat_template_kwargs has no effect on a tokenizer that is passed to the trainer: set "
@@ -109,8 +109,9 @@ class Trainer:
             if cluster is not None and isinstance(part, WorkerFacade) and part.is_in_process:
                 if isinstance(part, DistributedPolicy) and part.weight_version > 0:
                     raise ConfigError(
-                        f"{part.config.model_name} was trained in this process, and spreading it over the cluster would lose "
-                        "that. Make it with `cluster=...`, or save a checkpoint and make one from it."
+                        f"{part.config.model_name} was trained in this process, and moving it to the cluster would lose "
+                        f"its training. "
+                        "Create it with `cluster=...`, or save a checkpoint and create it from that."
                     )
                 part.spread_over(cluster)
 
@@ -118,28 +119,28 @@ class Trainer:
         """Train to the config's last step.
 
         Args:
-            dataset: what a config's `data` can name, and rows: a path (JSON lines, parquet, a folder), the name of a dataset of
-                the hub, a list of dicts, a `datasets.Dataset`, records, or a section; see `given_data.read_given`.
-            validation: the held-out data in the same forms, where the config asks for validation.
+            dataset: a path (JSON lines, parquet, a folder), the name of a dataset on the hub, a list of dicts, a
+                `datasets.Dataset`, records, or a section; see `python_data.read_python_data`.
+            validation: the validation data in the same forms, if the config enables validation.
 
         Returns:
-            The metrics of each step, as metrics.jsonl has them; with a validation before the first step, that is the first.
+            The metrics of each step, as in metrics.jsonl; a validation before the first step comes first.
 
         Raises:
-            DataError: there is no such data, or a row does not have the algorithm's form.
-            ConfigError: validation is asked for, and there is no data for it.
+            DataError: the data does not exist, or a row does not have the form that the algorithm needs.
+            ConfigError: validation is enabled, but there is no data for it.
         """
         algorithm = self.config.algorithm
-        asks = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
-        data, train, held_out = read_given(
-            dataset, validation if asks else None, self._registry, wants_pairs=algorithm.needs_preferences
+        validates = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
+        data, train, held_out = read_python_data(
+            dataset, validation if validates else None, self._registry, wants_pairs=algorithm.needs_preferences
         )
-        if asks and held_out is None:
+        if validates and held_out is None:
             raise ConfigError(
-                "The config asks for validation (val_period, val_at_start or val_at_end): give `validation=` data."
+                "The config enables validation (val_period, val_at_start or val_at_end): pass data as `validation=`."
             )
         config = self.config.model_copy(update={"data": data})
-        loaders = DataLoaders(config, self._tokenizer, train=train, validation=held_out if asks else None)
+        loaders = DataLoaders(config, self._tokenizer, train=train, validation=held_out if validates else None)
         history: list[dict[str, float]] = []
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
@@ -160,7 +161,7 @@ class Trainer:
                 folder=folder,
             )
             if run.checkpoints is not None:
-                # Of an earlier call of `train` with this folder: this one counts its steps from 1 again.
+                # Checkpoints of an earlier call of `train` with this folder; this call counts its steps from 1 again.
                 run.checkpoints.store.set_aside(after=0)
             run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
             run.on_step = lambda step, metrics: history.append({"step": step, **metrics})
@@ -177,7 +178,7 @@ class Trainer:
         named = given.get("name") if isinstance(given, Mapping) else getattr(given, "name", None)
         name = named or algorithm.default_loss
         if name is None:
-            raise ConfigError(f"{self.algorithm} has no default loss: give {type(self).__name__} `loss_fn`.")
+            raise ConfigError(f"{self.algorithm} has no default loss: pass `loss_fn` to {type(self).__name__}.")
         component = self._registry.find("loss", name)
         section = (
             given if isinstance(given, LossConfig) else section_from(component.load_config() or LossConfig, given, "loss_fn")
@@ -190,10 +191,11 @@ class Trainer:
         policy = getattr(self.policy, "config", None)
         if not isinstance(policy, PolicyConfig):
             raise ConfigError(
-                f"{type(self.policy).__name__} has no `config` of the kind PolicyConfig, which says how long its rows may be "
-                "and which tokenizer it has. Give it one."
+                f"{type(self.policy).__name__} has no `config` of type PolicyConfig, which sets its tokenizer and maximum "
+                f"sequence "
+                "length. Add one."
             )
-        # What the policy was made with says how it scores; who samples is `generation` alone.
+        # The policy's own `generation` section only sets its scoring; samples come from the `generation` argument.
         policy = policy.model_copy(update={"generation": getattr(self.generation, "config", None)})
         return RunConfig(
             algorithm_name=self.algorithm,
@@ -207,26 +209,29 @@ class Trainer:
             checkpointing=section_from(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
         )
 
-    def _refuse_conflicts(self) -> None:
+    def _check_conflicts(self) -> None:
         algorithm = self.config.algorithm
         if algorithm.needs_generation and (self.generation is None or (algorithm.needs_rewards and not self._environments)):
             raise ConfigError(
-                f"{self.algorithm} samples and scores: give {type(self).__name__} `generation` and `environments`."
+                f"{self.algorithm} samples and scores: pass `generation` and `environments` to {type(self).__name__}."
             )
-        self._refuse_teacher()
+        self._check_teacher()
         if "value" in algorithm.runtime_needs.companions and self.value is None:
-            raise ConfigError(f"{self.algorithm} has a critic: give {type(self).__name__} `value`, made with head='scalar'.")
-        self._refuse_other_temperatures()
+            raise ConfigError(
+                f"{self.algorithm} has a critic: pass `value`, a model with head='scalar', to {type(self).__name__}."
+            )
+        self._check_temperatures()
         if found := [f"{dotted(path)}: {message}" for path, message in section_conflicts(self.config, self._registry)]:
             raise ConfigError("\n".join(found))
 
-    def _refuse_teacher(self) -> None:
+    def _check_teacher(self) -> None:
         wanted = "teacher" in self.config.algorithm.runtime_needs.companions
         if wanted != (self.teacher is not None):
-            raise ConfigError(f"{self.algorithm} {'learns from a teacher: give it' if wanted else 'has no use for'} `teacher`.")
+            action = "needs a teacher: pass" if wanted else "does not use a teacher: remove"
+            raise ConfigError(f"{self.algorithm} {action} `teacher`.")
 
-    def _refuse_other_temperatures(self) -> None:
-        """In a config file one key sets the temperature of engine, policy and teacher; here each was made by itself."""
+    def _check_temperatures(self) -> None:
+        """Reject different temperatures. In a config file one key sets them all; here each model has its own."""
         needed = self.config.scoring_temperature
         why = (
             f"`generation` samples at temperature {needed:g}"
@@ -237,31 +242,31 @@ class Trainer:
             section = getattr(model, "config", None)
             if isinstance(section, PolicyConfig) and section.head == "tokens" and section.scoring_temperature != needed:
                 raise ConfigError(
-                    f"{why}, and the {name} scores tokens at {section.scoring_temperature:g}: every log-probability would be "
-                    f"that of another distribution. Make the {name} with `generation={{'temperature': {needed:g}}}`."
+                    f"{why}, but the {name} scores tokens at {section.scoring_temperature:g}: every log-probability would be "
+                    f"from another distribution. Create the {name} with `generation={{'temperature': {needed:g}}}`."
                 )
 
 
 def _companion_section(model: DistributedPolicy | None) -> PolicyConfig | None:
-    """The section of a model beside the policy; as in a config file it samples nothing."""
+    """The section of a companion model, without `generation`, because only the policy samples."""
     section = getattr(model, "config", None)
     return section.model_copy(update={"generation": None}) if isinstance(section, PolicyConfig) else None
 
 
 class DPOTrainer(Trainer):
-    """Trains on pairs of a better and a worse answer: records of `prompt`, `chosen`, `rejected`, each a text or messages."""
+    """Trains on preference pairs: records of `prompt`, `chosen` and `rejected`, each a text or messages."""
 
     algorithm = "dpo"
 
 
 class RewardModelTrainer(Trainer):
-    """Learns to score from pairs, as for DPO, with `margin` where one is known; the policy is made with `head="scalar"`."""
+    """Trains a reward model on pairs as for DPO, with an optional `margin`; the policy must have `head="scalar"`."""
 
     algorithm = "rm"
 
 
 class SFTTrainer(Trainer):
-    """Trains on conversations: records of `messages` that end with the assistant's."""
+    """Trains on conversations: records of `messages` that end with an assistant message."""
 
     algorithm = "sft"
 
@@ -279,6 +284,6 @@ class PPOTrainer(Trainer):
 
 
 class DistillationTrainer(Trainer):
-    """Learns from a teacher's view of the policy's own answers: records of `messages`; needs `generation` and `teacher`."""
+    """Distills a teacher on the policy's own answers: records of `messages`; needs `generation` and `teacher`."""
 
     algorithm = "distillation"

@@ -1,4 +1,4 @@
-"""From sections to working parts: cluster, policy, engine, environments, refit, loggers; each by what its component says."""
+"""Creates the components of a run from their sections: cluster, policy, engine, environments, weight sync, loggers."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from rl_train.rollouts.environment_pool import EnvironmentPool
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Everything that runs in processes of its own."""
+    """The components that run in separate processes."""
 
     policy: ColocatablePolicyInterface
     generation: GenerationInterface | None
     environments: Mapping[str, EnvironmentInterface]
     companions: Mapping[str, DistributedPolicy] = field(default_factory=dict)
-    """The models beside the policy, by their section."""
+    """The companion models, by section."""
 
     def wait_ready(self) -> None:
-        """Wait until every model has loaded; what it cannot load is then an error of the building, not of the first step.
+        """Wait until every model is loaded, so that loading errors are raised before the first step.
 
         Raises:
-            WorkerError: a rank could not load.
+            WorkerError: a rank could not load its model.
             DeadlineExceededError: a rank took longer than `cluster.deadlines.start_s`.
         """
         parts: tuple[object, ...] = (self.policy, self.generation, *self.companions.values())
@@ -60,15 +60,15 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class Builder:
-    """Makes the parts of one run, and ends them in the reverse order when `exits` closes.
+    """Creates the components of a run; `exits` closes them in reverse order.
 
     Attributes:
         run: the config.
-        registry: where components are found.
-        exits: closes every part.
+        registry: used to look up components.
+        exits: closes every component.
         cluster: where workers run; None in one process.
-        scoring_temperature: temperature at which models score tokens; `RunConfig.scoring_temperature` by default. Whoever
-            compares a policy with its engine and trains nothing gives the engine's.
+        scoring_temperature: temperature at which models score tokens; `RunConfig.scoring_temperature` by default. To compare
+            a policy with its engine without training, pass the engine's.
     """
 
     run: RunConfig
@@ -78,7 +78,7 @@ class Builder:
     scoring_temperature: float | None = None
 
     def start(self, *, samples: bool) -> Workers:
-        """Policy and, where the run samples, engine and environments; their processes start side by side."""
+        """Start policy, companion models and, if the run samples, engine and environments, in parallel."""
         if self.cluster is None:
             policy = self.policy()
             return Workers(
@@ -108,7 +108,7 @@ class Builder:
         return Workers(policy=policy, generation=generation, environments=self.environments(), companions=self.companions())
 
     def policy_and_engine(self) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
-        """Both; on GPUs the engine first, and to sleep: it measures what memory is left, which nobody may change meanwhile."""
+        """Start both. On GPUs the engine starts first and sleeps: it measures free memory, which must not change meanwhile."""
         if self.cluster is None or not self.cluster.use_gpus:
             return self.policy(), self.generation()
         generation = self.generation()
@@ -116,7 +116,7 @@ class Builder:
         return self.policy(), generation
 
     def policy(self) -> ColocatablePolicyInterface:
-        """The policy; it loads while the caller goes on."""
+        """The policy; it loads in the background."""
         component = self.registry.find("policy", self.run.policy.backend)
         section = self._scoring(with_schedule_lengths(self.run).policy)
         policy: ColocatablePolicyInterface = component.load()(
@@ -126,7 +126,7 @@ class Builder:
         return policy
 
     def companions(self) -> dict[str, DistributedPolicy]:
-        """The models beside the policy, by their section; they load while the caller continues.
+        """The companion models, by section; they load in the background.
 
         They score tokens at the policy's temperature.
         """
@@ -152,7 +152,7 @@ class Builder:
         return section.model_copy(update={"generation": generation.model_copy(update={"temperature": self._temperature})})
 
     def generation(self) -> GenerationInterface:
-        """The engine; it loads while the caller goes on."""
+        """The engine; it loads in the background."""
         section = self.run.policy.generation
         assert section is not None
         component = self.registry.find("generation", section.backend)
@@ -190,34 +190,34 @@ class Builder:
     def weights(
         self, policy: ColocatablePolicyInterface, generation: GenerationInterface, tokenizer: Any = None
     ) -> WeightSynchronizer:
-        """What brings the policy's weights to the engine, by the first transport that both sides speak, and proves it.
+        """Creates the weight synchronizer, which uses the first transport that both backends support.
 
         Args:
-            policy: where they come from.
-            generation: where they go.
-            tokenizer: its vocabulary gives the canary its words; without one there is no canary.
+            policy: the sender.
+            generation: the receiver.
+            tokenizer: its vocabulary is used for canary prompts; None disables the canary.
 
         Raises:
-            ConfigError: no check of this engine would cover what it computes with.
+            ConfigError: no check would cover the tensors that this engine computes with.
         """
         section = self.run.policy.generation
         assert section is not None
-        able = capabilities_of(self.registry.find("generation", section.backend))
+        engine_capabilities = capabilities_of(self.registry.find("generation", section.backend))
         calibration = CanaryCalibration()
-        asks_canary = tokenizer is not None and self._asks_canary(section, digests_are_held=HELD_DIGESTS in able)
+        uses_canary = tokenizer is not None and self._uses_canary(section, digests_are_held=HELD_DIGESTS in engine_capabilities)
         synchronizer = WeightSynchronizer(
             policy,
             generation,
             transports=self._transports(section.refit_transport),
             policy_capabilities=capabilities_of(self.registry.find("policy", self.run.policy.backend)),
-            generation_capabilities=able,
+            generation_capabilities=engine_capabilities,
             transport=section.refit_transport,
             buffer_bytes=section.refit_buffer_mib * 2**20,
             deadline_s=self.run.cluster.deadlines.refit_s,
             folder=Path(section.refit_folder).expanduser() if section.refit_folder is not None else None,
-            canary=(lambda: self._canary(policy, generation, tokenizer, calibration)) if asks_canary else None,
+            canary=(lambda: self._canary(policy, generation, tokenizer, calibration)) if uses_canary else None,
             calibration=calibration,
-            digests_are_held=HELD_DIGESTS in able,
+            digests_are_held=HELD_DIGESTS in engine_capabilities,
             num_receivers=generation.num_workers,
             wait=wait_together,
             rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
@@ -227,13 +227,13 @@ class Builder:
         return synchronizer
 
     @staticmethod
-    def _asks_canary(section: GenerationConfig, *, digests_are_held: bool) -> bool:
-        """Whether a canary can be compared, and is wanted.
+    def _uses_canary(section: GenerationConfig, *, digests_are_held: bool) -> bool:
+        """Whether the canary is enabled and possible.
 
         Raises:
-            ConfigError: there would be no check of what the engine computes with.
+            ConfigError: no check would cover the tensors that the engine computes with.
         """
-        # Changed logits are the engine's alone, so its log-probabilities would differ from the policy's for equal weights.
+        # Only the engine changes logits, so its log-probabilities would differ from the policy's for equal weights.
         changes = section.logit_changes()
         if digests_are_held:
             return section.refit_canary and not changes
@@ -273,7 +273,7 @@ class Builder:
         )
 
     def _transports(self, wanted: str | None) -> list[type[WeightTransport]]:
-        """What can lead from these policy workers to these engine workers, the cheapest first."""
+        """Transports to try, the cheapest first."""
         if wanted is not None:
             names: tuple[str, ...] = (wanted,)
         elif self.cluster is None:
@@ -283,7 +283,7 @@ class Builder:
         return [self.registry.find("weight_transport", name).load() for name in names]
 
     def loggers(self, folder: Path) -> list[Logger]:
-        """The loggers of `logger.loggers`, beside the two that every run has."""
+        """The enabled loggers of `logger.loggers`, without the two that every run has."""
         made: list[Logger] = []
         for name, section in self.run.logger.loggers.items():
             if section.enabled:
@@ -293,23 +293,23 @@ class Builder:
 
 
 def capabilities_of(component: Component) -> tuple[str, ...]:
-    """What a component registers, or, where it is only a path, what its class says of itself."""
+    """The registered capabilities of a component, or those declared on its class if it is given by its path."""
     return component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
 
 
 def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) -> RayVirtualCluster | None:
-    """The bundles of a run; None where it stays in one process.
+    """The cluster of a run; None if it runs in one process.
 
     Args:
         config: the section `cluster`.
-        exits: closes them.
+        exits: closes it.
         models: the policy and its companions, which share each bundle with the engine.
 
     Raises:
         ResourceInsufficientError: there are too few nodes, CPUs or GPUs.
     """
     if config.backend == "in_process":
-        _refuse_another_device(config.use_gpus)
+        _check_device(config.use_gpus)
         return None
     cluster = RayVirtualCluster(
         [config.workers_per_node] * config.num_nodes,
@@ -322,18 +322,18 @@ def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) ->
     return cluster
 
 
-def _refuse_another_device(use_gpus: bool | None) -> None:
+def _check_device(use_gpus: bool | None) -> None:
     found = device_here() == "cuda"
     if use_gpus is None or use_gpus == found:
         return
     if found:
-        what = "this process sees a GPU, and computes on it. Leave use_gpus out, or set CUDA_VISIBLE_DEVICES=''."
+        what = "this process has a GPU and uses it. Remove use_gpus, or set CUDA_VISIBLE_DEVICES=''."
     else:
-        what = "torch sees no GPU in this process. Leave use_gpus out, or run it where there is one, with torch for CUDA."
+        what = "torch finds no GPU in this process. Remove use_gpus, or use a machine with a GPU and torch for CUDA."
     raise ConfigError(f"`cluster.use_gpus: {str(use_gpus).lower()}` with `cluster.backend: in_process`: {what}")
 
 
 def _first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:
-    """The config under the name that the class gives its first parameter; nothing where it takes none."""
+    """The config as a keyword argument for the first parameter of the class; empty if it has no parameters."""
     parameters = [p for p in inspect.signature(plain_class(worker_class)).parameters.values() if p.kind is not p.VAR_KEYWORD]
     return {parameters[0].name: config} if parameters else {}

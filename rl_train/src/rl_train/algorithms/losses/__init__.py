@@ -1,9 +1,9 @@
-"""Losses over log-probabilities or values; they never see logits, ranks or packing."""
+"""Losses on log-probabilities or values, independent of logits, ranks and packing."""
 
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
+_MODULE_OF = {
     "BradleyTerryLossConfig": "reward_config",
     "BradleyTerryLossFn": "reward",
     "ClippedPGLossConfig": "config",
@@ -44,6 +44,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import on first use: reading a config must not import torch."""
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

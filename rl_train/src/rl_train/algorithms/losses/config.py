@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rl_core.config.schema import LossConfig, Section
 
-MOST_ERROR = 0.2
+MAX_KL_ERROR = 0.2
 """The relative error of the KL is clipped to this fraction."""
 
 
@@ -76,7 +76,7 @@ class ClippedPGLossConfig(LossConfig):
 
     @field_validator("reference_policy_kl_type")
     @classmethod
-    def _has_a_gradient_of_the_kl_in_the_reward(cls, kl_type: str | None, info: ValidationInfo) -> str | None:
+    def _kl_gradient_is_correct(cls, kl_type: str | None, info: ValidationInfo) -> str | None:
         if info.data.get("use_kl_in_reward") and kl_type in ("k2", "k3"):
             raise ValueError(
                 f"{kl_type} in the reward (use_kl_in_reward) has a wrong gradient, which raises the KL instead of lowering "
@@ -85,7 +85,7 @@ class ClippedPGLossConfig(LossConfig):
         return kl_type
 
     @model_validator(mode="after")
-    def _one_surrogate(self) -> ClippedPGLossConfig:
+    def _check_surrogate(self) -> ClippedPGLossConfig:
         if self.disable_ppo_ratio:
             for key in ("ratio_clip_c", "use_cispo", "sequence_level_importance_ratios"):
                 if getattr(self, key):
@@ -100,7 +100,7 @@ class ClippedPGLossConfig(LossConfig):
         return self
 
     @model_validator(mode="after")
-    def _one_mean(self) -> ClippedPGLossConfig:
+    def _check_mean(self) -> ClippedPGLossConfig:
         if self.sequence_level_importance_ratios and self.token_level_loss:
             raise ValueError(
                 "sequence_level_importance_ratios clips whole sequences, but a mean over tokens would weight them by their "
@@ -114,7 +114,7 @@ class ClippedPGLossConfig(LossConfig):
         return self
 
     @model_validator(mode="after")
-    def _a_penalty_that_acts(self) -> ClippedPGLossConfig:
+    def _penalty_has_effect(self) -> ClippedPGLossConfig:
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
             raise ValueError(
                 "use_kl_in_reward has no effect while reference_policy_kl_penalty is 0: set reference_policy_kl_penalty"
@@ -132,7 +132,7 @@ class ClippedPGLossConfig(LossConfig):
         return self
 
     @model_validator(mode="after")
-    def _bounds_that_act(self) -> ClippedPGLossConfig:
+    def _bounds_have_effect(self) -> ClippedPGLossConfig:
         low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
         kind = self.truncated_importance_sampling_type
         if not self.use_importance_sampling_correction and (kind != "tis" or low is not None):

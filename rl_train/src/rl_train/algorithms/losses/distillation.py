@@ -1,20 +1,20 @@
-"""Distillation: how far the student is from its teacher at each trained token.
+"""Distillation losses: the divergence between student and teacher at each trained token.
 
-On the teacher's K likeliest tokens (`topk`), the divergence itself, whose gradient is exact at the positions that there are:
+On the teacher's K most likely tokens (`topk`), the divergence itself, with an exact gradient at the given positions:
 
     forward KL, reverse KL, JSD(b)   GKD, https://arxiv.org/abs/2306.13649, equations 1 to 3
     mixed                            w times forward KL, 1 - w times reverse KL
 
-On the sampled tokens alone, reverse KL as a policy gradient (https://thinkingmachines.ai/blog/on-policy-distillation): with the
-advantage A = log p - log q before the step, without a gradient, and the importance ratio r of the token, whose logarithm is
+On sampled tokens only, reverse KL as a policy gradient (https://thinkingmachines.ai/blog/on-policy-distillation): with the
+advantage A = log p - log q before the step, without a gradient, and the importance ratio r of the token, with its logarithm
 clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`),
 
-    minimise -r A        whose gradient is, on policy, that of (log q - log p)² / 2, the k2 estimator of the KL
+    minimize -r A        its on-policy gradient is that of (log q - log p)² / 2, the k2 estimator of the KL
 
-Each token answers for its own divergence and for none that comes after it, unlike MiniLLM (https://arxiv.org/abs/2306.08543),
-whose return sums them up.
+Each token only gets its own divergence, unlike in MiniLLM (https://arxiv.org/abs/2306.08543), where it also gets those of later
+tokens.
 
-Letters: B rows, T tokens, K candidates; p is the teacher, q the student. Everything is in nats.
+Notation: B rows, T tokens, K candidates; p is the teacher, q the student. All quantities are in nats.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class DistillationLossFn(LossFunction):
-    """The divergence of `DistillationLossConfig`, a mean over trained tokens (or of each sequence's mean)."""
+    """The divergence of `DistillationLossConfig`, averaged over trained tokens (or over sequence means)."""
 
     def __init__(self, config: DistillationLossConfig | None = None) -> None:
         self.config = config or DistillationLossConfig()
@@ -47,7 +47,7 @@ class DistillationLossFn(LossFunction):
 
     @property
     def required_keys(self) -> frozenset[str]:
-        """What the teacher said; of sampled tokens also what the student said before the step, unless that is now."""
+        """Keys of the teacher's log-probabilities; for sampled tokens also the student's before the step, unless on-policy."""
         if self.config.topk is not None:
             return frozenset({TOPK_IDS, TOPK_LOGPROBS})
         return frozenset({"teacher_logprobs"} if self.on_policy else {"teacher_logprobs", "prev_logprobs"})
@@ -73,15 +73,16 @@ class DistillationLossFn(LossFunction):
         return loss, {name: token_mean(values.detach(), mask, global_valid_toks) for name, values in found.items()}
 
     def _of_candidates(self, data: BatchedDataDict[Any]) -> tuple[torch.Tensor, Metrics]:
-        """[B, T] the divergence at each position, and [B, T] of each metric."""
+        """[B, T] the divergence at each position, and metrics [B, T]."""
         if CANDIDATES not in data:
             raise NotSupportedError(
-                "The policy's backend gave no log-probabilities of the teacher's likeliest tokens, which this loss compares. "
+                "The policy backend did not return log-probabilities of the teacher's most likely tokens, which this loss "
+                "needs. "
                 "Use a backend with the capability `topk_logprobs`, or `loss_fn: {divergence: reverse_kl, topk: null}`."
             )
         given, own = data[TOPK_LOGPROBS], data[CANDIDATES]
-        made_whole = with_rest if self.config.beyond_topk == "bucket" else renormalized
-        teacher, student = made_whole(given), made_whole(own)
+        complete = with_rest if self.config.beyond_topk == "bucket" else renormalized
+        teacher, student = complete(given), complete(own)
         forward, reverse = kl_divergence(teacher, student), kl_divergence(student, teacher)
         return self._divergence(teacher, student, forward, reverse), {
             "distillation/kl_forward": forward,
@@ -106,7 +107,7 @@ class DistillationLossFn(LossFunction):
     def _of_samples(
         self, logprobs: torch.Tensor, data: BatchedDataDict[Any], mask: torch.Tensor
     ) -> tuple[torch.Tensor, Metrics]:
-        """[B, T] the surrogate of each sampled token, and [B, T] of each metric."""
+        """[B, T] the surrogate of each sampled token, and metrics [B, T]."""
         previous = logprobs.detach() if self.on_policy else data["prev_logprobs"]
         ratio = bounded_log_ratio(logprobs, previous, mask).exp()
         surrogate = -ratio * (data["teacher_logprobs"] - previous)

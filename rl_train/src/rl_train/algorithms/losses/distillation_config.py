@@ -41,12 +41,12 @@ class DistillationLossConfig(LossConfig):
                 "topk null uses only the sampled tokens, which estimate the reverse KL and no other divergence: "
                 f"{self.divergence} needs the teacher's most likely tokens. Set topk, or divergence: reverse_kl"
             )
-        belongs = {
+        used = {
             "beyond_topk": self.topk is not None or self.beyond_topk == "bucket",
             "mixed_kl_weight": self.divergence == "mixed_kl" or self.mixed_kl_weight == _HALF,
             "jsd_beta": self.divergence == "jsd" or self.jsd_beta == _HALF,
         }
-        for key, fits in belongs.items():
+        for key, fits in used.items():
             if not fits:
                 raise ValueError(f"divergence {self.divergence} with topk {self.topk} does not use {key}: remove it")
         if self.topk == 1 and self.beyond_topk == "renormalize":

@@ -1,14 +1,14 @@
-"""What the trainer and the sampler disagree on, token by token, and the weights that make up for it.
+"""Differences between the log-probabilities of trainer and sampler, and importance weights that correct for them.
 
-Two engines never compute quite the same log-probabilities, so samples come from another distribution than the policy that is
-trained. With w = p_trainer / p_sampler at each sampled token (both under the weights that sampled):
+Two backends never compute exactly the same log-probabilities, so samples come from a slightly different distribution than the
+trained policy. With w = p_trainer / p_sampler at each sampled token (both with the weights used for sampling):
 
     tis           min(w, high)                                 https://fengyao.notion.site/off-policy-rl
-    icepop        w where low <= w <= high, else 0             https://arxiv.org/abs/2510.18855
-    seq-mask-tis  w in sequences whose geometric mean of w is within low and high, else 0
+    icepop        w if low <= w <= high, else 0             https://arxiv.org/abs/2510.18855
+    seq-mask-tis  w in sequences with a geometric mean of w between low and high, else 0
 
-log w is clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`), so that no weight is infinite. What is left out keeps its place
-in the mean: a masked token is a zero, not a smaller divisor.
+log w is clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`), so that no weight is infinite. Masked tokens still
+count in the mean: they are zeros, and do not reduce the divisor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rl_train.algorithms.losses.reduce import row_means, token_mean
 def mismatch_metrics(
     previous: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, global_valid_toks: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """How far the sampler was from the policy: shares of means over trained tokens, and `mismatch/max`, which reduces by max.
+    """Mismatch of sampler and policy: contributions to means over trained tokens, and `mismatch/max`, reduced by max.
 
     Args:
-        previous: [B, T] log p under the policy that is to be trained, in nats.
+        previous: [B, T] log p under the policy before the step, in nats.
         sampled: [B, T] log p as the sampler reported it.
         mask: [B, T] float32, `token_mask * sample_mask`.
-        global_valid_toks: scalar, the trained tokens of the global batch.
+        global_valid_toks: scalar, number of trained tokens in the global batch.
     """
     difference = (previous - sampled).abs()
     return {
@@ -47,11 +47,11 @@ def sampling_weights(
     config: ClippedPGLossConfig,
     global_valid_toks: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The weight of each token, and how many were bounded; arguments as `mismatch_metrics`.
+    """The weight of each token, and statistics; arguments as `mismatch_metrics`.
 
     Returns:
-        [B, T] weights without a gradient, and shares of `mismatch/weight_mean` and of `mismatch/truncated_frac` (tokens held
-        at a bound) or `mismatch/masked_frac` (tokens left out).
+        [B, T] weights without a gradient, and contributions to `mismatch/weight_mean` and to `mismatch/truncated_frac` (tokens
+        clipped to a bound) or `mismatch/masked_frac` (masked tokens).
     """
     log_weight = bounded_log_ratio(previous, sampled, mask).detach()
     weight = log_weight.exp()

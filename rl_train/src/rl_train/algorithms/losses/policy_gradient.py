@@ -1,17 +1,17 @@
-"""The clipped policy gradient, in all the forms that `ClippedPGLossConfig` can say.
+"""The clipped policy-gradient loss, in all forms of `ClippedPGLossConfig`.
 
     clip            PPO, https://arxiv.org/abs/1707.06347, equation 7
     clip-higher     separate bounds: DAPO, https://arxiv.org/abs/2503.14476, equation 10
     dual clip       https://arxiv.org/abs/1912.09729, equation 5
-    GSPO            one ratio a sequence: https://arxiv.org/abs/2507.18071, equations 5 and 7; with advantages that differ
-                    between tokens its GSPO-token form, equations 13 and 14, which is the same where they do not
+    GSPO            one ratio per sequence: https://arxiv.org/abs/2507.18071, equations 5 and 7; in its GSPO-token form,
+                    equations 13 and 14, which is the same if the advantages of a sequence are equal
     CISPO           -sg(clip(ratio)) · A · log p: https://arxiv.org/abs/2506.13585, equations 4 and 5
     REINFORCE       -A · log p
     means           over tokens (DAPO), of sequence means (GRPO, https://arxiv.org/abs/2402.03300, equation 3), or of sequence
-                    sums by a constant (Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2)
-    KL              in the loss: GRPO, equation 3; in the reward: the algorithm's business
+                    sums divided by a constant (Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2)
+    KL              in the loss: GRPO, equation 3; a KL in the reward is computed by the algorithm
 
-Letters: B rows, T tokens. Everything is in nats.
+Notation: B rows, T tokens. All quantities are in nats.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from rl_train.algorithms.losses.reduce import row_means, sequence_mean, token_me
 class ClippedPGLossFn(LossFunction):
     """-min(ratio · A, clip(ratio) · A) at each trained token, plus the weighted KL to the reference policy.
 
-    ratio = exp(log p now - log p before the step), the difference clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`). With
-    `on_policy` the two are the same number, so the batch need not hold `prev_logprobs` and the ratio is 1 with the gradient of
-    log p.
+    ratio = exp(log p now - log p before the step), with the difference clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`).
+    With `on_policy` the two are equal, so `prev_logprobs` is not needed and the ratio is 1 with the gradient of log p.
     """
 
     metric_reductions: ClassVar[Mapping[str, Reduction]] = {"ratio/min": "min", "ratio/max": "max", "mismatch/max": "max"}
@@ -91,7 +90,7 @@ class ClippedPGLossFn(LossFunction):
     def _ratio(self, logprobs: torch.Tensor, previous: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         log_ratio = bounded_log_ratio(logprobs, previous, mask)
         if self.config.sequence_level_importance_ratios:
-            # Of the sequence's value, with each token's own gradient: GSPO-token.
+            # The value of the sequence with the gradient of each token: GSPO-token.
             log_ratio = row_means(log_ratio, mask).detach().unsqueeze(-1) + (log_ratio - log_ratio.detach())
         return log_ratio.exp()
 
@@ -118,7 +117,7 @@ class ClippedPGLossFn(LossFunction):
     ) -> dict[str, torch.Tensor]:
         trained = mask > 0
         above, below = ratio > 1.0 + self.config.ratio_clip_max, ratio < 1.0 - self.config.ratio_clip_min
-        # CISPO holds a ratio at its bound whatever the sign; a min() lets the ratio pass where that lowers the objective.
+        # CISPO clips regardless of the sign of the advantage; min() does not clip if that would raise the objective.
         clipped = above | below if self.config.use_cispo else (above & (advantages > 0)) | (below & (advantages < 0))
         one = torch.ones_like(ratio)
         return {

@@ -1,8 +1,8 @@
 """Losses over pairs of a chosen and a rejected answer.
 
-Row 2i of a batch is a chosen answer and row 2i + 1 the rejected one to the same prompt. Each answer gets a score; what is
-minimised is a function of the margin, the chosen answer's score less the rejected one's. With L the answer's log-probability
-in nats, L_ref that of the reference policy, n its tokens and m the margin:
+Row 2i of a batch is a chosen answer and row 2i + 1 the rejected answer to the same prompt. Each answer has a score; the loss is
+a function of the margin, the score of the chosen answer minus that of the rejected one. With L the log-probability of an
+answer in nats, L_ref that of the reference policy, n its number of tokens and m the margin:
 
     DPO     score b (L - L_ref)              -(1 - e) log s(m) - e log s(-m)    https://arxiv.org/abs/2305.18290, equation 7;
                                              e > 0: conservative DPO, https://ericmitchell.ai/cdpo.pdf
@@ -12,7 +12,7 @@ in nats, L_ref that of the reference policy, n its tokens and m the margin:
     ORPO    score log(p / (1 - p)),          -log s(m)                          https://arxiv.org/abs/2403.07691, equations 6, 7
             p = exp(L / n)
 
-s is the logistic function. Letters: B rows, T tokens.
+s is the logistic function. Notation: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from rl_train.algorithms.losses.reduce import row_means, row_sums
 
 REFERENCE = "reference_policy_logprobs"
 TIE = 1e-5
-"""Scores that differ by no more are equal: two passes over the same tokens differ by the order of their sums."""
-_SURE = -1e-6
-"""Mean log-probabilities are held below it where odds are taken: a certain answer has infinite odds."""
+"""Scores that differ by at most this much are equal: two passes over the same tokens may sum in another order."""
+_MAX_MEAN_LOGPROB = -1e-6
+"""Upper bound of mean log-probabilities in odds: an answer with probability 1 has infinite odds."""
 
 
 class PreferenceLossFn(LossFunction):
-    """Some function of the margins, a mean over pairs, plus the weighted likelihood of the chosen answers.
+    """A function of the margins, averaged over pairs, plus the weighted likelihood of the chosen answers.
 
-    A subclass says what an answer's score is, and may say what is minimised; by default it is -log s(margin), the negative
-    log-likelihood of the preference under the Bradley-Terry model.
+    Subclasses define the score of an answer, and may define the loss of a margin; by default it is -log s(margin), the
+    negative log-likelihood of the preference under the Bradley-Terry model.
     """
 
     loss_type = LossType.SEQUENCE_LEVEL
@@ -63,8 +63,8 @@ class PreferenceLossFn(LossFunction):
             mask: [B, T] float32, `token_mask * sample_mask`.
         """
 
-    def of_margins(self, margins: torch.Tensor) -> torch.Tensor:
-        """What is minimised of each margin [B / 2]."""
+    def margin_loss(self, margins: torch.Tensor) -> torch.Tensor:
+        """The loss of each margin [B / 2]."""
         return _smoothed(margins, 0.0)
 
     def __call__(
@@ -86,7 +86,7 @@ class PreferenceLossFn(LossFunction):
         scores = self.scores(next_token_logprobs, data, mask)
         margins = scores[0::2] - scores[1::2]
         likelihood = row_means if self.config.sft_average_log_probs else row_sums
-        preference = mean(self.of_margins(margins))
+        preference = mean(self.margin_loss(margins))
         nll = mean(-likelihood(next_token_logprobs, mask)[0::2])
         loss = self.config.preference_loss_weight * preference + self.config.sft_loss_weight * nll
         scores, margins = scores.detach(), margins.detach()
@@ -103,8 +103,8 @@ class PreferenceLossFn(LossFunction):
         }
 
 
-class _AgainstReferenceLossFn(PreferenceLossFn):
-    """An answer's score is how much likelier it has become since the reference policy."""
+class _ReferenceLossFn(PreferenceLossFn):
+    """Scores an answer by its log-ratio to the reference policy."""
 
     config: DPOLossConfig | IPOLossConfig | HingeLossConfig
 
@@ -117,45 +117,45 @@ class _AgainstReferenceLossFn(PreferenceLossFn):
         return self.config.reference_policy_kl_penalty * of_answer(logprobs - data[REFERENCE], mask)
 
 
-class DPOLossFn(_AgainstReferenceLossFn):
-    """Direct preference optimisation, with label smoothing where it is asked for."""
+class DPOLossFn(_ReferenceLossFn):
+    """Direct preference optimization, with optional label smoothing."""
 
     config: DPOLossConfig
 
     def __init__(self, config: DPOLossConfig | None = None) -> None:
         self.config = config or DPOLossConfig()
 
-    def of_margins(self, margins: torch.Tensor) -> torch.Tensor:
+    def margin_loss(self, margins: torch.Tensor) -> torch.Tensor:
         return _smoothed(margins, self.config.label_smoothing)
 
 
-class IPOLossFn(_AgainstReferenceLossFn):
-    """Identity preference optimisation: log-ratios are drawn to differ by 1 / (2 tau)."""
+class IPOLossFn(_ReferenceLossFn):
+    """Identity preference optimization: the log-ratios of a pair are trained to differ by 1 / (2 tau)."""
 
     config: IPOLossConfig
 
     def __init__(self, config: IPOLossConfig | None = None) -> None:
         self.config = config or IPOLossConfig()
 
-    def of_margins(self, margins: torch.Tensor) -> torch.Tensor:
+    def margin_loss(self, margins: torch.Tensor) -> torch.Tensor:
         tau = self.config.reference_policy_kl_penalty
         return (margins / tau - 0.5 / tau).square()
 
 
-class HingeLossFn(_AgainstReferenceLossFn):
-    """The hinge on DPO's margin."""
+class HingeLossFn(_ReferenceLossFn):
+    """Hinge loss on the DPO margin."""
 
     config: HingeLossConfig
 
     def __init__(self, config: HingeLossConfig | None = None) -> None:
         self.config = config or HingeLossConfig()
 
-    def of_margins(self, margins: torch.Tensor) -> torch.Tensor:
+    def margin_loss(self, margins: torch.Tensor) -> torch.Tensor:
         return relu(1.0 - margins)
 
 
 class SimPOLossFn(PreferenceLossFn):
-    """Simple preference optimisation: no reference policy."""
+    """Simple preference optimization: no reference policy."""
 
     config: SimPOLossConfig
 
@@ -165,12 +165,12 @@ class SimPOLossFn(PreferenceLossFn):
     def scores(self, logprobs: torch.Tensor, data: BatchedDataDict[Any], mask: torch.Tensor) -> torch.Tensor:
         return self.config.beta * row_means(logprobs, mask)
 
-    def of_margins(self, margins: torch.Tensor) -> torch.Tensor:
+    def margin_loss(self, margins: torch.Tensor) -> torch.Tensor:
         return _smoothed(margins - self.config.gamma, self.config.label_smoothing)
 
 
 class ORPOLossFn(PreferenceLossFn):
-    """Odds-ratio preference optimisation: no reference policy, and the likelihood of the chosen answers leads."""
+    """Odds-ratio preference optimization: no reference policy, and mainly the likelihood of the chosen answers."""
 
     config: ORPOLossConfig
 
@@ -178,7 +178,7 @@ class ORPOLossFn(PreferenceLossFn):
         self.config = config or ORPOLossConfig()
 
     def scores(self, logprobs: torch.Tensor, data: BatchedDataDict[Any], mask: torch.Tensor) -> torch.Tensor:
-        mean = row_means(logprobs, mask).clamp(max=_SURE)
+        mean = row_means(logprobs, mask).clamp(max=_MAX_MEAN_LOGPROB)
         return mean - torch.log(-torch.expm1(mean))
 
 

@@ -18,7 +18,7 @@ class PreferenceLossConfig(LossConfig):
     """Whether that likelihood is averaged over the tokens of an answer instead of summed."""
 
     @model_validator(mode="after")
-    def _something_to_minimise(self) -> PreferenceLossConfig:
+    def _has_a_loss(self) -> PreferenceLossConfig:
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
             raise ValueError(
                 "preference_loss_weight and sft_loss_weight are both 0, so there is nothing to minimize: set one of them"

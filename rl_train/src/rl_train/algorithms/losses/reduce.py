@@ -1,4 +1,4 @@
-"""Sums over trained tokens, divided by global counts; the only place where a loss is normalised."""
+"""Sums over trained tokens, divided by global counts; all losses are normalized here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor, global_valid_toks: torch.Tensor) -> torch.Tensor:
-    """This share of the mean over all trained tokens.
+    """The contribution of this microbatch to the mean over all trained tokens.
 
     Args:
         values: [B, T].
         mask: [B, T] float32, `token_mask * sample_mask`.
-        global_valid_toks: scalar, the trained tokens of the global batch.
+        global_valid_toks: scalar, number of trained tokens in the global batch.
     """
     return masked(values, mask).sum() / global_valid_toks.clamp(min=1.0)
 
@@ -19,14 +19,14 @@ def token_mean(values: torch.Tensor, mask: torch.Tensor, global_valid_toks: torc
 def sequence_mean(
     values: torch.Tensor, mask: torch.Tensor, global_valid_seqs: torch.Tensor, *, constant_length: float | None = None
 ) -> torch.Tensor:
-    """This share of the mean over sequences of each sequence's mean over its trained tokens.
+    """The contribution of this microbatch to the mean over sequences of each sequence's mean over its trained tokens.
 
     Args:
         values: [B, T].
         mask: [B, T] float32, `token_mask * sample_mask`.
-        global_valid_seqs: scalar, the rows of the global batch that are trained on.
-        constant_length: divide each sequence's sum by it, not by the sequence's own length, so that a token of a long
-            answer weighs as much as one of a short answer (Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2).
+        global_valid_seqs: scalar, number of trained rows in the global batch.
+        constant_length: divide each sequence's sum by this constant instead of the sequence's length, so that tokens of
+            long and short answers have the same weight (Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2).
     """
     sums = masked(values, mask).sum(dim=-1)
     per_sequence = sums / mask.sum(dim=-1).clamp(min=1.0) if constant_length is None else sums / constant_length
@@ -39,10 +39,10 @@ def row_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B] mean of each row over its trained tokens, 0.0 where it has none; arguments as `token_mean`."""
+    """[B] mean of each row over its trained tokens, 0.0 if it has none; arguments as `token_mean`."""
     return row_sums(values, mask) / (mask > 0).sum(dim=-1).clamp(min=1)
 
 
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values` where `mask`, 0.0 elsewhere; an infinity under a zero mask does not become NaN."""
+    """`values * mask`, but 0.0 instead of NaN for infinities with mask 0."""
     return torch.where(mask > 0, values * mask, torch.zeros_like(values))

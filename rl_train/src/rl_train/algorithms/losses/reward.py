@@ -1,13 +1,13 @@
-"""The loss of a reward model: preferences, explained by a score of each answer; knows no policy.
+"""The Bradley-Terry loss of a reward model.
 
-Row 2i of a batch is a chosen answer and row 2i + 1 the rejected one to the same prompt. With r_c and r_r their scores, the
-values after their last tokens, and m the margin that the pair's record asks for (0 without one):
+Row 2i of a batch is a chosen answer and row 2i + 1 the rejected answer to the same prompt. With r_c and r_r their scores, the
+values after their last tokens, and m the margin of the pair's record (0 by default):
 
     -log s(r_c - r_r - m) + w (r_c + r_r)^2
 
-Bradley and Terry 1952, with the chance s(r_c - r_r) that the chosen answer is preferred; the margin is that of Llama 2,
-https://arxiv.org/abs/2307.09288, equation 2; the second term, which settles the level of all scores, of which pairs say
-nothing, that of https://arxiv.org/abs/2312.09244, equation 2. s is the logistic function. Letters: B rows, T tokens.
+Bradley and Terry 1952, with the probability s(r_c - r_r) that the chosen answer is preferred. The margin is that of Llama 2,
+https://arxiv.org/abs/2307.09288, equation 2. The second term fixes the mean of all scores, which pairs leave undetermined:
+https://arxiv.org/abs/2312.09244, equation 2. s is the logistic function. Notation: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rl_train.algorithms.losses.reward_config import BradleyTerryLossConfig
 
 
 class BradleyTerryLossFn(LossFunction):
-    """The negative log-likelihood of the preferences, a mean over the pairs of the global batch.
+    """The negative log-likelihood of the preferences, averaged over the pairs of the global batch.
 
-    It is called with values where a policy's loss is called with log-probabilities, and reads the one after each row's last
-    token; `token_mask` must hold that token, and no other needs to be.
+    It is called with values instead of log-probabilities, and uses the value after each row's last token; only this token
+    must be in `token_mask`.
     """
 
     loss_type = LossType.SEQUENCE_LEVEL

@@ -1,11 +1,11 @@
-"""The loss of a critic: the squared distance of its values from the returns; knows no reward and no policy.
+"""The loss of a critic: the squared error between its values and the returns.
 
-With v the value now, v_old the value before the step, R the return and c the clip range, at each trained state
+With v the current value, v_old the value before the step, R the return and c the clip range, for each trained state:
 
     1/2 max((v - R)², (v_old + clip(v - v_old, -c, c) - R)²)
 
-The clip is that of OpenAI's PPO2, which https://arxiv.org/abs/2005.12729 (section 3) writes down; the factor 1/2 makes the
-gradient v - R.
+The clip is that of OpenAI's PPO2, described in https://arxiv.org/abs/2005.12729 (section 3); with the factor 1/2 the gradient
+is v - R.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rl_train.algorithms.losses.value_config import MseValueLossConfig
 class MseValueLossFn(LossFunction):
     """Half the squared error, clipped, a mean over all trained states of the global batch; in squared units of reward.
 
-    It is called with values where a policy's loss is called with log-probabilities: position t of `values`, `returns` and
-    `prev_values` is what stands after token t was read, and `token_mask` says after which tokens a value is trained.
+    It is called with values instead of log-probabilities: position t of `values`, `returns` and `prev_values` is the value
+    after token t, and `token_mask` is 1 for positions whose value is trained.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -50,11 +50,11 @@ class MseValueLossFn(LossFunction):
         squared = (values - returns).square()
         metrics: dict[str, torch.Tensor] = {}
         if self.config.cliprange_value is not None:
-            clip, moved = self.config.cliprange_value, values - data["prev_values"]
-            held = (data["prev_values"] + moved.clamp(-clip, clip) - returns).square()
-            clipped = (moved.abs() > clip) & (held > squared)
+            clip, change = self.config.cliprange_value, values - data["prev_values"]
+            clipped_error = (data["prev_values"] + change.clamp(-clip, clip) - returns).square()
+            clipped = (change.abs() > clip) & (clipped_error > squared)
             metrics["value/clipped_frac"] = token_mean(clipped.to(values.dtype), mask, global_valid_toks)
-            squared = torch.maximum(squared, held)
+            squared = torch.maximum(squared, clipped_error)
         loss = token_mean(0.5 * squared, mask, global_valid_toks)
         return loss, metrics | {
             "loss/value": loss.detach(),
