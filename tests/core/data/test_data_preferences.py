@@ -113,9 +113,9 @@ def test_a_system_prompt_opens_conversations_that_have_none(read):
         ({"prompt": "a", "chosen": [ASKED], "rejected": "b"}, "better answer has no assistant message"),
         ({"prompt": "a", "chosen": [{"text": "b"}], "rejected": "b"}, "message 0 of the better answer"),
         ({"prompt": "a", "completions": ["b", "c"]}, "expected a list of {completion, rank}"),
-        ({"prompt": "a", "completions": [{"completion": "b", "rank": 0}]}, "have one rank"),
-        ({"prompt": "a", "completions": [{"completion": x, "score": 1.0} for x in "bc"]}, "have one score"),
-        ({"prompt": "a", "completions": []}, "have one rank"),
+        ({"prompt": "a", "completions": [{"completion": "b", "rank": 0}]}, "all have the same rank"),
+        ({"prompt": "a", "completions": [{"completion": x, "score": 1.0} for x in "bc"]}, "all have the same score"),
+        ({"prompt": "a", "completions": []}, "all have the same rank"),
         ({"prompt": "a", "completions": "b"}, "expected a list of {completion, rank} or"),
         (
             {"prompt": "a", "completions": [{"completion": "b", "rank": "first"}]},
