@@ -173,7 +173,7 @@ def test_wrong_input_is_explained_and_leaves_nothing_behind(whole, tmp_path):
         convert(whole, tmp_path / "out", to="hff")
     with pytest.raises(CheckpointError, match="the folder does not exist"):
         convert(tmp_path / "absent", tmp_path / "out", to="hf")
-    with pytest.raises(NotSupportedError, match=r"no format 'nobody'.*converts to: hf, megatron"):
+    with pytest.raises(NotSupportedError, match=r"no format 'nobody'.*can be converted to: hf, megatron"):
         convert(MODEL, tmp_path / "out", to="nobody")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
     assert files(taken) == {"mine.txt": b"mine"}
