@@ -74,8 +74,8 @@ class TrainingState:
     def load(self, folder: Path, *, rank: int, world_size: int) -> None:
         """Continue from what `save` wrote with any number of ranks; nothing in the folder is executed.
 
-        The random state is restored if the folder has one for this rank; with more ranks than before, the additional ones keep
-        theirs.
+        The random state is restored if the folder has one for this rank; with more ranks than before, the additional ranks
+        keep their random state.
 
         Raises:
             CheckpointError: the folder is missing, damaged, or of another model or optimizer.

@@ -158,7 +158,7 @@ class StopReason(Enum):
 
 
 class RunInterrupted(RLCoreError):
-    """The run was asked to stop, and completed its current step first.
+    """A signal or the time limit stopped the run after its current step.
 
     Args:
         step: number of completed steps.

@@ -1,4 +1,4 @@
-"""Whether a training backend and an inference backend agree on the probability of the same tokens; knows neither."""
+"""Whether a training backend and an inference backend agree on the probability of the same tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_core.interfaces.policy import PolicyInterface
 QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
 """Of |d|."""
 LARGE_DIFFERENCES: Final = (0.1, 1.0)
-"""Sizes of |d|, in nats, of which the share of tokens beyond them is told."""
+"""Sizes of |d|, in nats, ; the share of tokens beyond each is reported."""
 _EDGES: Final = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 2**31)
 JUDGED_TOKENS: Final = 500
 """Tokens that a range of positions needs to be judged by itself: there are ten ranges, and with fewer tokens one of them would
@@ -60,7 +60,7 @@ class PositionRange:
 
     @property
     def label(self) -> str:
-        """`4-15`, or `0` where it is one position."""
+        """`4-15`, or `0` for a single position."""
         return f"{self.first}-{self.last}" if self.last > self.first else str(self.first)
 
 

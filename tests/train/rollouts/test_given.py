@@ -18,7 +18,7 @@ MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
 
 class Numbered(RolloutSource):
-    """Rollouts that consist of their own number, instead of an engine: the test is about which source is used."""
+    """Rollouts that consist of their number, instead of an engine: the test is about which source is used."""
 
     def __init__(self):
         self.drawn = 0

@@ -96,7 +96,7 @@ def test_tying_that_the_config_and_the_weights_agree_on(policy, changed_model):
     assert check_tied_embeddings(untied, declared=False).verdict is DiagnosisStatus.OK
     wrong = check_tied_embeddings(untied, declared=True)
     assert wrong.verdict is DiagnosisStatus.FAILED
-    assert wrong.found == "tie_word_embeddings is true in the model's config, and lm_head.weight is a matrix of its own"
+    assert wrong.found == "tie_word_embeddings is true in the model's config, and lm_head.weight is a separate matrix"
 
 
 def test_a_tied_model_whose_config_says_otherwise(policy):

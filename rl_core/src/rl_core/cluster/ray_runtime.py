@@ -103,7 +103,7 @@ class _Runtime:
                 _temp_dir=str(self._temp_dir / "ray"),
                 _node_ip_address=loopback.ADDRESS,
                 _system_config={
-                    # Every actor of ours has its own runtime environment, so prestarted workers are never used.
+                    # Every actor has its own runtime environment, so prestarted workers are never used.
                     "prestart_worker_first_driver": False,
                     "process_group_cleanup_enabled": True,
                 },

@@ -23,7 +23,7 @@ class Problem:
     """One problem.
 
     Attributes:
-        place: Where it is written; None if nothing was read.
+        place: The location of the value; None if nothing was read.
         path: The key it is about; empty for the file as a whole.
         message: What is wrong, without location and key, and what to do.
     """

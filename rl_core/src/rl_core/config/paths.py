@@ -34,7 +34,7 @@ def locate(text: str, *, place: SourceLocation | None) -> str | None:
 
     Args:
         text: The path as it was written; `~` is the home folder.
-        place: Where it was written; the folder of that file is searched after the working directory.
+        place: The location of the value; the folder of that file is searched after the working directory.
     """
     written = os.path.expanduser(text)
     for folder in folders(place):

@@ -73,7 +73,7 @@ class Secrets:
 
         Args:
             resolved: The whole config as plain data.
-            through: The interpolations, by the path where they are written.
+            through: The interpolations, by their path.
         """
         found = self._redacted(resolved, (), through)
         assert isinstance(found, dict)

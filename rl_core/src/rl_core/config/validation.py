@@ -184,7 +184,7 @@ class Validator:
         if not (isinstance(chosen, str) and name.endswith("_cfg")) or nearest(name, own) is not None:
             return None
         backend = name.removesuffix("_cfg")
-        its = f", whose own section is {listed(own)}" if own else ", which has no section of its own"
+        its = f", whose own section is {listed(own)}" if own else ", which has no such section"
         return (
             f"{name} is the section of the backend {backend!r}, but the backend is {chosen!r}{its}: remove it or change the "
             "backend. (If it is inherited, `_override_: true` in its parent section replaces what is inherited.)"

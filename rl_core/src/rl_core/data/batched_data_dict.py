@@ -118,7 +118,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return SlicedDataDict[DictT]({key: _cut(value, start, end) for key, value in self.data.items()})
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """A new batch of these rows, in this order; rows may repeat. A bool tensor [B] selects the rows where it is True."""
+        """A new batch of these rows, in this order; rows may repeat. A bool tensor [B] selects the rows marked True."""
         place = torch.as_tensor(indices)
         place = place.nonzero().flatten() if place.dtype == torch.bool else place.to(torch.int64)
         return self._mapped(

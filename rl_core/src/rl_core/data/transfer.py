@@ -1,6 +1,6 @@
 """Passes columns between processes without needless copies, using pickle protocol 5.
 
-Sending: a tensor is passed as a NumPy view of its own memory, which protocol 5 transfers out of band, so Ray writes it into
+Sending: a tensor is passed as a NumPy view of its memory, which protocol 5 transfers out of band, so Ray writes it into
 its object store only once. (A non-contiguous column is made contiguous first, and one on a GPU is moved to the CPU.) A dtype
 that NumPy lacks, such as bfloat16, is sent as bytes.
 

@@ -167,7 +167,7 @@ def _check_text(value: Any, what: str, row: int, who: str, form: str) -> None:
     if (broken := _broken_text(value)) is not None:
         raise RLCoreError(
             f"{who} returned {what} of row {row} with {broken}, half of a surrogate pair: it cannot be tokenized or written as "
-            "UTF-8. Repair the text where it is made, for example with text.encode(errors='replace').decode()."
+            "UTF-8. Repair the text before returning it, for example with text.encode(errors='replace').decode()."
         )
 
 

@@ -26,7 +26,7 @@ class LoadedModule:
     """Result of loading one plugin.
 
     Attributes:
-        plugin: The object with the hooks; None where the import failed.
+        plugin: The object with the hooks; None if the import failed.
         components: What its noun hooks returned, those that did not raise.
         known: What `rlcore_known_components` returned.
         hooks: The names of the hooks that it implements.

@@ -1,7 +1,7 @@
 """Checks that a dotted path leads to something that exists, by reading source files; imports nothing.
 
-A path that cannot be decided this way (an extension module, a star import, a module with `__getattr__`) passes: whoever
-imports it reports the rest.
+A path that cannot be decided this way (an extension module, a star import, a module with `__getattr__`) passes: its
+import reports the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def missing_target(path: str) -> str | None:
     package = module.partition(".")[0]
     try:
         return _missing(module, name) if module else None
-    except (ImportError, AttributeError, ValueError):  # a finder of its own, or a module without a spec: its import decides
+    except (ImportError, AttributeError, ValueError):  # a custom finder, or a module without a spec: its import decides
         return None if package in sys.modules else f"there is no package {package!r}."
 
 
@@ -60,7 +60,7 @@ def _find_inside(package: str, part: str, folders: Sequence[str]) -> importlib.m
     try:
         return importlib.machinery.PathFinder.find_spec(f"{package}.{part}", folders)
     except KeyError:
-        # For a package without __init__.py the finder looks its parent up in sys.modules, where it is only after an import.
+        # For a package without __init__.py the finder looks its parent up in sys.modules, which has it only after an import.
         spec = importlib.machinery.ModuleSpec(f"{package}.{part}", None, is_package=True)
         spec.submodule_search_locations = [str(Path(folder) / part) for folder in folders if (Path(folder) / part).is_dir()]
         return spec

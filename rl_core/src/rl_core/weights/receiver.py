@@ -86,7 +86,7 @@ class WeightReceiver(ABC):
         return kept
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
-        """Load one bucket; nothing of the sender's memory is kept, except by reference.
+        """Load one bucket; the sender's memory is not kept, except by reference.
 
         Raises:
             WeightSyncError: a tensor is unknown, repeated or of the wrong form, or it belongs to another refit.

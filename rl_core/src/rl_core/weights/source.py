@@ -101,7 +101,7 @@ class WeightSource(ABC):
         Valid until the call after the next one, or `finish_refit`.
 
         Returns:
-            The handles on rank 0 (on GPUs: on every rank, those of its own device), an empty mapping elsewhere.
+            The handles on rank 0 (on GPUs: on every rank, those of that rank's device), an empty mapping elsewhere.
 
         Raises:
             WeightSyncError: no refit has been started, the weights have changed since, or memory is short.

@@ -64,11 +64,9 @@ def draw_rollouts(
         found += len(groups)
     if not selected:
         raise RLCoreError(
-            f"Step {step} drew {drawn} prompts in {len(metrics)} draws, but the rewards were equal within every group, so "
-            f"there "
-            "is no learning signal. The task is solved, too hard, or its reward is constant. Check the rollouts of the "
-            "previous "
-            "step; use easier or harder prompts, a higher temperature or more samples per prompt."
+            f"Step {step} drew {drawn} prompts in {len(metrics)} draws, but all rewards were equal within their group, so "
+            "there is nothing to learn. The task is solved, too hard, or its reward is constant. Check the rollouts of the "
+            "previous step; use easier or harder prompts, a higher temperature or more samples per prompt."
         )
     counts = {
         "dynamic_sampling/draws": float(len(metrics)),

@@ -131,7 +131,7 @@ class CheckpointStore:
     def set_aside(self, *, after: int) -> Path | None:
         """Move the checkpoints of later steps than `after` into a folder `abandoned_N` next to them.
 
-        A run that goes back to an earlier step will write these steps anew. Checkpoints in `abandoned_N` are never
+        A run that goes back to an earlier step will write these steps again. Checkpoints in `abandoned_N` are never
         resumed from by default and never pruned.
 
         Returns:

@@ -91,9 +91,8 @@ def hugging_face_rows(
         raise DataError(f"dataset {path} is a folder and has no revisions: remove `revision: {revision}`")
     if not saved and Path(path).is_dir() and glob.has_magic(path):
         raise DataError(
-            f"the path of dataset {path} contains one of * ? [ ], which the datasets library reads as a pattern, so it "
-            f"finds no "
-            "files: rename the folder, or read its files with `dataset_name: parquet` or `jsonl`"
+            f"the path of dataset {path} contains one of * ? [ ], which the datasets library reads as a pattern, so it finds "
+            "no files: rename the folder, or read its files with `dataset_name: parquet` or `jsonl`"
         )
     name = f"{path} ({subset})" if subset else path
     if saved:
@@ -233,8 +232,7 @@ def _check_revision(found: Any, path: str, revision: str, name: str) -> None:
     if not all(commit in file.parts for file in files):
         raise DataError(
             f"dataset {name} cannot be loaded: the hub is offline or unreachable, and the cached copy ({files[0].parent}) "
-            f"may not "
-            f"be of the revision {revision}. Load it once with a network connection, or remove `revision`"
+            f"may not be of the revision {revision}. Load it once with a network connection, or remove `revision`"
         )
 
 

@@ -142,9 +142,8 @@ class BatchedDataLoader:
         own = (state.get("fingerprint"), self.fingerprint)
         if None not in own and own[0] != own[1]:
             raise DataError(
-                "the rows differ from those of the state: some have changed, or their order has, so some would be seen "
-                "twice and "
-                f"others never. {_REMEDY}"
+                "the rows differ from those of the state: some have changed, or their order has, so some would be seen twice "
+                f"and others never. {_REMEDY}"
             )
         members = None if self.mixture is None else self.mixture.state()
         if state.get("mixture") != members:

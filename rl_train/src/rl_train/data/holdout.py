@@ -64,8 +64,7 @@ def held_out(records: Any, *, fraction: float, seed: int, name: str) -> tuple[Su
     if not remaining or not out:
         raise DataError(
             f"split.validation {fraction} of the {len(draws)} records of {name} holds out {len(out)} and leaves "
-            f"{len(remaining)}: "
-            "use more data, another fraction, or separate validation data"
+            f"{len(remaining)}: use more data, another fraction, or separate validation data"
         )
     return Subset(records, remaining), Subset(records, out)
 

@@ -39,9 +39,8 @@ class Mixture:
                 raise DataError(f"{name!r} of the mixture has no row")
             if not count:
                 raise DataError(
-                    f"{name!r} of the mixture has the weight {self.weights[name]} of {sum(self.weights.values())}: it "
-                    f"would get "
-                    f"none of the {len(self)} rows of an epoch. Raise its weight, or remove it"
+                    f"{name!r} of the mixture has the weight {self.weights[name]} of {sum(self.weights.values())}: it would "
+                    f"get none of the {len(self)} rows of an epoch. Raise its weight, or remove it"
                 )
 
     def __len__(self) -> int:

@@ -168,8 +168,7 @@ def _margin(margin: Any, key: str) -> float:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not (math.isfinite(margin) and margin >= 0):
         raise DataError(
             f"the field {key!r} is {margin!r}: expected the margin of the chosen answer, a number of at least 0. If the "
-            f"field has "
-            "another meaning, set another `margin_key`"
+            "field has another meaning, set another `margin_key`"
         )
     return float(margin)
 

@@ -194,9 +194,8 @@ def _answered(
 def _check_trained(log: MessageLog, idx: int) -> None:
     if not any(bool(message["token_loss_mask"].any()) for message in log):
         raise DataError(
-            f"record {idx} has no token to train on: its trained answers are empty, have the weight 0, or are dropped by "
-            f"the chat "
-            "template"
+            f"record {idx} has no token to train on: its trained answers are empty, have the weight 0, or are dropped by the "
+            "chat template"
         )
 
 

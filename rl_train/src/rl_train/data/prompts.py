@@ -63,8 +63,7 @@ class PromptTemplate:
             if not isinstance(record[name], str | int | float):
                 raise DataError(
                     f"{self.source} uses {{{name}}}, but this field is {format_value(record[name])}: templates need texts "
-                    f"and numbers. "
-                    "Create the text with your own `record_fn`"
+                    "and numbers. Create the text with your own `record_fn`"
                 )
         lone = [record[name] for name, field in zip(names, fields, strict=True) if not field]
         return text.format(*lone, **{name: record[name] for name in names})

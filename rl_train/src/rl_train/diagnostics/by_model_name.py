@@ -1,6 +1,6 @@
-"""The promised tests of a model by its name alone: one policy and one engine in this process, as their plugins make them.
+"""Tests of a model by its name: one policy and one engine in this process, built by their plugins.
 
-They raise where a model fails, so that they can be called from a test of one's own; pytest does not collect them by itself.
+They raise if the model fails, so that a test can call them; pytest does not collect them.
 """
 
 # ruff: noqa: PT028 - these are functions with defaults for callers, whatever they are called

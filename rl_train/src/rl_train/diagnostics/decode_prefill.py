@@ -1,8 +1,8 @@
-"""Whether tokens decoded one at a time have the probabilities that a whole pass over the row gives them; knows no engine.
+"""Compares the probabilities of tokens decoded one at a time with those of a full forward pass over the row.
 
-Two whole passes are compared with: the engine's own prefill (it is asked again with the prompt and the beginning of its own
-answer), and the policy's scoring pass. The first shows a broken cache or kernel of the engine, the second whatever makes
-sampler and trainer differ, at each stretch of positions.
+There are two full passes: the engine's prefill (of the prompt and the beginning of its answer) and the policy's scoring pass.
+The first shows a broken cache or kernel of the engine, the second any difference between sampler and trainer, by range of
+positions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rl_train.validation import compare_log_probabilities
 DECODE = "decode_against_prefill"
 POLICY = "engine_against_policy"
 _WHY = (
-    "A run trains on the log-probabilities that decoding reports. Where they are not those of a whole pass, importance ratios "
+    "A run trains on the log-probabilities that decoding reports. If they differ from those of a full pass, importance ratios "
     "and KL terms are wrong although every weight is right, and more so the longer the answers."
 )
 
@@ -32,8 +32,8 @@ def check_decode_against_prefill(
 ) -> Diagnosis:
     """Decode greedily, then ask for single tokens of the same answers with their beginnings as part of the prompt.
 
-    The first token of such a request comes from a prefill. Where two tokens are all but equally likely the two passes may
-    choose different ones; their log-probabilities are then compared all the same, since each is the largest of its pass.
+    The first token of such a request comes from a prefill. If two tokens are almost equally likely, the two passes may
+    choose different ones; their log-probabilities are compared anyway, since each is the largest of its pass.
 
     Args:
         generation: the engine.
@@ -79,7 +79,7 @@ def check_decode_against_prefill(
         found=f"{found}; {threshold:.6g} is allowed",
         why=_WHY,
         remedy="Switch off the engine's prefix cache, its compiled graphs and its attention kernel one after the other, and "
-        "try float32: the one that mends it is to blame.",
+        "try float32: the one that removes the difference is the cause.",
         details=details,
     )
 

@@ -1,4 +1,4 @@
-"""What a diagnosis comes to: a verdict, what was found, why it matters and what to do; knows nothing that is diagnosed."""
+"""The result of a diagnosis: its status, what was found, why it matters and what to do."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 
 
 class DiagnosisStatus(StrEnum):
-    """How bad it is."""
+    """Severity of a result."""
 
     OK = "ok"
     WARNING = "warning"
-    """A run works, and something is not as one would think."""
+    """Runs work, but something is unusual."""
     FAILED = "failed"
-    """What a run learns from this would be wrong."""
+    """Runs would learn from wrong numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """One thing that was looked at."""
+    """The result of one diagnosis."""
 
     name: str
-    """Of the diagnosis, such as `length_limit`."""
+    """Name of the diagnosis, such as `length_limit`."""
     verdict: DiagnosisStatus
     found: str
-    """What was seen, with its numbers."""
+    """What was measured, with numbers."""
     why: str = ""
-    """Why it matters; empty where it is ok."""
+    """Why it matters; empty if the status is ok."""
     remedy: str = ""
-    """What to do; empty where it is ok."""
+    """What to do; empty if the status is ok."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """All that was found, as plain values for programs."""
+    """All measurements as plain values, for programs."""
 
     def __str__(self) -> str:
         lines = [f"{self.verdict.value}: {self.name}: {self.found}"]

@@ -1,4 +1,4 @@
-"""A policy's embeddings by its own refit verbs, so that those of any backend can be looked at; judges nothing."""
+"""Reads a policy's embeddings through its refit methods, which every backend has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EmbeddingWeights:
     input: torch.Tensor
     """[V, H], on the CPU: the row of each token id."""
     output_name: str | None
-    """Name in the manifest; None where the policy sends no output matrix of its own: it is the input's."""
+    """Name in the manifest; None if the policy sends no separate output matrix: it is tied to the input."""
     output: torch.Tensor | None
     """[V, H], on the CPU."""
 

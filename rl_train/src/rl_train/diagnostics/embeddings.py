@@ -1,4 +1,4 @@
-"""Embedding rows that were never trained, and matrices that are tied or not against what the config says; knows no backend."""
+"""Finds embedding rows that were never trained, and embeddings whose tying contradicts the model's config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNTRAINED = "untrained_embeddings"
 TIED = "tied_embeddings"
 _MOST_LISTED = 12
 _FAR = math.log(3.0)
-"""A norm is far from the others where it is three times the median or a third of it, and also beyond `_SPREADS`."""
+"""A norm is an outlier if it is at least three times the median or at most a third of it, and also beyond `_SPREADS`."""
 _SPREADS = 6.0
 """Robust standard deviations (1.4826 times the median absolute deviation) of the logarithm of the norms."""
 _CHUNK_ROWS = 16384
@@ -50,8 +50,8 @@ def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids
         name=UNTRAINED,
         verdict=DiagnosisStatus.FAILED if broken else DiagnosisStatus.WARNING,
         found=found + beyond,
-        why="The model has never seen these tokens: what it makes of a prompt that contains one, and the probability with "
-        "which it samples one, mean nothing.",
+        why="The model has never seen these tokens: its output for a prompt that contains one, and the probability with "
+        "which it samples one, are meaningless.",
         remedy="Use a chat template and prompts without them (many base models bring the special tokens of their chat "
         "siblings), or train on text that contains them first.",
         details=details,
@@ -63,14 +63,14 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
 
     Args:
         weights: the policy's.
-        declared: `tie_word_embeddings` of the model's config; None where it does not say.
+        declared: `tie_word_embeddings` of the model's config; None if the config does not set it.
     """
     if weights.output_name is None:
         actual = "the output matrix is the input embedding"
     elif weights.are_equal:
-        actual = f"{weights.output_name} is a matrix of its own, with the same numbers as {weights.input_name}"
+        actual = f"{weights.output_name} is a separate matrix with the same numbers as {weights.input_name}"
     else:
-        actual = f"{weights.output_name} is a matrix of its own"
+        actual = f"{weights.output_name} is a separate matrix"
     found = f"tie_word_embeddings is {str(declared).lower()} in the model's config, and {actual}"
     details = {
         "declared": declared,
@@ -86,7 +86,7 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
         name=TIED,
         verdict=verdict,
         found=found,
-        why="Another program that reads the config would tie what is separate, or train apart what is one: a saved model would "
+        why="Another program that reads the config would tie separate matrices, or separate tied ones: a saved model would "
         "then compute something else than the one that was trained.",
         remedy="Correct tie_word_embeddings in the model's config.json, or load the model from the folder that it was first "
         "saved to.",

@@ -1,4 +1,4 @@
-"""Whether an engine keeps to its longest row: prompts just below the limit, and one that leaves no room; knows no engine."""
+"""Whether an engine respects its length limit: prompts just below it, and one that leaves no room for a completion."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NAME = "length_limit"
 _ROOM = (1, 2, 4, 8)
 """Tokens that are left for the completion of each row."""
 _WHY = (
-    "Rows longer than the limit were not reckoned with: positions beyond what the model was trained on, memory beyond what was "
-    "planned, and a policy that cannot score them."
+    "Rows longer than the limit have positions beyond those the model was trained on, need more memory than planned, and "
+    "cannot be scored by the policy."
 )
 
 
@@ -56,7 +56,7 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
         return Diagnosis(
             name=NAME,
             verdict=DiagnosisStatus.WARNING,
-            found=f"all {len(rows)} rows ended by themselves before the limit of {limit} tokens, so it was not put to the test",
+            found=f"all {len(rows)} rows ended by themselves before the limit of {limit} tokens, so the limit was not tested",
             why=_WHY,
             remedy="Diagnose again with other prompts (--num-prompts), or a higher temperature.",
             details=details,

@@ -1,4 +1,4 @@
-"""What the files of a model say of it beside its weights: tying and end tokens; loads no weights and runs no code of theirs."""
+"""Reads tying and end tokens from a model's config files, without loading weights or running code that came with the model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """What a model's config and generation config say."""
+    """Values from a model's config and generation config."""
 
     tie_word_embeddings: bool | None
-    """None where there is no config that says so."""
+    """None if no config sets it."""
     end_ids: frozenset[int]
     """Tokens that end a completion by these files."""
 
 
 def read_model_files(name_or_path: str, tokenizer: Any) -> ModelFiles:
-    """Read them; a file that is not there says nothing.
+    """Read the config files; missing ones are skipped.
 
     Args:
         name_or_path: a model's name, a folder, or a GGUF file.
@@ -40,7 +40,7 @@ def read_model_files(name_or_path: str, tokenizer: Any) -> ModelFiles:
 
 
 def _if_there(read: Any) -> Any:
-    """What `read` reads; None where Transformers finds no such file, or one that needs code which came with the model."""
+    """The result of `read`; None if Transformers finds no such file, or one that needs code which came with the model."""
     try:
         return read()
     except (OSError, ValueError):

@@ -50,10 +50,9 @@ class EqualRewardWatch:
         rewards = sorted({round(row.reward, 6) for row in trajectories})
         shown = ", ".join(f"{reward:g}" for reward in rewards[:3]) + (", ..." if len(rewards) > 3 else "")
         _log.warning(
-            "steps %d to %d: the samples of each prompt all had equal rewards (in the last step %s), so there is no "
-            "learning signal. Check in rollouts/ that the environment extracts answers. Otherwise use easier or harder "
-            "prompts, "
-            "more samples per prompt, or a higher temperature.",
+            "steps %d to %d: the samples of each prompt all had equal rewards (in the last step %s), so there is no learning "
+            "signal. Check in rollouts/ that the environment extracts answers. Otherwise use easier or harder prompts, more "
+            "samples per prompt, or a higher temperature.",
             self._equal_steps[0],
             self._equal_steps[-1],
             shown,

@@ -196,10 +196,9 @@ class DataLoaders:
         _log.info("%.2f %% of the tokens of the first %d training rows are unknown", 100 * found.fraction, found.rows)
         if found.fraction > WARN_ABOVE:
             _log.warning(
-                "%.1f %% of the tokens of the first %d training rows are %s, the tokenizer's unknown token; the first "
-                "such message "
-                "is %r. The model cannot learn from this text. Use data that the tokenizer covers, or a model with another "
-                "tokenizer.",
+                "%.1f %% of the tokens of the first %d training rows are %s, the tokenizer's unknown token; the first such "
+                "message is %r. The model cannot learn from this text. Use data that the tokenizer covers, or a model with "
+                "another tokenizer.",
                 100 * found.fraction,
                 found.rows,
                 tokenizer.unk_token,
@@ -264,9 +263,8 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
         if others:
             raise ConfigError(
                 f"{name}.model_name: the tokenizer of {section.model_name} differs from that of the policy "
-                f"{config.policy.model_name} in "
-                f"{len(others)} tokens, for example {others[0][0]!r}, so the policy's token ids would mean other words. Use a "
-                "model with the policy's tokenizer."
+                f"{config.policy.model_name} in {len(others)} tokens, for example {others[0][0]!r}, so the policy's token "
+                "ids would mean other words. Use a model with the policy's tokenizer."
             )
 
 

@@ -54,9 +54,8 @@ def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not a folder. Give a step folder (runs/NAME/checkpoints/step_000010), a run folder (runs/NAME) or "
-            f"a model "
-            "folder. For a GGUF file, set policy.model_name=FILE."
+            f"{path} is not a folder. Give a step folder (runs/NAME/checkpoints/step_000010), a run folder (runs/NAME) or a "
+            "model folder. For a GGUF file, set policy.model_name=FILE."
         )
     path = path.resolve()
     if path.suffix == ".partial":

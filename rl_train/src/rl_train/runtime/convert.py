@@ -191,6 +191,5 @@ def _unsupported_format(backend: str, to: str, formats: set[str]) -> NotSupporte
     return NotSupportedError(
         f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, known)} It converts to: "
         f"{', '.join(known) or 'nothing'}. For the format of another backend, first convert to {HF!r} (with --merge if "
-        f"adapters "
-        "were trained), then convert that folder."
+        "adapters were trained), then convert that folder."
     )

@@ -223,8 +223,7 @@ def plan_evaluation(
     if len(source.records) and "messages" not in source.records[0]:
         raise ConfigError(
             f"data.validation ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
-            f"preference "
-            "pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
+            "preference pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
         )
     prompts = prompt_loader(source, config, tokenizer, batch_size=config.algorithm.val_batch_size, shuffle=False)
     return EvaluationPlan(

@@ -166,9 +166,8 @@ def _rows_in_memory(given: Any, name: str) -> Rows:
         return ArrowRows([(f"the {name}", given)], name=f"the {name}")
     if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
         raise DataError(
-            f"the {name} is a {type(given).__name__}, which has no indexed rows: pass a path, the name of a dataset on "
-            f"the hub, "
-            "a list of dicts, a datasets.Dataset, or a section {'dataset_name': ...}"
+            f"the {name} is a {type(given).__name__}, which has no indexed rows: pass a path, the name of a dataset on the "
+            "hub, a list of dicts, a datasets.Dataset, or a section {'dataset_name': ...}"
         )
     return ListedRows(given, name=f"the {name}")
 

@@ -109,9 +109,8 @@ class Trainer:
             if cluster is not None and isinstance(part, WorkerFacade) and part.is_in_process:
                 if isinstance(part, DistributedPolicy) and part.weight_version > 0:
                     raise ConfigError(
-                        f"{part.config.model_name} was trained in this process, and moving it to the cluster would lose "
-                        f"its training. "
-                        "Create it with `cluster=...`, or save a checkpoint and create it from that."
+                        f"{part.config.model_name} was trained in this process, and moving it to the cluster would lose its "
+                        "training. Create it with `cluster=...`, or save a checkpoint and create it from that."
                     )
                 part.spread_over(cluster)
 
@@ -192,8 +191,7 @@ class Trainer:
         if not isinstance(policy, PolicyConfig):
             raise ConfigError(
                 f"{type(self.policy).__name__} has no `config` of type PolicyConfig, which sets its tokenizer and maximum "
-                f"sequence "
-                "length. Add one."
+                "sequence length. Add one."
             )
         # The policy's own `generation` section only sets its scoring; samples come from the `generation` argument.
         policy = policy.model_copy(update={"generation": getattr(self.generation, "config", None)})
