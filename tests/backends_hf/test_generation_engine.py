@@ -74,7 +74,7 @@ def test_unknown_and_impossible_arguments_are_config_errors(model_folder):
         HuggingFaceGeneration(model_folder("llama"), top_p=1.5)
     with pytest.raises(ConfigError, match="model"):
         HuggingFaceGeneration()
-    with pytest.raises(ConfigError, match="beside"):
+    with pytest.raises(ConfigError, match="additional fields"):
         HuggingFaceGeneration(model_folder("llama"), config=HFGenerationConfig(model_name="x"))
 
 

@@ -250,8 +250,8 @@ def test_checkpoints_that_do_not_fit_are_refused_with_their_reason(parts, start,
         ({"name": "torch.optimm.AdamW"}, "cannot import 'torch.optimm'"),
         ({"name": "torch.optim.AdamW", "kwargs": {"learning_rate": 1.0}}, "takes no such argument"),
         ({"name": "torch.optim.AdamW", "kwargs": {"weight_decy": 1.0}}, "Did you mean 'weight_decay'"),
-        ({"name": "torch.optim.AdamW", "kwargs": {"lr": -1.0}}, "refuses"),
-        ({"name": "torch.optim.Optimizer"}, "lacks defaults"),
+        ({"name": "torch.optim.AdamW", "kwargs": {"lr": -1.0}}, "rejects"),
+        ({"name": "torch.optim.Optimizer"}, "is missing defaults"),
         ({"name": "torch.nn.ParameterList"}, "not a torch optimizer"),
     ],
 )
@@ -265,7 +265,7 @@ def test_an_invalid_optimizer_is_an_error_with_a_reason(section, says):
     ("section", "says"),
     [
         ({"name": "lineer"}, "Did you mean 'linear'"),
-        ({"name": "linear"}, "lacks num_training_steps"),
+        ({"name": "linear"}, "is missing num_training_steps"),
         ({"name": "cosine", "kwargs": {"warmup": 3}}, "Did you mean 'num_warmup_steps'|takes no such argument"),
         ({"name": "torch.optim.lr_scheduler.CosineAnealingLR"}, "Did you mean 'CosineAnnealingLR'"),
     ],
@@ -325,7 +325,7 @@ def test_the_promised_constructor_takes_fields_of_policy_and_of_hf_cfg(model_fol
         ({"model_name": "m", "torch_dtype": "float16"}, "precision.*float32.*bfloat16"),
         ({"model_name": "m", "load_in_4bit": True, "load_in_8bit": True}, "cannot be combined"),
         ({"model_name": "m", "generation": {"temperature": -1}}, "temperature"),
-        ({"model_name": "m", "config": HFPolicyConfig(model_name="m")}, "beside it"),
+        ({"model_name": "m", "config": HFPolicyConfig(model_name="m")}, "additional fields"),
         ({}, "needs a model"),
     ],
 )

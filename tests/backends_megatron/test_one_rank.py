@@ -193,7 +193,7 @@ def test_missing_weights_and_invalid_optimizers_are_rejected_before_anything_sta
 
     folder = tmp_path / "model"
     shutil.copytree(models / "llama", folder)
-    with pytest.raises(UserError, match=r"AdamW refuses .*Invalid learning rate: -1"):
+    with pytest.raises(UserError, match=r"AdamW rejects .*Invalid learning rate: -1"):
         MegatronPolicy(str(folder), tensor_model_parallel_size=2, optimizer={"kwargs": {"lr": -1}})
     with pytest.raises(UserError, match=r"policy\.scheduler\.name"):
         MegatronPolicy(str(folder), tensor_model_parallel_size=2, scheduler={"name": "cosin"})
