@@ -108,7 +108,7 @@ def test_reaching_the_draw_limit_gives_a_smaller_step_with_a_warning():
 
 
 def test_a_step_without_reward_differences_is_reported():
-    with pytest.raises(RLCoreError, match="drew 4 prompts in 2 draws, but the rewards were equal within every group"):
+    with pytest.raises(RLCoreError, match="drew 4 prompts in 2 draws, but all rewards were equal within their group"):
         draw(Scripted([ALL, ALL], [NONE, NONE]), dynamic_sampling_max_gen_batches=2)
 
 
