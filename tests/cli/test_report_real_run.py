@@ -15,9 +15,9 @@ from rlcore_cli.report.run_folder import leaves, read_run_folder
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
-CORE = ROOT / "rl_core" / "src" / "rl_core"
-AREAS = ("algorithms", "rollouts", "weights", "dispatch")
-"""The packages of the core that record metrics."""
+CORE, TRAIN = ROOT / "rl_core" / "src" / "rl_core", ROOT / "rl_train" / "src" / "rl_train"
+RECORDERS = (TRAIN / "algorithms", TRAIN / "rollouts", CORE / "weights", CORE / "dispatch")
+"""The packages that record metrics."""
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,10 @@ def test_every_metric_of_a_real_run_is_in_the_table(which, request):
 
 def test_every_metric_that_the_core_names_is_in_the_table():
     """Metrics that the real runs do not record are found in the source: text of the form `area/quantity`."""
-    rooms = [path for area in AREAS for path in (CORE / area).glob("**/*.py")] + [CORE / "run.py"]
+    modules = [path for package in RECORDERS for path in package.glob("**/*.py")] + [TRAIN / "run.py"]
     texts = {
         node.value
-        for path in rooms
+        for path in modules
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
