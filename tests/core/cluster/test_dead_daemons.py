@@ -74,5 +74,5 @@ def test_driver_exits_and_names_the_ray_daemon_that_was_killed(drivers, doing, p
     assert driver.returncode == 1, errors
     assert f"{name} (process {process}, pid {victim}) died" in errors
     assert f"{process}.out" in errors
-    assert "start the same command again" in errors
+    assert "run the same command again" in errors
     assert wait_until(lambda: not any(map(lives, started)))
