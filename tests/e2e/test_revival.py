@@ -106,7 +106,7 @@ def test_a_run_without_restarts_stops_and_resumes_from_its_checkpoint(train, tmp
     assert code == 1, output
     victim = (tmp_path / "generate-6-0").read_text()
     assert f"rank 0 (data=0) of 'generation', host {os.uname().nodename}, pid {victim}" in " ".join(output.split())
-    assert "`policy.generation.max_restarts` is 0" in " ".join(output.split())
+    assert "`policy.generation.max_restarts` (0) does not allow another restart" in " ".join(output.split())
     assert "Traceback" not in output
     assert_nothing_is_left_of(run, tmp_path)
     assert sorted(metrics_of(tmp_path)) == [1, 2, 3]

@@ -124,7 +124,7 @@ def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(en
     assert not lives(second)
     said = [record.getMessage() for record in caplog.records]
     printed = "\n".join(said)
-    assert f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {second} is dead" in printed
+    assert f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {second} exited; restarting it" in printed
     assert "12 of 24 rows of the generation call are sampled again" in said
     assert "initial weights, like the others" in printed
 
@@ -134,7 +134,7 @@ def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(en
     assert two.restarts == 3
 
     condemn(tmp_path, "generate", 0)
-    with pytest.raises(WorkerDiedError, match=r"(?s)rank 0 .*host .*pid .*generation\.max_restarts` is 3.*died in generate"):
+    with pytest.raises(WorkerDiedError, match=r"(?s)rank 0 .*host .*pid .*generation\.max_restarts` \(3\) does not allow.*died in generate"):
         two.generate(prompts())
 
 

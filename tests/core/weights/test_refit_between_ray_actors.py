@@ -100,7 +100,7 @@ def test_faults_in_actors_stop_the_run_and_name_the_tensor(sides):
 
 def test_a_tensor_that_one_replica_does_not_load_is_named(sides):
     policy, engine = sides(TinyPolicy, ForgetfulSecondReplica)
-    with pytest.raises(WeightSyncError, match=r"(?s)replicas do not hold.*k\.weight: .* in replica 0, .* in replica 1"):
+    with pytest.raises(WeightSyncError, match=r"(?s)replicas do not have.*k\.weight: .* in replica 0, .* in replica 1"):
         synchronizer(policy, engine, SharedMemoryTransport).sync()
 
 
