@@ -134,7 +134,9 @@ def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(en
     assert two.restarts == 3
 
     condemn(tmp_path, "generate", 0)
-    with pytest.raises(WorkerDiedError, match=r"(?s)rank 0 .*host .*pid .*generation\.max_restarts` \(3\) does not allow.*died in generate"):
+    with pytest.raises(
+        WorkerDiedError, match=r"(?s)rank 0 .*host .*pid .*generation\.max_restarts` \(3\) does not allow.*died in generate"
+    ):
         two.generate(prompts())
 
 

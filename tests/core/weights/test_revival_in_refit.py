@@ -239,7 +239,9 @@ def test_a_refit_fails_without_remaining_restarts_and_names_the_dead_replica(clu
         pids = engine.group.pids()
         with caplog.at_level(logging.WARNING, "rl_core"):
             sync.sync()
-        assert f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {pids[1]} exited; restarting it" in caplog.text
+        assert (
+            f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {pids[1]} exited; restarting it" in caplog.text
+        )
         assert f"a generation worker died in the refit by {transport.name}; the refit is repeated" in caplog.text
         policy.group.run_all("step")
         (deaths / "load_weights-2").write_text("2")
