@@ -134,7 +134,7 @@ def test_too_long_rows_are_counted_when_dropped(data, tmp_path):
         ("mixture", {"data": {"mix": {"saved": {"weight": 1e-6}}}}, "train", "it would get none of"),
         ("mixture", {"data": {"split": {"validation": 2}}}, "validate", "less than 1.0; found 2"),
         ("ranked", {"data": {"train": {"completions_key": "answers"}}}, "train", "the field 'chosen' is missing"),
-        ("ranked", {"sft": {}, "dpo": None}, "validate", "and sft reads prompts or conversations"),
+        ("ranked", {"sft": {}, "dpo": None}, "validate", "but sft needs prompts or conversations"),
         ("ranked", {"data": {"prompt": {"prompt_config": "generic/math"}}}, "validate", "has no template"),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_trainer_without_a_teacher_or_at_another_temperature_is_refused():
     with pytest.raises(ConfigError, match="needs a teacher"):
         DistillationTrainer(policy, **parts)
     with pytest.raises(
-        ConfigError, match=r"samples at temperature 0.5, and the teacher scores tokens at 1: .*temperature.: 0.5"
+        ConfigError, match=r"samples at temperature 0.5, but the teacher scores tokens at 1: .*temperature.: 0.5"
     ):
         DistillationTrainer(policy, teacher=HuggingFacePolicy(str(MODEL), frozen=True, **LIMITS), **parts)
 
