@@ -193,7 +193,7 @@ def test_incompatible_components_are_rejected_before_anything_runs(policy):
         DPOTrainer(policy, config={"global_batch_size": 0})
     with pytest.raises(ConfigError, match="does not use pairs"):
         DPOTrainer(policy, loss_fn={"name": "nll"})
-    with pytest.raises(ConfigError, match="give GRPOTrainer `generation` and `environments`"):
+    with pytest.raises(ConfigError, match="pass `generation` and `environments` to GRPOTrainer"):
         GRPOTrainer(policy)
     with pytest.raises(ConfigError, match="pass `folder` to the trainer"):
         DPOTrainer(policy, checkpointing={"enabled": True})
@@ -201,7 +201,7 @@ def test_incompatible_components_are_rejected_before_anything_runs(policy):
         DPOTrainer(policy, config={"val_at_end": True}).train(PAIRS)
     with pytest.raises(DataError, match="expected `messages`"):
         SFTTrainer(policy).train(PAIRS)
-    with pytest.raises(DataError, match="'rejected' is absent"):
+    with pytest.raises(DataError, match="'rejected' is missing"):
         DPOTrainer(policy).train([{"prompt": "a", "chosen": "b"}])
     with pytest.raises(DataError, match="16 records, but a step uses 32"):
         DPOTrainer(policy).train(PAIRS)
