@@ -60,19 +60,23 @@ _ENDS = {
 class _Driver:
     def __init__(self, end: str, script: Path) -> None:
         self.scratch = tempfile.mkdtemp(prefix="t")  # short: Ray keeps sockets under it
+        self.errors = script.with_name(f"{end}.err")
         self.process = subprocess.Popen(
             [sys.executable, str(script), end],
             env={**os.environ, "TMPDIR": self.scratch},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.errors.open("w"),
             text=True,
             start_new_session=True,
         )
 
-    def descendants_when_ready(self) -> list[psutil.Process]:
+    def wait_ready(self) -> None:
         assert self.process.stdout is not None
-        assert any(line.startswith("ready") for line in self.process.stdout), f"it ended with {self.process.wait()}"
+        ready = any(line.startswith("ready") for line in self.process.stdout)
+        assert ready, f"it ended with {self.process.wait()}:\n{self.errors.read_text()}"
+
+    def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self, sign: signal.Signals | None) -> int:
@@ -87,15 +91,20 @@ class _Driver:
 
 @pytest.fixture(scope="module")
 def drivers(tmp_path_factory):
-    """All drivers at once, because most of their start is waiting."""
+    """A running driver for each way to end. They start one after the other: six Rays that start at once can time out."""
     script = tmp_path_factory.mktemp("drivers") / "driver.py"
     script.write_text(_DRIVER)
-    made = {end: _Driver(end, script) for end in _ENDS}
-    yield made
-    for driver in made.values():
-        driver.process.kill()
-        driver.process.wait()
-        shutil.rmtree(driver.scratch, ignore_errors=True)
+    made: dict[str, _Driver] = {}
+    try:
+        for end in _ENDS:
+            made[end] = _Driver(end, script)
+            made[end].wait_ready()
+        yield made
+    finally:
+        for driver in made.values():
+            driver.process.kill()
+            driver.process.wait()
+            shutil.rmtree(driver.scratch, ignore_errors=True)
 
 
 def described(process: psutil.Process) -> str:
@@ -109,7 +118,7 @@ def described(process: psutil.Process) -> str:
 @pytest.mark.parametrize("end", list(_ENDS))
 def test_no_process_outlives_a_driver_that_ends_by(end, drivers):
     sign, status = _ENDS[end]
-    started = drivers[end].descendants_when_ready()
+    started = drivers[end].descendants()
     names = [process.name() for process in started]
     assert names.count("sleep") == 2, names
     returned = drivers[end].end(sign)
