@@ -21,15 +21,15 @@ FOLDER := tests
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
 
-# What CI runs: at most 15 minutes on two cores.
+# What CI runs: about 30 minutes on two cores.
 test: lint
 	$(BIN)/pytest $(PARALLEL) -m "not full"
 
-# No Ray, vLLM or Megatron: at most 4 minutes on two cores.
+# No Ray, vLLM or Megatron: about 5 minutes on two cores.
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PARALLEL) -m "not (full or slow or ray or vllm or megatron)" $(FAST)
 
-# Everything, one test at a time: at most 75 minutes. FOLDER=tests/cli runs one folder. The last line is quoted in closing notes.
+# Everything, one test at a time: more than an hour. FOLDER=tests/cli runs one folder. The last line is quoted in closing notes.
 test-full: $(VENV)/.installed-dev
 	$(BIN)/pytest --closing-line $(FOLDER)
 
