@@ -105,7 +105,7 @@ WRONG_IN_GOOD = {
         "but one."
     ],
     ("  model_name: some/model\n", ""): [
-        "config.yaml:3:1: policy.model_name: must be set to text. Name or folder of the model, or a GGUF file."
+        "config.yaml:3:1: policy.model_name: is required: text. Name or folder of the model, or a GGUF file."
     ],
     ("model_name: some/model", "model_name: 7"): [
         "config.yaml:5:15: policy.model_name: must be text; found 7. YAML does not read '7' as text: quote it if text is meant."
@@ -270,5 +270,5 @@ def test_an_empty_file_says_what_a_config_needs(files):
     assert [line.split(": ", 1)[1].split(";")[0] for line in files.errors("")] == [
         "The config has no algorithm section: add one of ... (it may be empty).",
         "policy.backend: is required: choose a policy backend. Installed: ....",
-        "policy.model_name: must be set to text. Name or folder of the model, or a GGUF file.",
+        "policy.model_name: is required: text. Name or folder of the model, or a GGUF file.",
     ]

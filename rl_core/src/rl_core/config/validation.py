@@ -119,8 +119,8 @@ class Validator:
         if field is not None:
             # The first sentence, because docstrings are wrapped within sentences.
             doc = " ".join((field.info.description or "").split()).partition(". ")[0].rstrip(".")
-            purpose = f" to {field.allowed}" + (f". {doc}" if doc else "")
-        self.problems.add(f"must be set{purpose}.", place=self.written.nearest(path[:-1]).key_place, path=path)
+            purpose = f": {field.allowed}" + (f". {doc}" if doc else "")
+        self.problems.add(f"is required{purpose}.", place=self.written.nearest(path[:-1]).key_place, path=path)
 
     def _wrong_value(
         self, field: Field | None, path: KeyPath, found: Any, *, model: Model | None = None, section: KeyPath = ()
