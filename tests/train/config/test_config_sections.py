@@ -127,8 +127,8 @@ WRONG_IN_GOOD = {
         "config.yaml:5:28: policy.optimizer.kwargs.lr: must be a number; found .nan."
     ],
     ("model_name:", "policy.precision: float32\n  model_name:"): [
-        "config.yaml:5:3: policy.policy.precision: policy has no key 'policy.precision'. A dotted key is for overrides: "
-        "write its parts below each other."
+        "config.yaml:5:3: policy.policy.precision: policy has no key 'policy.precision'. Dotted keys only work in "
+        "overrides: in a file, nest the keys."
     ],
     ("model_name:", "temperature: 1\n  model_name:"): [
         "config.yaml:5:3: policy.temperature: policy has no key 'temperature'. Did you mean policy.generation.temperature?"

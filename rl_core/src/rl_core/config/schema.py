@@ -50,7 +50,7 @@ class LossConfig(ComponentSection):
 
     @property
     def num_candidates(self) -> int:
-        """K, the number of tokens that the loss compares at each position; 0 if it uses only the row's own tokens.
+        """K, the number of tokens that the loss compares at each position; 0 if it uses only the tokens of the row.
 
         A loss with K > 0 requires the capability `topk_logprobs` of policy and teacher.
         """

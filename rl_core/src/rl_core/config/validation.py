@@ -167,7 +167,7 @@ class Validator:
 
     def _suggestion(self, name: str, keys: list[str], here: KeyPath) -> str:
         if "." in name:
-            return " A dotted key is for overrides: write its parts below each other."
+            return " Dotted keys only work in overrides: in a file, nest the keys."
         meant = nearest(name, keys)
         elsewhere = [path for path in self.find_elsewhere(name) if path[:-1] != here]
         if elsewhere and (meant is None or meant.casefold() != name.casefold()):
