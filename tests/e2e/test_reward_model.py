@@ -9,11 +9,11 @@ from e2e_runs import MODEL, merged, metrics_of
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_core.data import BatchedDataDict
-from rl_core.data.messages import batched_message_log_to_flat_message, get_formatted_message_log
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_envs import RewardModelEnvironment
 from rl_train.algorithms import BradleyTerryLossFn, DPOTrainer, RewardModelTrainer
+from rl_train.data.messages import batched_message_log_to_flat_message, get_formatted_message_log
 from rl_train.runtime.launch import train
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ import torch
 import transformers
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.messages import get_formatted_message_log
 from rl_core.errors import ConfigError, UserError
 from rl_envs import RewardModelEnvironment
+from rl_train.data.messages import get_formatted_message_log
 
 SHAPE = {
     "hidden_size": 32,

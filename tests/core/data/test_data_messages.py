@@ -5,14 +5,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_core.data.messages import (
+from rl_core.errors import DataError
+from rl_train.data.messages import (
     add_loss_mask_to_message_log,
     batched_message_log_to_flat_message,
     get_first_index_that_differs,
     get_formatted_message_log,
     message_log_to_flat_messages,
 )
-from rl_core.errors import DataError
 
 CONTENTS = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=20)
 TURNS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), CONTENTS), min_size=1, max_size=6)

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from template_styles import CHATML, Segments, Style, expected, tokenizer_of, trained_text
 
-from rl_core.data.messages import add_loss_mask_to_message_log, get_formatted_message_log
 from rl_core.errors import DataError
+from rl_train.data.messages import add_loss_mask_to_message_log, get_formatted_message_log
 from rl_train.data.processors import conversation_datum, preference_datum, prompt_datum
 
 IM = ("<|im_start|>", "<think>", "</think>", "<|end|>", "<|im_end|>")

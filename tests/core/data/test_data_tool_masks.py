@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from template_styles import CHATML, Segments, Style, expected, tokenizer_of
 
-from rl_core.data.messages import get_formatted_message_log
 from rl_core.errors import DataError
+from rl_train.data.messages import get_formatted_message_log
 from rl_train.data.processors import conversation_datum, preference_datum, prompt_datum
 
 NAMES = ("weather", "clock")

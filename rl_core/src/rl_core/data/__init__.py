@@ -1,4 +1,4 @@
-"""Batches, messages, packing and tokenizers: the data that policies, engines and environments exchange."""
+"""Batches, chat templates, packing and tokenizers: the data that policies, engines and environments exchange."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict as BatchedDataDict
-    from rl_core.data.messages import DatumSpec as DatumSpec
     from rl_core.data.tokenizer import load_tokenizer as load_tokenizer
 
-_MODULE_OF = {"BatchedDataDict": "batched_data_dict", "DatumSpec": "messages", "load_tokenizer": "tokenizer"}
-__all__ = ["BatchedDataDict", "DatumSpec", "load_tokenizer"]
+_MODULE_OF = {"BatchedDataDict": "batched_data_dict", "load_tokenizer": "tokenizer"}
+__all__ = ["BatchedDataDict", "load_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:

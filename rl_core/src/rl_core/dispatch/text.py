@@ -9,7 +9,7 @@ import torch
 
 from rl_core.config.schema import TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.messages import get_formatted_message_log
+from rl_core.data.conversation_tokens import conversation_tokens
 from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.data.tokenizer import load_tokenizer
@@ -81,5 +81,4 @@ class TextGeneration:
 
 def _token_ids(prompt: str | Conversation, tokenizer: Any) -> torch.Tensor:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=True, trained=())
-    return torch.cat([message["token_ids"] for message in log])
+    return torch.tensor(conversation_tokens(messages, tokenizer, add_generation_prompt=True), dtype=torch.int64)

@@ -152,16 +152,14 @@ def conversation_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -
     """
     from jinja2.exceptions import TemplateError
 
-    from rl_core.data.messages import get_formatted_message_log
+    from rl_core.data.conversation_tokens import encode, plain_pieces
 
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     if not getattr(tokenizer, "chat_template", None):
-        pieces = get_formatted_message_log(plain, tokenizer)
-        return [token for piece in pieces for token in piece["token_ids"].tolist()]
+        return [token for piece in plain_pieces(plain, tokenizer) for token in piece]
     try:
         text = tokenizer.apply_chat_template(plain, tokenize=False)
     except TemplateError as error:
         roles = [message["role"] for message in plain]
         raise ConfigError(f"the reward model's chat template cannot render messages with the roles {roles}: {error}") from error
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens
+    return encode(text, tokenizer)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_train.data.dataloader import BatchedDataLoader as BatchedDataLoader
     from rl_train.data.datasets import RecordDataset as RecordDataset
+    from rl_train.data.messages import DatumSpec as DatumSpec
 
-_MODULE_OF = {"BatchedDataLoader": "dataloader", "RecordDataset": "datasets"}
-__all__ = ["BatchedDataLoader", "RecordDataset"]
+_MODULE_OF = {"BatchedDataLoader": "dataloader", "DatumSpec": "messages", "RecordDataset": "datasets"}
+__all__ = ["BatchedDataLoader", "DatumSpec", "RecordDataset"]
 
 
 def __getattr__(name: str) -> Any:

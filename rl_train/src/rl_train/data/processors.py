@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.messages import (
+from rl_core.errors import DataError
+from rl_train.data.dataset_config import OnTooLong
+from rl_train.data.messages import (
     DatumSpec,
     MessageLog,
     PreferenceDatumSpec,
@@ -16,8 +18,6 @@ from rl_core.data.messages import (
     get_formatted_message_log,
     trained_messages,
 )
-from rl_core.errors import DataError
-from rl_train.data.dataset_config import OnTooLong
 
 
 def prompt_datum(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from rl_core.data.messages import get_first_index_that_differs, get_formatted_message_log
 from rl_core.errors import DataError
+from rl_train.data.messages import get_first_index_that_differs, get_formatted_message_log
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 
 Message = dict[str, str]

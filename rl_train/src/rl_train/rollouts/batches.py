@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.messages import batched_message_log_to_flat_message
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.messages import batched_message_log_to_flat_message
 
 
 class TrainingBatches:

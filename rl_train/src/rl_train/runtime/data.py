@@ -10,7 +10,6 @@ from typing import Any
 
 from rl_core.config.schema import DataConfig, DatasetConfig, RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.messages import DatumSpec
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import with_prompt
@@ -19,6 +18,7 @@ from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.dataset_config import OnBadRow, OnTooLong
 from rl_train.data.holdout import Subset, held_out, place_of
+from rl_train.data.messages import DatumSpec
 from rl_train.data.mixing import Mixture
 from rl_train.data.processors import (
     check_processor_result,

@@ -12,13 +12,14 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from rl_core.data.answer_spans import LocatedText, Render, locate_trained
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.chat_template import check_names, form_for, render, with_calls_read
+from rl_core.data.conversation_tokens import encode, plain_pieces, refuse_tools
 from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
-from rl_core.data.split_encoding import encode, encode_pieces
 from rl_core.errors import DataError
+from rl_train.data.answer_spans import LocatedText, Render, locate_trained
+from rl_train.data.split_encoding import encode_pieces
 
 Message = dict[str, Any]
 MessageLog = list[Message]
@@ -98,9 +99,8 @@ def get_formatted_message_log(
     """
     if getattr(tokenizer, "chat_template", None):
         return _rendered_log(message_log, tokenizer, header=add_generation_prompt, tools=tools, trained=trained)
-    if tools or any(message.get("tool_calls") for message in message_log):
-        raise DataError("the conversation has tools, which require a chat template: set one (policy.tokenizer.chat_template)")
-    pieces = _plain_pieces(message_log, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token)
+    refuse_tools(message_log, tools)
+    pieces = plain_pieces(message_log, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token)
     return [
         {**message, "token_ids": torch.tensor(piece, dtype=torch.int64)}
         for message, piece in zip(message_log, pieces, strict=True)
@@ -197,16 +197,6 @@ def get_first_index_that_differs(first: Sequence[Any], second: Sequence[Any]) ->
     """The first index at which two sequences (or texts) differ; the shorter length if one is a prefix of the other."""
     pairs = zip(first, second, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
-def _plain_pieces(message_log: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_bos: bool, add_eos: bool) -> list[list[int]]:
-    pieces = [encode(message["content"], tokenizer) for message in message_log]
-    if pieces and add_bos and tokenizer.bos_token_id is not None:
-        pieces[0].insert(0, tokenizer.bos_token_id)
-    for message, piece in zip(message_log, pieces, strict=True):
-        if message["role"] == "assistant" and add_eos and tokenizer.eos_token_id is not None:
-            piece.append(tokenizer.eos_token_id)
-    return pieces
 
 
 def _rendered_log(

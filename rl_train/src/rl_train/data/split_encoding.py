@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rl_core.data.conversation_tokens import encode
 from rl_core.errors import DataError
-
-
-def encode(text: str, tokenizer: Any) -> list[int]:
-    """The text's token ids, with only those special tokens that are in the text."""
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens
 
 
 def encode_pieces(text: str, borders: Sequence[int], tokenizer: Any) -> list[list[int]]:
