@@ -26,7 +26,7 @@ def train(config, run):
             run.metrics.add(run.weights.sync(only_if_stale=True))
 
         with run.timed("rollout"):
-            rollouts = run.rollouts.next_batch(step)
+            rollouts = run.rollouts.take(step, config.num_prompts_per_step)
             rows = best_rows(rollouts.batch, config.min_reward)
 
         if rows:

@@ -43,6 +43,16 @@ def test_an_epoch_has_every_row_once_except_dropped_ones(rows, settings):
         assert len(seen) == (rows - rows % settings["batch_size"] if settings["drop_last"] else rows)
 
 
+@given(rows=st.integers(5, 13), settings=SETTINGS, draws=st.lists(st.integers(0, 7), max_size=6))
+def test_rows_drawn_in_any_portions_are_those_of_the_endless_batches(rows, settings, draws):
+    batches = itertools.islice(loader_of(rows, **settings).forever(), 60)
+    loader = loader_of(rows, **settings)
+    portions = [loader.draw(count) for count in draws]
+    assert [len(portion) for portion in portions] == draws
+    drawn = [row for portion in portions for row in loader.rows_of(portion)]
+    assert drawn == [row for batch in batches for row in batch][: len(drawn)]
+
+
 def test_a_state_at_the_end_of_an_epoch_resumes_to_a_whole_next_one():
     stopped = loader_of(4, batch_size=2)
     list(stopped)

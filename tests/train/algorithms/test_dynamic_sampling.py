@@ -16,11 +16,12 @@ class Scripted(RolloutSource):
 
     def __init__(self, *draws, truncated=()):
         self.draws, self.truncated = list(draws), set(truncated)
-        self.asked = []
+        self.asked, self.groups_asked, self.returned = [], [], []
         self.rows = 0
 
-    def next_batch(self, step):
+    def take(self, step, groups):
         self.asked.append(step)
+        self.groups_asked.append(groups)
         trajectories = []
         for group, rewards in enumerate(self.draws.pop(0)):
             for sample, reward in enumerate(rewards):
@@ -33,6 +34,9 @@ class Scripted(RolloutSource):
                 self.rows += 1
         metrics = {"reward/mean": float(len(self.asked)), "rollout/rows": float(len(trajectories)), "length/max": 5.0}
         return Rollouts(batch=to_batch(trajectories), metrics=metrics, trajectories=trajectories)
+
+    def put_back(self, rollouts):
+        self.returned.append(rollouts)
 
     def state_dict(self):
         return {}
@@ -97,6 +101,22 @@ def test_dropped_groups_are_counted_and_metrics_include_them():
     assert found.metrics["rollout/rows"] == 24.0
     assert found.metrics["length/max"] == 5.0
     assert found.batch.size == 8
+
+
+def test_surplus_groups_are_put_back_whole():
+    source = Scripted([ONE, ALL, NONE], [MOST, ONE, ALL, MOST])
+    found = draw(source, batch_multiplier=1.5)
+    assert found.batch["input_ids"].flatten().tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
+    [surplus] = source.returned
+    assert [int(row.token_ids()) for row in surplus.trajectories] == [16, 17, 18, 19, 24, 25, 26, 27]
+    assert found.metrics["dynamic_sampling/surplus_groups"] == 2.0
+    assert source.groups_asked == [3, 3]
+
+
+def test_without_surplus_nothing_is_put_back():
+    source = Scripted([ALL, ONE], [MOST, NONE])
+    draw(source)
+    assert source.returned == []
 
 
 def test_reaching_the_draw_limit_gives_a_smaller_step_with_a_warning():

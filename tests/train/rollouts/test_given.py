@@ -23,9 +23,11 @@ class Numbered(RolloutSource):
     def __init__(self):
         self.drawn = 0
 
-    def next_batch(self, step):
+    def take(self, step, groups):
         self.drawn += 1
         return Rollouts(batch={"drawn": self.drawn}, metrics={"rollout/rows": 4.0}, trajectories=[])
+
+    def put_back(self, rollouts): ...
 
     def state_dict(self):
         return {"drawn": self.drawn}
@@ -46,7 +48,7 @@ def source(tokenizer):
         rows = [conversation_datum(sums[i], idx=i, tokenizer=tokenizer) for i in range(len(sums))]
         loader = BatchedDataLoader(rows, batch_size=4, seed=seed, drop_last=True, collate=collate_datums)
         given = TrainingBatches(loader, pad_token_id=tokenizer.pad_token_id)
-        return MixedRolloutSource(Numbered(), given, sampled_fraction=fraction, seed=seed)
+        return MixedRolloutSource(Numbered(), given, group_size=2, sampled_fraction=fraction, seed=seed)
 
     return make
 
@@ -67,7 +69,7 @@ def test_the_choice_of_on_policy_steps_depends_only_on_the_seed(source):
 
 
 def test_steps_with_dataset_answers_train_on_them_and_have_no_trajectory(source, tokenizer):
-    rollouts = source(0.0).next_batch(1)
+    rollouts = source(0.0).take(1, 2)
     assert (rollouts.metrics, rollouts.trajectories) == ({"rollout/sampled": 0.0}, [])
     batch = rollouts.batch
     assert batch.size == 4
@@ -87,12 +89,12 @@ def test_a_resume_continues_with_the_next_rows_of_both_sources(source):
         ]
 
     never_stopped = source(0.5)
-    whole = batches_of(never_stopped.next_batch(step) for step in range(1, 21))
+    whole = batches_of(never_stopped.take(step, 2) for step in range(1, 21))
     assert {sampled for sampled, _ in whole[:9]} == {sampled for sampled, _ in whole[9:]} == {0.0, 1.0}
     first = source(0.5)
     for step in range(1, 10):
-        first.next_batch(step)
+        first.take(step, 2)
     state = json.loads(json.dumps(first.state_dict()))
     resumed = source(0.5)
     resumed.load_state_dict(state)
-    assert batches_of(resumed.next_batch(step) for step in range(10, 21)) == whole[9:]
+    assert batches_of(resumed.take(step, 2) for step in range(10, 21)) == whole[9:]

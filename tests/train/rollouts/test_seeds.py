@@ -60,7 +60,7 @@ def drawn(collector, loader, draws, *, steps=None):
     made, seeds = collector()
     source = OnDemandSource(made, loader, group_size=GROUP)
     for step, _ in zip(steps or itertools.repeat(1), range(draws), strict=False):
-        source.next_batch(step)
+        source.take(step, loader.batch_size)
     return seeds(), source
 
 
@@ -93,7 +93,7 @@ def test_a_resumed_source_continues_with_the_seeds_of_one_that_was_never_stopped
     resumed = OnDemandSource(made, prompts(2), group_size=GROUP)
     resumed.load_state_dict(source.state_dict())
     for step in range(2, 5):
-        resumed.next_batch(step)
+        resumed.take(step, 2)
     assert before + after() == whole
 
 
@@ -101,10 +101,10 @@ def test_a_resume_with_another_number_of_prompts_repeats_no_seed(collector, prom
     before, source = drawn(collector, prompts(2), 2)
     made, after = collector()
     resumed = OnDemandSource(made, prompts(5), group_size=GROUP)
-    # Two rows of the epoch are left, which five do not fill: the next draw is of the next epoch.
+    # Of the two rows that are left, the epoch of one batch of five has one; the others are of the next epoch.
     resumed.load_state_dict(source.state_dict())
-    resumed.next_batch(1)
-    assert set(after()) == expected(range(ROWS, ROWS + 5))
+    resumed.take(1, 5)
+    assert set(after()) == expected([4, *range(ROWS, ROWS + 4)])
     assert not set(after()) & set(before)
 
 

@@ -35,7 +35,7 @@ class TrialsConfig(AlgorithmConfig):
 def train(config, run):
     for step in run.steps():
         run.weights.sync()
-        batch = run.rollouts.next_batch(step).batch
+        batch = run.rollouts.take(step, config.questions).batch
         rows, _ = run.evaluation.evaluate()
         run.metrics.add({"trials/prompts": len(batch["group_ids"].unique()), "trials/rows": batch.size} | rows)
 

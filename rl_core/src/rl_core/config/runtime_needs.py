@@ -19,7 +19,7 @@ class RolloutNeeds:
     """Rollouts that a step needs."""
 
     prompts_per_draw: int
-    """P, number of prompts per call of `RolloutSource.next_batch`; at least 1."""
+    """P, number of prompts that a step takes at once (`RolloutSource.take`); at least 1."""
     samples_per_prompt: int
     """G, number of rollouts per prompt; at least 1."""
     sampled_fraction: float = 1.0

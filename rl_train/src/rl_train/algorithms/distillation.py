@@ -54,7 +54,7 @@ def train(config: DistillationConfig, run: Run) -> None:
             run.metrics.add(run.weights.sync(only_if_stale=True))
 
         with run.timed("rollout"):
-            rollouts = run.rollouts.next_batch(step)
+            rollouts = run.rollouts.take(step, config.num_prompts_per_step)
             batch = rollouts.batch
 
         with run.timed("score"):

@@ -33,10 +33,11 @@ def draw_rollouts(
 ) -> Rollouts:
     """A step's rollouts, filtered, with shaped rewards: one draw, or as many as dynamic sampling needs.
 
-    If `dynamic_sampling_max_gen_batches` is reached first, the step has fewer groups; the metrics report how many are missing.
+    Informative groups beyond P are put back. If `dynamic_sampling_max_gen_batches` is reached first, the step has fewer groups;
+    the metrics report how many are missing.
 
     Args:
-        source: samples P groups at a time.
+        source: provides groups.
         step: the step of the rollouts.
         config: the algorithm's section.
         shape: shapes the rewards of a draw, in place; returns metrics.
@@ -59,8 +60,11 @@ def draw_rollouts(
         metrics.append(draw.metrics)
         drawn += len(draw.batch["group_ids"].unique())
         groups = _trained_groups(draw.batch, informative & is_informative(draw.batch))
-        if groups:
-            selected.append(_select(draw, groups, first_id=found))
+        used, surplus = groups[: wanted - found], groups[wanted - found :]
+        if used:
+            selected.append(_select(draw, used, first_id=found))
+        if surplus:
+            source.put_back(_select(draw, surplus, first_id=0))
         found += len(groups)
     if not selected:
         raise RLCoreError(
@@ -74,7 +78,7 @@ def draw_rollouts(
         "dynamic_sampling/surplus_groups": float(max(found - wanted, 0)),
         "dynamic_sampling/missing_groups": float(max(wanted - found, 0)),
     }
-    return _concat(selected, wanted, metrics=_over_draws(metrics) | counts)
+    return _concat(selected, metrics=_over_draws(metrics) | counts)
 
 
 def draw_once(
@@ -86,7 +90,7 @@ def draw_once(
 
 def _draw(source: RolloutSource, step: int, *, config: PolicyGradientConfig) -> Rollouts:
     """One draw with the environment's rewards; rows that must not be trained on have a `sample_mask` of 0."""
-    draw = source.next_batch(step)
+    draw = source.take(step, config.prompts_per_draw)
     if config.overlong_filtering:
         draw.batch["sample_mask"] = draw.batch["sample_mask"] * ~draw.batch["truncated"]
     return draw
@@ -114,12 +118,10 @@ def _select(draw: Rollouts, groups: Sequence[int], *, first_id: int) -> Rollouts
     return Rollouts(batch=batch, metrics={}, trajectories=trajectories)
 
 
-def _concat(selected: Sequence[Rollouts], wanted: int, *, metrics: dict[str, float]) -> Rollouts:
-    """The first `wanted` groups of all draws."""
+def _concat(selected: Sequence[Rollouts], *, metrics: dict[str, float]) -> Rollouts:
     batch: Batch = BatchedDataDict.from_batches([draw.batch for draw in selected])
     trajectories = [trajectory for draw in selected for trajectory in draw.trajectories]
-    rows = [row for row, group in enumerate(batch["group_ids"].tolist()) if group < wanted]
-    return Rollouts(batch=batch.select_indices(rows), metrics=metrics, trajectories=[trajectories[row] for row in rows])
+    return Rollouts(batch=batch, metrics=metrics, trajectories=trajectories)
 
 
 def _over_draws(metrics: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -16,6 +16,8 @@ from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
 from rl_train.data.mixing import Mixture, row_order
 
+_KEPT_ORDERS = 2
+"""Orders kept in memory: rows that were put back may belong to the epoch before the current one."""
 _REMEDY = "Use the original data, or start a new run (`--resume never`)"
 
 
@@ -71,6 +73,7 @@ class BatchedDataLoader:
         self.fingerprint = fingerprint
         self._epoch = 0
         self._cursor = 0
+        self._orders: dict[tuple[int, int], Sequence[int]] = {}
 
     @property
     def epoch(self) -> int:
@@ -92,23 +95,54 @@ class BatchedDataLoader:
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
+        least = self.batch_size if self.drop_last else 1
+        self._skip_rest(least)
         epoch = self._epoch
-        order = self._order(epoch)
         while self._epoch == epoch:
-            start, end = self._cursor, min(self._cursor + self.batch_size, len(order))
+            ordinals = self._advance(self.batch_size, len(self.dataset))
             # The state advances before the batch is yielded. After the last batch it is the start of the next epoch: a state
             # at the end of an epoch would resume with an empty epoch.
-            left = len(order) - end
-            if left < (self.batch_size if self.drop_last else 1):
-                self._epoch, self._cursor = epoch + 1, 0
-            else:
-                self._cursor = end
-            yield self.collate([self.dataset[row] for row in order[start:end]])
+            self._skip_rest(least)
+            yield self.rows_of(ordinals)
 
     def forever(self) -> Iterator[Any]:
         """Endless batches, epoch after epoch."""
         while True:
             yield from self
+
+    def draw(self, count: int) -> list[int]:
+        """Take the next `count` rows of the endless order; returns their ordinals, see `next_ordinal`.
+
+        The order does not depend on how many rows are drawn at once. A draw may extend over several epochs. With `drop_last`,
+        the last rows of an epoch that do not fill a batch are left out.
+        """
+        rows = len(self.dataset)
+        end = len(self) * self.batch_size if self.drop_last else rows
+        ordinals: list[int] = []
+        self._skip_rest(rows - end + 1)
+        while len(ordinals) < count:
+            ordinals += self._advance(count - len(ordinals), end)
+            self._skip_rest(rows - end + 1)
+        return ordinals
+
+    def rows_of(self, ordinals: Sequence[int]) -> Any:
+        """The rows with these ordinals as a batch, in this order; the position of the loader does not change."""
+        found = []
+        for ordinal in ordinals:
+            epoch, position = divmod(ordinal, len(self.dataset))
+            found.append(self.dataset[self._order(epoch)[position]])
+        return self.collate(found)
+
+    def _advance(self, most: int, end: int) -> range:
+        """The ordinals of the next rows of the current epoch: at most `most`, and before row `end`."""
+        first = self.next_ordinal
+        self._cursor = min(self._cursor + most, end)
+        return range(first, self.next_ordinal)
+
+    def _skip_rest(self, least: int) -> None:
+        """Start the next epoch if fewer than `least` rows of the current one are left."""
+        if len(self.dataset) - self._cursor < least:
+            self._epoch, self._cursor = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loader, for an exact resume.
@@ -152,14 +186,18 @@ class BatchedDataLoader:
                 f"each member), so the order of the interrupted run cannot continue. {_REMEDY}"
             )
         self.seed, self._epoch, self._cursor = state["seed"], state["epoch"], state["cursor"]
-        if len(self.dataset) - self._cursor < (self.batch_size if self.drop_last else 1):
-            self._epoch, self._cursor = self._epoch + 1, 0
 
     def next_rows(self, count: int) -> Sequence[int]:
         """The numbers of the next `count` rows, or of the rest of the epoch."""
         return self._order(self._epoch)[self._cursor : self._cursor + count]
 
     def _order(self, epoch: int) -> Sequence[int]:
+        key = (self.seed, epoch)
+        if key not in self._orders:
+            self._orders = dict([*self._orders.items(), (key, self._new_order(epoch))][-_KEPT_ORDERS:])
+        return self._orders[key]
+
+    def _new_order(self, epoch: int) -> Sequence[int]:
         if self.mixture is not None:
             return self.mixture.order(seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         return epoch_order(len(self.dataset), seed=self.seed, epoch=epoch) if self.shuffle else range(len(self.dataset))

@@ -38,6 +38,10 @@ class TrainingBatches:
         """The next batch; epochs repeat without end."""
         return self._rows(next(self._endless))
 
+    def take(self, rows: int) -> BatchedDataDict[Any]:
+        """The next `rows` rows; epochs repeat without end."""
+        return self._rows(self._loader.rows_of(self._loader.draw(rows)))
+
     def epoch(self) -> Iterator[BatchedDataDict[Any]]:
         """The batches of one epoch."""
         return (self._rows(batch) for batch in self._loader)

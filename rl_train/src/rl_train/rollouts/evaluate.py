@@ -50,7 +50,8 @@ class Evaluation:
         trajectories: list[Trajectory] = []
         for prompts in self._first_prompts():
             first = len(trajectories) // self.samples_per_prompt
-            rows = start_rollouts(prompts, self.samples_per_prompt, first_ordinal=first)
+            ordinals = range(first, first + prompts.size)
+            rows = start_rollouts(prompts, self.samples_per_prompt, ordinals=ordinals)
             self.collector.collect(rows, stream=SampleStream.VALIDATION, greedy=self.greedy)
             trajectories.extend(rows)
             if progress is not None:

@@ -21,29 +21,37 @@ class MixedRolloutSource(RolloutSource):
 
     Args:
         sampled: the policy's rollouts.
-        dataset: yields as many conversations as a step has rows.
+        dataset: the conversations.
+        group_size: G, number of conversations that replace a group.
         sampled_fraction: the probability, from 0 to 1.
         seed: seed of the choices.
     """
 
-    def __init__(self, sampled: RolloutSource, dataset: TrainingBatches, *, sampled_fraction: float, seed: int) -> None:
-        self._sampled, self._dataset = sampled, dataset
+    def __init__(
+        self, sampled: RolloutSource, dataset: TrainingBatches, *, group_size: int, sampled_fraction: float, seed: int
+    ) -> None:
+        self._sampled, self._dataset, self._group_size = sampled, dataset, group_size
         self._sampled_fraction, self._seed = sampled_fraction, seed
 
     def samples(self, step: int) -> bool:
         """Whether this step uses sampled rollouts."""
         return sample_seed(self._seed, step) < self._sampled_fraction * _SEED_LIMIT
 
-    def next_batch(self, step: int) -> Rollouts:
+    def take(self, step: int, groups: int) -> Rollouts:
         """See `RolloutSource`; rows from the data have the keys that a loss and a teacher need, and no trajectories."""
         if self.samples(step):
-            rollouts = self._sampled.next_batch(step)
+            rollouts = self._sampled.take(step, groups)
             return Rollouts(
                 batch=rollouts.batch,
                 metrics=rollouts.metrics | {"rollout/sampled": 1.0},
                 trajectories=rollouts.trajectories,
             )
-        return Rollouts(batch=self._dataset.next_batch(), metrics={"rollout/sampled": 0.0}, trajectories=[])
+        batch = self._dataset.take(groups * self._group_size)
+        return Rollouts(batch=batch, metrics={"rollout/sampled": 0.0}, trajectories=[])
+
+    def put_back(self, rollouts: Rollouts) -> None:
+        """See `RolloutSource`; conversations of the data are not taken again."""
+        self._sampled.put_back(rollouts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"sampled": self._sampled.state_dict(), "given": self._dataset.state_dict()}

@@ -17,7 +17,8 @@ def rollout_seed(run_seed: int, stream: SampleStream, *, ordinal: int, sample: i
     """The seed in [0, 2^63) of one turn of one rollout.
 
     It depends neither on the training step nor on the other rows of the batch, so a resumed run, an additional draw of dynamic
-    sampling and a prefetching source all give a prompt the same seed.
+    sampling and a prefetching source all give a prompt the same seed. A prompt that was put back is sampled again with its
+    seed, by newer weights.
 
     Args:
         run_seed: the algorithm's `seed`.

@@ -122,6 +122,7 @@ def connect(
                 run.rollouts = MixedRolloutSource(
                     run.rollouts,
                     loaders.answers,
+                    group_size=needs.rollouts.samples_per_prompt,
                     sampled_fraction=needs.rollouts.sampled_fraction,
                     seed=config.algorithm.seed,
                 )
