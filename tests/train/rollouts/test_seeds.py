@@ -101,7 +101,7 @@ def test_a_resume_with_another_number_of_prompts_repeats_no_seed(collector, prom
     before, source = drawn(collector, prompts(2), 2)
     made, after = collector()
     resumed = OnDemandSource(made, prompts(5), group_size=GROUP)
-    # Of the two rows that are left, the epoch of one batch of five has one; the others are of the next epoch.
+    # Two rows are left, but the batch of five in this epoch has only one of them; the others are from the next epoch.
     resumed.load_state_dict(source.state_dict())
     resumed.take(1, 5)
     assert set(after()) == expected([4, *range(ROWS, ROWS + 4)])

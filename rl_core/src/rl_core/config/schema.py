@@ -77,6 +77,14 @@ class EnvironmentConfig(ComponentSection):
         """Maximum number of turns that the environment itself can use; 1 unless its section overrides this."""
         return 1
 
+    @property
+    def min_turns(self) -> int:
+        """Number of turns without which the environment cannot give a reward; a config that allows fewer is refused.
+
+        1 unless its section overrides this. A class used with `env_cls` has the class attribute `min_turns` instead.
+        """
+        return 1
+
     @model_validator(mode="after")
     def _one_implementation(self) -> EnvironmentConfig:
         if self.name is not None and self.env_cls is not None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -45,6 +45,10 @@ class EnvironmentInterface(ABC):
     An environment runs as a pool of processes that share no state, so what must be remembered about a row belongs in its
     metadata.
     """
+
+    min_turns: ClassVar[int] = 1
+    """Number of turns without which the environment cannot give a reward. A config that allows fewer is refused. Write it as a
+    number in the class body, so that `rlcore validate` can read it without importing the module."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Add an explanation to calls of `step` without metadata, which would raise a bare TypeError."""

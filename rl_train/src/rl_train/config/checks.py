@@ -20,6 +20,7 @@ from rl_train.config.optimizer_checks import optimizer_conflicts, unused_by_froz
 from rl_train.config.resource_checks import in_process_conflicts
 from rl_train.config.section_resolver import COMPANIONS, ConfigLayout
 from rl_train.config.transport_checks import transport_conflicts
+from rl_train.config.turn_checks import turn_conflicts
 
 
 def cross_check(run: RunConfig, layout: ConfigLayout, registry: Registry) -> Iterator[Finding]:
@@ -52,6 +53,7 @@ def section_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
     yield from schedule_conflicts(run)
     yield from _sampling(run)
     yield from _lengths(run)
+    yield from turn_conflicts(run)
     yield from _capabilities(run, registry)
     yield from canary_conflicts(run, registry)
 

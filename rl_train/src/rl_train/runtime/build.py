@@ -27,6 +27,7 @@ from rl_train.config.lr_schedule_checks import (
     schedule_warnings,
 )
 from rl_train.config.section_resolver import COMPANIONS
+from rl_train.config.turn_checks import check_turns
 from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.rollouts.collect import Collector
@@ -68,6 +69,7 @@ def build_run(
     train, validation = read_sources(config, registry)
     loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
     config = loaders.settled(config)
+    check_turns(config, registry)
     before_models(config)
     with with_key("cluster"):
         cluster = _cluster(config, exits)
