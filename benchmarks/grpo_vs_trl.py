@@ -157,7 +157,8 @@ def run_ours(arguments):
     for line in lines:
         now += line["time/step_s"]
         marks.append(now)
-    trained = [int(line["tokens/trained"]) for line in lines]
+    # Only tokens in the backward pass count.
+    trained = [int(line["tokens/trained"] - line["tokens/skipped"]) for line in lines]
     phases = {
         name: sum(line[f"time/{name}_s"] for line in lines[1:]) / (len(lines) - 1)
         for name in ("refit", "rollout", "score", "train")

@@ -159,6 +159,7 @@ class Run:
         self.metrics.add({name: result[name] for name in ("loss", "grad_norm", "lr", "num_optimizer_steps")})
         self.metrics.add(result["metrics"])
         self.metrics.add({"tokens/trained": result["global_valid_toks"], "tokens/all": int(batch["input_lengths"].sum())})
+        self.metrics.add({"tokens/skipped": result.get("skipped_valid_toks", 0.0)})
         dropped = int((batch["sample_mask"] == 0).sum())
         if dropped:
             self.metrics.add({"data/dropped_rows": dropped})

@@ -119,6 +119,7 @@ def test_each_epoch_is_one_call_with_an_order_from_seed_and_step():
         "num_optimizer_steps": 6,
         "global_valid_seqs": 24.0,
         "global_valid_toks": 120.0,
+        "skipped_valid_toks": 0,
         "metrics": {"ratio/mean": 2.0, "ratio/max": 3.0, "ratio/min": 1.0},
     }
     assert all(sorted(order) == list(range(8)) for order in one.orders)

@@ -12,8 +12,9 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.optimizer_steps import rows_per_optimizer_step
 from rl_core.config.schema import DeadlineConfig, PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.rows import global_counts, pad_rows_to_multiple, select_columns
+from rl_core.dispatch.rows import pad_rows_to_multiple, select_columns
 from rl_core.dispatch.text import TextGeneration
+from rl_core.dispatch.training_rows import TrainingRows
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NotSupportedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
@@ -25,7 +26,7 @@ from rl_core.interfaces.policy import (
     TopkLogprobOutputSpec,
 )
 from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
-from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.interfaces.worker import PolicyWorker, StepResult
 from rl_core.weights.handles import merge_handles
 
 if TYPE_CHECKING:
@@ -170,19 +171,21 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
             )
         rows_per_step = rows_per_optimizer_step(rows.size, asked=gbs, multiple_of=self.data_ranks * unit)
         rows = pad_rows_to_multiple(rows, rows_per_step)
-        counts = global_counts(rows, rows_per_step)
-        shards, _ = self._shards(rows, rows_per_step, training=True, rows_per_unit=unit)
+        chosen = TrainingRows.all_of(rows, rows_per_step)
+        if not eval_mode:
+            chosen = chosen.with_gradient(loss_fn, multiple_of=self.data_ranks * unit)
+        shards, _ = self._shards(chosen.rows, chosen.rows_per_step, training=True, rows_per_unit=unit)
         if unit > 1:
             mbs = max((mbs or self.config.train_micro_batch_size) // unit, 1) * unit
         try:
             results: list[list[StepResult]] = self.group.run_sharded(
-                "train", shards, loss_fn, counts=counts, eval_mode=eval_mode, mbs=mbs, deadline_s=self._deadlines.train_s
+                "train", shards, loss_fn, counts=chosen.counts, eval_mode=eval_mode, mbs=mbs, deadline_s=self._deadlines.train_s
             )
         except WorkerError as error:
             if isinstance(error.__cause__, NonFiniteError):
                 raise NonFiniteError(str(error)) from error
             raise
-        return _over_ranks_and_steps(results, loss_fn, counts)
+        return chosen.combine(results, loss_fn)
 
     def _shards(
         self, rows: BatchedDataDict[Any], batch_size: int | None, *, training: bool, rows_per_unit: int = 1
@@ -307,32 +310,3 @@ def _widened(column: torch.Tensor, width: int) -> torch.Tensor:
     """A column [B, T', ...] right-padded with 0 to [B, `width`, ...]."""
     behind = (0, 0) * (column.ndim - 2)
     return torch.nn.functional.pad(column, (*behind, 0, width - column.shape[1]))
-
-
-def _over_ranks_and_steps(
-    results: Sequence[Sequence[StepResult]], loss_fn: LossFunction, counts: Sequence[GlobalCounts]
-) -> dict[str, Any]:
-    """Sum shares over ranks, then average over optimizer steps (extremes stay extremes)."""
-    steps = [list(step) for step in zip(*results, strict=True)]
-    losses = [sum(share.loss for share in step) for step in steps]
-    for step, loss in enumerate(losses):
-        if loss != loss:
-            raise NonFiniteError(f"The loss of optimizer step {step + 1} of {len(losses)} is NaN.")
-    metrics: dict[str, float] = {}
-    for name in steps[0][0].metrics:
-        how = loss_fn.metric_reductions.get(name, "sum")
-        shares = [[share.metrics[name] for share in step] for step in steps]
-        if how == "sum":
-            metrics[name] = sum(sum(step) for step in shares) / len(shares)
-        else:
-            extreme = min if how == "min" else max
-            metrics[name] = extreme(extreme(step) for step in shares)
-    return {
-        "loss": sum(losses) / len(losses),
-        "grad_norm": sum(step[0].grad_norm for step in steps) / len(steps),
-        "lr": steps[-1][0].lr,
-        "num_optimizer_steps": len(steps),
-        "global_valid_seqs": sum(count.valid_seqs for count in counts),
-        "global_valid_toks": sum(count.valid_toks for count in counts),
-        "metrics": metrics,
-    }

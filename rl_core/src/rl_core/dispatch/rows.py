@@ -48,12 +48,17 @@ def pad_rows_to_multiple(rows: BatchedDataDict[Any], multiple: int) -> BatchedDa
     missing = -rows.size % multiple
     if missing == 0:
         return rows
-    filler = rows.slice(0, 1).repeat_interleave(missing)
+    return BatchedDataDict.from_batches([rows, padding_rows(rows, 0, missing)])
+
+
+def padding_rows(rows: BatchedDataDict[Any], row: int, count: int) -> BatchedDataDict[Any]:
+    """`count` copies of row `row`, cut to one token and masked out, so that they have no effect on training."""
+    filler = rows.slice(row, row + 1).repeat_interleave(count)
     filler["input_lengths"] = torch.ones_like(filler["input_lengths"])
     for mask in ("token_mask", "sample_mask"):
         if mask in filler:
             filler[mask] = torch.zeros_like(filler[mask])
-    return BatchedDataDict.from_batches([rows, filler])
+    return filler
 
 
 def global_counts(rows: BatchedDataDict[Any], batch_size: int) -> list[GlobalCounts]:

@@ -12,7 +12,9 @@ import torch
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
 
-Reduction = Literal["sum", "min", "max"]
+Reduction = Literal["sum", "token_mean", "min", "max"]
+"""How shares of a metric are combined. `sum` and `token_mean` both add them up; a `token_mean` is a mean over trained tokens,
+and covers only the computed ones if `LossFunction.rows_with_gradient` excludes rows."""
 
 
 class LossType(Enum):
@@ -31,7 +33,8 @@ class LossFunction(ABC):
     Attributes:
         loss_type: whether the loss is a mean over tokens or over sequences.
         metric_reductions: how each metric is reduced over microbatches and ranks; the default is `sum`, so a metric that
-            is a mean must already be divided by its global count.
+            is a mean must already be divided by its global count. Metrics of a loss with `rows_with_gradient` that are not 0
+            on the excluded rows must be `token_mean`, `min` or `max`.
         rows_per_unit: number k of consecutive rows that belong together, such as the two of a preference pair: rows k·n to
             k·n + k - 1 of the batch stay adjacent, in order, on one rank and in one microbatch.
         candidates_key: the batch key [B, T, K] int64 of further tokens to score at each position. The backend computes their
@@ -55,6 +58,17 @@ class LossFunction(ABC):
     def required_keys(self) -> frozenset[str]:
         """Batch keys that the loss reads in addition to `token_mask` and `sample_mask`."""
         return frozenset()
+
+    def rows_with_gradient(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
+        """Rows [B] bool that may contribute to the loss or its gradient; None, the default, if all may.
+
+        The other rows are not computed in training. They still count in `global_valid_seqs` and `global_valid_toks`, so loss,
+        gradient and optimizer step are the same as if they had been computed.
+
+        Args:
+            data: `token_mask` [B, T], `sample_mask` [B] and `required_keys`.
+        """
+        return None
 
     @abstractmethod
     def __call__(

@@ -38,7 +38,9 @@ class TrainableInterface(ABC):
 
         Returns:
             `loss` (mean over the optimizer steps), `grad_norm`, `lr`, `num_optimizer_steps`, `global_valid_seqs`,
-            `global_valid_toks`, and `metrics`: the loss's own, reduced over microbatches, ranks and steps.
+            `global_valid_toks`, `skipped_valid_toks` (those of `global_valid_toks` that were not computed, because their rows
+            have no gradient; see `LossFunction.rows_with_gradient`), and `metrics`: the loss's own, reduced over microbatches,
+            ranks and steps.
 
         Raises:
             NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are unchanged by that step.

@@ -11,6 +11,7 @@ from rl_core.interfaces.loss import Reduction
 
 _REDUCERS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": torch.sum,
+    "token_mean": torch.sum,
     "min": torch.amin,
     "max": torch.amax,
 }

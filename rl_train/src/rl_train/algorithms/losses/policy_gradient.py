@@ -37,7 +37,19 @@ class ClippedPGLossFn(LossFunction):
     With `on_policy` the two are equal, so `prev_logprobs` is not needed and the ratio is 1 with the gradient of log p.
     """
 
-    metric_reductions: ClassVar[Mapping[str, Reduction]] = {"ratio/min": "min", "ratio/max": "max", "mismatch/max": "max"}
+    metric_reductions: ClassVar[Mapping[str, Reduction]] = {
+        "ratio/mean": "token_mean",
+        "ratio/min": "min",
+        "ratio/max": "max",
+        "ratio/clipped_frac": "token_mean",
+        "entropy/sampled": "token_mean",
+        "mismatch/kl": "token_mean",
+        "mismatch/mult_prob_error": "token_mean",
+        "mismatch/max": "max",
+        "mismatch/weight_mean": "token_mean",
+        "mismatch/truncated_frac": "token_mean",
+        "mismatch/masked_frac": "token_mean",
+    }
 
     def __init__(self, config: ClippedPGLossConfig | None = None) -> None:
         self.config = config or ClippedPGLossConfig()
@@ -57,6 +69,16 @@ class ClippedPGLossFn(LossFunction):
         if self.has_kl_penalty:
             keys.add("reference_policy_logprobs")
         return frozenset(keys)
+
+    def rows_with_gradient(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
+        """Rows with a trained token whose advantage is not 0; all rows with a KL penalty in the loss.
+
+        Also all rows in a subclass that computes the loss differently, because its terms are unknown here.
+        """
+        if self.has_kl_penalty or any(getattr(type(self), name) is not getattr(ClippedPGLossFn, name) for name in _TERMS):
+            return None
+        trained = (data["token_mask"] * data["sample_mask"].unsqueeze(-1)) > 0
+        return ((data["advantages"] != 0) & trained).any(dim=-1)
 
     def __call__(
         self,
@@ -126,6 +148,10 @@ class ClippedPGLossFn(LossFunction):
             "ratio/max": torch.where(trained, ratio, one).max(),
             "ratio/clipped_frac": token_mean(clipped.to(ratio.dtype), mask, toks),
         }
+
+
+_TERMS = ("__call__", "_ratio", "_surrogate", "_mean")
+"""Methods that determine which rows have a gradient."""
 
 
 class GRPOLossFn(ClippedPGLossFn):
