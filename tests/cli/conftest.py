@@ -1,13 +1,26 @@
-"""Run folders for the tests of report and compare: a synthetic one of any size, and one of a real run."""
+"""Run folders for the tests of report and compare: synthetic ones of any size, and those of real runs; configs of NeMo RL."""
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from nemo_rl_configs import write_configs
+
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def nemo_rl(tmp_path_factory):
+    """A folder with NeMo RL configs, by the names in `nemo_rl_configs.FILES`."""
+    folder = tmp_path_factory.mktemp("nemo_rl")
+    write_configs(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
