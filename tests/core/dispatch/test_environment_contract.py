@@ -56,10 +56,10 @@ BROKEN = {
     "an observation that is text": (changed(observations=["a", "b"]), "returned 'a' as observation of row 0"),
     "no role": (changed(observations=[SAID, {"content": "b"}]), "a mapping of ['content'] as observation of row 1"),
     "no content": (changed(observations=[{"role": "user"}, SAID]), "a mapping of ['role'] as observation of row 0"),
-    "content that is a number": (changed(observations=[SAID, {**SAID, "content": 7}]), "7 as observation's content of row 1"),
+    "content that is a number": (changed(observations=[SAID, {**SAID, "content": 7}]), "7 as content of the observation of row 1"),
     "half of a character in an observation": (
         changed(observations=[SAID, {**SAID, "content": "ab" + HALF}]),
-        r"observation's content of row 1 with '\ud83d' at position 2",
+        r"content of the observation of row 1 with '\ud83d' at position 2",
     ),
     "half of a character in an answer": (changed(answers=[HALF, None]), r"answer of row 0 with '\ud83d' at position 0"),
     "half of a character in a stop string": (changed(next_stop_strings=[None, [HALF]]), "stop string of row 1"),

@@ -20,6 +20,9 @@ from rl_core.errors import DataError
 
 Message = Mapping[str, Any]
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that chat templates have; any other role, such as `environment`, is rendered as `user`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
@@ -34,8 +37,10 @@ class ToolFormat:
     empty_content: str | None = ""
 
     def written(self, message: Message) -> dict[str, Any]:
-        """The message as the template expects it, without our tensors."""
+        """The message as the template expects it, without our tensors; `user` replaces roles that no template has."""
         plain = {key: value for key, value in message.items() if not isinstance(value, torch.Tensor)}
+        if plain["role"] not in ROLES:
+            plain["role"] = "user"
         if plain.get("tool_calls"):
             plain["content"] = plain.get("content") or self.empty_content
             if self.arguments_as_text:

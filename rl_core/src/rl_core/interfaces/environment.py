@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from rl_core.errors import DataError
+from rl_core.interfaces.messages import Message as Message
+from rl_core.interfaces.messages import Observation
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
 
-Message = dict[str, str]
-"""`role` and `content`."""
+Conversation = list[Any]
+"""Messages, see `rl_core.interfaces.messages.Message`. Untyped, so that an environment may annotate `list[dict[str, str]]`."""
 
 _STEP_ARGUMENTS = 2
 
@@ -24,8 +26,9 @@ _STEP_ARGUMENTS = 2
 class EnvironmentReturn(NamedTuple):
     """An environment's response to one turn of a batch; row i responds to conversation i."""
 
-    observations: list[Message]
-    """`role` and `content` of the next message that the model reads; ignored if the row has terminated."""
+    observations: Sequence[Observation]
+    """What the model reads next: a message (`role` and `content`), or a list of several such as tool results. Ignored if the row
+    has terminated."""
     metadata: list[Any]
     """State passed to `step` at the next turn."""
     next_stop_strings: list[list[str] | None]
@@ -58,11 +61,12 @@ class EnvironmentInterface(ABC):
             cls.step = _with_arguments_checked(own)  # type: ignore[method-assign]
 
     @abstractmethod
-    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+    def step(self, message_log_batch: list[Conversation], metadata: list[Any]) -> EnvironmentReturn:
         """Respond to one turn.
 
         Args:
-            message_log_batch: B conversations so far; the last message is the model's.
+            message_log_batch: B conversations so far; the last message is the model's. A message has `role` and `content`, the
+                text, and where they apply `tool_calls`, `tool_call_id` and `name`.
             metadata: B states; at the first turn the record's `extra_env_info`.
 
         The return value is checked (`rl_core.interfaces.environment_checks`): a wrong type, a number of entries other than B,

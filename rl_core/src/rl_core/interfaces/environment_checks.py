@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from rl_core.errors import RLCoreError
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_core.errors import DataError, RLCoreError
+from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
+from rl_core.interfaces.messages import MESSAGE_KEYS, Message, text_of
 
 _FIELDS = EnvironmentReturn._fields
 _REQUIRED = len(_FIELDS) - len(EnvironmentReturn._field_defaults)
@@ -22,7 +23,7 @@ def class_name(environment_class: type) -> str:
 
 
 def step_checked(
-    environment: EnvironmentInterface, task_name: str, message_log_batch: list[list[Message]], metadata: list[Any]
+    environment: EnvironmentInterface, task_name: str, message_log_batch: list[Conversation], metadata: list[Any]
 ) -> EnvironmentReturn:
     """Call `step` and check its return value with `checked_return`."""
     found = environment.step(message_log_batch, metadata)
@@ -48,7 +49,8 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
         environment_class: named in errors.
 
     Returns:
-        The same with rewards [B] float32 (each, if named) and terminateds [B] bool, both in CPU memory.
+        The same with rewards [B] float32 (each, if named) and terminateds [B] bool, both in CPU memory. The content of the
+        observations of rows that have not ended is text; text parts are joined.
 
     Raises:
         RLCoreError: the contract is not met.
@@ -74,7 +76,7 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
     _check_sizes(made, rows, who)
     _check_finite(made, who)
     _check_rows(made, who)
-    return made
+    return made._replace(observations=_observations(made, who))
 
 
 def checked_metrics(found: Any, *, task_name: str, environment_class: str) -> tuple[Any, dict[str, float]]:
@@ -131,24 +133,54 @@ def _check_finite(made: EnvironmentReturn, who: str) -> None:
 
 
 def _check_rows(made: EnvironmentReturn, who: str) -> None:
-    ended = made.terminateds.tolist()
-    for row, (message, stops) in enumerate(zip(made.observations, made.next_stop_strings, strict=True)):
-        if not ended[row]:  # the observation of a terminated row is ignored
-            _check_message(message, row, who)
+    for row, stops in enumerate(made.next_stop_strings):
         if stops is not None:
             _check_stop_strings(stops, row, who)
     for row, answer in enumerate(made.answers or ()):
         if answer is not None:
-            _check_text(answer, "answer", row, who, "Return text, or None if no answer was found.")
+            _check_text(answer, f"answer of row {row}", who, "Return text, or None if no answer was found.")
 
 
-def _check_message(message: Any, row: int, who: str) -> None:
-    form = "Return {'role': 'environment', 'content': text} for each row that has not ended."
+_OBSERVATION = "Return {'role': 'environment', 'content': text}, or a list of such messages, for each row that has not ended."
+
+
+def _observations(made: EnvironmentReturn, who: str) -> list[Any]:
+    """The observations with text as content; that of a terminated row is ignored and stays as it is."""
+    ended = made.terminateds.tolist()
+    read: list[Any] = []
+    for row, found in enumerate(made.observations):
+        if ended[row]:
+            read.append(found)
+        elif isinstance(found, tuple | list):
+            if not found:
+                raise RLCoreError(f"{who} returned an empty list as observation of row {row}. {_OBSERVATION}")
+            read.append([_message(each, f"message {i} of the observation of row {row}", who) for i, each in enumerate(found)])
+        else:
+            read.append(_message(found, f"observation of row {row}", who))
+    return read
+
+
+def _message(message: Any, what: str, who: str) -> Message:
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         found = f"a mapping of {sorted(map(str, message))}" if isinstance(message, Mapping) else _shown(message)
-        raise RLCoreError(f"{who} returned {found} as observation of row {row}. {form}")
-    for key in ("role", "content"):
-        _check_text(message[key], f"observation's {key}", row, who, form)
+        raise RLCoreError(f"{who} returned {found} as {what}. {_OBSERVATION}")
+    if unknown := sorted(map(str, message.keys() - set(MESSAGE_KEYS))):
+        raise RLCoreError(
+            f"{who} returned the unknown keys {', '.join(unknown)} in the {what}. A message has {', '.join(MESSAGE_KEYS)}."
+        )
+    read = {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
+    try:
+        if isinstance(read["content"], list):
+            read["content"] = text_of(read["content"], f"the {what}")
+    except DataError as error:
+        raise RLCoreError(f"{who} returned a message that cannot be read: {error}. {_OBSERVATION}") from error
+    for key in read.keys() - {"tool_calls"}:
+        _check_text(read[key], f"{key} of the {what}", who, _OBSERVATION)
+    if "tool_calls" in read or ("tool_call_id" in read and read["role"] != "tool"):
+        key = "tool_calls" if "tool_calls" in read else "tool_call_id"
+        owner = "the model's messages" if key == "tool_calls" else "messages of the role 'tool'"
+        raise RLCoreError(f"{who} returned {key} in the {what}, whose role is {read['role']!r}: only {owner} have {key}.")
+    return Message(**read)  # type: ignore[typeddict-item]
 
 
 def _check_stop_strings(stops: Any, row: int, who: str) -> None:
@@ -156,17 +188,17 @@ def _check_stop_strings(stops: Any, row: int, who: str) -> None:
     if not isinstance(stops, tuple | list):
         raise RLCoreError(f"{who} returned {_shown(stops)} as next_stop_strings of row {row}. {form}")
     for stop in stops:
-        _check_text(stop, "stop string", row, who, form)
+        _check_text(stop, f"stop string of row {row}", who, form)
         if not stop:
             raise RLCoreError(f"{who} returned an empty stop string for row {row}. {form}")
 
 
-def _check_text(value: Any, what: str, row: int, who: str, form: str) -> None:
+def _check_text(value: Any, what: str, who: str, form: str) -> None:
     if not isinstance(value, str):
-        raise RLCoreError(f"{who} returned {_shown(value)} as {what} of row {row}. {form}")
+        raise RLCoreError(f"{who} returned {_shown(value)} as {what}. {form}")
     if (broken := _broken_text(value)) is not None:
         raise RLCoreError(
-            f"{who} returned {what} of row {row} with {broken}, half of a surrogate pair: it cannot be tokenized or written as "
+            f"{who} returned {what} with {broken}, half of a surrogate pair: it cannot be tokenized or written as "
             "UTF-8. Repair the text before returning it, for example with text.encode(errors='replace').decode()."
         )
 

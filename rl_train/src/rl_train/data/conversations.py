@@ -8,10 +8,11 @@ from typing import Any
 from rl_core.data.formatting import format_value
 from rl_core.data.tool_calls import read_calls
 from rl_core.errors import DataError
+from rl_core.interfaces.messages import text_of
 
 Messages = list[dict[str, Any]]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "environment")
 _EMPTY_IS_ABSENT = ("tool_calls", "function_call", "tool_call_id")
 
 
@@ -91,17 +92,7 @@ def _check_role(given: Mapping[str, Any], what: str) -> None:
 
 
 def _text(content: Any, what: str) -> str:
-    if isinstance(content, str):
-        return _without_half_characters(content, what)
-    if not isinstance(content, list):
-        raise DataError(f"{what} has the content {format_value(content)}: expected a text or a list of text parts")
-    parts = []
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise DataError(f"{what} has a part of type {kind!r}: only text can be trained on. Remove the part or the row")
-        parts.append(part["text"])
-    return _without_half_characters("".join(parts), what)
+    return _without_half_characters(text_of(content, what), what)
 
 
 def _without_half_characters(text: str, what: str) -> str:

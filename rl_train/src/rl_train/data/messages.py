@@ -36,6 +36,7 @@ class DatumSpec(TypedDict):
         idx: Index of the row in its dataset.
         task_name: Environment that responds and scores.
         stop_strings: Strings that end a completion, or None.
+        tools: The functions offered to the model.
     """
 
     message_log: MessageLog
@@ -45,6 +46,7 @@ class DatumSpec(TypedDict):
     idx: int
     task_name: NotRequired[str]
     stop_strings: NotRequired[list[str] | None]
+    tools: NotRequired[list[dict[str, Any]] | None]
 
 
 class PreferenceDatumSpec(TypedDict):

@@ -175,6 +175,7 @@ def collate_datums(datums: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
         "idx": [datum["idx"] for datum in datums],
         "task_name": [datum.get("task_name") for datum in datums],
         "stop_strings": [datum.get("stop_strings") for datum in datums],
+        "tools": [datum.get("tools") for datum in datums],
     }
     return BatchedDataDict(columns)
 
@@ -210,7 +211,7 @@ def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int
             )
         _truncate(log, max_length)
         length = max_length
-    return DatumSpec(
+    datum = DatumSpec(
         message_log=log,
         length=length,
         extra_env_info=record.get("extra_env_info"),
@@ -219,6 +220,9 @@ def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int
         task_name=record.get("task_name", "default"),
         stop_strings=record.get("stop_strings"),
     )
+    if record.get("tools"):
+        datum["tools"] = record["tools"]
+    return datum
 
 
 def _truncate(log: MessageLog, max_length: int) -> None:

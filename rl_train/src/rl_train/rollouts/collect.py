@@ -13,6 +13,8 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.environment_checks import step_checked
 from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.messages import Observation
+from rl_train.rollouts.decoding import decode_answers
 from rl_train.rollouts.seeds import SampleStream, rollout_seed
 from rl_train.rollouts.trajectory import Trajectory
 from rl_train.rollouts.turns import TurnFormatter
@@ -85,7 +87,7 @@ class Collector:
             output["output_ids"][i, start:end]
             for i, (start, end) in enumerate(zip(lengths, output["unpadded_sequence_lengths"], strict=True))
         ]
-        texts = self.tokenizer.batch_decode(sampled, skip_special_tokens=True)
+        texts = decode_answers(self.tokenizer, sampled)
         for i, (row, ids, text) in enumerate(zip(rows, sampled, texts, strict=True)):
             start = int(lengths[i])
             row.add_answer(text, ids.clone(), output["logprobs"][i, start : start + len(ids)].clone())
@@ -109,12 +111,12 @@ class Collector:
             if not row.done and formatter is not None:
                 self._continue(row, answer.observations[i], formatter)
 
-    def _continue(self, row: Trajectory, message: dict[str, str], formatter: TurnFormatter) -> None:
-        ids = formatter.observation_ids(message, row.message_log[-1]["token_ids"])
+    def _continue(self, row: Trajectory, observation: Observation, formatter: TurnFormatter) -> None:
+        ids = formatter.observation_ids(observation, row.message_log[-1]["token_ids"], tools=row.tools)
         if row.num_tokens() + len(ids) >= self.max_total_length:
             row.done = row.truncated = True
             return
-        row.message_log.append({**message, "token_ids": ids})
+        row.add_observation(observation, ids)
 
 
 def _rewards_of(answer: EnvironmentReturn, row: int) -> dict[str, float]:

@@ -128,6 +128,7 @@ def start_rollouts(
             sample=sample,
             loss_multiplier=float(prompts["loss_multiplier"][row]),
             stop_strings=prompts["stop_strings"][row] if "stop_strings" in prompts else None,
+            tools=prompts["tools"][row] if "tools" in prompts else None,
         )
         for row in range(prompts.size)
         for sample in range(group_size)

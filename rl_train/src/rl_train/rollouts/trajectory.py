@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import pad_value
+from rl_core.interfaces.messages import MESSAGE_KEYS, Message, Observation, messages_of
 
 
 @dataclass(kw_only=True)
@@ -48,6 +49,8 @@ class Trajectory:
     """Number of sampled turns."""
     answer: str | None = None
     """The answer that the environment extracted."""
+    tools: list[dict[str, Any]] | None = None
+    """The tools offered to the model."""
 
     def token_ids(self) -> torch.Tensor:
         """[T] int64, all tokens so far."""
@@ -68,15 +71,25 @@ class Trajectory:
         )
         self.turns += 1
 
+    def add_observation(self, observation: Observation, token_ids: torch.Tensor) -> None:
+        """Append what the model reads next; the last message has all tokens, [T]."""
+        messages = messages_of(observation)
+        for number, message in enumerate(messages, start=1):
+            own = token_ids if number == len(messages) else token_ids[:0]
+            self.message_log.append({**message, "token_ids": own})
+
     def add_rewards(self, rewards: Mapping[str, float]) -> None:
         """Add the rewards of one turn."""
         for name, value in rewards.items():
             self.reward_parts[name] = self.reward_parts.get(name, 0.0) + value
         self.reward = sum(self.reward_parts.values())
 
-    def conversation(self) -> list[dict[str, str]]:
-        """The messages for an environment: role and content."""
-        return [{"role": message["role"], "content": message["content"]} for message in self.message_log]
+    def conversation(self) -> list[Message]:
+        """The messages for an environment, without tokens."""
+        return [
+            cast("Message", {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None})
+            for message in self.message_log
+        ]
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:

@@ -1,0 +1,146 @@
+"""Messages of conversations in OpenAI's form, with tool calls and tool definitions. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NotRequired, TypedDict, cast
+
+from rl_core.data.formatting import format_value
+from rl_core.errors import DataError
+
+
+class TextPart(TypedDict):
+    """A part of a message's content that is text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageURL(TypedDict):
+    """An image, as a URL or as `data:image/png;base64,...`."""
+
+    url: str
+    detail: NotRequired[Literal["auto", "low", "high"]]
+
+
+class ImagePart(TypedDict):
+    """A part of a message's content that is an image. Images are not supported yet: a message with one is refused."""
+
+    type: Literal["image_url"]
+    image_url: ImageURL
+
+
+ContentPart = TextPart | ImagePart
+
+
+class FunctionCall(TypedDict):
+    """The function that a tool call names.
+
+    Attributes:
+        name: Name of the function.
+        arguments: Arguments by parameter name; empty if the call is invalid.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolCall(TypedDict):
+    """A call of a function by the model.
+
+    Attributes:
+        id: Identifies the call; the result's `tool_call_id`.
+        type: Always `function`.
+        function: Name and arguments.
+        error: Why the call is invalid, for example because its arguments are not valid JSON. Absent from valid calls.
+    """
+
+    id: NotRequired[str]
+    type: Literal["function"]
+    function: FunctionCall
+    error: NotRequired[str]
+
+
+class FunctionSpec(TypedDict):
+    """A function that is offered to the model.
+
+    Attributes:
+        name: Name of the function.
+        description: What it does.
+        parameters: JSON schema of its arguments, an object.
+    """
+
+    name: str
+    description: NotRequired[str]
+    parameters: NotRequired[dict[str, Any]]
+
+
+class ToolSpec(TypedDict):
+    """A tool that is offered to the model; only functions exist."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class Message(TypedDict):
+    """A message with text content. Every message that an environment receives has this form.
+
+    Attributes:
+        role: `system`, `user`, `assistant`, `tool` or `environment`. Chat templates render `environment`, and other roles that
+            data cannot contain, as `user`.
+        content: The text.
+        tool_calls: The calls in an assistant's message.
+        tool_call_id: The call whose result a message of the role `tool` contains.
+        name: The function whose result it contains.
+    """
+
+    role: str
+    content: str
+    tool_calls: NotRequired[list[ToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+class PartsMessage(TypedDict):
+    """A message whose content is a list of parts; otherwise as `Message`. Its text parts are joined when it is read."""
+
+    role: str
+    content: list[ContentPart]
+    tool_calls: NotRequired[list[ToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+Observation = Message | PartsMessage | list[Message | PartsMessage]
+"""What the model reads before its next answer: one message, or several such as the results of several tool calls."""
+
+MESSAGE_KEYS = tuple(Message.__annotations__)
+
+
+def messages_of(observation: Observation) -> list[Message]:
+    """An observation's messages; a single one becomes a list. Their content must be text, as `step_checked` returns it."""
+    return cast("list[Message]", [observation] if isinstance(observation, Mapping) else list(observation))
+
+
+def text_of(content: Any, what: str) -> str:
+    """The text of a message's content: the text itself, or its joined text parts.
+
+    Args:
+        content: Text, or a list of `TextPart`.
+        what: The message's name in errors.
+
+    Raises:
+        DataError: It is neither, or a part is an image.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"{what} has the content {format_value(content)}: expected a text or a list of text parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            images = "images are not supported yet" if kind in ("image", "image_url", "input_image") else "only text is supported"
+            raise DataError(f"{what} has a part of type {kind!r}: {images}. Remove the part or the row")
+        texts.append(part["text"])
+    return "".join(texts)
