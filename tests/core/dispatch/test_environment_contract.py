@@ -56,7 +56,29 @@ BROKEN = {
     "an observation that is text": (changed(observations=["a", "b"]), "returned 'a' as observation of row 0"),
     "no role": (changed(observations=[SAID, {"content": "b"}]), "a mapping of ['content'] as observation of row 1"),
     "no content": (changed(observations=[{"role": "user"}, SAID]), "a mapping of ['role'] as observation of row 0"),
-    "content that is a number": (changed(observations=[SAID, {**SAID, "content": 7}]), "7 as content of the observation of row 1"),
+    "content that is a number": (
+        changed(observations=[SAID, {**SAID, "content": 7}]),
+        "7 as content of the observation of row 1",
+    ),
+    "an image": (
+        changed(observations=[SAID, {**SAID, "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
+        "the observation of row 1 has a part of type 'image_url': images are not supported yet",
+    ),
+    "an empty list of messages": (changed(observations=[SAID, []]), "an empty list as observation of row 1"),
+    "a text in a list of messages": (changed(observations=[[SAID, "b"], SAID]), "'b' as message 1 of the observation of row 0"),
+    "an unknown key": (
+        changed(observations=[[SAID, {**SAID, "token_ids": [1]}], SAID]),
+        "the unknown keys token_ids in the message 1 of the observation of row 0",
+    ),
+    "an id without the role tool": (
+        changed(observations=[SAID, {**SAID, "tool_call_id": "a"}]),
+        "returned tool_call_id in the observation of row 1, whose role is 'environment'",
+    ),
+    "calls of the environment": (changed(observations=[{**SAID, "tool_calls": []}, SAID]), "tool_calls in the observation"),
+    "an id that is a number": (
+        changed(observations=[SAID, [{"role": "tool", "content": "4", "tool_call_id": 1}]]),
+        "returned 1 as tool_call_id of the message 0 of the observation of row 1",
+    ),
     "half of a character in an observation": (
         changed(observations=[SAID, {**SAID, "content": "ab" + HALF}]),
         r"content of the observation of row 1 with '\ud83d' at position 2",
@@ -152,3 +174,18 @@ def test_an_environment_in_ray_actors_that_returns_none_names_its_task_and_class
         environment = EnvironmentPool(pool, task_name="chess", deadline_s=60)
         with pytest.raises(RLCoreError, match=re.escape("Silent of task 'chess' returned None from step()")):
             environment.step([[]], [None])
+
+
+def test_an_observation_may_be_several_messages_and_have_content_in_parts():
+    results = [{"role": "tool", "content": "4", "tool_call_id": "a", "name": None}, {"role": "tool", "content": "5"}]
+    parts = {"role": "user", "content": [{"type": "text", "text": "go "}, {"type": "text", "text": "on"}]}
+    found = step_checked(Returns(changed(observations=[results, parts])), "chess", [[]] * ROWS, [None] * ROWS)
+    assert found.observations == [
+        [{"role": "tool", "content": "4", "tool_call_id": "a"}, {"role": "tool", "content": "5"}],
+        {"role": "user", "content": "go on"},
+    ]
+
+
+def test_the_observation_of_a_row_that_ended_is_not_read():
+    found = step_checked(Returns(changed(observations=[None, []], terminateds=torch.ones(ROWS))), "chess", [[]] * 2, [None] * 2)
+    assert found.observations == [None, []]

@@ -1,11 +1,13 @@
 """Rollouts turn by turn: tokens stay as sampled, rows keep their order, environments see only their own tasks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, RLCoreError
-from rl_core.interfaces import EnvironmentReturn
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import expected_answer, rollout_records
 from rl_train.rollouts.seeds import SampleStream
@@ -98,6 +100,41 @@ def test_only_sampled_tokens_are_trained_and_carry_their_log_probabilities(token
         assert at == batch["input_lengths"][i]
         assert batch["token_mask"][i, at:].sum() == 0
     assert batch["weight_version"].tolist() == [3, 3]
+
+
+class Tools(EnvironmentInterface):
+    """Answers the first turn with two tool results and records what it reads."""
+
+    def step(self, message_log_batch, metadata):
+        self.read = message_log_batch
+        n = len(metadata)
+        results = [{"role": "tool", "content": f"r{i}", "tool_call_id": f"c{i}", "name": "f"} for i in range(2)]
+        ends = torch.tensor([float(any(m["role"] == "tool" for m in log)) for log in message_log_batch])
+        return EnvironmentReturn([results] * n, metadata, [None] * n, torch.zeros(n), ends)
+
+
+def test_an_observation_of_several_messages_is_read_by_model_and_environment_and_repeats_the_rows_tools(tokenizer, engine_for):
+    shows = (
+        "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ c['function'] | tojson }}{% endfor %}"
+        "{% if m['role'] != 'assistant' %}{% for t in tools or [] %}|{{ t['function']['name'] }}{% endfor %}{% endif %}"
+    )
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m['content'] }}", shows)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    batch = prompts(tokenizer, ("q", "judge", {}), ("p", "judge", {}))
+    batch["tools"] = [tools, None]
+    rows = start_rollouts(batch, 1)
+    environment = Tools()
+    one = collector(engine_for(finished("ok")), {"judge": environment}, tokenizer)
+    replace(one, max_turns={"judge": 2}).collect(rows, stream=SampleStream.TRAINING)
+    assert [tokenizer.decode(row.token_ids()).split("<a>", 1)[1] for row in rows] == [
+        "ok[EOS]\n<t>r0|f\n<t>r1|f\n<a>ok[EOS]",
+        "ok[EOS]\n<t>r0\n<t>r1\n<a>ok[EOS]",
+    ]
+    assert environment.read[0][2:4] == [
+        {"role": "tool", "content": f"r{i}", "tool_call_id": f"c{i}", "name": "f"} for i in range(2)
+    ]
+    assert to_batch(rows)["token_mask"].sum() == 2 * 2 * len("ok") + 2 * 2
+    assert rollout_records(rows)[0]["messages"] == rows[0].conversation()
 
 
 def test_a_rollout_without_room_for_the_next_turn_ends_as_truncated(tokenizer, engine_for, environments):

@@ -27,8 +27,8 @@ class EnvironmentReturn(NamedTuple):
     """An environment's response to one turn of a batch; row i responds to conversation i."""
 
     observations: Sequence[Observation]
-    """What the model reads next: a message (`role` and `content`), or a list of several such as tool results. Ignored if the row
-    has terminated."""
+    """What the model reads next: a message (`role` and `content`), or a list of several such as tool results.
+    Ignored if the row has terminated."""
     metadata: list[Any]
     """State passed to `step` at the next turn."""
     next_stop_strings: list[list[str] | None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -142,6 +142,7 @@ def _check_rows(made: EnvironmentReturn, who: str) -> None:
 
 
 _OBSERVATION = "Return {'role': 'environment', 'content': text}, or a list of such messages, for each row that has not ended."
+"""What to return instead of a wrong observation."""
 
 
 def _observations(made: EnvironmentReturn, who: str) -> list[Any]:
@@ -180,7 +181,7 @@ def _message(message: Any, what: str, who: str) -> Message:
         key = "tool_calls" if "tool_calls" in read else "tool_call_id"
         owner = "the model's messages" if key == "tool_calls" else "messages of the role 'tool'"
         raise RLCoreError(f"{who} returned {key} in the {what}, whose role is {read['role']!r}: only {owner} have {key}.")
-    return Message(**read)  # type: ignore[typeddict-item]
+    return cast("Message", read)
 
 
 def _check_stop_strings(stops: Any, row: int, who: str) -> None:

@@ -140,7 +140,8 @@ def text_of(content: Any, what: str) -> str:
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            images = "images are not supported yet" if kind in ("image", "image_url", "input_image") else "only text is supported"
-            raise DataError(f"{what} has a part of type {kind!r}: {images}. Remove the part or the row")
+            is_image = kind in ("image", "image_url", "input_image")
+            why = "images are not supported yet" if is_image else "only text is supported"
+            raise DataError(f"{what} has a part of type {kind!r}: {why}. Remove the part or the row")
         texts.append(part["text"])
     return "".join(texts)

@@ -30,6 +30,7 @@ class TurnFormatter:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._has_template = tokenizer.chat_template is not None
+        self._special_names: list[str] = tokenizer.convert_ids_to_tokens(sorted(special_tokens(tokenizer)[1]))
         self._closing = self._closing_text() if self._has_template else ""
 
     def observation_ids(
@@ -65,15 +66,23 @@ class TurnFormatter:
         return self._leading_special(text) if last in special_tokens(self._tokenizer)[1] else ""
 
     def _leading_special(self, text: str) -> str:
-        names = (self._tokenizer.convert_ids_to_tokens(number) for number in special_tokens(self._tokenizer)[1])
-        return max((name for name in names if text.startswith(name)), key=len, default="")
+        return max((name for name in self._special_names if text.startswith(name)), key=len, default="")
 
     def _closing_text(self) -> str:
         rendered = self._render([_USER, {"role": "assistant", "content": _ANSWER}], None, next_answer=False)
         return rendered[rendered.rindex(_ANSWER) + len(_ANSWER) :]
 
     def _after_answer(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
-        history = [_USER, _answer_before(messages)]
+        problems = []
+        for answer in _answers_before(messages):
+            try:
+                return self._after(answer, messages, tools)
+            except DataError as error:
+                problems.append(error)
+        raise problems[0]
+
+    def _after(self, answer: Mapping[str, Any], messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+        history = [_USER, answer]
         own = self._render(history, tools, next_answer=False)
         whole = self._render([*history, *messages], tools, next_answer=True)
         # The known text occurs equally often in both, and for the last time shortly before the answer's end.
@@ -88,7 +97,7 @@ class TurnFormatter:
         return self._closing_after(end_of_own) + rest[len(end_of_own) :]
 
     def _closing_after(self, end_of_answer: str) -> str:
-        """What the template writes after the sampled part of an answer that ends like this, perhaps with a call's last braces."""
+        """What the template writes after the sampled part of an answer that ends like this, perhaps with a call's braces."""
         if end_of_answer.endswith(self._closing):
             return self._closing
         starts = [i for i in range(len(end_of_answer)) if self._leading_special(end_of_answer[i:])]
@@ -99,8 +108,11 @@ class TurnFormatter:
         return render(messages, self._tokenizer, form=form, add_generation_prompt=next_answer, tools=tools)
 
 
-def _answer_before(messages: Sequence[Message]) -> dict[str, Any]:
-    """An answer with known content, or with a call with known arguments for each tool result."""
+def _answers_before(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Answers that the messages may follow, the best first: with a call for each tool result, with one call, without calls.
+
+    Their content, or the arguments of their calls, are known.
+    """
     calls = [
         {
             "id": message.get("tool_call_id", f"call{number:05}"),
@@ -110,9 +122,11 @@ def _answer_before(messages: Sequence[Message]) -> dict[str, Any]:
         for number, message in enumerate(messages)
         if message["role"] == "tool"
     ]
-    if not calls:
-        return {"role": "assistant", "content": _ANSWER}
-    return {"role": "assistant", "content": "", "tool_calls": calls}
+    numbers = [count for count in dict.fromkeys((len(calls), 1)) if count <= len(calls)]
+    return [
+        *({"role": "assistant", "content": "", "tool_calls": calls[:count]} for count in numbers),
+        {"role": "assistant", "content": _ANSWER},
+    ]
 
 
 def _split_after(text: str, count: int) -> str:
