@@ -102,10 +102,17 @@ def test_closed_output_ends_without_a_traceback():
 
 
 def test_a_command_of_a_missing_distribution_names_the_distribution():
-    result = rlcore("serve")
+    # The command is part of a distribution that this process is told not to find.
+    code = (
+        "import importlib.metadata as m, sys; found = m.distributions; "
+        "m.distributions = lambda **k: (d for d in found(**k) if d.name != 'rl-serve'); "
+        "sys.argv = ['rlcore', 'serve']; from rlcore_cli.main import main; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (
         2,
-        "error: Command 'serve' is not installed: rl-backends-openai is planned and does not exist yet.\n",
+        "error: Command 'serve' is not installed: rl-serve is not published; in a checkout of the repository, "
+        "pip install ./rl_serve.\n",
     )
 
 

@@ -38,7 +38,16 @@ def test_a_misspelt_name_may_resemble_one_that_is_not_installed(site):
             "Generation backend 'vllm' is not installed: rl-backends-vllm is not published; in a checkout of "
             "the repository, pip install ./rl_backends_vllm.",
         ),
-        ("command", "serve", "Command 'serve' is not installed: rl-backends-openai is planned and does not exist yet."),
+        (
+            "command",
+            "serve",
+            "Command 'serve' is not installed: rl-serve is not published; in a checkout of the repository, pip install ./rl_serve.",
+        ),
+        (
+            "generation",
+            "openai",
+            "Generation backend 'openai' is not installed: rl-backends-openai is planned and does not exist yet.",
+        ),
     ],
 )
 def test_a_known_component_that_is_not_installed_says_what_to_install(site, kind, name, words):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rl_core", "rl_train", "rl_backends_hf", "rl_backends_megatron", "rl_backends_vllm", "rl_envs", "cli")
+PACKAGES = ("rl_core", "rl_train", "rl_backends_hf", "rl_backends_megatron", "rl_backends_vllm", "rl_envs", "rl_serve", "cli")
 MAX_LINES = 400
 MAX_BYTES = 5_000_000
 

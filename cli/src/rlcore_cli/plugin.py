@@ -8,8 +8,9 @@ _COMPONENTS = {
     "rl-backends-hf": ((Kind.POLICY, "hf"), (Kind.GENERATION, "hf")),
     "rl-backends-megatron": ((Kind.POLICY, "megatron"),),
     "rl-backends-vllm": ((Kind.GENERATION, "vllm"),),
-    "rl-backends-openai": ((Kind.GENERATION, "openai"), (Kind.COMMAND, "serve")),
+    "rl-backends-openai": ((Kind.GENERATION, "openai"),),
     "rl-envs": ((Kind.ENVIRONMENT, "math"), (Kind.ENVIRONMENT, "arithmetic"), (Kind.DATASET, "arithmetic")),
+    "rl-serve": ((Kind.COMMAND, "serve"),),
 }
 _PLANNED = ("rl-backends-openai",)
 

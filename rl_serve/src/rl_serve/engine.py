@@ -1,0 +1,218 @@
+"""Runs a generation backend in a thread with its own event loop, so that sampling never blocks the HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import NotSupportedError, RLCoreError
+from rl_core.interfaces.generation import GenerationInterface
+
+_log = logging.getLogger(__name__)
+_END = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRow:
+    """One completion to sample."""
+
+    prompt: Sequence[int]
+    """Token ids of the prompt."""
+    seed: int
+    """Seed of the row, in [0, 2^63)."""
+    max_new_tokens: int
+    """Maximum number of tokens of the completion."""
+    stop_strings: tuple[str, ...] = ()
+    """Strings that end the completion; the sampled tokens include them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledRow:
+    """A finished completion."""
+
+    token_ids: list[int]
+    """Sampled tokens, including the token or the string that ended the completion."""
+    logprobs: list[float]
+    """Log-probability of each token under the distribution it was sampled from, in nats."""
+    truncated: bool
+    """Whether a length limit ended the completion."""
+    weight_version: int
+    """Version of the weights that sampled it; -1 if the engine never received weights from a policy."""
+
+
+class EngineClosedError(RLCoreError):
+    """The engine was shut down."""
+
+
+class EngineThread:
+    """A generation backend that samples in its own thread.
+
+    Rows of different requests run together if the backend implements `generate_async`. Otherwise whole batches run one after
+    the other: requests that arrive during a batch form the next one.
+
+    Args:
+        generation: the engine; it is used by this thread only.
+    """
+
+    def __init__(self, generation: GenerationInterface) -> None:
+        self._generation = generation
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rl-serve-engine", daemon=True)
+        self._batches: WholeBatches | None = None
+        self._thread.start()
+        self._on_loop(self._prepare()).result()
+
+    async def sample(self, rows: Sequence[SamplingRow], *, greedy: bool) -> AsyncIterator[tuple[int, SampledRow]]:
+        """Yield (index in `rows`, completion) as each row finishes. Closing the iterator cancels unfinished rows.
+
+        Raises:
+            DataError: the engine rejects a row.
+            WorkerError: a worker of the engine failed.
+            EngineClosedError: the engine was shut down.
+        """
+        here = asyncio.get_running_loop()
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+
+        def put(item: Any) -> None:
+            here.call_soon_threadsafe(queue.put_nowait, item)
+
+        future = self._on_loop(self._sample(rows, greedy, put))
+        future.add_done_callback(lambda done: put((_END, None if done.cancelled() else done.exception())))
+        try:
+            while True:
+                index, found = await queue.get()
+                if index is not _END:
+                    yield index, found
+                elif found is not None:
+                    raise found
+                else:
+                    return
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancel all rows and stop the thread; the backend itself is not shut down. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        self._on_loop(self._cancel_all()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _on_loop(self, coroutine: Any) -> Future[Any]:
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise EngineClosedError("the engine was shut down")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _prepare(self) -> None:
+        self._generation.prepare_for_generation()
+
+    async def _cancel_all(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample(self, rows: Sequence[SamplingRow], greedy: bool, put: Any) -> None:
+        batch = _as_batch(rows)
+        lengths = batch["input_lengths"].tolist()
+        if self._batches is None:
+            try:
+                async for index, output in self._generation.generate_async(batch, greedy):
+                    put((index, _row_of(output, 0, lengths[index])))
+                return
+            except NotSupportedError as error:
+                _log.warning("the engine samples whole batches, one after the other: %s", error)
+                self._batches = WholeBatches(self._generation)
+        output = await self._batches.generate(batch, greedy=greedy)
+        for index, length in enumerate(lengths):
+            put((index, _row_of(output, index, length)))
+
+
+class WholeBatches:
+    """Merges requests into batches for an engine that only answers whole batches. Used from one event loop.
+
+    Args:
+        generation: the engine.
+    """
+
+    def __init__(self, generation: GenerationInterface) -> None:
+        self._generation = generation
+        self._waiting: list[_Waiting] = []
+        self._working: asyncio.Task[None] | None = None
+
+    async def generate(self, batch: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
+        """The output of `batch`, which is sampled together with all other requests that wait.
+
+        Raises:
+            RLCoreError: whatever the engine raises for the merged batch.
+        """
+        waiting = _Waiting(batch, greedy, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work())
+        return await waiting.output
+
+    async def _work(self) -> None:
+        while self._waiting:
+            greedy = self._waiting[0].greedy
+            taken = [request for request in self._waiting if request.greedy == greedy]
+            self._waiting = [request for request in self._waiting if request.greedy != greedy]
+            taken = [request for request in taken if not request.output.cancelled()]
+            if taken:
+                await self._run(taken, greedy)
+
+    async def _run(self, requests: Sequence[_Waiting], greedy: bool) -> None:
+        merged: BatchedDataDict[Any] = BatchedDataDict.from_batches([request.batch for request in requests])
+        try:
+            output = await asyncio.to_thread(self._generation.generate, merged, greedy)
+        except Exception as error:  # every waiting request gets the error, which its own caller handles
+            for request in requests:
+                if not request.output.done():
+                    request.output.set_exception(error)
+            return
+        start = 0
+        for request in requests:
+            rows = range(start, start + request.batch.size)
+            start += request.batch.size
+            if not request.output.done():
+                request.output.set_result(output.select_indices(list(rows)))
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    batch: BatchedDataDict[Any]
+    greedy: bool
+    output: asyncio.Future[BatchedDataDict[Any]]
+
+
+def _as_batch(rows: Sequence[SamplingRow]) -> BatchedDataDict[Any]:
+    prompts = [torch.tensor(row.prompt, dtype=torch.int64) for row in rows]
+    return BatchedDataDict(
+        {
+            "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
+            "input_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+            "stop_strings": [list(row.stop_strings) or None for row in rows],
+            "sample_seeds": torch.tensor([row.seed for row in rows], dtype=torch.int64),
+            "max_new_tokens": torch.tensor([row.max_new_tokens for row in rows], dtype=torch.int64),
+        }
+    )
+
+
+def _row_of(output: BatchedDataDict[Any], row: int, start: int) -> SampledRow:
+    end = int(output["unpadded_sequence_lengths"][row])
+    return SampledRow(
+        token_ids=output["output_ids"][row, start:end].tolist(),
+        logprobs=output["logprobs"][row, start:end].tolist(),
+        truncated=bool(output["truncated"][row]),
+        weight_version=int(output["weight_version"][row]),
+    )

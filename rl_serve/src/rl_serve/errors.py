@@ -1,0 +1,50 @@
+"""Errors of requests, in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong and what to do.
+        param: the parameter that is wrong.
+        code: short name of the error, for programs.
+        headers: additional headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's API returns it."""
+        kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The HTTP response."""
+        return JSONResponse(self.body(), status_code=self.status, headers=dict(self.headers or {}))
+
+
+async def answer_api_error(_: Request, error: Exception) -> JSONResponse:
+    """FastAPI's handler of `ApiError`."""
+    assert isinstance(error, ApiError)
+    return error.response()

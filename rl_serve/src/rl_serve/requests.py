@@ -1,0 +1,160 @@
+"""Bodies of requests. Fields that the server does not support are named in an error instead of being ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rl_serve.errors import ApiError
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+_MAX_STOP_STRINGS = 16
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+"""Values with which an unsupported field changes nothing, besides null."""
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed response."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    """Whether a last chunk has the token counts."""
+
+
+class SamplingRequest(BaseModel):
+    """Fields that all sampling endpoints of OpenAI's API share."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    accepts_as_no_op: ClassVar[tuple[str, ...]] = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+    """Fields about the caller, which change no completion."""
+
+    model: str | None = None
+    """Name of the served model."""
+    n: int = Field(default=1, ge=1)
+    """Number of completions per prompt."""
+    temperature: float | None = Field(default=None, ge=0)
+    """0 for greedy decoding, or the temperature of the server, which is the default."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """The top-p of the server, which is the default."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Equal seeds give equal completions under the same weights; random by default."""
+    stop: str | list[str] | None = None
+    """Strings that end a completion; they are not part of its text."""
+    stream: bool = False
+    """Whether completions are sent as server-sent events, one per finished completion."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    return_token_ids: bool = False
+    """Whether choices have `token_ids` (with the tokens that ended the completion) and `prompt_token_ids`."""
+
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings.
+
+        Raises:
+            ApiError: one is empty, or there are too many.
+        """
+        stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if len(stops) > _MAX_STOP_STRINGS or not all(stops):
+            raise ApiError(400, f"stop must have at most {_MAX_STOP_STRINGS} strings, none of them empty.", param="stop")
+        return stops
+
+    def refuse_unsupported(self) -> None:
+        """Refuse fields that would change the completions and that the server does not support.
+
+        Raises:
+            ApiError: names all of them.
+        """
+        extra = self.model_extra or {}
+        refused = [
+            name
+            for name, value in extra.items()
+            if value is not None and name not in self.accepts_as_no_op and value not in _NEUTRAL.get(name, ())
+        ]
+        if refused:
+            raise ApiError(
+                400,
+                f"Unsupported: {', '.join(sorted(refused))}. Remove {'it' if len(refused) == 1 else 'them'}.",
+                param=sorted(refused)[0],
+                code="unsupported_parameter",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options requires `stream: true`.", param="stream_options")
+
+
+class CompletionRequest(SamplingRequest):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    """One or several prompts, as text or as token ids."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of a completion; by default the server's limit."""
+    logprobs: Literal[0] | None = None
+    """0 returns the log-probability of each sampled token; alternatives to it are not supported."""
+
+
+class ChatMessage(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str = Field(min_length=1)
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(SamplingRequest):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    """The conversation."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Earlier name of `max_completion_tokens`."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of a completion; by default the server's limit."""
+    logprobs: bool = False
+    """Whether choices have the log-probability of each sampled token."""
+
+
+class TokenSamplingParameters(BaseModel):
+    """`sampling_params` of `/inference/v1/generate`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    n: int = Field(default=1, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    logprobs: Literal[0] | None = None
+
+
+class GenerateTokensRequest(BaseModel):
+    """Body of `/inference/v1/generate`: token ids in, token ids out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token_ids: TokenIds = Field(min_length=1)
+    """The prompt."""
+    sampling_params: TokenSamplingParameters = Field(default_factory=TokenSamplingParameters)
+    model: str | None = None
+    request_id: str | None = Field(default=None, max_length=200)

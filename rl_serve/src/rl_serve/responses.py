@@ -1,0 +1,114 @@
+"""Bodies of responses, in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_serve.engine import SampledRow
+from rl_serve.sampling import SamplingPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseHead:
+    """Fields that all chunks of a response share."""
+
+    id: str
+    kind: str
+    model: str
+    created: int
+
+    @classmethod
+    def new(cls, prefix: str, kind: str, model: str) -> ResponseHead:
+        """A head with a fresh id."""
+        return cls(id=f"{prefix}-{uuid.uuid4().hex}", kind=kind, model=model, created=int(time.time()))
+
+    def body(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        """A response or a chunk of it."""
+        return {
+            "id": self.id,
+            "object": self.kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+            **more,
+        }
+
+
+def usage(plan: SamplingPlan, rows: Mapping[int, SampledRow]) -> dict[str, int]:
+    """Token counts; a prompt counts once."""
+    prompt = sum(len(prompt) for prompt in plan.prompts)
+    completion = sum(len(row.token_ids) for row in rows.values())
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceFormat:
+    """How completions become choices.
+
+    Attributes:
+        tokenizer: decodes tokens.
+        plan: the request's rows.
+        logprobs: whether choices have log-probabilities.
+        token_ids: whether choices have token ids.
+    """
+
+    tokenizer: Any
+    plan: SamplingPlan
+    logprobs: bool
+    token_ids: bool
+
+    def text(self, index: int, row: SampledRow) -> str:
+        """The text of a completion, without special tokens, and without the stop string that ended it."""
+        text: str = self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
+        ends = [found for stop in self.plan.rows[index].stop_strings if (found := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def completion(self, index: int, row: SampledRow) -> dict[str, Any]:
+        """A choice of `/v1/completions`."""
+        choice = {"index": index, "text": self.text(index, row), **self._common(index, row)}
+        if self.logprobs:
+            tokens = [self.tokenizer.decode([token]) for token in row.token_ids]
+            offsets = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+            choice["logprobs"] = {
+                "tokens": tokens,
+                "token_logprobs": row.logprobs,
+                "top_logprobs": None,
+                "text_offset": offsets,
+            }
+        return choice
+
+    def message(self, index: int, row: SampledRow, *, key: str = "message") -> dict[str, Any]:
+        """A choice of `/v1/chat/completions`; in a stream, `key` is "delta"."""
+        message = {"role": "assistant", "content": self.text(index, row)}
+        choice = {"index": index, key: message, **self._common(index, row)}
+        if self.logprobs:
+            choice["logprobs"] = {"content": self.token_logprobs(row), "refusal": None}
+        return choice
+
+    def token_logprobs(self, row: SampledRow) -> list[dict[str, Any]]:
+        """The sampled tokens with their log-probabilities."""
+        return [
+            {
+                "token": (text := self.tokenizer.decode([token])),
+                "token_id": token,
+                "logprob": logprob,
+                "bytes": list(text.encode()),
+                "top_logprobs": [],
+            }
+            for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
+        ]
+
+    def _common(self, index: int, row: SampledRow) -> dict[str, Any]:
+        common: dict[str, Any] = {
+            "finish_reason": "length" if row.truncated else "stop",
+            "logprobs": None,
+            "weight_version": row.weight_version,
+        }
+        if self.token_ids:
+            common["token_ids"] = row.token_ids
+            common["prompt_token_ids"] = self.plan.prompts[index // self.plan.n]
+        return common

@@ -1,0 +1,127 @@
+"""Turns the parameters of a request into rows for the engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl_serve.engine import SamplingRow
+from rl_serve.errors import ApiError
+from rl_serve.served_model import ServedModel
+from rl_train.rollouts.seeds import sample_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of the server."""
+
+    max_body_bytes: int = 4 * 2**20
+    """Size of a request's body."""
+    max_concurrent_requests: int = 256
+    """Number of sampling requests that run at the same time; more are answered with 429."""
+    max_rows: int = 128
+    """Number of completions of one request: prompts times `n`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingPlan:
+    """What the engine is asked to sample for one request; row p * n + i is choice i of prompt p."""
+
+    rows: list[SamplingRow]
+    greedy: bool
+    prompts: list[list[int]]
+    """Token ids of each prompt."""
+    n: int
+    """Completions per prompt."""
+
+
+def plan_sampling(
+    model: ServedModel,
+    limits: Limits,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n: int,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int | None,
+    stop_strings: tuple[str, ...],
+) -> SamplingPlan:
+    """The rows of a request.
+
+    Args:
+        model: the served model.
+        limits: the server's limits.
+        prompts: token ids of each prompt.
+        n: completions per prompt.
+        max_tokens: new tokens per completion; None for as many as the server allows.
+        temperature: 0 for greedy decoding; else the server's, as None.
+        top_p: the server's, as None.
+        seed: seed of the request; None for a random one.
+        stop_strings: strings that end a completion.
+
+    Raises:
+        ApiError: the server cannot sample this way, or a prompt is empty, too long, or has an unknown token.
+    """
+    greedy = temperature == 0
+    if not greedy and temperature is not None and temperature != model.temperature:
+        raise ApiError(
+            400,
+            f"temperature must be 0 (greedy) or {model.temperature:g}, the temperature at which this server samples. Start the "
+            f"server with temperature={temperature:g} to change it.",
+            param="temperature",
+            code="unsupported_value",
+        )
+    if not greedy and top_p is not None and top_p != model.top_p:
+        raise ApiError(
+            400,
+            f"top_p must be {model.top_p:g}, as this server samples. Start the server with top_p={top_p:g} to change it.",
+            param="top_p",
+            code="unsupported_value",
+        )
+    if len(prompts) * n > limits.max_rows:
+        raise ApiError(
+            400, f"{len(prompts)} prompts times n={n} exceed the {limits.max_rows} completions of a request.", param="n"
+        )
+    base = secrets.randbits(63) if seed is None else seed
+    rows = []
+    for number, prompt in enumerate(prompts):
+        new_tokens = _new_tokens(model, prompt, max_tokens)
+        rows += [
+            SamplingRow(
+                prompt=prompt,
+                seed=sample_seed(base, number, choice),
+                max_new_tokens=new_tokens,
+                stop_strings=stop_strings,
+            )
+            for choice in range(n)
+        ]
+    return SamplingPlan(rows=rows, greedy=greedy, prompts=[list(prompt) for prompt in prompts], n=n)
+
+
+def _new_tokens(model: ServedModel, prompt: Sequence[int], asked: int | None) -> int:
+    if not prompt:
+        raise ApiError(400, "The prompt is empty: it must have at least one token.", param="prompt")
+    if max(prompt) >= model.vocab_size:
+        raise ApiError(400, f"Token id {max(prompt)} is not in the vocabulary of {model.vocab_size} tokens.", param="prompt")
+    if asked is not None and asked > model.max_new_tokens:
+        raise ApiError(
+            400,
+            f"max_tokens is {asked}, but this server samples at most {model.max_new_tokens} tokens. Start the server with "
+            f"max_new_tokens={asked} to allow more.",
+            param="max_tokens",
+        )
+    wanted = model.max_new_tokens if asked is None else asked
+    if model.max_model_len is None:
+        return wanted
+    free = model.max_model_len - len(prompt)
+    if free < (1 if asked is None else asked):
+        raise ApiError(
+            400,
+            f"The prompt has {len(prompt)} tokens and max_tokens is {asked or 'not set'}, but the model's context has "
+            f"{model.max_model_len} tokens.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return min(wanted, free)

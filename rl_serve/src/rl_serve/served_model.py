@@ -1,0 +1,158 @@
+"""Starts the engine that is served: a model's own, or a run's with the weights of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.config.diagnostics import Problems
+from rl_core.config.python_sections import section_of_values
+from rl_core.config.source_tree import SourceLocation, written_from
+from rl_core.data.tokenizer import load_policy_tokenizer, load_tokenizer
+from rl_core.errors import ConfigError
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.config.loader import load_config
+from rl_train.config.overrides import apply_overrides
+from rl_train.runtime.checkpoint_paths import find_weights
+from rl_train.runtime.run_provenance import CONFIG
+from rl_train.runtime.workers import Builder, make_cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A started engine and what the server must know about it."""
+
+    name: str
+    """Name of the model in the API."""
+    generation: GenerationInterface
+    """The engine."""
+    tokenizer: Any
+    """Its tokenizer."""
+    temperature: float
+    """The temperature at which the engine samples; greedy decoding is available as well."""
+    top_p: float
+    """The engine's top-p."""
+    max_new_tokens: int
+    """The engine's limit of new tokens per completion."""
+    max_model_len: int | None
+    """Maximum number of tokens of prompt and completion; None if the engine does not report it."""
+    vocab_size: int
+    """Number of token ids that the engine accepts."""
+
+
+@contextmanager
+def started_model(
+    target: str, *, backend: str | None, overrides: Sequence[str] = (), name: str | None = None, best: bool = False
+) -> Iterator[ServedModel]:
+    """Start the engine of a model or run; it is shut down at the end of the block.
+
+    Args:
+        target: a model's name or folder, or a run folder or step folder.
+        backend: generation plugin for a model; by default the only one that is installed. A run has its own.
+        overrides: `key=value`: for a model, keys of the section `policy.generation`; for a run, keys of its config.
+        name: name of the model in the API; by default the last component of `target`.
+        best: for a run folder, use its best checkpoint instead of the newest.
+
+    Raises:
+        ConfigError: there is no such model or run, several backends are installed, or a setting is wrong.
+        WeightSyncError: the engine did not receive the weights of the checkpoint.
+    """
+    registry = Registry(discover())
+    label = name or (Path(target).resolve().name if Path(target).exists() else target)
+    with ExitStack() as exits:
+        if _is_run(Path(target)):
+            if backend is not None:
+                raise ConfigError(
+                    f"--backend {backend}: {target} is a run, which has its own engine. To change it, add the override "
+                    f"policy.generation.backend={backend}."
+                )
+            yield _of_run(Path(target), registry, overrides, label, exits, best=best)
+        else:
+            if best:
+                raise ConfigError(f"--best chooses among the checkpoints of a run, but {target} is a model. Remove --best.")
+            yield _of_model(target, registry, backend, overrides, label, exits)
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and ((path / CONFIG).is_file() or (path / "manifest.json").is_file())
+
+
+def _of_model(
+    target: str, registry: Registry, backend: str | None, overrides: Sequence[str], label: str, exits: ExitStack
+) -> ServedModel:
+    component = registry.find("generation", backend or _only_backend(registry))
+    model = component.load_config()
+    if model is None:
+        raise ConfigError(f"The generation backend {component.name!r} has no config section, so it cannot be served by name.")
+    values = {"backend": component.name, "model_name": target, **_values_of(overrides)}
+    section = section_of_values(model, values, name="", who="rlcore serve")
+    tokenizer = load_tokenizer(target)
+    generation: GenerationInterface = component.load()(config=section, cluster=None, deadlines=None)
+    exits.callback(generation.shutdown)
+    return _served(label, generation, section, tokenizer)
+
+
+def _of_run(
+    path: Path, registry: Registry, overrides: Sequence[str], label: str, exits: ExitStack, *, best: bool
+) -> ServedModel:
+    given = find_weights(path, best=best)
+    folder = given.run_folder if given.run_folder is not None else path
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(
+            f"{given.path} was moved out of its run, so its config is not known. Serve the run folder, or convert the "
+            f"checkpoint (rlcore convert) and serve the model."
+        )
+    run = load_config(folder / CONFIG, list(overrides), registry=registry, for_training=False).run
+    section = run.policy.generation
+    if section is None:
+        raise ConfigError(
+            f"{folder / CONFIG} has no `policy.generation`, so it has no engine. Add one: ++policy.generation.backend=BACKEND."
+        )
+    tokenizer = load_policy_tokenizer(run.policy)
+    builder = Builder(
+        run=run,
+        registry=registry,
+        exits=exits,
+        cluster=make_cluster(run.cluster, exits),
+        scoring_temperature=section.temperature,
+    )
+    policy, generation = builder.policy_and_engine()
+    policy.load_checkpoint(given.weights)
+    # The policy stays alive: an engine that replaces a dead worker needs its weights again.
+    builder.weights(policy, generation, tokenizer).sync()
+    return _served(label, generation, section, tokenizer)
+
+
+def _served(label: str, generation: GenerationInterface, section: Any, tokenizer: Any) -> ServedModel:
+    facts = getattr(generation, "facts", {})
+    return ServedModel(
+        name=label,
+        generation=generation,
+        tokenizer=tokenizer,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        max_new_tokens=section.max_new_tokens,
+        max_model_len=facts.get("max_model_len"),
+        vocab_size=facts.get("vocab_size", len(tokenizer)),
+    )
+
+
+def _only_backend(registry: Registry) -> str:
+    names = sorted(component.name for component in registry.all("generation"))
+    if len(names) != 1:
+        found = f"several are installed: {', '.join(names)}" if names else "none is installed"
+        raise ConfigError(f"--backend is required, because it selects the generation plugin and {found}.")
+    return names[0]
+
+
+def _values_of(overrides: Sequence[str]) -> Mapping[str, Any]:
+    problems = Problems()
+    root, _ = apply_overrides(written_from({}, place=SourceLocation(source="rlcore serve")), overrides, problems=problems)
+    problems.raise_if_any()
+    values: Mapping[str, Any] = root.plain()
+    return values

@@ -1,0 +1,130 @@
+"""Completions over HTTP are those of the engine, in the form of OpenAI's API."""
+
+import json
+
+import pytest
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.conversation_tokens import conversation_tokens, encode
+from rl_train.rollouts.seeds import sample_seed
+
+QUESTION = "12+34="
+
+
+def post(client, path, **body):
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def sampled_by_the_engine(model, prompt, *, seeds, greedy=False):
+    batch = BatchedDataDict(
+        {
+            "input_ids": torch.tensor([prompt] * len(seeds)),
+            "input_lengths": torch.tensor([len(prompt)] * len(seeds)),
+            "sample_seeds": torch.tensor(seeds),
+        }
+    )
+    output = model.generation.generate(batch, greedy)
+    ends = output["unpadded_sequence_lengths"].tolist()
+    rows = [
+        (output["output_ids"][i, len(prompt) : end], output["logprobs"][i, len(prompt) : end]) for i, end in enumerate(ends)
+    ]
+    return [ids.tolist() for ids, _ in rows], [logprobs for _, logprobs in rows]
+
+
+def test_completions_have_the_tokens_and_log_probabilities_of_the_engine(client, model):
+    body = post(client, "/v1/completions", prompt=QUESTION, n=3, seed=7, logprobs=0, return_token_ids=True)
+    prompt = encode(QUESTION, model.tokenizer)
+    tokens, logprobs = sampled_by_the_engine(model, prompt, seeds=[sample_seed(7, 0, choice) for choice in range(3)])
+    assert [choice["token_ids"] for choice in body["choices"]] == tokens
+    assert all(choice["prompt_token_ids"] == prompt for choice in body["choices"])
+    for choice, expected in zip(body["choices"], logprobs, strict=True):
+        # Float32: the two calls may batch the rows differently.
+        torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-5, rtol=0)
+    sampled = sum(map(len, tokens))
+    assert body["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
+
+
+def test_temperature_zero_decodes_greedily(client, model):
+    body = post(client, "/v1/completions", prompt=QUESTION, temperature=0, return_token_ids=True)
+    tokens, _ = sampled_by_the_engine(model, encode(QUESTION, model.tokenizer), seeds=[0], greedy=True)
+    assert body["choices"][0]["token_ids"] == tokens[0]
+
+
+def test_several_prompts_as_text_or_token_ids_give_choices_in_their_order(client, model):
+    ids = [encode(text, model.tokenizer) for text in ("1+1=", QUESTION)]
+    as_text = post(client, "/v1/completions", prompt=["1+1=", QUESTION], temperature=0, return_token_ids=True)
+    as_ids = post(client, "/v1/completions", prompt=ids, temperature=0, return_token_ids=True)
+    assert as_text["choices"] == as_ids["choices"]
+    assert [choice["prompt_token_ids"] for choice in as_ids["choices"]] == ids
+    assert [choice["index"] for choice in as_ids["choices"]] == [0, 1]
+
+
+def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(client, model):
+    whole = post(client, "/v1/completions", prompt=QUESTION, temperature=0)["choices"][0]["text"]
+    assert len(whole) > 1
+    choice = post(client, "/v1/completions", prompt=QUESTION, temperature=0, stop=whole[1], return_token_ids=True)["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (whole[0], "stop")
+    assert model.tokenizer.decode(choice["token_ids"]) == whole[:2]
+
+
+def test_a_completion_that_reaches_its_limit_says_so(client):
+    choice = post(client, "/v1/completions", prompt=QUESTION, temperature=0, max_tokens=1, return_token_ids=True)["choices"][0]
+    assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 1)
+
+
+def test_a_conversation_is_rendered_by_the_chat_template(client, model):
+    messages = [{"role": "user", "content": QUESTION}]
+    body = post(
+        client, "/v1/chat/completions", messages=messages, temperature=0, logprobs=True, return_token_ids=True, model="addition"
+    )
+    choice = body["choices"][0]
+    assert choice["prompt_token_ids"] == conversation_tokens(messages, model.tokenizer, add_generation_prompt=True)
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"] == model.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+    assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+
+
+def test_a_stream_has_the_same_completions_as_a_response(client):
+    asked = {"messages": [{"role": "user", "content": QUESTION}], "n": 2, "seed": 3}
+    whole = post(client, "/v1/chat/completions", **asked)
+    response = client.post("/v1/chat/completions", json={**asked, "stream": True, "stream_options": {"include_usage": True}})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    found = {choice["index"]: choice["delta"]["content"] for chunk in chunks for choice in chunk["choices"]}
+    assert found == {choice["index"]: choice["message"]["content"] for choice in whole["choices"]}
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_token_ids_in_give_token_ids_out(client, model):
+    prompt = encode(QUESTION, model.tokenizer)
+    asked = {"max_tokens": 4, "seed": 5, "n": 2}
+    body = post(client, "/inference/v1/generate", token_ids=prompt, sampling_params=asked, request_id="mine")
+    tokens = post(client, "/v1/completions", prompt=prompt, return_token_ids=True, logprobs=0, **asked)
+    assert [choice["token_ids"] for choice in body["choices"]] == [choice["token_ids"] for choice in tokens["choices"]]
+    assert body["request_id"] == "mine"
+    for choice, other in zip(body["choices"], tokens["choices"], strict=True):
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert logprobs == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-5)
+
+
+def test_equal_seeds_give_equal_completions_and_requests_without_a_seed_differ(client):
+    def sampled(**more):
+        # A prompt of one digit leaves the model undecided, so that samples differ.
+        return [
+            c["token_ids"] for c in post(client, "/v1/completions", prompt="7", n=16, return_token_ids=True, **more)["choices"]
+        ]
+
+    assert sampled(seed=11) == sampled(seed=11)
+    assert sampled() != sampled()
+
+
+def test_the_model_is_listed_under_its_name(client):
+    listed = client.get("/v1/models").json()["data"]
+    assert [(entry["id"], entry["max_model_len"]) for entry in listed] == [("addition", 128)]
+    assert client.get("/health").json() == {"status": "ok", "model": "addition"}

@@ -1,0 +1,94 @@
+"""The thread that runs the engine: batches of several requests, cancellation, and its end."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rl_core.errors import NotSupportedError
+from rl_serve.engine import EngineClosedError, EngineThread, SamplingRow
+
+ROWS = [SamplingRow(prompt=[4, 13, 5, 16], seed=seed, max_new_tokens=4) for seed in range(3)]
+
+
+class BatchesOnly:
+    """The Transformers engine without `generate_async`; counts its calls and can hold the first one back."""
+
+    def __init__(self, generation):
+        self._generation = generation
+        self.sizes = []
+        self.started, self.go_on = threading.Event(), threading.Event()
+
+    def prepare_for_generation(self):
+        return True
+
+    def generate_async(self, data, greedy=False):
+        raise NotSupportedError("whole batches only")
+
+    def generate(self, data, greedy=False):
+        self.sizes.append((data.size, greedy))
+        self.started.set()
+        assert self.go_on.wait(60)
+        return self._generation.generate(data, greedy)
+
+
+async def all_of(engine, rows, *, greedy=False):
+    return {index: row async for index, row in engine.sample(rows, greedy=greedy)}
+
+
+def test_requests_that_wait_for_an_engine_of_whole_batches_form_the_next_batch(model, engine):
+    expected = asyncio.run(all_of(engine, ROWS))
+    batches = BatchesOnly(model.generation)
+    thread = EngineThread(batches)
+
+    async def scenario():
+        first = asyncio.create_task(all_of(thread, ROWS[:1]))
+        await asyncio.to_thread(batches.started.wait, 60)
+        others = [asyncio.create_task(all_of(thread, [row])) for row in ROWS[1:]]
+        greedy = asyncio.create_task(all_of(thread, ROWS[:1], greedy=True))
+        while len(thread._batches._waiting) < 3:
+            await asyncio.sleep(0.01)
+        batches.go_on.set()
+        return [await first, *[await other for other in others]], await greedy
+
+    rows, _ = asyncio.run(scenario())
+    thread.close()
+    assert batches.sizes == [(1, False), (2, False), (1, True)]
+    assert [row[0].token_ids for row in rows] == [expected[index].token_ids for index in range(3)]
+
+
+def test_closing_the_iterator_cancels_the_rows_in_the_engine():
+    entered, cancelled = threading.Event(), threading.Event()
+
+    class Endless:
+        def prepare_for_generation(self):
+            return True
+
+        async def generate_async(self, data, greedy=False):
+            entered.set()
+            try:
+                await asyncio.sleep(3600)
+                yield
+            finally:
+                cancelled.set()
+
+    thread = EngineThread(Endless())
+
+    async def scenario():
+        task = asyncio.create_task(all_of(thread, ROWS))
+        await asyncio.to_thread(entered.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert cancelled.wait(60)
+    thread.close()
+
+
+def test_a_closed_engine_rejects_rows(model):
+    thread = EngineThread(model.generation)
+    thread.close()
+    thread.close()
+    with pytest.raises(EngineClosedError, match="the engine was shut down"):
+        asyncio.run(all_of(thread, ROWS))

@@ -1,0 +1,136 @@
+"""Requests that the server rejects: invalid parameters, keys, sizes, and too many at once."""
+
+import asyncio
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from rl_core.errors import WorkerDiedError
+from rl_serve.app import create_app
+from rl_serve.engine import EngineThread
+from rl_serve.gate import Gate
+from rl_serve.sampling import Limits
+
+MESSAGES = [{"role": "user", "content": "1+1="}]
+REJECTED = [
+    ("/v1/completions", {"prompt": ""}, "The prompt is empty: it must have at least one token."),
+    ("/v1/completions", {"prompt": []}, "There is no prompt."),
+    ("/v1/completions", {"prompt": [999]}, "Token id 999 is not in the vocabulary of 18 tokens."),
+    ("/v1/completions", {"prompt": "1", "temperature": 0.3}, "temperature must be 0 (greedy) or 1,"),
+    ("/v1/completions", {"prompt": "1", "top_p": 0.9}, "top_p must be 1,"),
+    ("/v1/completions", {"prompt": "1", "max_tokens": 99}, "max_tokens is 99, but this server samples at most 16 tokens."),
+    (
+        "/v1/completions",
+        {"prompt": "1" * 128},
+        "The prompt has 128 tokens and max_tokens is not set, but the model's context has 128",
+    ),
+    ("/v1/completions", {"prompt": "1", "n": 129}, "1 prompts times n=129 exceed the 128 completions of a request."),
+    ("/v1/completions", {"prompt": "1", "stop": ["a", ""]}, "stop must have at most 16 strings, none of them empty."),
+    ("/v1/completions", {"prompt": "1", "logprobs": 5}, "logprobs: Input should be 0"),
+    ("/v1/completions", {"prompt": "1", "echo": True, "best_of": 3}, "Unsupported: best_of, echo. Remove them."),
+    ("/v1/completions", {"prompt": "1", "stream_options": {}}, "stream_options requires `stream: true`."),
+    ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "Unsupported: tools. Remove it."),
+    ("/v1/chat/completions", {"messages": []}, "messages: List should have at least 1 item"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0]: content that is not text",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 1},
+        "max_tokens is the earlier name",
+    ),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_k": 3}}, "sampling_params.top_k: Extra inputs"),
+    ("/inference/v1/generate", {"token_ids": []}, "token_ids: List should have at least 1 item"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), REJECTED)
+def test_a_request_that_cannot_be_served_as_asked_gets_status_400_and_the_reason(client, path, body, message):
+    response = client.post(path, json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"].startswith(message)
+    assert error["type"] == "invalid_request_error"
+
+
+def test_parameters_that_change_nothing_are_accepted(client):
+    neutral = {"presence_penalty": 0, "logit_bias": None, "user": "me", "best_of": 1, "echo": False, "suffix": None}
+    assert client.post("/v1/completions", json={"prompt": "1", "max_tokens": 1, **neutral}).status_code == 200
+
+
+def test_another_model_and_another_path_are_not_found(client):
+    response = client.post("/v1/completions", json={"prompt": "1", "model": "other"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert client.get("/v2").json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_not_json_is_rejected(client):
+    response = client.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_body")
+
+
+def test_every_path_but_health_needs_one_of_the_keys(model, engine):
+    with TestClient(create_app(model, engine, limits=Limits(), api_keys=["first", "second"])) as client:
+        assert client.get("/health").status_code == 200
+        for header in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first"}, {"Authorization": "Basic first"}):
+            response = client.get("/v1/models", headers=header)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert client.get("/v1/models", headers={"Authorization": "Bearer second"}).status_code == 200
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_over_the_limit_is_rejected_with_and_without_a_declared_length(model, engine, declared):
+    with TestClient(create_app(model, engine, limits=Limits(max_body_bytes=1000))) as client:
+        body = b'{"prompt": "' + b"1" * 2000 + b'"}'
+        content = body if declared else iter([body[:500], body[500:]])
+        response = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_requests_over_the_limit_are_told_when_to_try_again():
+    async def scenario():
+        entered, finish = asyncio.Event(), asyncio.Event()
+
+        async def app(scope, receive, send):
+            entered.set()
+            await finish.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        gate = Gate(app, limits=Limits(max_concurrent_requests=1))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://test") as client:
+            first = asyncio.create_task(client.post("/v1/completions"))
+            await entered.wait()
+            second = await client.post("/v1/completions")
+            finish.set()
+            return second, await first, await client.post("/v1/completions")
+
+    second, first, third = asyncio.run(scenario())
+    assert (second.status_code, second.headers["Retry-After"]) == (429, "1")
+    assert (first.status_code, third.status_code) == (200, 200)
+
+
+def test_a_failing_engine_gives_status_503_and_the_server_stays_up(model):
+    class Failing:
+        """An engine of which a worker has died."""
+
+        def prepare_for_generation(self):
+            return True
+
+        async def generate_async(self, data, greedy=False):
+            raise WorkerDiedError("rank 0 exited with code -9")
+            yield
+
+    engine = EngineThread(Failing())
+    with TestClient(create_app(model, engine, limits=Limits())) as client:
+        for _ in range(2):
+            response = client.post("/v1/completions", json={"prompt": "1"})
+            assert response.status_code == 503
+            assert (
+                response.json()["error"]["message"] == "The engine failed: WorkerDiedError. The server's log has the details."
+            )
+        assert client.get("/health").status_code == 200
+    engine.close()
