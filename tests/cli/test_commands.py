@@ -102,7 +102,7 @@ def test_closed_output_ends_without_a_traceback():
 
 
 def test_a_command_of_a_missing_distribution_names_the_distribution():
-    # The command is part of a distribution that this process is told not to find.
+    # The process does not see the distribution that has the command.
     code = (
         "import importlib.metadata as m, sys; found = m.distributions; "
         "m.distributions = lambda **k: (d for d in found(**k) if d.name != 'rl-serve'); "

@@ -41,7 +41,8 @@ def test_a_misspelt_name_may_resemble_one_that_is_not_installed(site):
         (
             "command",
             "serve",
-            "Command 'serve' is not installed: rl-serve is not published; in a checkout of the repository, pip install ./rl_serve.",
+            "Command 'serve' is not installed: rl-serve is not published; in a checkout of the repository, "
+            "pip install ./rl_serve.",
         ),
         (
             "generation",

@@ -23,7 +23,16 @@ PAGES = [
     *sorted(ROOT.glob("*/README.md")),
     *sorted((ROOT / "examples").rglob("*.yaml")),
 ]
-OURS = {"rl_core", "rl_train", "rl_backends_hf", "rl_backends_megatron", "rl_backends_vllm", "rl_envs", "rl_serve", "rlcore_cli"}
+OURS = {
+    "rl_core",
+    "rl_train",
+    "rl_backends_hf",
+    "rl_backends_megatron",
+    "rl_backends_vllm",
+    "rl_envs",
+    "rl_serve",
+    "rlcore_cli",
+}
 NEMO_RL = """
 grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 5}
 policy: {model_name: some/model, generation: {backend: vllm, max_new_tokens: 16}}

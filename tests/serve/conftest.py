@@ -15,7 +15,7 @@ MODEL = Path(__file__).parents[2] / "examples/addition/model"
 
 @pytest.fixture(scope="session")
 def model():
-    with started_model(str(MODEL), backend="hf", overrides=["max_new_tokens=16"], name="addition") as served:
+    with started_model(str(MODEL), backend="hf", overrides=["policy.generation.max_new_tokens=16"], name="addition") as served:
         yield served
 
 

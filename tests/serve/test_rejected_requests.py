@@ -90,7 +90,7 @@ def test_a_body_over_the_limit_is_rejected_with_and_without_a_declared_length(mo
         assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
 
 
-def test_requests_over_the_limit_are_told_when_to_try_again():
+def test_requests_over_the_limit_get_the_time_after_which_to_try_again():
     async def scenario():
         entered, finish = asyncio.Event(), asyncio.Event()
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -43,7 +43,7 @@ def create_app(model: ServedModel, engine: EngineThread, *, limits: Limits, api_
         model: the served model.
         engine: its engine.
         limits: the server's limits.
-        api_keys: accepted keys; without any, no key is asked for.
+        api_keys: accepted keys; without any, requests need no key.
     """
     app = FastAPI(title="rlcore serve", docs_url=None, redoc_url=None)
     app.add_middleware(Gate, limits=limits, api_keys=api_keys)
@@ -198,7 +198,7 @@ class Routes:
             rows[index] = row
         return rows
 
-    async def _rows(self, plan: SamplingPlan) -> AsyncIterator[tuple[int, SampledRow]]:
+    async def _rows(self, plan: SamplingPlan) -> AsyncGenerator[tuple[int, SampledRow], None]:
         try:
             async with contextlib.aclosing(self._engine.sample(plan.rows, greedy=plan.greedy)) as rows:
                 async for index, row in rows:

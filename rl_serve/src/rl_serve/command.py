@@ -27,7 +27,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="For a model, keys of policy.generation, such as temperature=0.7; for a run, keys of its config.",
+            help="Overrides of the run's config; for a model, keys of policy.generation.",
             show_default=False,
         ),
     ] = None,
@@ -48,7 +48,7 @@ def serve(
 
     Example:
         rlcore serve runs/config
-        rlcore serve path/to/model --backend hf temperature=0.7 max_new_tokens=512
+        rlcore serve path/to/model --backend hf policy.generation.temperature=0.7
         curl http://127.0.0.1:7000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "2 + 2 ="}'
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,7 @@ class EngineThread:
         self._thread.start()
         self._on_loop(self._prepare()).result()
 
-    async def sample(self, rows: Sequence[SamplingRow], *, greedy: bool) -> AsyncIterator[tuple[int, SampledRow]]:
+    async def sample(self, rows: Sequence[SamplingRow], *, greedy: bool) -> AsyncGenerator[tuple[int, SampledRow], None]:
         """Yield (index in `rows`, completion) as each row finishes. Closing the iterator cancels unfinished rows.
 
         Raises:

@@ -21,7 +21,7 @@ class Gate:
     Args:
         app: the application.
         limits: the server's limits.
-        api_keys: accepted keys; without any, no key is asked for.
+        api_keys: accepted keys; without any, requests need no key.
     """
 
     def __init__(self, app: ASGIApp, *, limits: Limits, api_keys: Sequence[str] = ()) -> None:
@@ -70,7 +70,7 @@ class Gate:
             return message
 
         async def watched(message: Message) -> None:
-            # FastAPI turns an exception of `limited` into a response of its own, which is dropped.
+            # FastAPI turns an exception of `limited` into another response, which is dropped.
             nonlocal has_started
             if has_started or not is_too_large():
                 has_started = True

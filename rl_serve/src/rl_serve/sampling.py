@@ -26,7 +26,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingPlan:
-    """What the engine is asked to sample for one request; row p * n + i is choice i of prompt p."""
+    """The rows that the engine samples for one request; row p * n + i is choice i of prompt p."""
 
     rows: list[SamplingRow]
     greedy: bool
@@ -69,14 +69,14 @@ def plan_sampling(
         raise ApiError(
             400,
             f"temperature must be 0 (greedy) or {model.temperature:g}, the temperature at which this server samples. Start the "
-            f"server with temperature={temperature:g} to change it.",
+            f"server with policy.generation.temperature={temperature:g} to change it.",
             param="temperature",
             code="unsupported_value",
         )
     if not greedy and top_p is not None and top_p != model.top_p:
         raise ApiError(
             400,
-            f"top_p must be {model.top_p:g}, as this server samples. Start the server with top_p={top_p:g} to change it.",
+            f"top_p must be {model.top_p:g}, as this server samples. Start the server with policy.generation.top_p={top_p:g} to change it.",
             param="top_p",
             code="unsupported_value",
         )
@@ -109,7 +109,7 @@ def _new_tokens(model: ServedModel, prompt: Sequence[int], asked: int | None) ->
         raise ApiError(
             400,
             f"max_tokens is {asked}, but this server samples at most {model.max_new_tokens} tokens. Start the server with "
-            f"max_new_tokens={asked} to allow more.",
+            f"policy.generation.max_new_tokens={asked} to allow more.",
             param="max_tokens",
         )
     wanted = model.max_new_tokens if asked is None else asked

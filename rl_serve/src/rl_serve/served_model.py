@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_core.config.diagnostics import Problems
 from rl_core.config.python_sections import section_of_values
-from rl_core.config.source_tree import SourceLocation, written_from
+from rl_core.config.source_tree import SourceLocation, dotted, written_from
 from rl_core.data.tokenizer import load_policy_tokenizer, load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationInterface
@@ -54,7 +54,7 @@ def started_model(
     Args:
         target: a model's name or folder, or a run folder or step folder.
         backend: generation plugin for a model; by default the only one that is installed. A run has its own.
-        overrides: `key=value`: for a model, keys of the section `policy.generation`; for a run, keys of its config.
+        overrides: `key=value`; for a model, only keys of `policy.generation` have an effect and are allowed.
         name: name of the model in the API; by default the last component of `target`.
         best: for a run folder, use its best checkpoint instead of the newest.
 
@@ -90,7 +90,7 @@ def _of_model(
     if model is None:
         raise ConfigError(f"The generation backend {component.name!r} has no config section, so it cannot be served by name.")
     values = {"backend": component.name, "model_name": target, **_values_of(overrides)}
-    section = section_of_values(model, values, name="", who="rlcore serve")
+    section: Any = section_of_values(model, values, name="policy.generation", who="rlcore serve")
     tokenizer = load_tokenizer(target)
     generation: GenerationInterface = component.load()(config=section, cluster=None, deadlines=None)
     exits.callback(generation.shutdown)
@@ -154,5 +154,8 @@ def _values_of(overrides: Sequence[str]) -> Mapping[str, Any]:
     problems = Problems()
     root, _ = apply_overrides(written_from({}, place=SourceLocation(source="rlcore serve")), overrides, problems=problems)
     problems.raise_if_any()
-    values: Mapping[str, Any] = root.plain()
+    for path, node in root.leaves():
+        if path[:2] != ("policy", "generation") or len(path) < 3:
+            raise ConfigError(f"{node.place}: a model has no {dotted(path)}. Only keys of policy.generation can be set.")
+    values: Mapping[str, Any] = root.plain().get("policy", {}).get("generation", {})
     return values
