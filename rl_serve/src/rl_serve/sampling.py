@@ -76,7 +76,8 @@ def plan_sampling(
     if not greedy and top_p is not None and top_p != model.top_p:
         raise ApiError(
             400,
-            f"top_p must be {model.top_p:g}, as this server samples. Start the server with policy.generation.top_p={top_p:g} to change it.",
+            f"top_p must be {model.top_p:g}, as this server samples. To change it, start the server with "
+            f"policy.generation.top_p={top_p:g}.",
             param="top_p",
             code="unsupported_value",
         )
