@@ -130,6 +130,17 @@ def test_after_a_refit_by_reference_the_engine_samples_from_the_policy_s_weights
     assert own["output_ids"][0, :23].tolist() == theirs["output_ids"][0].tolist()
 
 
+async def one_by_one(engine, batch):
+    """The rows, each of its own call; the later ones join while the first ones run."""
+
+    async def ask(row):
+        await asyncio.sleep(0.02 * row)
+        [(_, output)] = [item async for item in engine.generate_async(batch.slice(row, row + 1))]
+        return row, output
+
+    return await asyncio.gather(*(ask(row) for row in range(batch.size)))
+
+
 def test_two_replicas_on_a_cluster_give_the_rows_of_one(model_folder):
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
@@ -146,6 +157,9 @@ def test_two_replicas_on_a_cluster_give_the_rows_of_one(model_folder):
         torch.testing.assert_close(output["logprobs"], expected["logprobs"], atol=1e-5, rtol=0)
         with pytest.raises(DataError, match=r"^Row 4 "):
             engine.generate(batch_of(*prompts[:4], [160]))
+        for row, found in asyncio.run(one_by_one(engine, batch)):
+            length = int(found["unpadded_sequence_lengths"][0])
+            assert found["output_ids"][0].tolist() == expected["output_ids"][row, :length].tolist()
         engine.shutdown()
     finally:
         cluster.shutdown()

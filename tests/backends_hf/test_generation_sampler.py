@@ -1,5 +1,4 @@
 import inspect
-import itertools
 
 import pytest
 import tokenizers
@@ -339,14 +338,3 @@ def test_a_bfloat16_model_samples_with_log_probabilities_near_its_plain_forward(
     output = sampler_of(model).generate(batch_of(prompts_of([9, 4, 4])))
     # bfloat16 keeps 8 bits: logits of size 8 are rounded by up to 1/64, and again along the way.
     assert_logprobs_equal(output, plain_logprobs(model, output), atol=0.2)
-
-
-def test_rows_are_streamed_as_they_end(model):
-    prompts, limits = prompts_of([4, 4, 4]), torch.tensor([9, 2, 5])
-    batch = batch_of(prompts, max_new_tokens=limits)
-    whole = sampler_of(model).generate(batch)
-    parts = list(sampler_of(model).stream(batch))
-    assert [row for row, _ in parts][:1] == [1]
-    for row, part in parts:
-        assert completions_of(part) == [completions_of(whole)[row]]
-    assert sorted(itertools.chain.from_iterable([row] for row, _ in parts)) == [0, 1, 2]

@@ -146,7 +146,7 @@ def test_row_limits_apply_within_the_limits_of_config_and_model(engine):
 def test_rows_of_one_prompt_compute_it_once(engine):
     worker = engine.group.worker
     prompt = list(range(2, 302))
-    [read] = worker._read(batch_of(prompt))
+    [read] = worker._reader.read(batch_of(prompt))
     for number in range(4):
         worker._running.add(f"x{number}", prompt, worker._sampling.parameters(read, seed=number, greedy=False))
     ended = []

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.generation_worker import HFGenerationWorker
-from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import LengthLimits, read_prompts
 from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.errors import NotSupportedError
-from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
 
 class HuggingFaceGeneration(DistributedGeneration):
-    """Samples from a Transformers causal LM: one prefill per prompt; finished rows leave the batch.
+    """Samples from a Transformers causal LM: one prefill per prompt; rows join while others run, and finished rows leave.
 
     `HuggingFaceGeneration("path/to/model", max_new_tokens=64)` runs in this process; with `cluster=` it runs one replica per
     bundle of the cluster.
+
+    A row's seed determines its tokens: in float32, a row is sampled equally by `generate` and `generate_async`, with any other
+    rows. Rows of `generate_async` that are in progress at a refit keep their tokens and continue with the new weights; a row is
+    marked with the weight version of its first token.
 
     Args:
         model_name: name, folder or GGUF file.
@@ -77,36 +74,3 @@ class HuggingFaceGeneration(DistributedGeneration):
     @property
     def tokenizer_section(self) -> TokenizerConfig:
         return self.config.hf_cfg.tokenizer or TokenizerConfig()
-
-    def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
-    ) -> BatchedDataDict[GenerationOutputSpec]:
-        # Checked before dispatch, so that errors name the caller's row and no replica has started.
-        read_prompts(data, self._limits())
-        return super().generate(data, greedy)
-
-    async def generate_async(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
-    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        """Yield (row, its output) as each row finishes. Other tasks run between rows; decoding blocks their thread.
-
-        Raises:
-            NotSupportedError: the engine runs on a cluster, where calls return complete batches only.
-        """
-        if not isinstance(self.group, InProcessWorkerGroup):
-            raise NotSupportedError(
-                "HuggingFaceGeneration on a cluster does not support `generate_async`. Use `generate`, or an engine without a "
-                "cluster."
-            )
-        read_prompts(data, self._limits())
-        worker: HFGenerationWorker = self.group.worker
-        for row, output in worker.stream(data, greedy=greedy):
-            yield row, output
-            await asyncio.sleep(0)
-
-    def _limits(self) -> LengthLimits:
-        return LengthLimits(
-            vocab_size=self.facts["vocab_size"],
-            max_model_len=self.facts["max_model_len"],
-            max_new_tokens=self.config.max_new_tokens,
-        )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.model import DTYPES, is_quantized, load_model
+from rl_backends_hf.rows_in_flight import RowsInFlight
 from rl_backends_hf.sampler import Sampler, SamplerSettings
 from rl_core.config.schema import TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.tokenizer import find_tokenizer
-from rl_core.errors import ConfigError, NotSupportedError
+from rl_core.errors import ConfigError, NotSupportedError, RLCoreError
 from rl_core.interfaces.policy import RefitManifest
-from rl_core.interfaces.worker import GenerationWorker
+from rl_core.interfaces.worker import GenerationRequest, GenerationWorker
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.manifest import weights_of
@@ -50,13 +51,15 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             tokenizer=find_tokenizer(
                 self._config.model_name, options.tokenizer or TokenizerConfig(), trust_remote_code=options.trust_remote_code
             ),
-            # With the same seed, all replicas would sample the same rows.
-            seed=options.seed * 1_000_003 + self.context.rank,
+            seed=options.seed,
+            rank=self.context.rank,
         )
+        self._rows = RowsInFlight(self._sampler)
         return {
             "max_model_len": self._sampler.max_model_len,
             "vocab_size": self._sampler.vocab_size,
             "device": str(self._model.device),
+            "reads_text": self._sampler.tokenizer is not None,
             "precision": options.precision or "float32",
             "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
         }
@@ -66,17 +69,24 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         answer: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
         return answer
 
-    def stream(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> Iterator[tuple[int, BatchedDataDict[Any]]]:
-        """Yield (row, its output) as each row finishes."""
-        self.refuse_torn_weights()
-        return self._sampler.stream(data, greedy, weight_version=self.get_weight_version())
+    def poll(
+        self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
+    ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
+        return self._rows.poll(arrivals, cancelled=cancelled, wait_s=wait_s, weight_version=self.get_weight_version())
 
     def finish_generation(self) -> None:
+        self._rows.release_if_idle()
         if self.context.device == "cuda":
             torch.cuda.empty_cache()
 
+    def refit_begins(self) -> None:
+        self._rows.pause()
+
     def invalidate_kv_cache(self) -> bool:
-        """True, because the KV cache exists only during a call."""
+        """Discard keys and values; rows that a refit has paused continue, unless its weights are incomplete."""
+        self._rows.drop_cache()
+        if not self.has_torn_weights:
+            self._rows.resume()
         return True
 
     def named_weights(self) -> Mapping[str, torch.Tensor]:
@@ -94,7 +104,9 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
                 "A sampling model loaded with load_in_8bit or load_in_4bit cannot receive the policy's weights. Remove the "
                 "option from `policy.generation.hf_cfg`; `precision: bfloat16` needs half the memory of float32."
             )
-        return super().prepare_refit_info(info)
+        dtypes = super().prepare_refit_info(info)
+        self._rows.pause()
+        return dtypes
 
     def shutdown(self) -> None:
         self.leave_refit()

@@ -56,13 +56,13 @@ class SlotLayer(CacheLayerMixin):
         for own in (self.keys, self.values):
             own[targets, :, :width] = own[sources, :, :width]
 
-    def grow(self, columns: int, *, used: int, width: int) -> None:
-        """Allocate more columns."""
+    def grow(self, *, capacity: int, columns: int, used: int, width: int) -> None:
+        """Allocate more slots or columns."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new = old.new_zeros((old.shape[0], old.shape[1], columns, old.shape[3]))
+            new = old.new_zeros((capacity, old.shape[1], columns, old.shape[3]))
             new[:used, :, :width] = old[:used, :, :width]
             setattr(self, name, new)
 
@@ -127,15 +127,17 @@ class SlotCache(Cache):
 
     Args:
         num_layers: number of layers with keys and values.
-        capacity: maximum number of rows at one time.
+        capacity: initial number of slots.
         first_columns: initial number of columns.
-        max_columns: maximum number of columns that a row can need.
         device: device of the model's input.
+
+    Attributes:
+        max_columns: maximum number of columns that a row can need.
     """
 
-    def __init__(self, *, num_layers: int, capacity: int, first_columns: int, max_columns: int, device: torch.device) -> None:
-        self.slots = SlotTable(capacity=capacity, columns=min(first_columns, max_columns), device=device)
-        self._max_columns = max_columns
+    def __init__(self, *, num_layers: int, capacity: int, first_columns: int, device: torch.device) -> None:
+        self.slots = SlotTable(capacity=capacity, columns=first_columns, device=device)
+        self.max_columns = first_columns
         super().__init__(layers=[SlotLayer(self.slots) for _ in range(num_layers)])
 
     def add(self, prefill: Cache, *, sources: Sequence[int], lengths: Sequence[int]) -> None:
@@ -197,13 +199,21 @@ class SlotCache(Cache):
         seen = columns <= positions
         return seen if window is None else seen & (columns > positions - window)
 
+    def ensure_slots(self, count: int, *, most: int) -> None:
+        """Allocate slots for `count` rows in total; at least twice as many as before, but at most `most`."""
+        if count > self.slots.capacity:
+            self._grow(capacity=min(max(2 * self.slots.capacity, count), most), columns=self.slots.columns)
+
     def _ensure_columns(self, width: int) -> None:
-        if width <= self.slots.columns:
-            return
-        columns = min(max(2 * self.slots.columns, width), self._max_columns)
+        if width > self.slots.columns:
+            columns = max(min(2 * self.slots.columns, self.max_columns), width)
+            self._grow(capacity=self.slots.capacity, columns=columns)
+
+    def _grow(self, *, capacity: int, columns: int) -> None:
         for layer in self.layers:
-            layer.grow(columns, used=self.slots.used, width=self.slots.width)
-        self.slots.columns = columns
+            layer.grow(capacity=capacity, columns=columns, used=self.slots.used, width=self.slots.width)
+        self.slots.capacity, self.slots.columns = capacity, columns
+        self.slots.clear_indices()
 
 
 def _runs(sources: Sequence[int], lengths: Sequence[int], *, first_slot: int) -> list[PrefillRun]:

@@ -7,7 +7,7 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,35 +20,22 @@ from rl_backends_megatron.scoring import forward
 from rl_core.config.schema import GenerationConfig
 from rl_core.config.source_tree import dotted
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import Completion, LengthLimits, Prompt, read_prompts, to_output
-from rl_core.data.stateless_rng import derived_seeds
-from rl_core.errors import DataError, NotSupportedError
+from rl_core.data.generation_io import LengthLimits, PromptReader, SampledRow, to_output
+from rl_core.errors import NotSupportedError
 
 Decode = Callable[[Sequence[int]], str]
 
 
-@dataclass
-class Row:
+@dataclass(kw_only=True, eq=False)
+class Row(SampledRow):
     """One unfinished completion.
 
     Attributes:
-        prompt: its tokens.
-        limit: maximum number of tokens of the completion.
-        stop_strings: strings that end it.
         generator: random generator of its draws.
-        tokens: tokens drawn so far.
-        logprobs: log-probability of each, in nats.
-        stopped: ended by an end token or a stop string.
         done: stopped, or at its limit.
     """
 
-    prompt: list[int]
-    limit: int
-    stop_strings: list[str]
     generator: torch.Generator
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    stopped: bool = False
     done: bool = False
 
 
@@ -94,24 +81,29 @@ class Sampler:
                 "generation backend in `policy.generation`."
             )
         self._config, self._ranks = config, ranks
-        self._vocab_size, self._max_model_len, self._seed, self._multiple = vocab_size, max_model_len, seed, multiple
+        self._vocab_size, self._multiple = vocab_size, multiple
         self._end_ids = end_ids | set(config.stop_token_ids or ())
         self._decode = decode
-        self._calls = 0
+        self._reader = PromptReader(
+            LengthLimits(vocab_size=vocab_size, max_model_len=max_model_len, max_new_tokens=config.max_new_tokens),
+            stop_strings=config.stop_strings or (),
+            reads_text=decode is not None,
+            seed=seed,
+            rank=parallel_state.get_data_parallel_rank(),
+        )
 
     def generate(
         self, models: Sequence[Any], data: BatchedDataDict[Any], *, greedy: bool, weight_version: int
     ) -> BatchedDataDict[Any]:
         """Complete this rank's rows; see `GenerationInterface.generate`. Collective over all ranks of the policy."""
-        rows = self._read(data)
-        self._calls += 1
+        rows = [Row(prompt=prompt, generator=torch.Generator().manual_seed(prompt.seed)) for prompt in self._reader.read(data)]
         # Replicas with other rows share the experts, so all of them continue until the last one has finished.
         while self._ranks.any(any(not row.done for row in rows)):
             drawn = self._draw(models, rows, greedy=greedy)
             for row, token, logprob in zip(rows, drawn[0].tolist(), drawn[1].tolist(), strict=True):
                 if not row.done:
                     self._append(row, int(token), logprob)
-        return _to_output(rows, weight_version)
+        return to_output([row.completion(weight_version=weight_version) for row in rows])
 
     def _draw(self, models: Sequence[Any], rows: Sequence[Row], *, greedy: bool) -> torch.Tensor:
         """[2, B] float64, the next token of each row and its log-probability, the same on every rank of the replica."""
@@ -139,7 +131,7 @@ class Sampler:
         return int(torch.multinomial(logprobs.exp(), 1, generator=row.generator))
 
     def _input(self, rows: Sequence[Row]) -> ModelInput:
-        sequences = [row.prompt + row.tokens for row in rows]
+        sequences = [row.sequence for row in rows]
         width = -(-max(map(len, sequences)) // self._multiple) * self._multiple
         ids = torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences])
         last = torch.tensor([number * width + len(sequence) - 1 for number, sequence in enumerate(sequences)])
@@ -158,49 +150,8 @@ class Sampler:
         row.tokens.append(token)
         row.logprobs.append(logprob)
         row.stopped = token in self._end_ids
-        if row.stop_strings and not row.stopped:
+        if row.prompt.stop_strings and not row.stopped:
             assert self._decode is not None
             text = self._decode(row.tokens)
-            row.stopped = any(string in text for string in row.stop_strings)
-        row.done = row.stopped or len(row.tokens) >= row.limit
-
-    def _read(self, data: BatchedDataDict[Any]) -> list[Row]:
-        limits = LengthLimits(
-            vocab_size=self._vocab_size, max_model_len=self._max_model_len, max_new_tokens=self._config.max_new_tokens
-        )
-        prompts = read_prompts(data, limits)
-        # With the same seed, all replicas would sample the same rows.
-        seed = self._seed * 1_000_003 + parallel_state.get_data_parallel_rank()
-        derived: list[int] = derived_seeds(seed, self._calls, len(prompts)).tolist()
-        return [
-            Row(
-                prompt=prompt.tokens,
-                limit=prompt.limit,
-                stop_strings=self._stop_strings(prompt),
-                generator=torch.Generator().manual_seed(own if prompt.seed is None else prompt.seed),
-            )
-            for prompt, own in zip(prompts, derived, strict=True)
-        ]
-
-    def _stop_strings(self, prompt: Prompt) -> list[str]:
-        strings = [*(self._config.stop_strings or ()), *prompt.stop_strings]
-        if strings and self._decode is None:
-            raise DataError(
-                f"Row {prompt.number} has stop strings {strings}, which require a tokenizer. Set policy.tokenizer.name."
-            )
-        return strings
-
-
-def _to_output(rows: Sequence[Row], weight_version: int) -> BatchedDataDict[Any]:
-    return to_output(
-        [
-            Completion(
-                prompt=row.prompt,
-                tokens=row.tokens,
-                logprobs=row.logprobs,
-                truncated=not row.stopped,
-                weight_version=weight_version,
-            )
-            for row in rows
-        ]
-    )
+            row.stopped = any(string in text for string in row.prompt.stop_strings)
+        row.done = row.stopped or len(row.tokens) >= row.prompt.limit

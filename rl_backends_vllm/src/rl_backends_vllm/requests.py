@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from rl_core.data.generation_io import Completion, Prompt
 from rl_core.data.stateless_rng import mix
-from rl_core.errors import DataError, RLCoreError
+from rl_core.errors import RLCoreError
 
 GREEDY_TEMPERATURE = "rlcore_greedy_temperature"
 """Key of `SamplingParams.extra_args`: the temperature of a greedy row's log-probabilities; see `rl_backends_vllm.greedy`."""
@@ -24,29 +24,25 @@ class SamplingSettings:
         temperature: logits are divided by it.
         top_p: cumulative probability of the most likely tokens to sample from.
         top_k: number of most likely tokens to sample from; None for all.
-        stop_strings: stop strings of every row.
         end_ids: tokens that end a row.
-        has_tokenizer: whether the engine can detokenize.
     """
 
     temperature: float
     top_p: float
     top_k: int | None
-    stop_strings: tuple[str, ...]
     end_ids: frozenset[int]
-    has_tokenizer: bool
 
-    def parameters(self, prompt: Prompt, *, seed: int, greedy: bool) -> Any:
+    def parameters(self, prompt: Prompt, *, greedy: bool) -> Any:
         """The `vllm.SamplingParams` of one row: final output only, with the log-probability of each sampled token."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        strings = [*self.stop_strings, *prompt.stop_strings]
+        strings = list(prompt.stop_strings)
         return SamplingParams(
             temperature=0.0 if greedy else self.temperature,
             top_p=1.0 if greedy else self.top_p,
             top_k=0 if greedy or self.top_k is None else self.top_k,
-            seed=None if greedy else seed,
+            seed=None if greedy else engine_seed(prompt.seed),
             max_tokens=prompt.limit,
             stop=strings or None,
             stop_token_ids=sorted(self.end_ids),
@@ -59,23 +55,9 @@ class SamplingSettings:
         )
 
 
-def check_stop_strings(prompts: Iterable[Prompt], *, reads_text: bool) -> None:
-    """Raise DataError for the first row that has stop strings if there is no tokenizer."""
-    for prompt in prompts:
-        if prompt.stop_strings and not reads_text:
-            raise DataError(
-                f"Row {prompt.number} has stop strings {list(prompt.stop_strings)}, which require a tokenizer. "
-                "Set policy.tokenizer.name."
-            )
-
-
-def engine_seeds(seeds: Iterable[int]) -> list[int]:
-    """Row seeds as vLLM needs them.
-
-    They are mixed because a CPU uses only their lower 32 bits, and non-negative because -1 means no seed.
-    """
-    mixed: list[int] = (mix(torch.tensor(list(seeds), dtype=torch.int64)) & (2**63 - 1)).tolist()
-    return mixed
+def engine_seed(seed: int) -> int:
+    """A row's seed as vLLM needs it: mixed, because a CPU uses only its lower 32 bits, and non-negative, as -1 means none."""
+    return int(mix(torch.tensor(seed)) & (2**63 - 1))
 
 
 def completion_of(output: Any, *, prompt: Sequence[int], weight_version: int) -> Completion:

@@ -17,11 +17,10 @@ from rl_backends_vllm.device import (
 from rl_backends_vllm.engine import Engine
 from rl_backends_vllm.inflight import InFlightRequests
 from rl_backends_vllm.model_folder import ModelFiles, model_files
-from rl_backends_vllm.requests import SamplingSettings, check_stop_strings, engine_seeds
+from rl_backends_vllm.requests import SamplingSettings
 from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_files, replica_folder, unlink_openmp_page
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import Completion, LengthLimits, Prompt, end_token_ids, read_prompts, to_output
-from rl_core.data.stateless_rng import derived_seeds
+from rl_core.data.generation_io import Completion, LengthLimits, Prompt, PromptReader, end_token_ids, to_output
 from rl_core.errors import ConfigError, DataError, RLCoreError, WeightSyncError
 from rl_core.interfaces.worker import GenerationRequest, GenerationWorker
 from rl_core.interfaces.worker_context import WorkerContext
@@ -74,27 +73,34 @@ class VllmGenerationWorker(GenerationWorker):
         unlink_openmp_page()
         self._has_weights = load_format != "dummy"
         model = self._engine.config.model_config
-        self._limits = LengthLimits(
-            vocab_size=model.get_vocab_size(), max_model_len=model.max_model_len, max_new_tokens=config.max_new_tokens
+        self._reader = PromptReader(
+            LengthLimits(
+                vocab_size=model.get_vocab_size(), max_model_len=model.max_model_len, max_new_tokens=config.max_new_tokens
+            ),
+            stop_strings=config.stop_strings or (),
+            reads_text=files.tokenizer_path is not None,
+            seed=own.seed,
+            rank=self.context.rank,
         )
         return {
             "max_model_len": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
             "device": self.context.device,
             "precision": matmul_precision(str(model.dtype).removeprefix("torch."), device=self.context.device),
-            "reads_text": self._sampling.has_tokenizer,
+            "reads_text": files.tokenizer_path is not None,
         }
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         # A sleeping engine would never process a row.
         self.prepare_for_generation()
         self._check_weights()
-        prompts = self._read(data)
+        prompts = self._reader.read(data)
+        self._calls += 1
         names = [f"{self._calls}-{prompt.number}" for prompt in prompts]
         done: dict[str, Completion] = {}
         try:
-            for name, prompt, seed in zip(names, prompts, self._seeds(prompts), strict=True):
-                self._add(name, prompt, seed=seed, greedy=greedy)
+            for name, prompt in zip(names, prompts, strict=True):
+                self._add(name, prompt, greedy=greedy)
             while len(done) < len(names):
                 ended = self._requests.collect(_POLL_S, only=set(names))
                 done.update({name: _raise_if_failed(row) for name, row in ended.items()})
@@ -240,33 +246,18 @@ class VllmGenerationWorker(GenerationWorker):
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
-            stop_strings=tuple(config.stop_strings or ()),
             end_ids=end_token_ids(files.generation_config, files.hf_config, files.tokenizer, further=config.stop_token_ids),
-            has_tokenizer=files.tokenizer_path is not None,
         )
-
-    def _read(self, data: BatchedDataDict[Any]) -> list[Prompt]:
-        self._calls += 1
-        prompts = read_prompts(data, self._limits)
-        check_stop_strings(prompts, reads_text=self._sampling.has_tokenizer)
-        return prompts
 
     def _start_request(self, arrival: GenerationRequest) -> None:
         if not self._running.is_paused:
             self.prepare_for_generation()
             self._check_weights()
-        [prompt] = self._read(arrival.row)
-        [seed] = self._seeds([prompt])
-        self._add(arrival.name, prompt, seed=seed, greedy=arrival.greedy)
+        [prompt] = self._reader.read(arrival.row)
+        self._add(arrival.name, prompt, greedy=arrival.greedy)
 
-    def _seeds(self, prompts: Sequence[Prompt]) -> list[int]:
-        # With the same seed, all replicas would sample the same rows.
-        seed = self._config.vllm_cfg.seed * 1_000_003 + self.context.rank
-        derived: list[int] = derived_seeds(seed, self._calls, len(prompts)).tolist()
-        return engine_seeds(own if prompt.seed is None else prompt.seed for prompt, own in zip(prompts, derived, strict=True))
-
-    def _add(self, name: str, prompt: Prompt, *, seed: int, greedy: bool) -> None:
-        parameters = self._sampling.parameters(prompt, seed=seed, greedy=greedy)
+    def _add(self, name: str, prompt: Prompt, *, greedy: bool) -> None:
+        parameters = self._sampling.parameters(prompt, greedy=greedy)
         self._requests.add(name, prompt.tokens, parameters, weight_version=self._weight_version)
 
     def _resume(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.padding import with_input_lengths
 from rl_core.data.schema import pad_value
+from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import DataError
 
 _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens")
@@ -39,14 +40,14 @@ class Prompt:
         number: row number in the batch.
         tokens: the prompt's tokens.
         limit: maximum number of completion tokens, within `max_model_len`.
-        seed: the row's random seed; None if the batch has none.
-        stop_strings: the row's own stop strings.
+        seed: of its random draws.
+        stop_strings: strings that end it: those of all rows, and its own.
     """
 
     number: int
     tokens: list[int]
     limit: int
-    seed: int | None = None
+    seed: int
     stop_strings: tuple[str, ...] = ()
 
 
@@ -69,6 +70,69 @@ class Completion:
     weight_version: int
 
 
+@dataclass(kw_only=True, eq=False)
+class SampledRow:
+    """A prompt and its completion so far, for backends that draw tokens themselves.
+
+    Attributes:
+        prompt: the row.
+        tokens: tokens drawn so far.
+        logprobs: log-probability of each, in nats.
+        stopped: ended by an end token or a stop string.
+    """
+
+    prompt: Prompt
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def sequence(self) -> list[int]:
+        """Prompt and completion."""
+        return self.prompt.tokens + self.tokens
+
+    def completion(self, *, weight_version: int) -> Completion:
+        """The finished row."""
+        return Completion(
+            prompt=self.prompt.tokens,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            truncated=not self.stopped,
+            weight_version=weight_version,
+        )
+
+
+class PromptReader:
+    """Reads the batches of one engine replica; rows without a seed get one from the replica's seed and the number of the call.
+
+    Args:
+        limits: limits of every row.
+        stop_strings: strings that end every row.
+        reads_text: whether the replica has a tokenizer.
+        seed: the engine's seed.
+        rank: index of the replica: with the same seed, all replicas would sample the same rows.
+    """
+
+    def __init__(
+        self, limits: LengthLimits, *, stop_strings: Iterable[str] = (), reads_text: bool = True, seed: int = 0, rank: int = 0
+    ) -> None:
+        self.limits = limits
+        self._stop_strings, self._reads_text = tuple(stop_strings), reads_text
+        self._seed, self._calls = seed * 1_000_003 + rank, 0
+
+    def read(self, data: Mapping[str, Any]) -> list[Prompt]:
+        """The rows of a batch, in order; see `read_prompts`."""
+        self._calls += 1
+        return read_prompts(
+            data,
+            self.limits,
+            stop_strings=self._stop_strings,
+            reads_text=self._reads_text,
+            seed=self._seed,
+            call=self._calls,
+        )
+
+
 def refuse_text(data: Any) -> None:
     """Check that a caller passed columns of token ids, not text.
 
@@ -82,15 +146,28 @@ def refuse_text(data: Any) -> None:
         )
 
 
-def read_prompts(data: Mapping[str, Any], limits: LengthLimits) -> list[Prompt]:
+def read_prompts(
+    data: Mapping[str, Any],
+    limits: LengthLimits,
+    *,
+    stop_strings: Iterable[str] = (),
+    reads_text: bool = True,
+    seed: int = 0,
+    call: int = 0,
+) -> list[Prompt]:
     """The rows of a batch, in order.
 
     Args:
         data: see `GenerationDatumSpec`.
         limits: limits of every row.
+        stop_strings: strings that end every row, in addition to its own.
+        reads_text: whether there is a tokenizer, which stop strings require.
+        seed: for batches without `sample_seeds`, together with `call`.
+        call: number of the call.
 
     Raises:
-        DataError: an empty prompt, an id outside the vocabulary, no space for a token, or an empty stop string; names the row.
+        DataError: an empty prompt, an id outside the vocabulary, no space for a token, or a stop string that is empty or cannot
+            be found; names the row.
     """
     refuse_text(data)
     batch = with_input_lengths(BatchedDataDict({key: data[key] for key in _READ if key in data}))
@@ -98,15 +175,17 @@ def read_prompts(data: Mapping[str, Any], limits: LengthLimits) -> list[Prompt]:
     prompts = [tokens[: max(length, 0)] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
     for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         _check_prompt(number, prompt, length, limits)
-    seeds = batch["sample_seeds"].tolist() if "sample_seeds" in batch else [None] * len(prompts)
-    strings = batch["stop_strings"] if "stop_strings" in batch else [None] * len(prompts)
-    for number, own in enumerate(strings):
-        if any(not string for string in own or ()):
-            raise DataError(f"Row {number}: stop strings must not be empty.")
+    seeds = batch["sample_seeds"] if "sample_seeds" in batch else derived_seeds(seed, call, len(prompts))
     return [
-        Prompt(number=number, tokens=prompt, limit=limit, seed=seed, stop_strings=tuple(own or ()))
-        for number, (prompt, limit, seed, own) in enumerate(
-            zip(prompts, _row_limits(batch, prompts, limits), seeds, strings, strict=True)
+        Prompt(number=number, tokens=prompt, limit=limit, seed=own_seed, stop_strings=strings)
+        for number, (prompt, limit, own_seed, strings) in enumerate(
+            zip(
+                prompts,
+                _row_limits(batch, prompts, limits),
+                seeds.tolist(),
+                _row_stop_strings(batch, len(prompts), tuple(stop_strings), reads_text=reads_text),
+                strict=True,
+            )
         )
     ]
 
@@ -173,3 +252,18 @@ def _row_limits(batch: BatchedDataDict[Any], prompts: list[list[int]], limits: L
         min(limit, limits.max_new_tokens, limits.max_model_len - len(prompt))
         for limit, prompt in zip(own, prompts, strict=True)
     ]
+
+
+def _row_stop_strings(
+    batch: BatchedDataDict[Any], rows: int, common: tuple[str, ...], *, reads_text: bool
+) -> list[tuple[str, ...]]:
+    own = batch["stop_strings"] if "stop_strings" in batch else [None] * rows
+    merged = [(*common, *(strings or ())) for strings in own]
+    for number, strings in enumerate(merged):
+        if any(not string for string in strings):
+            raise DataError(f"Row {number}: stop strings must not be empty.")
+        if strings and not reads_text:
+            raise DataError(
+                f"Row {number} has stop strings {list(strings)}, which require a tokenizer. Set policy.tokenizer.name."
+            )
+    return merged

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import refuse_text
+from rl_core.data.generation_io import LengthLimits, read_prompts, refuse_text
 from rl_core.dispatch.rows import select_columns
+from rl_core.dispatch.streaming import RowStream
 from rl_core.dispatch.text import TextGeneration
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.dispatch.worker_restarts import WorkerRestarter
@@ -66,12 +67,8 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
             env_vars=env_vars,
             bundles_per_worker=bundles_per_worker,
         )
-        self._revival = WorkerRestarter(
-            self.group,
-            max_restarts=config.max_restarts,
-            key="policy.generation.max_restarts",
-            start_s=self._deadlines.start_s,
-        )
+        self._can_poll = getattr(worker_class, "poll", GenerationWorker.poll) is not GenerationWorker.poll
+        self._attach()
         self._refit: Callable[[], object] | None = None
         self._was_refitted = False
         self._without_weights: set[int] = set()
@@ -83,10 +80,11 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
         """See `GenerationInterface`; all returned rows are sampled with the same weight version.
 
         Raises:
+            DataError: a row cannot be completed; raised before any replica starts.
             WorkerDiedError: a replica died and its restarts are used up.
             WeightSyncError: a replica was restarted and `refit_with` was not called.
         """
-        self.wait_ready()
+        self._check_rows(data)
         rows = _askable(data)
         answers: list[_Answer] = []
         missing = list(range(rows.size))
@@ -101,6 +99,26 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
                 _log.warning("%d of %d rows of the generation call are sampled again", len(missing), rows.size)
         return _in_order(answers)
 
+    async def generate_async(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+        """See `GenerationInterface`; the rows of concurrent calls are sampled together.
+
+        If a replica dies, its calls fail; the next `generate`, refit or `restart_dead` replaces the replica, which streams
+        again once it has the policy's weights.
+
+        Raises:
+            NotSupportedError: the worker has no `poll`.
+            DataError: a row cannot be completed; raised before any replica starts.
+        """
+        if not self.streams_rows:
+            raise self._not_supported("generate_async")
+        self._check_rows(data)
+        if self._without_weights:
+            self._bring_weights()
+        async for row, output in self._stream.rows(_askable(data), greedy=greedy):
+            yield row, output
+
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         self._run_revived("prepare_for_generation")
         self._is_prepared = True
@@ -110,6 +128,10 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
         self._run_revived("finish_generation")
         self._is_prepared = False
         return True
+
+    def spread_over(self, cluster: RayVirtualCluster) -> None:
+        super().spread_over(cluster)
+        self._attach()
 
     @property
     def restarts(self) -> int:
@@ -127,6 +149,10 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
         elif replaced:
             _log.warning("the new generation workers have the initial weights, like the others: there was no refit yet")
         return bool(replaced)
+
+    @property
+    def streams_rows(self) -> bool:
+        return self._can_poll
 
     @property
     def num_workers(self) -> int:
@@ -168,6 +194,26 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
 
     def invalidate_kv_cache(self) -> bool:
         return all(self._run("invalidate_kv_cache"))
+
+    def _attach(self) -> None:
+        """Restart and stream the workers of the current group."""
+        self._revival = WorkerRestarter(
+            self.group,
+            max_restarts=self.config.max_restarts,
+            key="policy.generation.max_restarts",
+            start_s=self._deadlines.start_s,
+        )
+        self._stream = RowStream(self.group, deadline_s=self._deadlines.generate_s)
+
+    def _check_rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> None:
+        """Check rows before dispatch, so that errors name the caller's row; a worker without these facts checks its own."""
+        facts = self.facts
+        if not {"vocab_size", "max_model_len"} <= facts.keys():
+            return
+        limits = LengthLimits(
+            vocab_size=facts["vocab_size"], max_model_len=facts["max_model_len"], max_new_tokens=self.config.max_new_tokens
+        )
+        read_prompts(data, limits, stop_strings=self.config.stop_strings or (), reads_text=facts.get("reads_text", True))
 
     def _bring_weights(self) -> None:
         """Refit all replicas, unless that has already been done."""

@@ -94,6 +94,11 @@ class GenerationInterface(ABC):
         return -1
 
     @property
+    def streams_rows(self) -> bool:
+        """Whether `generate_async` is available; an engine without it samples complete batches only."""
+        return type(self).generate_async is not GenerationInterface.generate_async
+
+    @property
     def restarts(self) -> int:
         """Number of workers restarted so far."""
         return 0
@@ -124,7 +129,12 @@ class GenerationInterface(ABC):
     def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        """Yield (row, its output) as each row finishes."""
+        """Yield (row, its output) as each row finishes; closing the iterator cancels the others.
+
+        The rows of concurrent calls, in one event loop, are sampled together and join while others run. A row's error is raised
+        only to its caller. A row in progress at a refit continues with the new weights, or restarts, as its backend documents;
+        `weight_version` is the version of its first token.
+        """
         raise self._not_supported("generate_async")
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:

@@ -135,6 +135,11 @@ class WeightReceiver(ABC):
         """The combined digest of `weight_digests`."""
         return combine(self.weight_digests(), kind=natural_kind(self._device()))
 
+    @property
+    def has_torn_weights(self) -> bool:
+        """Whether a refit has begun but not completed."""
+        return self._ledger is not None and self._ledger.complete_version is None
+
     def refuse_torn_weights(self) -> None:
         """Raise WeightSyncError, naming the missing tensors, if a refit has begun but not completed."""
         if self._ledger is not None:

@@ -1,0 +1,254 @@
+"""Decodes rows together, one token at a time; rows join and leave between tokens, so finished rows are never computed."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from rl_backends_hf.decode_attention import AttentionLayout
+from rl_backends_hf.kv_cache import SlotCache
+from rl_backends_hf.rows import PromptGroup, Row, group_by_prompt
+from rl_backends_hf.sampling import SamplingParameters, next_tokens
+from rl_core.errors import NonFiniteError
+
+_FIRST_NEW_COLUMNS: Final = 64
+"""Initial number of cache columns beyond the longest prompt; the cache doubles when they are used up."""
+_REFILL_SHARE: Final = 8
+"""Rows join once one in this many slots is free, because a prefill of few rows costs nearly as much as one of many."""
+
+
+class DecodeLoop:
+    """Waiting rows, and rows in slots of a KV cache, which exists only while there are rows.
+
+    Args:
+        model: a causal LM in eval mode.
+        layout: its attention.
+        parameters: the distribution.
+        end_ids: tokens that end a row.
+        capacity: maximum number of rows decoded together.
+        prefill_tokens: maximum number of padded tokens of one prefill.
+
+    Attributes:
+        weight_version: recorded with each row at its first token.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layout: AttentionLayout,
+        parameters: SamplingParameters,
+        end_ids: frozenset[int],
+        *,
+        capacity: int,
+        prefill_tokens: int,
+    ) -> None:
+        self.weight_version = -1
+        self._model, self._layout, self._parameters, self._end_ids = model, layout, parameters, end_ids
+        self._capacity, self._prefill_tokens = capacity, prefill_tokens
+        self._device = model.get_input_embeddings().weight.device
+        self._eager_dtype = model.dtype if model.config._attn_implementation == "eager" else None
+        self._waiting: deque[PromptGroup] = deque()
+        self._active: list[Row] = []
+        self._cache: SlotCache | None = None
+        self._seeds = self._tokens = self._tensor([])
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no rows."""
+        return not self._waiting and not self._active
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Let rows join; those with equal tokens share their prefill if they have not started."""
+        for group in group_by_prompt(rows):
+            same = next((waiting for waiting in self._waiting if waiting.prompt == group.prompt), None)
+            if same is None:
+                self._waiting.append(group)
+            else:
+                same.rows.extend(group.rows)
+
+    def remove(self, rows: Collection[Row]) -> None:
+        """Drop unfinished rows."""
+        gone = {id(row) for row in rows}
+        left = [group.without(gone) for group in self._waiting]
+        self._waiting = deque(group for group in left if group.rows)
+        remaining = [slot for slot, row in enumerate(self._active) if id(row) not in gone]
+        if len(remaining) < len(self._active):
+            self._keep(remaining)
+
+    def recompute(self) -> None:
+        """Discard all keys and values; active rows keep their tokens, and are computed again from their start."""
+        self._waiting.extendleft(reversed(group_by_prompt(self._active)))
+        self._active, self._cache = [], None
+        self._seeds = self._tokens = self._tensor([])
+
+    def step(self) -> list[Row]:
+        """Draw at least one token for every active row; returns rows that ended, with a `NonFiniteError` in `error` if so."""
+        ended: list[Row] = []
+        while self._should_prefill():
+            ended += self._prefill(self._next_groups())
+        if self._active:
+            ended += self._advance()
+        return ended
+
+    def _should_prefill(self) -> bool:
+        """Whether enough slots are free for a prefill."""
+        if not self._waiting or not self._active:
+            return bool(self._waiting)
+        free = self._capacity - len(self._active)
+        if free < self._capacity // _REFILL_SHARE and free < sum(len(group.rows) for group in self._waiting):
+            return False
+        return len(self._waiting[0].rows) <= free
+
+    def _next_groups(self) -> list[PromptGroup]:
+        """Waiting groups that fit into the free slots and one prefill; a group larger than all slots is split."""
+        free, taken = self._capacity - len(self._active), list[PromptGroup]()
+        width = 0
+        while self._waiting:
+            group = self._waiting[0]
+            width = max(width, len(group.prompt))
+            if taken and (len(taken) + 1) * width > self._prefill_tokens:
+                break
+            if len(group.rows) > free:
+                if not taken:
+                    taken.append(PromptGroup(prompt=group.prompt, rows=group.rows[:free]))
+                    self._waiting[0] = PromptGroup(prompt=group.prompt, rows=group.rows[free:])
+                break
+            taken.append(self._waiting.popleft())
+            free -= len(group.rows)
+        return taken
+
+    def _prefill(self, groups: list[PromptGroup]) -> list[Row]:
+        """Compute each group's prompt once, and give every row a slot and its first token; returns rows that ended."""
+        width = max(len(group.prompt) for group in groups)
+        padding = [width - len(group.prompt) for group in groups]
+        ids = self._tensor([[0] * pad + group.prompt for pad, group in zip(padding, groups, strict=True)])
+        mask = torch.arange(width, device=self._device) >= self._tensor(padding).unsqueeze(1)
+        prefilled = DynamicCache()
+        logits = self._model(
+            input_ids=ids,
+            attention_mask=mask if any(padding) else None,
+            position_ids=(mask.cumsum(dim=1) - 1).clamp_(min=0),
+            past_key_values=prefilled,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        sources = [source for source, group in enumerate(groups) for _ in group.rows]
+        rows = [row for group in groups for row in group.rows]
+        self._slots_for(rows).add(prefilled, sources=sources, lengths=[len(row.sequence) for row in rows])
+        for row in rows:
+            if not row.tokens:
+                row.weight_version = self.weight_version
+        first, seeds = len(self._active), self._tensor([row.prompt.seed for row in rows])
+        self._active.extend(rows)
+        self._seeds = torch.cat([self._seeds, seeds])
+        self._tokens = torch.cat([self._tokens, torch.zeros_like(seeds)])
+        return self._draw(logits[self._tensor(sources)], first=first)
+
+    def _slots_for(self, rows: Sequence[Row]) -> SlotCache:
+        """The cache, with free slots for `rows`."""
+        known = [*self._active, *rows, *(row for group in self._waiting for row in group.rows)]
+        max_columns = max(row.longest for row in known)
+        if self._cache is None:
+            first_columns = max(len(row.sequence) for row in known) + _FIRST_NEW_COLUMNS
+            self._cache = SlotCache(
+                num_layers=self._layout.num_layers,
+                capacity=min(self._capacity, len(known)),
+                first_columns=min(first_columns, max_columns),
+                device=self._device,
+            )
+        self._cache.ensure_slots(len(self._active) + len(rows), most=self._capacity)
+        self._cache.max_columns = max_columns
+        return self._cache
+
+    def _advance(self) -> list[Row]:
+        """Compute the latest token of every row, and draw the next; returns rows that ended."""
+        cache = self._cache
+        assert cache is not None
+        cache.advance()
+        logits = self._model(
+            input_ids=self._tokens.unsqueeze(1),
+            attention_mask=self._layout.mask(cache, eager_dtype=self._eager_dtype),
+            position_ids=cache.slots.positions.unsqueeze(1),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[:, -1]
+        return self._draw(logits, first=0)
+
+    def _draw(self, logits: torch.Tensor, *, first: int) -> list[Row]:
+        """Draw a token for the rows from slot `first` on, and remove finished rows, which are returned."""
+        drawn, logprobs = self._next_tokens(logits, first)
+        self._tokens[first:] = drawn
+        rows = self._active[first:]
+        ended: list[Row] = []
+        remaining = list(range(first))
+        for slot, (row, token, logprob) in enumerate(zip(rows, drawn.tolist(), logprobs.tolist(), strict=True), start=first):
+            if not math.isfinite(logprob):
+                row.error = NonFiniteError(
+                    f"Row {row.prompt.number}: the logits after {len(row.sequence)} tokens are NaN or infinite "
+                    f"(log-probability {logprob}). The weights are invalid, or bfloat16 overflowed. Check the previous step."
+                )
+                ended.append(row)
+            elif row.append(token, logprob, end_ids=self._end_ids):
+                ended.append(row)
+            else:
+                remaining.append(slot)
+        if ended:
+            self._keep(remaining)
+        return ended
+
+    def _next_tokens(self, logits: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N] tokens and [N] log-probabilities for the rows from slot `first` on."""
+        assert self._cache is not None
+        seeds, positions = self._seeds[first:], self._cache.slots.positions[first:] + 1
+        history = self._history(first)
+        greedy = [row.greedy for row in self._active[first:]]
+        if any(greedy) == all(greedy):
+            return next_tokens(
+                logits, parameters=self._parameters, greedy=greedy[0], seeds=seeds, positions=positions, history=history
+            )
+        tokens, logprobs = torch.empty_like(seeds), torch.empty(len(seeds), device=self._device)
+        for kind in (False, True):
+            index = self._tensor([number for number, is_greedy in enumerate(greedy) if is_greedy == kind])
+            tokens[index], logprobs[index] = next_tokens(
+                logits[index],
+                parameters=self._parameters,
+                greedy=kind,
+                seeds=seeds[index],
+                positions=positions[index],
+                history=None if history is None else history[index],
+            )
+        return tokens, logprobs
+
+    def _keep(self, remaining: list[int]) -> None:
+        """Keep only the slots `remaining` (ascending); the last of them fill the gaps."""
+        order = _compacted(remaining)
+        self._active = [self._active[slot] for slot in order]
+        if self._active and self._cache is not None:
+            self._cache.keep(order, width=max(len(row.sequence) - 1 for row in self._active))
+        else:
+            self._cache = None
+        index = self._tensor(order)
+        self._seeds, self._tokens = self._seeds[index], self._tokens[index]
+
+    def _history(self, first: int) -> torch.Tensor | None:
+        """[N, T], the tokens of each row from slot `first` on, padded with its first token."""
+        if self._parameters.repetition_penalty == 1.0:
+            return None
+        held = [row.sequence for row in self._active[first:]]
+        width = max(len(tokens) for tokens in held)
+        return self._tensor([tokens + tokens[:1] * (width - len(tokens)) for tokens in held])
+
+    def _tensor(self, values: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _compacted(remaining: list[int]) -> list[int]:
+    """Slots in their new order: the last ones fill the gaps, so that few rows move."""
+    taken = set(remaining)
+    movers = [slot for slot in reversed(remaining) if slot >= len(remaining)]
+    return [target if target in taken else movers.pop() for target in range(len(remaining))]

@@ -1,0 +1,237 @@
+"""Single rows of the Transformers engine: they join while others run, and are those of `generate`."""
+
+import asyncio
+
+import pytest
+import torch
+import transformers
+
+from rl_backends_hf.generation import HuggingFaceGeneration
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError, NonFiniteError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEMPERATURE = 0.7
+FORGETS = 7
+"""Token whose embedding is NaN in the folder `one_bad_token`."""
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    return model_folder("qwen3")
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    engine = HuggingFaceGeneration(folder, max_new_tokens=40, temperature=TEMPERATURE)
+    yield engine
+    engine.shutdown()
+
+
+def batch_of(*prompts, **columns):
+    width = max(map(len, prompts))
+    return BatchedDataDict(
+        input_ids=torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts]),
+        input_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+        **{"sample_seeds": torch.arange(len(prompts)) * 31 + 5, **columns},
+    )
+
+
+BATCH = batch_of([5, 6, 7], [9], [5, 6, 7], [11, 12], [9], [3, 4, 5, 6, 8, 9])
+
+
+def rows_in(engine):
+    return len(engine.group.worker._rows)
+
+
+async def row_of(engine, batch, row, greedy=False):
+    [item] = [output async for _, output in engine.generate_async(batch.slice(row, row + 1), greedy)]
+    return item
+
+
+async def wait_for_tokens(engine, tokens):
+    """Wait until every row in the engine has that many tokens."""
+    while not engine.group.worker._rows._rows or min(len(r.tokens) for r in engine.group.worker._rows._rows.values()) < tokens:
+        await asyncio.sleep(0)
+
+
+def assert_same_row(found, expected, row):
+    """The float32 sums depend on the rows that are computed together, so log-probabilities are equal up to rounding."""
+    length = int(found["unpadded_sequence_lengths"][0])
+    assert found["output_ids"][0].tolist() == expected["output_ids"][row, :length].tolist()
+    assert found["truncated"][0] == expected["truncated"][row]
+    torch.testing.assert_close(found["logprobs"][0], expected["logprobs"][row, :length], atol=1e-5, rtol=0)
+
+
+async def one_after_the_other(engine, batch, greedy=False):
+    """Each row joins when the one before it has tokens."""
+    tasks = []
+    for row in range(batch.size):
+        tasks.append(asyncio.create_task(row_of(engine, batch, row, greedy)))
+        await asyncio.sleep(0)
+        await wait_for_tokens(engine, 1)
+    return await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_rows_that_join_at_different_times_are_those_of_one_call(engine, greedy):
+    expected = engine.generate(BATCH, greedy)
+    for row, found in enumerate(asyncio.run(one_after_the_other(engine, BATCH, greedy))):
+        assert_same_row(found, expected, row)
+    assert rows_in(engine) == 0
+
+
+def test_greedy_and_sampled_rows_share_the_batch(engine):
+    async def together():
+        return await asyncio.gather(*(row_of(engine, BATCH, row, greedy=row % 2 == 0) for row in range(BATCH.size)))
+
+    sampled, greedy = engine.generate(BATCH), engine.generate(BATCH, greedy=True)
+    for row, found in enumerate(asyncio.run(together())):
+        assert_same_row(found, greedy if row % 2 == 0 else sampled, row)
+
+
+def test_more_rows_than_slots_are_completed(folder):
+    engine = HuggingFaceGeneration(folder, max_new_tokens=12, temperature=TEMPERATURE, max_batch_rows=2)
+    expected = engine.generate(BATCH)
+    for row, found in enumerate(asyncio.run(one_after_the_other(engine, BATCH))):
+        assert_same_row(found, expected, row)
+    engine.shutdown()
+
+
+def test_an_error_of_one_row_fails_that_row_only(folder, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.get_input_embeddings().weight.data[FORGETS] = float("nan")
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().nan_to_num())
+    model.save_pretrained(tmp_path)
+    engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=20, stop_token_ids=[FORGETS])
+
+    async def together(*prompts):
+        batch = batch_of(*prompts)
+        return await asyncio.gather(*(row_of(engine, batch, row) for row in range(len(prompts))), return_exceptions=True)
+
+    good, bad, too_big = asyncio.run(together([5, 6], [5, FORGETS], [9, 160]))
+    assert isinstance(bad, NonFiniteError)
+    assert isinstance(too_big, DataError)
+    assert_same_row(good, engine.generate(batch_of([5, 6])), 0)
+    assert rows_in(engine) == 0
+    engine.shutdown()
+
+
+def test_cancelled_rows_leave_the_engine_and_others_continue(engine):
+    async def cancel_some():
+        tasks = [asyncio.create_task(row_of(engine, BATCH, row)) for row in range(BATCH.size)]
+        await asyncio.sleep(0)
+        await wait_for_tokens(engine, 2)
+        for row in (0, 3):
+            tasks[row].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    expected = engine.generate(BATCH)
+    for row, found in enumerate(asyncio.run(cancel_some())):
+        if row in (0, 3):
+            assert isinstance(found, asyncio.CancelledError)
+        else:
+            assert_same_row(found, expected, row)
+    assert rows_in(engine) == 0
+
+
+def test_a_failed_step_fails_its_rows_and_the_engine_samples_the_next_ones(engine, monkeypatch):
+    async def fail():
+        task = asyncio.create_task(row_of(engine, BATCH, 0))
+        await asyncio.sleep(0)
+        await wait_for_tokens(engine, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.group.worker._model, "forward", None)
+            return await asyncio.gather(task, return_exceptions=True)
+
+    [error] = asyncio.run(fail())
+    assert "TypeError" in str(error)
+    assert rows_in(engine) == 0
+    assert_same_row(asyncio.run(row_of(engine, BATCH, 1)), engine.generate(BATCH), 1)
+
+
+def test_packed_weights_are_freed_after_generation(engine):
+    asyncio.run(row_of(engine, BATCH, 0))
+    engine.finish_generation()
+    assert all("forward" not in module.__dict__ for module in engine.group.worker._model.modules())
+
+
+@pytest.fixture
+def refitted(folder, tmp_path):
+    """A policy, an engine with other weights, and the synchronizer of both."""
+    from rl_backends_hf.plugin import rlcore_generations, rlcore_policies
+    from rl_backends_hf.policy import HuggingFacePolicy
+    from rl_core.weights.by_reference import ByReferenceTransport
+    from rl_core.weights.synchronizer import WeightSynchronizer
+
+    with torch.random.fork_rng():
+        torch.manual_seed(77)
+        other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    other.save_pretrained(tmp_path)
+    policy = HuggingFacePolicy(folder, generation={"temperature": TEMPERATURE, "backend": "hf"})
+    engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=40, temperature=TEMPERATURE)
+    sync = WeightSynchronizer(
+        policy,
+        engine,
+        transports=[ByReferenceTransport],
+        policy_capabilities=rlcore_policies()[0].capabilities,
+        generation_capabilities=rlcore_generations()[0].capabilities,
+    )
+    yield policy, engine, sync
+    engine.shutdown()
+    policy.shutdown()
+
+
+def plain_scores(folder, ids):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        scores = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, dim=-1)
+    return torch.cat([torch.zeros(1), scores.gather(1, ids[1:, None])[:, 0]])
+
+
+def test_rows_in_progress_at_a_refit_keep_their_tokens_and_continue_with_the_new_weights(refitted, folder, tmp_path):
+    _, engine, sync = refitted
+    before = engine.generate(BATCH)
+
+    async def refit_between_tokens():
+        tasks = [asyncio.create_task(row_of(engine, BATCH, row)) for row in range(3)]
+        await asyncio.sleep(0)
+        await wait_for_tokens(engine, 4)
+        kept = [len(row.tokens) for row in engine.group.worker._rows._rows.values()]
+        sync.sync()
+        tasks.append(asyncio.create_task(row_of(engine, BATCH, 3)))
+        return kept, await asyncio.gather(*tasks)
+
+    kept, found = asyncio.run(refit_between_tokens())
+    after = engine.generate(BATCH)
+    assert_same_row(found[3], after, 3)
+    assert [int(row["weight_version"][0]) for row in found] == [-1, -1, -1, 0]
+    for row, (tokens, output) in enumerate(zip(kept, found[:3], strict=True)):
+        prompt, ids = int(BATCH["input_lengths"][row]), output["output_ids"][0]
+        assert ids[: prompt + tokens].tolist() == before["output_ids"][row, : prompt + tokens].tolist()
+        # Every later token is scored by the new weights alone: no key or value of the old ones is left.
+        new, old = plain_scores(folder, ids), plain_scores(tmp_path, ids)
+        torch.testing.assert_close(output["logprobs"][0, prompt + tokens :], new[prompt + tokens :], atol=1e-4, rtol=0)
+        drawn = slice(prompt, prompt + tokens)
+        torch.testing.assert_close(output["logprobs"][0, drawn], old[drawn], atol=1e-4, rtol=0)
+        assert len(ids) > prompt + tokens
+
+
+def test_rows_that_arrive_during_a_refit_wait_for_its_weights(refitted):
+    policy, engine, sync = refitted
+
+    async def arrive():
+        engine.prepare_refit_info(policy.prepare_refit_info())
+        task = asyncio.create_task(row_of(engine, BATCH, 0))
+        while not rows_in(engine):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not task.done()
+        sync.sync()
+        return await task
+
+    found = asyncio.run(arrive())
+    assert found["weight_version"].tolist() == [0]
+    assert_same_row(found, engine.generate(BATCH), 0)
