@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-PACKAGES := rl_core rl_train rl_backends_hf rl_envs cli
+PACKAGES := rl_core rl_train rl_backends_hf rl_sandbox rl_envs cli
 MORE_PACKAGES := rl_backends_megatron rl_backends_vllm rl_serve
 EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
 DESCRIPTIONS := constraints.txt pyproject.toml $(foreach package,$(PACKAGES),$(package)/pyproject.toml)
@@ -13,7 +13,7 @@ DIST := dist
 
 # Two processes; each takes whole files (see tests/conftest.py), in the order of the folders.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
-FAST := tests/core tests/train tests/cli tests/envs
+FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
 
 .PHONY: quickstart test test-fast test-full lint docs dist clean

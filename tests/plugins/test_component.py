@@ -91,5 +91,6 @@ def test_every_kind_has_the_word_that_calls_use():
         "dataset",
         "logger",
         "weight_transport",
+        "sandbox",
         "command",
     }

@@ -18,7 +18,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.schema_index import schema_index
 
 ROOT = Path(__file__).parents[2]
-OURS = ("core", "train", "hf", "megatron", "vllm", "envs")
+OURS = ("core", "train", "hf", "megatron", "vllm", "sandbox", "envs")
 
 LOSSES = ("rl_train/algorithms/losses",)
 ROWS = ("rl_train/data",)

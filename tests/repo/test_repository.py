@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rl_core", "rl_train", "rl_backends_hf", "rl_backends_megatron", "rl_backends_vllm", "rl_envs", "rl_serve", "cli")
+PACKAGES = (
+    "rl_core",
+    "rl_train",
+    "rl_backends_hf",
+    "rl_backends_megatron",
+    "rl_backends_vllm",
+    "rl_sandbox",
+    "rl_envs",
+    "rl_serve",
+    "cli",
+)
 MAX_LINES = 400
 MAX_BYTES = 5_000_000
 
@@ -30,7 +40,9 @@ def test_versions_are_literal_and_in_lockstep():
     for package in PACKAGES:
         for requirement in description(package)["project"]["dependencies"]:
             if requirement.startswith(("rl-", "rlcore")):
-                assert requirement in {f"rl-core~={minor}.0", f"rl-train~={minor}.0"}, f"{package} requires {requirement}"
+                assert requirement in {f"{name}~={minor}.0" for name in ("rl-core", "rl-train", "rl-sandbox")}, (
+                    f"{package} requires {requirement}"
+                )
     import rl_core
     import rl_train
 

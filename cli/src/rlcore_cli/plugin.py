@@ -9,6 +9,7 @@ _COMPONENTS = {
     "rl-backends-megatron": ((Kind.POLICY, "megatron"),),
     "rl-backends-vllm": ((Kind.GENERATION, "vllm"),),
     "rl-backends-openai": ((Kind.GENERATION, "openai"),),
+    "rl-sandbox": ((Kind.SANDBOX, "local"),),
     "rl-envs": ((Kind.ENVIRONMENT, "math"), (Kind.ENVIRONMENT, "arithmetic"), (Kind.DATASET, "arithmetic")),
     "rl-serve": ((Kind.COMMAND, "serve"),),
 }

@@ -28,6 +28,7 @@ class Kind(StrEnum):
     DATASET = "dataset"
     LOGGER = "logger"
     WEIGHT_TRANSPORT = "weight_transport"
+    SANDBOX = "sandbox"
     COMMAND = "command"
 
     @property

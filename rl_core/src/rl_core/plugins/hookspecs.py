@@ -52,6 +52,7 @@ KIND_OF_HOOK = {
     "rlcore_datasets": Kind.DATASET,
     "rlcore_loggers": Kind.LOGGER,
     "rlcore_weight_transports": Kind.WEIGHT_TRANSPORT,
+    "rlcore_sandboxes": Kind.SANDBOX,
     "rlcore_commands": Kind.COMMAND,
 }
 """Maps each component hook to the kind of the components that it returns."""
@@ -104,6 +105,12 @@ def rlcore_loggers() -> Iterable[Component]:
 @hookspec
 def rlcore_weight_transports() -> Iterable[Component]:
     """Weight transports from a policy to a generation backend: subclasses of `rl_core.interfaces.weights.WeightTransport`."""
+    raise NotImplementedError
+
+
+@hookspec
+def rlcore_sandboxes() -> Iterable[Component]:
+    """Sandboxes, which run model-written programs: subclasses of `rl_sandbox.SandboxInterface`."""
     raise NotImplementedError
 
 

@@ -1,0 +1,263 @@
+"""The first process inside a sandbox: starts programs, collects what they print, and kills what they leave behind.
+
+The sources of this module and of the modules that it imports are passed to the sandbox's interpreter, `python -I -S -c`.
+Programs run in forks of this process, which are faster than starts of Python. The process is protected, so programs of the same
+user cannot read its memory, trace it or open its channel; they can only kill it, which ends the session. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from rl_sandbox.programs import Settings, become_program, bind_to_parent, interpret, protect, run_main
+from rl_sandbox.wire import ERROR, KILLED, OK, REPLY, REQUEST, RUN, STATE_LOST, TIMEOUT, TRUNCATED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Reply = tuple[int, int, int, bytes, bytes]
+
+_CHUNK = 1 << 16
+
+
+class Capture:
+    """Reads a pipe to its end and keeps the first `limit` bytes."""
+
+    def __init__(self, descriptor: int, limit: int) -> None:
+        self.descriptor, self.limit = descriptor, limit
+        self.data, self.truncated, self.open = bytearray(), False, True
+        os.set_blocking(descriptor, False)
+
+    def read(self) -> bool:
+        """Read what is there; returns whether there was anything."""
+        try:
+            found = os.read(self.descriptor, _CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            found = b""
+        if not found:
+            self.open = False
+            return False
+        space = self.limit - len(self.data)
+        self.data += found[:space]
+        self.truncated |= len(found) > space
+        return True
+
+    def drain(self, seconds: float = 1.0) -> None:
+        """Read until nothing is left. The writer may still exist, so the time is limited."""
+        end = time.monotonic() + seconds
+        while self.read() and time.monotonic() < end:
+            pass
+
+    def take(self) -> tuple[bytes, bool]:
+        data, truncated = bytes(self.data), self.truncated
+        self.data, self.truncated = bytearray(), False
+        return data, truncated
+
+
+class Child:
+    """A fork that runs model-written code.
+
+    Args:
+        settings: the limits.
+        body: called in the fork with `done`; its result is the exit code.
+        cpu_s: CPU time limit in seconds, or None.
+        keeps: whether it outlives the call and reports the end of each with a byte on `done`.
+    """
+
+    def __init__(self, settings: Settings, body: Callable[[int], int], cpu_s: float | None, keeps: bool) -> None:
+        self.feed: int | None
+        self.done: int | None = None
+        done_child: int | None = None
+        stdin, self.feed = os.pipe()
+        out, out_child = os.pipe()
+        err, err_child = os.pipe()
+        if keeps:
+            self.done, done_child = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                become_program(settings, cpu_s, (stdin, out_child, err_child, done_child))
+                status = body(3)
+            finally:
+                os._exit(status & 0xFF)
+        for descriptor in (stdin, out_child, err_child, done_child):
+            if descriptor is not None:
+                os.close(descriptor)
+        self.exited = os.pidfd_open(self.pid)
+        self.out, self.err = Capture(out, settings.output), Capture(err, settings.output)
+        os.set_blocking(self.feed, False)
+
+    def attend(self, data: bytes, end: float) -> str:
+        """Pass `data` to the child's stdin and collect its output until it is done.
+
+        Returns:
+            "exited", "timeout", or the character that the child wrote to `done`.
+        """
+        poll = self._poll()
+        pending = memoryview(data)
+        while True:
+            left = end - time.monotonic()
+            if left <= 0:
+                return "timeout"
+            ready = dict(poll.poll(left * 1000))
+            for capture in (self.out, self.err):
+                if capture.descriptor in ready and not capture.read() and not capture.open:
+                    poll.unregister(capture.descriptor)
+            if self.feed is not None and self.feed in ready:
+                pending = self._write(self.feed, pending, poll)
+            if self.exited in ready:
+                return "exited"
+            if self.done in ready:
+                return os.read(self.done, 1).decode("latin-1") or "exited"
+
+    def _poll(self) -> select.poll:
+        poll = select.poll()
+        for descriptor in (self.exited, self.out.descriptor, self.err.descriptor, self.done):
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        if self.feed is not None:
+            poll.register(self.feed, select.POLLOUT)
+        return poll
+
+    def _write(self, feed: int, pending: memoryview, poll: select.poll) -> memoryview:
+        try:
+            pending = pending[os.write(feed, pending[:_CHUNK]) :] if pending else pending
+        except BlockingIOError:
+            return pending
+        except OSError:
+            pending = pending[:0]
+        if not pending:
+            poll.unregister(feed)
+            if self.done is None:
+                os.close(feed)
+                self.feed = None
+        return pending
+
+    def status(self) -> int:
+        """Exit code of the child, which has exited; minus the number of the signal that ended it."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def close(self) -> None:
+        for descriptor in (self.feed, self.out.descriptor, self.err.descriptor, self.done, self.exited):
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+class Agent:
+    """Serves the requests of one session."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.interpreter: Child | None = None
+
+    def serve(self, channel: socket.socket) -> None:
+        while header := _read(channel, REQUEST.size):
+            operation, seconds, code_size, stdin_size = REQUEST.unpack(header)
+            code, stdin = _read(channel, code_size), _read(channel, stdin_size)
+            handle = self.run if operation == RUN else self.run_program
+            outcome, status, flags, out, err = handle(code, stdin, seconds)
+            channel.sendall(REPLY.pack(outcome, status, flags, len(out), len(err)) + out + err)
+
+    def run_program(self, code: bytes, stdin: bytes, seconds: float) -> Reply:
+        child = Child(self.settings, lambda done: run_main(code), seconds, keeps=False)
+        how = child.attend(stdin, time.monotonic() + seconds)
+        lost = False
+        if how == "timeout":
+            lost = self._kill(child, everything=True)
+        status = child.status()
+        lost |= self._kill(child, everything=False)
+        return self._reply(child, how, status, lost, last=True)
+
+    def run(self, code: bytes, stdin: bytes, seconds: float) -> Reply:
+        if self.interpreter is None:
+            self.interpreter = Child(self.settings, interpret, None, keeps=True)
+        child = self.interpreter
+        how = child.attend(struct.pack("!I", len(code)) + code, time.monotonic() + seconds)
+        if how not in ("timeout", "exited"):
+            return self._reply(child, how, 0 if how == "0" else 1, lost=False, last=False)
+        if how == "timeout":
+            self._kill(child, everything=True)
+        status = child.status()
+        self.interpreter = None
+        self._kill(child, everything=False)
+        return self._reply(child, how, status, lost=True, last=True)
+
+    def _reply(self, child: Child, how: str, status: int, lost: bool, last: bool) -> Reply:
+        child.out.drain()
+        child.err.drain()
+        (out, out_cut), (err, err_cut) = child.out.take(), child.err.take()
+        if last:
+            child.close()
+        outcome = TIMEOUT if how == "timeout" else OK if status == 0 else KILLED if status < 0 else ERROR
+        return outcome, status, TRUNCATED * (out_cut or err_cut) + STATE_LOST * lost, out, err
+
+    def _kill(self, child: Child, everything: bool) -> bool:
+        """Kill what is left of a call; returns whether that ended the interpreter of `run`.
+
+        Args:
+            child: the child of the call, which may have exited.
+            everything: whether the child still runs. Otherwise only an unknown process is a reason to kill.
+        """
+        if not self.settings.contained:
+            _kill_group(child.pid)
+            return False
+        interpreter = self.interpreter.pid if self.interpreter else None
+        if not everything and not _others(interpreter):
+            return False
+        # One call for all processes: a fork bomb cannot outrun it. It spares this process and process 1.
+        os.kill(-1, signal.SIGKILL)
+        ended, self.interpreter = self.interpreter, None
+        lost = ended is not None and ended is not child
+        if ended is not None and ended is not child:
+            ended.status()
+            ended.close()
+        end = time.monotonic() + 5.0
+        while time.monotonic() < end and _others(child.pid if everything else None):
+            time.sleep(0.001)
+        return lost
+
+
+def _others(known: int | None) -> list[str]:
+    """Processes besides process 1, this one and `known`."""
+    spared = {1, os.getpid(), known}
+    return [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in spared]
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _read(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        found = channel.recv(min(size - len(data), _CHUNK))
+        if not found:
+            return b""
+        data += found
+    return bytes(data)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve a session.
+
+    Args:
+        arguments: the descriptor of the channel, then the settings.
+    """
+    settings = Settings(arguments[1:])
+    if settings.contained and os.getppid() != 1:
+        sys.exit("This process is not in its own process namespace, so it would kill processes of the host.")
+    bind_to_parent()
+    protect(True)
+    Agent(settings).serve(socket.socket(fileno=int(arguments[0])))

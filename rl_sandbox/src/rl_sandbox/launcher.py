@@ -1,0 +1,289 @@
+"""The process that starts and ends sessions. Standard library only, because it must start fast and stay small.
+
+It exists for three reasons. bubblewrap's `--die-with-parent` watches the thread that started it, so no short-lived thread may
+start a session. Starting processes from a small process is faster and safer than from one with PyTorch and threads. And
+it outlives a crash of the process that uses the sandbox, so it can kill the sessions and remove their cgroups and folders.
+
+It exits when its socket is closed or the process that started it has ended. Requests and replies are JSON, one per packet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_sandbox import bubblewrap, cgroups, seccomp, staging
+
+PACKET = 1 << 17
+"""Maximum size of a request or reply in bytes."""
+FIRST_UID, LAST_UID = 60706, 61183
+"""User ids for sessions, which systemd's list of reserved ranges leaves unused."""
+_PDEATHSIG, _SUBREAPER = 1, 36
+_prctl = ctypes.CDLL(None).prctl
+_MIB = 1 << 20
+_OVERHEAD = 64 * _MIB
+"""Memory of the processes that control a session, in its cgroup."""
+_CONTROL_PROCESSES = 4
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A running session and what must be removed after it."""
+
+    process: subprocess.Popen[bytes] | None = None
+    uid: socket.socket | None = None
+    cgroup: list[Path] = field(default_factory=list)
+    folder: str | None = None
+
+
+class Launcher:
+    """Serves the requests of one sandbox.
+
+    Args:
+        settings: `level`, `bwrap`, `machine`, `python`, `arguments` and `agent` (of the session's interpreter), `folders`
+            (to show inside), `memory`, `disk` (bytes), `processes`, and `drop_to` (a user id to become, for tests, or None).
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.sessions: dict[int, Session] = {}
+        self.cgroups: cgroups.Cgroups | None = None
+        if settings["level"] == "rlimits":
+            _prctl(_SUBREAPER, 1, 0, 0, 0)
+            return
+        self.filter = seccomp.program(settings["machine"])
+        self.folders = staging.stage(settings["folders"]) if os.getuid() == 0 else {f: f for f in settings["folders"]}
+        if settings["drop_to"] is not None:
+            _become(settings["drop_to"])
+        if settings["level"] == "isolated_uid":
+            self.cgroups = cgroups.Cgroups()
+            self.cgroups.remove_abandoned()
+
+    def describe(self) -> dict[str, Any]:
+        """What limits the sessions, for the log: the cgroup controllers."""
+        return {"controllers": sorted(self.cgroups.parents) if self.cgroups else []}
+
+    def open(self, number: int, descriptors: list[int]) -> dict[str, Any]:
+        """Start a session.
+
+        Args:
+            number: What the user of the sandbox calls it.
+            descriptors: Its end of the channel, and a file for its error messages.
+        """
+        channel, errors = descriptors
+        try:
+            if self.settings["level"] == "rlimits":
+                session = self._start_uncontained(channel, errors)
+            else:
+                session = self._start_contained(number, channel, errors)
+        finally:
+            os.close(channel)
+            os.close(errors)
+        self.sessions[number] = session
+        return {}
+
+    def _start_contained(self, number: int, channel: int, errors: int) -> Session:
+        settings = self.settings
+        session = Session()
+        uid = None
+        if settings["level"] == "isolated_uid":
+            session.uid, uid = _claim_uid()
+        if self.cgroups is not None:
+            limits = {
+                "memory": settings["memory"] + 2 * settings["disk"] + _OVERHEAD,
+                "pids": settings["processes"] + _CONTROL_PROCESSES,
+            }
+            session.cgroup = self.cgroups.create(f"{cgroups.PREFIX}{os.getpid()}_{number}", limits)
+        reader, writer = os.pipe()
+        try:
+            os.write(writer, self.filter)
+            os.close(writer)
+            arguments = bubblewrap.command(
+                settings["bwrap"],
+                self._command_of_session(channel, home=bubblewrap.HOME, contained=True),
+                folders=self.folders,
+                disk_bytes=settings["disk"],
+                seccomp=reader,
+            )
+            session.process = _start(arguments, errors, (channel, reader), _prepare(session.cgroup, uid), env={})
+        except BaseException:
+            _remove(session)
+            raise
+        finally:
+            os.close(reader)
+        return session
+
+    def _start_uncontained(self, channel: int, errors: int) -> Session:
+        folder = tempfile.mkdtemp(prefix=cgroups.PREFIX)
+        environment = {**bubblewrap.ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
+        command = self._command_of_session(channel, home=folder, contained=False)
+        process = _start(command, errors, (channel,), _prepare([], None), env=environment)
+        return Session(process=process, folder=folder)
+
+    def _command_of_session(self, channel: int, *, home: str, contained: bool) -> list[str]:
+        settings = self.settings
+        values = {"contained": int(contained), "home": home, **settings["arguments"]}
+        arguments = [f"{name}={value}" for name, value in values.items()]
+        return [settings["python"], "-I", "-S", "-X", "utf8", "-c", settings["agent"], str(channel), *arguments]
+
+    def close(self, number: int) -> dict[str, Any]:
+        """Kill a session and remove everything that belongs to it."""
+        session = self.sessions.pop(number, None)
+        if session is not None and session.process is not None:
+            # The processes inside end with bubblewrap, because it is the parent of their process namespace's first process.
+            _kill_group(session.process.pid)
+            session.process.wait()
+            if session.folder is not None:
+                self._kill_orphans()
+            _remove(session)
+        return {}
+
+    def _kill_orphans(self) -> None:
+        """Without a process namespace: processes whose parents have exited become children of this process."""
+        known = {session.process.pid for session in self.sessions.values() if session.process is not None}
+        while True:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            orphans = [int(pid) for pid in children if int(pid) not in known]
+            if not orphans:
+                return
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def close_all(self) -> None:
+        """Close every session."""
+        for number in list(self.sessions):
+            self.close(number)
+
+
+def _start(
+    command: list[str],
+    errors: int,
+    descriptors: tuple[int, ...],
+    prepare: Callable[[], None],
+    *,
+    env: dict[str, str],
+) -> subprocess.Popen[bytes]:
+    # An empty environment: /proc/1/environ inside shows the one with which bubblewrap was started. `preexec_fn` is safe because
+    # this process has one thread.
+    return subprocess.Popen(
+        command,
+        env=env,
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        pass_fds=descriptors,
+        start_new_session=True,
+        preexec_fn=prepare,
+    )
+
+
+def _prepare(cgroup: list[Path], uid: int | None) -> Callable[[], None]:
+    launcher = os.getpid()
+
+    def prepare() -> None:
+        cgroups.enter(cgroup)
+        if uid is not None:
+            _become(uid)
+        # bubblewrap does the same, but later. A change of the user id would undo it, so it is last.
+        _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:
+            os._exit(1)
+
+    return prepare
+
+
+def _become(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _claim_uid() -> tuple[socket.socket, int]:
+    """A user id that no other session on this machine uses.
+
+    An abstract socket is the lock: the kernel releases it with the process, and it leaves no file.
+    """
+    for uid in range(FIRST_UID, LAST_UID + 1):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            claim.bind(f"\0rl_sandbox_uid_{uid}")
+        except OSError:
+            claim.close()
+            continue
+        return claim, uid
+    raise OSError(f"all user ids from {FIRST_UID} to {LAST_UID} are used by other sessions: close some first")
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _remove(session: Session) -> None:
+    cgroups.remove(session.cgroup)
+    if session.uid is not None:
+        session.uid.close()
+    if session.folder is not None:
+        shutil.rmtree(session.folder, ignore_errors=True)
+
+
+def serve(control: socket.socket, parent: int) -> None:
+    """Answer requests until the socket is closed or the parent has ended.
+
+    Args:
+        control: A socket of packets.
+        parent: The process id of the sandbox's user.
+    """
+    watched = os.pidfd_open(parent)
+    if os.getppid() != parent:
+        return
+    packet = control.recv(PACKET)
+    launcher = _answer(control, lambda: Launcher(json.loads(packet)), lambda made: made.describe())
+    if launcher is None:
+        return
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    selector.register(watched, selectors.EVENT_READ)
+    try:
+        while all(key.fileobj is control for key, _ in selector.select()):
+            packet, descriptors, _, _ = socket.recv_fds(control, PACKET, 2)
+            if not packet:
+                return
+            request = json.loads(packet)
+            if request["operation"] == "open":
+                _answer(control, lambda: launcher.open(request["session"], descriptors), dict)  # noqa: B023
+            else:
+                _answer(control, lambda: launcher.close(request["session"]), dict)  # noqa: B023
+    finally:
+        launcher.close_all()
+
+
+def _answer(control: socket.socket, act: Callable[[], Any], reply: Callable[[Any], dict[str, Any]]) -> Any:
+    """Send the result of a request, or its error; returns the result, or None after an error."""
+    try:
+        result = act()
+        answer = reply(result)
+    except (OSError, subprocess.SubprocessError) as error:
+        result, answer = None, {"error": f"{type(error).__name__}: {error}"}
+    with contextlib.suppress(OSError):  # the parent has ended, which the caller notices
+        control.send(json.dumps(answer).encode())
+    return result
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -1,0 +1,113 @@
+"""Starts the launcher's process and sends it requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_sandbox.interface import SandboxError
+
+_TIMEOUT_S = 60.0
+_PACKET = 1 << 17
+# `-I` and `-S` skip site-packages, whose start-up files would slow down the process.
+_MAIN = "import sys, os, socket; sys.path.insert(0, sys.argv[3]); from rl_sandbox.launcher import serve; " + (
+    "serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))"
+)
+
+
+class LauncherClient:
+    """A running launcher. Its methods may be called from any thread.
+
+    Args:
+        settings: See `rl_sandbox.launcher.Launcher`.
+
+    Raises:
+        SandboxError: It did not start; the text is the launcher's error.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), _source_folder()],
+                env={},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C in a terminal must not end it before the process that uses it
+            )
+        self._control.settimeout(_TIMEOUT_S)
+        try:
+            self.facts = self._request(settings)
+        except SandboxError:
+            self.close()
+            raise
+
+    @property
+    def process_id(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process.poll() is None
+
+    def open(self, channel: socket.socket, errors: int) -> int:
+        """Start a session; returns its number.
+
+        Args:
+            channel: The end of the channel for the session.
+            errors: A file for its error messages.
+        """
+        with self._lock:
+            self._next += 1
+            number = self._next
+            self._request({"operation": "open", "session": number}, (channel.fileno(), errors))
+            return number
+
+    def end(self, number: int) -> None:
+        """Kill a session and remove what belongs to it. Nothing happens if the launcher, and so the session, has ended."""
+        with self._lock:
+            try:
+                self._request({"operation": "close", "session": number})
+            except SandboxError:
+                if self.alive:
+                    raise
+
+    def close(self) -> None:
+        """End the launcher and with it all sessions."""
+        with self._lock:
+            self._control.close()
+        try:
+            self._process.wait(timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _request(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+            packet = self._control.recv(_PACKET)
+        except OSError as error:
+            raise SandboxError(f"The launcher of the sandbox does not answer ({error}).") from error
+        if not packet:
+            raise SandboxError("The launcher of the sandbox exited; its error message is in the log of this process.")
+        answer: dict[str, Any] = json.loads(packet)
+        if "error" in answer:
+            raise SandboxError(answer["error"])
+        return answer
+
+
+def _source_folder() -> str:
+    return str(Path(__file__).resolve().parents[1])

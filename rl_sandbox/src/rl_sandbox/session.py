@@ -1,0 +1,145 @@
+"""The outside end of a session: sends code, enforces time limits, and trusts nothing that comes back."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from rl_sandbox import wire
+from rl_sandbox.interface import Outcome, Result, SandboxError, SessionInterface
+
+_GRACE_S = 5.0
+"""Seconds after the time limit in which the agent must answer before the whole session is killed."""
+_OUTCOMES = {wire.OK: Outcome.OK, wire.ERROR: Outcome.ERROR, wire.TIMEOUT: Outcome.TIMEOUT, wire.KILLED: Outcome.KILLED}
+_CHUNK = 1 << 16
+
+
+class LocalSession(SessionInterface):
+    """A session whose agent is at the other end of a socket.
+
+    The data that arrives may come from hostile code, so it is never parsed: two integers are compared with known values, and
+    the rest is text. An answer that breaks the rules ends the session.
+
+    Args:
+        channel: The connected socket.
+        errors: A file with the error messages of the session's start.
+        end: Called once, to kill the session.
+        timeout_s: Default time limit of a call in seconds.
+        output: Maximum number of bytes of stdout, and of stderr.
+        grace_s: Seconds after the time limit in which the agent must answer.
+    """
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        errors: int,
+        end: Callable[[], None],
+        *,
+        timeout_s: float,
+        output: int,
+        grace_s: float = _GRACE_S,
+    ) -> None:
+        self._channel, self._errors, self._end = channel, errors, end
+        self._timeout_s, self._output, self._grace_s = timeout_s, output, grace_s
+        self._calls = threading.Lock()
+        self._ending = threading.Lock()
+        self._lost = False
+        self._closed = False
+
+    def run(self, code: str, *, timeout_s: float | None = None) -> Result:
+        return self._call(wire.RUN, code, "", timeout_s)
+
+    def run_program(self, code: str, *, stdin: str = "", timeout_s: float | None = None) -> Result:
+        return self._call(wire.PROGRAM, code, stdin, timeout_s)
+
+    def _call(self, operation: int, code: str, stdin: str, timeout_s: float | None) -> Result:
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        # Lone surrogates, which a tokenizer can produce, become question marks.
+        source, entered = (text.encode("utf-8", "replace") for text in (code, stdin))
+        with self._calls:
+            if self._closed:
+                raise SandboxError("This session is closed: open a new one with open_session().")
+            started = time.monotonic()
+            if self._lost:
+                return self._lost_result(started)
+            end = started + seconds + self._grace_s
+            try:
+                self._send(wire.REQUEST.pack(operation, seconds, len(source), len(entered)) + source + entered, end)
+                return self._receive(started, end)
+            except TimeoutError:
+                self._give_up()
+                return self._lost_result(started, Outcome.TIMEOUT)
+            except (OSError, EOFError, ValueError):
+                self._give_up()
+                return self._lost_result(started)
+
+    def _receive(self, started: float, end: float) -> Result:
+        outcome, code, flags, out, err = wire.REPLY.unpack(self._read(wire.REPLY.size, end))
+        if outcome not in _OUTCOMES or max(out, err) > self._output:
+            raise ValueError("the answer is not one of the agent's")
+        stdout, stderr = (self._read(size, end).decode("utf-8", "replace") for size in (out, err))
+        return Result(
+            outcome=_OUTCOMES[outcome],
+            exit_code=code,
+            stdout=stdout,
+            stderr=stderr,
+            truncated=bool(flags & wire.TRUNCATED),
+            seconds=time.monotonic() - started,
+            state_lost=bool(flags & wire.STATE_LOST),
+        )
+
+    def _lost_result(self, started: float, outcome: Outcome = Outcome.LOST) -> Result:
+        seconds = time.monotonic() - started
+        return Result(outcome=outcome, exit_code=None, stdout="", stderr="", truncated=False, seconds=seconds, state_lost=True)
+
+    def _send(self, data: bytes, end: float) -> None:
+        view = memoryview(data)
+        while view:
+            self._limit(end)
+            view = view[self._channel.send(view[:_CHUNK]) :]
+
+    def _read(self, size: int, end: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._limit(end)
+            found = self._channel.recv(min(size - len(data), _CHUNK))
+            if not found:
+                raise EOFError
+            data += found
+        return bytes(data)
+
+    def _limit(self, end: float) -> None:
+        """Bound the next operation by the end of the call, so that a slow trickle of bytes does not extend it."""
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._channel.settimeout(left)
+
+    def _give_up(self) -> None:
+        self._lost = True
+        self._kill()
+
+    def _kill(self) -> None:
+        with self._ending:
+            end, self._end = self._end, _nothing
+            end()
+
+    def start_errors(self) -> str:
+        """What the processes that start and control the session wrote to stderr."""
+        return os.pread(self._errors, _CHUNK, 0).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        already, self._closed = self._closed, True
+        if already:
+            return
+        self._kill()  # a call that is running now reads the end of the channel
+        with self._calls:
+            self._channel.close()
+            os.close(self._errors)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,243 @@
+"""Sessions run code, keep their state, are separate from each other, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rl_core.errors import ConfigError
+from rl_sandbox.cgroups import PREFIX
+from rl_sandbox.config import SandboxConfig
+from rl_sandbox.interface import Outcome, SandboxError, SandboxUnavailableError
+from rl_sandbox.levels import Level
+from rl_sandbox.local import LocalSandbox
+
+from .conftest import open_sandbox, wait_until
+
+
+def test_a_program_reads_stdin_and_its_output_and_exit_code_are_returned(session):
+    result = session.run_program("import sys; print(input()[::-1]); print('no', file=sys.stderr); sys.exit(3)", stdin="abc\n")
+    assert (result.outcome, result.exit_code, result.stdout, result.stderr) == (Outcome.ERROR, 3, "cba\n", "no\n")
+    assert result.seconds > 0
+    assert not result.truncated
+
+
+@pytest.mark.parametrize("reading", ["open(0)", "open('/dev/stdin')", "__import__('sys').stdin"])
+def test_programs_read_large_input_in_the_usual_ways(session, reading):
+    numbers = "\n".join(map(str, range(100_000)))
+    assert session.run_program(f"print(sum(map(int, {reading})))", stdin=numbers).stdout == "4999950000\n"
+
+
+def test_a_program_is_main_with_threads_exit_handlers_and_subprocesses(session):
+    code = """
+import atexit, dataclasses, subprocess, sys, threading
+@dataclasses.dataclass
+class Point:
+    x: int
+assert __name__ == "__main__" and sys.modules["__main__"].Point is Point
+atexit.register(lambda: print("exit"))
+threading.Timer(0.05, lambda: print("thread")).start()
+print(subprocess.run(["/bin/echo", "child"], capture_output=True, text=True).stdout, end="")
+"""
+    assert session.run_program(code).stdout == "child\nthread\nexit\n"
+
+
+def test_an_exception_shows_the_line_of_the_program(session):
+    result = session.run_program("def f():\n    return 1 / 0\nf()")
+    assert result.stderr.splitlines()[:3] == [
+        "Traceback (most recent call last):",
+        '  File "main.py", line 3, in <module>',
+        "    f()",
+    ]
+    assert result.outcome is Outcome.ERROR
+
+
+def test_the_interpreter_keeps_variables_and_prints_the_last_value(session):
+    assert session.run("import math\nr = 2").stdout == ""
+    assert session.run("math.floor(math.pi * r)").stdout == "6\n"
+    assert session.run("raise SystemExit(4)").outcome is Outcome.ERROR
+    assert session.run("r").stdout == "2\n"
+
+
+def test_a_timeout_ends_the_interpreter_and_files_remain(session):
+    session.run("kept = 1; open('note', 'w').write('here')")
+    result = session.run("while True: pass", timeout_s=0.2)
+    assert (result.outcome, result.state_lost) == (Outcome.TIMEOUT, True)
+    assert session.run("kept").outcome is Outcome.ERROR
+    assert session.run_program("print(open('note').read())").stdout == "here\n"
+
+
+def test_sessions_share_nothing(sandbox):
+    with sandbox.open_session() as one, sandbox.open_session() as other:
+        one.run("secret = 1; open('secret', 'w').write('x'); open('/dev/shm/secret', 'w').write('x')")
+        assert other.run("secret").outcome is Outcome.ERROR
+        found = other.run_program("import os; print(os.listdir('.'), os.listdir('/dev/shm'))")
+        assert found.stdout == "['tmp'] []\n"
+
+
+def test_a_session_used_from_several_threads_runs_one_call_after_another(session):
+    session.run("n = 0")
+    threads = [threading.Thread(target=session.run, args=("n += 1",)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert session.run("n").stdout == "8\n"
+
+
+def test_a_session_outlives_the_thread_that_opened_it(sandbox):
+    opened = []
+    thread = threading.Thread(target=lambda: opened.append(sandbox.open_session()))
+    thread.start()
+    thread.join()
+    with opened[0] as session:
+        assert session.run_program("print(1)").stdout == "1\n"
+
+
+def test_closing_a_session_ends_its_running_call(sandbox):
+    session, results = sandbox.open_session(), []
+    thread = threading.Thread(target=lambda: results.append(session.run("__import__('time').sleep(600)")))
+    thread.start()
+    session.close()
+    thread.join()
+    assert [result.outcome for result in results] in ([Outcome.LOST], [])
+    with pytest.raises(SandboxError, match="closed"):
+        session.run("1")
+
+
+def test_lone_surrogates_and_undecodable_output_do_not_raise(session):
+    assert session.run_program("print('\ud800')").outcome is not Outcome.LOST
+    assert session.run_program("import sys; sys.stdout.buffer.write(b'\\xff\\x00')").stdout == "�\x00"
+
+
+def test_packages_of_the_interpreter_are_hidden_unless_listed(session):
+    assert "ModuleNotFoundError" in session.run_program("import numpy").stderr
+    with open_sandbox({"packages": ["numpy"], "memory_mb": 1024}) as sandbox, sandbox.open_session() as with_numpy:
+        assert with_numpy.run_program("import numpy; print(numpy.arange(3).sum())").stdout == "3\n"
+
+
+def test_a_listed_package_that_is_not_installed_is_refused():
+    with pytest.raises(SandboxUnavailableError, match="package nonexistent_package: ModuleNotFoundError"):
+        LocalSandbox({"packages": ["nonexistent_package"], "require": "rlimits"}, level=Level.RLIMITS)
+
+
+def test_another_interpreter_can_be_chosen():
+    other = Path("/usr/bin/python3")
+    if not other.exists():
+        pytest.skip("there is no /usr/bin/python3")
+    with open_sandbox({"python": str(other)}) as sandbox, sandbox.open_session() as session:
+        assert session.run_program("import sys; print(sys.prefix)").stdout == "/usr\n"
+
+
+def test_an_interpreter_that_does_not_run_is_refused():
+    with pytest.raises(SandboxUnavailableError, match="'/nonexistent/python' did not run"):
+        LocalSandbox({"python": "/nonexistent/python"})
+
+
+def test_missing_bubblewrap_is_reported_with_the_package_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(SandboxUnavailableError) as error:
+        LocalSandbox()
+    assert "apt-get install bubblewrap" in str(error.value)
+    assert "sandbox.require: rlimits" in str(error.value)
+    with LocalSandbox({"require": "rlimits"}) as sandbox, sandbox.open_session() as session:
+        assert sandbox.level is Level.RLIMITS
+        assert session.run_program("print(2)").stdout == "2\n"
+
+
+def test_a_level_whose_limits_have_no_effect_is_refused():
+    """Root in a user namespace is still root outside, for which the kernel ignores the limit of processes."""
+    if os.getuid() != 0:
+        pytest.skip("needs root")
+    with pytest.raises(SandboxUnavailableError, match="the limit of processes has no effect"):
+        LocalSandbox({"max_processes": 8}, level=Level.USER_NAMESPACE)
+
+
+def test_unknown_config_keys_are_refused():
+    with pytest.raises((ConfigError, ValueError), match="requires"):
+        SandboxConfig(requires="rlimits")
+
+
+def leftovers(launcher):
+    """Processes, cgroups and folders that belong to a launcher."""
+    children = [path for path in Path("/proc").glob("[0-9]*/stat") if _parent(path) == launcher]
+    cgroups = [
+        *Path("/sys/fs/cgroup").glob(f"*/**/{PREFIX}{launcher}_*"),
+        *Path("/sys/fs/cgroup").glob(f"{PREFIX}{launcher}_*"),
+    ]
+    return [*children, *cgroups]
+
+
+def _parent(stat):
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return None
+
+
+def test_closing_leaves_no_process_and_no_cgroup():
+    sandbox = open_sandbox()
+    session = sandbox.open_session()
+    session.run("import subprocess; subprocess.Popen(['sleep', '600'])")
+    launcher = sandbox.process_id
+    assert leftovers(launcher)
+    session.close()
+    assert leftovers(launcher) == []
+    sandbox.open_session()
+    sandbox.close()
+    assert leftovers(launcher) == []
+    assert not Path(f"/proc/{launcher}").exists()
+
+
+CRASHING = """
+import os, sys
+from rl_sandbox.local import LocalSandbox
+from rl_sandbox.levels import Level
+sandbox = LocalSandbox({"require": "rlimits"}, level=Level(sys.argv[1]))
+session = sandbox.open_session()
+session.run("import subprocess; subprocess.Popen(['sleep', '601.25'], start_new_session=True)")
+print(sandbox.process_id, session.run("import os; os.getcwd()").stdout.strip().strip("'"), flush=True)
+session.run("import time; time.sleep(600)")
+"""
+
+
+@pytest.mark.parametrize("level", [None, Level.RLIMITS], ids=["isolated", "rlimits"])
+def test_nothing_is_left_after_the_process_that_uses_a_sandbox_was_killed(level):
+    if level is None:
+        with open_sandbox() as opened:
+            level = opened.level
+    command = [sys.executable, "-c", CRASHING, level.value]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as user:
+        launcher, folder = user.stdout.readline().split()
+        assert leftovers(int(launcher))
+        user.send_signal(signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{launcher}").exists())
+    assert leftovers(int(launcher)) == []
+    assert level is not Level.RLIMITS or not Path(folder).exists()
+    wait_until(lambda: not any(re.search(rb"sleep\x00601.25", _read(path)) for path in Path("/proc").glob("[0-9]*/cmdline")))
+
+
+def _read(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_sessions_can_be_opened_again_after_the_launcher_was_killed():
+    with open_sandbox() as sandbox:
+        lost = sandbox.open_session()
+        assert lost.run("1").outcome is Outcome.OK
+        os.kill(sandbox.process_id, signal.SIGKILL)
+        launcher = sandbox.process_id
+        wait_until(lambda: lost.run("1").outcome is Outcome.LOST)
+        with sandbox.open_session() as session:
+            assert session.run("1 + 1").stdout == "2\n"
+        assert leftovers(launcher) == []
