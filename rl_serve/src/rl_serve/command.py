@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,8 +58,12 @@ def serve(
     from rl_serve.sampling import Limits
     from rl_serve.served_model import started_model
 
-    with started_model(target, backend=backend, overrides=overrides or [], name=name, best=best) as model:
-        _run(model, host, port, Limits(max_concurrent_requests=max_concurrent), keys)
+    # Before the model is loaded, so that a port in use is reported at once.
+    with (
+        closing(_listener(host, port)) as listener,
+        started_model(target, backend=backend, overrides=overrides or [], name=name, best=best) as model,
+    ):
+        _run(model, listener, host, Limits(max_concurrent_requests=max_concurrent), keys)
 
 
 def _keys(host: str) -> list[str]:
@@ -78,23 +84,25 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _run(model: ServedModel, host: str, port: int, limits: Limits, keys: list[str]) -> None:
-    import socket
-
-    import uvicorn
-
+def _listener(host: str, port: int) -> socket.socket:
     from rl_core.errors import ConfigError
-    from rl_serve.app import create_app
-    from rl_serve.engine import EngineThread
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
         raise ConfigError(f"--host {host} --port {port} cannot be used: {error.strerror}. Choose another port.") from error
+    return listener
+
+
+def _run(model: ServedModel, listener: socket.socket, host: str, limits: Limits, keys: list[str]) -> None:
+    import uvicorn
+
+    from rl_serve.app import create_app
+    from rl_serve.engine import EngineThread
+
     engine = EngineThread(model.generation)
     try:
         config = uvicorn.Config(
@@ -111,4 +119,3 @@ def _run(model: ServedModel, host: str, port: int, limits: Limits, keys: list[st
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         engine.close()
-        listener.close()

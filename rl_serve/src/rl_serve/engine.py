@@ -45,7 +45,7 @@ class SampledRow:
     truncated: bool
     """Whether a length limit ended the completion."""
     weight_version: int
-    """Version of the weights that sampled it; -1 if the engine never received weights from a policy."""
+    """Weight version that sampled it; -1 if the engine never received weights from a policy."""
 
 
 class EngineClosedError(RLCoreError):

@@ -151,11 +151,13 @@ def _only_backend(registry: Registry) -> str:
 
 
 def _values_of(overrides: Sequence[str]) -> Mapping[str, Any]:
+    if not overrides:
+        return {}
     problems = Problems()
     root, _ = apply_overrides(written_from({}, place=SourceLocation(source="rlcore serve")), overrides, problems=problems)
     problems.raise_if_any()
     for path, node in root.leaves():
         if path[:2] != ("policy", "generation") or len(path) < 3:
             raise ConfigError(f"{node.place}: a model has no {dotted(path)}. Only keys of policy.generation can be set.")
-    values: Mapping[str, Any] = root.plain().get("policy", {}).get("generation", {})
+    values: Mapping[str, Any] = root.plain()["policy"]["generation"]
     return values

@@ -1,0 +1,154 @@
+"""`rlcore serve` as a process, with the official client; and what it refuses to start."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+import yaml
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_serve.served_model import started_model
+
+MODEL = Path(__file__).parents[2] / "examples/addition/model"
+SERVE = [sys.executable, "-m", "rlcore_cli.main", "serve"]
+
+
+def environment(**more):
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.fixture
+def start():
+    """Starts `rlcore serve` and returns the process and the base URL."""
+    running = []
+
+    def run(*arguments, **variables):
+        command = [*SERVE, *map(str, arguments), "--port", "0"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(**variables))
+        running.append(server)
+        line = server.stdout.readline()
+        found = re.fullmatch(r"serving (\S+) on (http://127\.0\.0\.1:\d+/v1)\n", line)
+        assert found, line
+        return server, found[2]
+
+    yield run
+    for server in running:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+def test_the_official_client_gets_chats_completions_streams_models_and_errors(start):
+    server, url = start(MODEL, "--backend", "hf", "policy.generation.max_new_tokens=16", RLCORE_SERVE_API_KEYS="secret")
+    client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["model"]
+    question = [{"role": "user", "content": "12+34="}]
+    answer = client.chat.completions.create(model="model", messages=question, temperature=0, logprobs=True)
+    assert answer.choices[0].message.content == "46"
+    assert [entry.token for entry in answer.choices[0].logprobs.content][:2] == ["4", "6"]
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    stream = client.chat.completions.create(model="model", messages=question, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].delta.content for chunk in stream) == "46"
+    completion = client.completions.create(model="model", prompt="12+34=", temperature=0, n=2)
+    assert [choice.text for choice in completion.choices] == ["46", "46"]
+    with pytest.raises(openai.BadRequestError, match="Unsupported: tools"):
+        client.chat.completions.create(
+            model="model", messages=question, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+    with pytest.raises(openai.NotFoundError, match="There is no model 'other'"):
+        client.completions.create(model="other", prompt="1")
+    with pytest.raises(openai.AuthenticationError, match="A valid API key is required"):
+        client.with_options(api_key="guess").models.list()
+
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(60) in (0, -signal.SIGTERM)
+    with pytest.raises(ConnectionRefusedError), socket.socket() as probe:
+        probe.connect(("127.0.0.1", int(re.search(r":(\d+)/", url)[1])))
+
+
+def test_a_run_is_served_with_the_weights_of_its_checkpoint(tmp_path):
+    config = {
+        "defaults": str(MODEL.parents[1] / "grpo_addition.yaml"),
+        "grpo": {"max_num_steps": 1, "num_prompts_per_step": 16, "num_generations_per_prompt": 4, "val_at_end": False},
+        "cluster": {"backend": "in_process", "workers_per_node": 1},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    train = [sys.executable, "-m", "rlcore_cli.main", "train", "config.yaml"]
+    subprocess.run(train, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=300)
+    run = tmp_path / "runs" / "config"
+
+    def logprobs(target, backend):
+        with started_model(str(target), backend=backend) as model:
+            batch = BatchedDataDict({"input_ids": torch.tensor([[4, 5, 13, 6, 7, 16]]), "input_lengths": torch.tensor([6])})
+            return model.name, model.generation.generate(batch, greedy=True)["logprobs"]
+
+    name, served = logprobs(run, None)
+    assert name == "config"
+    assert torch.equal(served, logprobs(run / "checkpoints/step_000001/policy/weights", "hf")[1])
+    # Otherwise the test would pass with the weights from before the step.
+    assert not torch.equal(served, logprobs(MODEL, "hf")[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (MODEL,),
+            "error: --backend is required, because it selects the generation plugin and several are installed: hf, vllm.",
+        ),
+        (
+            (MODEL, "--backend", "hf", "--host", "0.0.0.0"),
+            "error: --host 0.0.0.0 is reachable from other machines, so API keys are required. Set RLCORE_SERVE_API_KEYS, or "
+            "listen on 127.0.0.1.",
+        ),
+        (
+            (MODEL, "--backend", "hf", "grpo.seed=1"),
+            "error: override #1 `grpo.seed=1`: a model has no grpo.seed. Only keys of policy.generation can be set.",
+        ),
+        (
+            (MODEL, "--backend", "hf", "policy.generation.temprature=1"),
+            "error: rlcore serve: policy.generation.temprature: policy.generation has no key 'temprature'. "
+            "Did you mean 'temperature'?",
+        ),
+        (
+            (MODEL, "--backend", "hf", "--best"),
+            f"error: --best chooses among the checkpoints of a run, but {MODEL} is a model.",
+        ),
+    ],
+)
+def test_a_wrong_command_line_ends_with_exit_code_2_and_the_reason(arguments, message, monkeypatch, capsys):
+    from rlcore_cli.main import main
+
+    monkeypatch.delenv("RLCORE_SERVE_API_KEYS", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # otherwise the command sets it permanently
+    monkeypatch.setattr(sys, "argv", ["rlcore", "serve", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_port_in_use_is_an_error_that_names_it(monkeypatch, capsys):
+    from rlcore_cli.main import main
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+        monkeypatch.setattr(sys, "argv", ["rlcore", "serve", str(MODEL), "--backend", "hf", "--port", str(port)])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: --host 127.0.0.1 --port {port} cannot be used: Address already in use. Choose another port.\n"
+    )
