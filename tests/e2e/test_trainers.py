@@ -193,7 +193,7 @@ def test_incompatible_components_are_rejected_before_anything_runs(policy):
         DPOTrainer(policy, config={"global_batch_size": 0})
     with pytest.raises(ConfigError, match="does not use pairs"):
         DPOTrainer(policy, loss_fn={"name": "nll"})
-    with pytest.raises(ConfigError, match="pass `generation` and `environments` to GRPOTrainer"):
+    with pytest.raises(ConfigError, match="pass `generation`, and `reward_fns` or `environments`, to GRPOTrainer"):
         GRPOTrainer(policy)
     with pytest.raises(ConfigError, match="pass `folder` to the trainer"):
         DPOTrainer(policy, checkpointing={"enabled": True})
@@ -214,3 +214,34 @@ def test_a_batch_that_cuts_a_pair_is_refused(policy):
     )
     with pytest.raises(DataError, match="DPOLossFn reads 2 rows together, but the batch has 3 rows"):
         policy.train(data, DPOLossFn())
+
+
+def test_grpo_learns_from_a_function_as_it_does_from_the_environment(policy):
+    section = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 2}
+    generation = HuggingFaceGeneration(str(MODEL), max_new_tokens=5)
+    asked = []
+
+    def right(completions, expected_answer, **columns):
+        asked.append(len(completions))
+        return [float(text.strip() == answer) for text, answer in zip(completions, map(str, expected_answer), strict=True)]
+
+    data = ArithmeticDataset({"num_samples": 64, "min_digits": 2})
+    other = HuggingFacePolicy(str(MODEL), optimizer=OPTIMIZER, **LIMITS)
+    try:
+        found = GRPOTrainer(policy, config=section, generation=generation, reward_fns=right).train(data)
+        expected = GRPOTrainer(other, config=section, generation=generation, environments=ArithmeticEnvironment()).train(data)
+    finally:
+        generation.shutdown()
+        other.shutdown()
+    assert [(step["reward/mean"], step["loss"], step["grad_norm"]) for step in found] == [
+        (step["reward/mean"], step["loss"], step["grad_norm"]) for step in expected
+    ]
+    assert asked == [2, 16, 16]  # the trial before the first step, then one call per step
+    with pytest.raises(ConfigError, match="has the name 'wrong', but the rewards are right"):
+        GRPOTrainer(policy, config=section, generation=generation, reward_fns=[right], reward_weights={"wrong": 2.0}).train(
+            data
+        )
+    with pytest.raises(ConfigError, match="pass one of them"):
+        GRPOTrainer(policy, generation=generation, reward_fns=right, environments=ArithmeticEnvironment())
+    with pytest.raises(ConfigError, match="dpo does not use rewards"):
+        DPOTrainer(policy, reward_fns=right)

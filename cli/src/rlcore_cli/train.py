@@ -29,6 +29,10 @@ def train(
             help="Resume although the config differs from the checkpoint's; the current config applies.",
         ),
     ] = False,
+    show_samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Every N steps, print a prompt with its best and its worst sample and their rewards."),
+    ] = None,
 ) -> None:
     """Train with a config, resuming from its last checkpoint if there is one.
 
@@ -38,6 +42,7 @@ def train(
     Example:
         rlcore train examples/grpo_addition.yaml
         rlcore train config.yaml grpo.max_num_steps=20 cluster.workers_per_node=2
+        rlcore train config.yaml --show-samples 10
         rlcore train config.yaml --resume runs/config/checkpoints/step_000010
     """
     import os
@@ -46,7 +51,9 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from rl_train.runtime.launch import train as launch
 
-    finished = launch(config, overrides or [], resume=resume, allow_config_change=allow_config_change)
+    finished = launch(
+        config, overrides or [], resume=resume, allow_config_change=allow_config_change, show_samples=show_samples
+    )
     _print_results(finished)
 
 

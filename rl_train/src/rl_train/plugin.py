@@ -1,4 +1,4 @@
-"""Registers the built-in algorithms, losses, loggers and datasets with the plugin hooks. Imports none of them."""
+"""Registers the built-in algorithms, losses, environment, loggers and datasets with the plugin hooks. Imports none of them."""
 
 from __future__ import annotations
 
@@ -112,6 +112,19 @@ def _preference(name: str, of: str, summary: str) -> Component:
         config=f"rl_train.algorithms.losses.preference_config:{of}LossConfig",
         summary=summary,
     )
+
+
+@hookimpl
+def rlcore_environments() -> list[Component]:
+    """Rewards as plain functions."""
+    return [
+        Component(
+            "function",
+            target="rl_train.rewards.environment:FunctionEnvironment",
+            config="rl_train.rewards.config:FunctionEnvironmentConfig",
+            summary="Plain Python functions score the completion: `reward_fn`, or several `reward_fns`",
+        )
+    ]
 
 
 @hookimpl

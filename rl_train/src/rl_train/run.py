@@ -68,6 +68,8 @@ class Run:
     """The metrics of the current step."""
     on_step: Callable[[int, Mapping[str, float]], None] | None = None
     """Called with the metrics of each step after they are logged."""
+    on_rollouts: Callable[[Sequence[Mapping[str, Any]], int], None] | None = None
+    """Called with the records of all rollouts of a step, and the step."""
     stop_reason: StopReason | None = None
     """Set by a signal or the time limit: the run ends after this step, with a checkpoint."""
     time_limit: TimeLimit | None = None
@@ -150,6 +152,8 @@ class Run:
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Log rollouts, at most `logger.num_rollouts_logged`."""
+        if self.on_rollouts is not None:
+            self.on_rollouts(rows, step)
         limit = self.config.logger.num_rollouts_logged
         for logger in self.loggers:
             logger.log_rollouts(rows[:limit], step)

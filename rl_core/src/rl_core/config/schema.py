@@ -71,6 +71,9 @@ class EnvironmentConfig(ComponentSection):
     to the number of turns that the environment needs."""
     step_timeout_s: float = Field(default=600.0, gt=0.0)
     """Timeout of one call to a worker, in seconds. A worker that exceeds it is replaced, and the call is repeated."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Weights of the named rewards in the reward of a row, 1 by default. A name that the environment does not return is
+    refused."""
 
     @property
     def turns_needed(self) -> int:
@@ -84,6 +87,11 @@ class EnvironmentConfig(ComponentSection):
         1 unless its section overrides this. A class used with `env_cls` has the class attribute `min_turns` instead.
         """
         return 1
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of rewards that the environment can return, but may not return in the first step."""
+        return ()
 
     @model_validator(mode="after")
     def _one_implementation(self) -> EnvironmentConfig:

@@ -40,6 +40,9 @@ class EnvironmentReturn(NamedTuple):
     """[B], non-zero if the row has ended."""
     answers: list[str | None] | None = None
     """The final answer parsed from each row, as text; None if there is none, or for all rows."""
+    scored: torch.Tensor | None = None
+    """[B], 0 if this turn of the row could not be scored; None if all were. A rollout with such a turn counts neither in the
+    statistics of its group nor in the loss."""
 
 
 class EnvironmentInterface(ABC):

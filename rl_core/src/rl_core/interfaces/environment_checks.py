@@ -49,7 +49,7 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
         environment_class: named in errors.
 
     Returns:
-        The same with rewards [B] float32 (each, if named) and terminateds [B] bool, both in CPU memory. The content of the
+        The same with rewards [B] float32 (each, if named), terminateds and scored [B] bool, all in CPU memory. The content of the
         observations of rows that have not ended is text; text parts are joined.
 
     Raises:
@@ -59,8 +59,8 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
     if not isinstance(found, tuple | list) or not _REQUIRED <= len(found) <= len(_FIELDS):
         size = f" of {len(found)} values" if isinstance(found, tuple | list) else ""
         raise RLCoreError(
-            f"{who} returned {_kind(found)}{size} from step(). Return an EnvironmentReturn({', '.join(_FIELDS)}); answers may "
-            "be left out."
+            f"{who} returned {_kind(found)}{size} from step(). Return an EnvironmentReturn({', '.join(_FIELDS)}); answers and "
+            "scored may be left out."
         )
     made = EnvironmentReturn(*found)
     _check_lists(made, who)
@@ -73,6 +73,8 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
     else:
         rewards = _numbers(rewards, "rewards", who)
     made = made._replace(rewards=rewards, terminateds=_numbers(made.terminateds, "terminateds", who) != 0)
+    if made.scored is not None:
+        made = made._replace(scored=_numbers(made.scored, "scored", who) != 0)
     _check_sizes(made, rows, who)
     _check_finite(made, who)
     _check_rows(made, who)
@@ -128,7 +130,7 @@ def _check_finite(made: EnvironmentReturn, who: str) -> None:
         for row in (~values.isfinite()).nonzero().flatten().tolist()[:1]:
             raise RLCoreError(
                 f"{who} gave row {row} the {'' if name == 'reward' else 'reward '}{name} {float(values[row])}. A reward is a "
-                "finite number: return 0.0 if nothing can be scored."
+                "finite number: set `scored` to 0 for a row that cannot be scored."
             )
 
 

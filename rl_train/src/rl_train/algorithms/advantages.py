@@ -31,6 +31,7 @@ def group_advantages(
     *,
     normalize: bool = True,
     leave_one_out: bool = False,
+    scored: torch.Tensor | None = None,
 ) -> GroupAdvantages:
     """Center each reward on its group and, if `normalize`, divide by the group's standard deviation.
 
@@ -42,19 +43,26 @@ def group_advantages(
         group_ids: [B] int64; rows of one prompt share an id. Groups of one row get advantage zero.
         normalize: divide by the group's standard deviation (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2).
         leave_one_out: center on the mean of the others (RLOO, https://arxiv.org/abs/2402.14740).
+        scored: [B] bool; rows with False count in no statistic and get advantage zero. None if all rows were scored.
     """
+    counts = torch.ones_like(rewards, dtype=torch.bool) if scored is None else scored
     _, group = torch.unique(group_ids, return_inverse=True)
     num_groups = int(group.max()) + 1 if group.numel() else 0
     values = rewards.double()
-    size = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, torch.ones_like(values))
-    mean = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values) / size
-    centered = values - mean[group]
+    size = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, counts.double())
+    is_counted = size > 0
+    mean = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values * counts) / size.clamp(min=1)
+    centered = (values - mean[group]) * counts
     variance = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, centered.square())
     std = (variance / (size - 1).clamp(min=1)).sqrt()
 
-    highest = torch.full((num_groups,), -torch.inf, dtype=torch.float64).scatter_reduce(0, group, values, "amax")
-    lowest = torch.full((num_groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, group, values, "amin")
-    equal = are_equal(lowest, highest)
+    highest = torch.full((num_groups,), -torch.inf, dtype=torch.float64).scatter_reduce(
+        0, group, values.masked_fill(~counts, -torch.inf), "amax"
+    )
+    lowest = torch.full((num_groups,), torch.inf, dtype=torch.float64).scatter_reduce(
+        0, group, values.masked_fill(~counts, torch.inf), "amin"
+    )
+    equal = are_equal(lowest, highest) | ~is_counted
 
     advantages = centered * (size / (size - 1).clamp(min=1))[group] if leave_one_out else centered
     if normalize:
@@ -62,8 +70,8 @@ def group_advantages(
     return GroupAdvantages(
         values=advantages.masked_fill(equal[group], 0.0).float(),
         equal=equal[group],
-        equal_group_frac=float(equal.double().mean()) if num_groups else 0.0,
-        mean_group_std=float(std.mean()) if num_groups else 0.0,
+        equal_group_frac=float(equal[is_counted].double().mean()) if bool(is_counted.any()) else 0.0,
+        mean_group_std=float(std[is_counted].mean()) if bool(is_counted.any()) else 0.0,
     )
 
 

@@ -42,7 +42,7 @@ class AdvantageEstimator(ABC):
 
     def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
         """[B] bool: False for rows of groups without a learning signal, which dynamic sampling replaces."""
-        return ~group_advantages(batch["rewards"], batch["group_ids"]).equal
+        return ~group_advantages(batch["rewards"], batch["group_ids"], scored=batch.get("scored")).equal
 
 
 class GroupEstimator(AdvantageEstimator):
@@ -58,7 +58,8 @@ class GroupEstimator(AdvantageEstimator):
 
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
         rewards = batch["rewards"] - row_penalties(batch)
-        found = group_advantages(rewards, batch["group_ids"], normalize=self.normalize, leave_one_out=self.leave_one_out)
+        settings = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
+        found = group_advantages(rewards, batch["group_ids"], scored=batch.get("scored"), **settings)
         return Advantages(values=found.values.unsqueeze(-1) * batch["token_mask"], metrics=group_metrics(batch))
 
 
@@ -77,7 +78,7 @@ class ReinforcePlusPlusEstimator(AdvantageEstimator):
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
         rewards = batch["rewards"]
         if self.minus_baseline:
-            rewards = group_advantages(rewards, batch["group_ids"], normalize=False).values
+            rewards = group_advantages(rewards, batch["group_ids"], normalize=False, scored=batch.get("scored")).values
         penalties = token_penalties(batch)
         values = rewards.unsqueeze(-1) - suffix_sums(penalties)
         mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(-1)
@@ -91,7 +92,8 @@ class DecoupledEstimator(AdvantageEstimator):
     them apart. The weighted sum of the advantages is then normalized over the trained rows of the batch, with the unbiased
     standard deviation (n - 1), as in a group; the paper does not specify it, and TRL uses the unbiased one.
 
-    A reward that a row does not have counts as 0.0. A reward that no row of a step has contributes nothing to the step.
+    Weights of the environments (`env.<task>.reward_weights`) apply as well. A reward that a row does not have counts as 0.0.
+    A reward that no row of a step has contributes nothing to the step.
 
     Args:
         weights: weights of the rewards by name; 1 by default.
@@ -108,9 +110,10 @@ class DecoupledEstimator(AdvantageEstimator):
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
         total, parts = torch.zeros(batch.size), self._parts(batch)
         self._warn_about_missing(parts)
+        settings = {"normalize": self.normalize, "leave_one_out": self.leave_one_out, "scored": batch.get("scored")}
         for name, rewards in parts.items():
-            found = group_advantages(rewards, batch["group_ids"], normalize=self.normalize, leave_one_out=self.leave_one_out)
-            total += self.weights.get(name, 1.0) * found.values
+            found = group_advantages(rewards, batch["group_ids"], **settings)
+            total += self._weights(name, batch) * found.values
         if self.normalize_batch:
             trained = batch["sample_mask"] * (batch["token_mask"].sum(-1) > 0)
             total = whiten(total, trained, unbiased=True)
@@ -119,9 +122,14 @@ class DecoupledEstimator(AdvantageEstimator):
     def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
         differs = torch.zeros(batch.size, dtype=torch.bool)
         for name, rewards in self._parts(batch).items():
-            if self.weights.get(name, 1.0) != 0:
-                differs |= ~group_advantages(rewards, batch["group_ids"]).equal
+            found = group_advantages(rewards, batch["group_ids"], scored=batch.get("scored"))
+            differs |= ~found.equal & (self._weights(name, batch) != 0)
         return differs
+
+    def _weights(self, name: str, batch: BatchedDataDict[Any]) -> torch.Tensor:
+        """[B] weight of a reward: that of the estimator times that of the row's environment, each 1 if it is not set."""
+        of_rows = [row.get(name, 1.0) for row in batch.get("reward_weights", [{}] * batch.size)]
+        return self.weights.get(name, 1.0) * torch.tensor(of_rows)
 
     def _parts(self, batch: BatchedDataDict[Any]) -> dict[str, torch.Tensor]:
         rows: list[dict[str, float]] = batch["reward_parts"]
@@ -181,5 +189,5 @@ def row_penalties(batch: BatchedDataDict[Any]) -> torch.Tensor:
 
 def group_metrics(batch: BatchedDataDict[Any]) -> dict[str, float]:
     """Statistics of the rewards within groups."""
-    found = group_advantages(batch["rewards"], batch["group_ids"])
+    found = group_advantages(batch["rewards"], batch["group_ids"], scored=batch.get("scored"))
     return {"advantage/equal_group_frac": found.equal_group_frac, "reward/group_std": found.mean_group_std}

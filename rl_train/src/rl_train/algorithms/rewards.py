@@ -71,7 +71,8 @@ class RewardShaping:
                 {**parts, OVERLONG: float(amount)} for parts, amount in zip(batch["reward_parts"], length_penalty, strict=True)
             ]
         if metrics:
-            metrics["reward/shaped"] = float(rewards.mean())
+            scored = batch["scored"] if "scored" in batch else torch.ones_like(rewards, dtype=torch.bool)
+            metrics["reward/shaped"] = float(rewards[scored].mean()) if bool(scored.any()) else 0.0
             batch["rewards"] = rewards
         return metrics
 

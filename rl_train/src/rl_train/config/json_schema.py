@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from rl_core.config.introspection import Model
 from rl_core.plugins.component import Kind
 from rl_train.config.schema_index import SchemaIndex
-from rl_train.config.section_resolver import BASES, COMPANIONS, SECTIONS
+from rl_train.config.section_resolver import BASES, COMPANIONS, FUNCTION_KEYS, FUNCTIONS, SECTIONS
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
 _PATH = {"type": "string", "pattern": r"[.:]"}
@@ -83,9 +83,13 @@ def _chosen(kind: Kind, sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environments(sections: dict[str, Any]) -> dict[str, Any]:
-    """The tasks: each by `name` or `env_cls`, or by its key if neither is set."""
+    """The tasks: each by `name`, `env_cls` or reward functions, or by its key if none of them is set."""
     chosen = _chosen(Kind.ENVIRONMENT, sections)
-    names_environment = {"anyOf": [{"required": ["name"]}, {"required": ["env_cls"]}]}
+    has_functions = {"anyOf": [{"required": [key]} for key in FUNCTION_KEYS]}
+    if FUNCTIONS in sections:
+        unnamed = {**has_functions, "not": {"anyOf": [{"required": ["name"]}, {"required": ["env_cls"]}]}}
+        chosen["allOf"].append({"if": unnamed, "then": sections[FUNCTIONS]})
+    names_environment = {"anyOf": [{"required": [key]} for key in ("name", "env_cls", *FUNCTION_KEYS)]}
     return {
         "type": "object",
         "properties": {

@@ -19,6 +19,11 @@ from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm
 
+FUNCTIONS = "function"
+"""The environment whose rewards are plain functions."""
+FUNCTION_KEYS = ("reward_fn", "reward_fns")
+"""Keys of `env.<task>` that choose that environment."""
+
 SECTIONS: dict[str, Model | None] = {
     "algorithm": AlgorithmPathConfig,
     "loss_fn": None,
@@ -241,7 +246,7 @@ class _SectionResolver:
                 self._by_key(("data", "mix", name), member, Kind.DATASET, key="dataset_name")
 
     def environments(self) -> None:
-        """`env.<task>`: by path, by name, or by the task's own name."""
+        """`env.<task>`: by path, by name, by its reward functions, or by the task's own name."""
         for task in self._section(("env",)) or ():
             path = ("env", task)
             section = self._section(path)
@@ -252,6 +257,8 @@ class _SectionResolver:
                 self._named(path, Kind.ENVIRONMENT, env_cls, key="env_cls", must_be_path=True)
             elif name is not None:
                 self._named(path, Kind.ENVIRONMENT, name, key="name")
+            elif section.keys() & set(FUNCTION_KEYS):
+                self._named(path, Kind.ENVIRONMENT, FUNCTIONS, key=None, implied={"name": FUNCTIONS})
             else:
                 self._named(path, Kind.ENVIRONMENT, task, key=None, implied={"name": task})
 

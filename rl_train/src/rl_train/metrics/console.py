@@ -90,6 +90,10 @@ class ConsoleLogger(Logger):
         self._display.numbers = tuple(numbers.values())
         self._display.update(self._task, completed=step, refresh=True)
 
+    def show(self, text: str) -> None:
+        """Prints a text as it is, above the live display."""
+        self._console.print(text, soft_wrap=True, markup=False)
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Does nothing: the config is in the run folder."""
 

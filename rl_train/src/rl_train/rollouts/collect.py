@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Collector:
         seed: seed of the run.
         max_turns: maximum number of turns of a rollout, by task name.
         max_total_length: maximum number of tokens of a rollout; a rollout that reaches it is truncated.
+        reward_weights: weights of named rewards that are not 1, by task name.
     """
 
     generation: GenerationInterface
@@ -39,6 +40,7 @@ class Collector:
     seed: int
     max_turns: Mapping[str, int]
     max_total_length: int
+    reward_weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
         """Play `trajectories` to their end, in place.
@@ -56,6 +58,8 @@ class Collector:
             )
         formatter = TurnFormatter(self.tokenizer) if max(self.max_turns.values(), default=1) > 1 else None
         self.generation.prepare_for_generation()
+        for row in trajectories:
+            row.reward_weights = self.reward_weights.get(row.task_name, {})
         active = list(trajectories)
         turn = 0
         while active:
@@ -103,6 +107,7 @@ class Collector:
         answer = step_checked(environment, task_name, [row.conversation() for row in rows], [row.metadata for row in rows])
         for i, row in enumerate(rows):
             row.add_rewards(_rewards_of(answer, i))
+            row.scored = row.scored and (answer.scored is None or bool(answer.scored[i]))
             row.answer = answer.answers[i] if answer.answers is not None else None
             row.stop_strings = answer.next_stop_strings[i]
             row.done = bool(answer.terminateds[i]) or row.truncated or row.turns >= self.max_turns[task_name]

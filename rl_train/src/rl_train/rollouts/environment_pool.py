@@ -43,6 +43,7 @@ class EnvironmentPool(EnvironmentInterface):
             rewards=_concat_rewards(parts),
             terminateds=torch.cat([part.terminateds for part in parts]),
             answers=[answer for part in parts for answer in (part.answers or [None] * len(part.observations))],
+            scored=_concat_scored(parts),
         )
 
     def global_post_process_and_metrics(
@@ -54,6 +55,13 @@ class EnvironmentPool(EnvironmentInterface):
 
     def shutdown(self) -> None:
         self._pool.shutdown()
+
+
+def _concat_scored(parts: list[EnvironmentReturn]) -> torch.Tensor | None:
+    """Which rows of all parts were scored; None if all were."""
+    if all(part.scored is None for part in parts):
+        return None
+    return torch.cat([torch.ones(len(p.observations), dtype=torch.bool) if p.scored is None else p.scored for p in parts])
 
 
 def _concat_rewards(parts: list[EnvironmentReturn]) -> torch.Tensor | dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ class EqualRewardWatch:
             step: the step that draws.
             trajectories: finished rollouts. Rollouts without any reward are ignored.
         """
+        trajectories = [row for row in trajectories if row.scored]
         if not any(row.reward_parts for row in trajectories):
             return
         groups: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)

@@ -46,6 +46,7 @@ def rollout_records(
                 "policy_logprobs": None if policy_logprobs is None else _sampled_only(policy_logprobs[row], trajectory),
                 "reward": trajectory.reward,
                 "reward_parts": trajectory.reward_parts,
+                "scored": trajectory.scored,
                 "advantage": float(advantages[row]) if advantages is not None else None,
                 "truncated": trajectory.truncated,
                 "turns": trajectory.turns,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.equal_rewards import EqualRewardWatch
+from rl_train.rollouts.reward_weights import RewardWeightCheck
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.summary import ask_environments, summarize
 from rl_train.rollouts.trajectory import Trajectory, to_batch
@@ -74,14 +75,23 @@ class OnDemandSource(RolloutSource):
         collector: plays the rollouts.
         prompts: the training prompts.
         group_size: G, samples per prompt.
+        reward_names: rewards that may be missing in the first step, by task, see `EnvironmentConfig.reward_names`.
     """
 
-    def __init__(self, collector: Collector, prompts: BatchedDataLoader, *, group_size: int) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        prompts: BatchedDataLoader,
+        *,
+        group_size: int,
+        reward_names: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
         self._collector = collector
         self._prompts = prompts
         self._put_back: list[int] = []
         self._group_size = group_size
         self._watch = EqualRewardWatch()
+        self._weights = RewardWeightCheck(reward_names or {})
 
     def take(self, step: int, groups: int) -> Rollouts:
         """See `RolloutSource`; every row has the current weight version of the generation backend."""
@@ -89,6 +99,7 @@ class OnDemandSource(RolloutSource):
         ordinals += self._prompts.draw(groups - len(ordinals))
         trajectories = start_rollouts(self._prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
         self._collector.collect(trajectories, stream=SampleStream.TRAINING)
+        self._weights.check(trajectories)
         self._watch.observe(step, trajectories)
         metrics = summarize(trajectories) | ask_environments(trajectories, self._collector.environments)
         return Rollouts(batch=to_batch(trajectories), metrics=metrics, trajectories=trajectories)

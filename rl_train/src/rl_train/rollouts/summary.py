@@ -14,7 +14,7 @@ from rl_train.rollouts.trajectory import Trajectory
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Lengths, turns and truncation of finished rollouts, and their rewards, if there are any."""
+    """Lengths, turns and truncation of finished rollouts, and the rewards of the scored ones, if there are any."""
     lengths = torch.tensor([row.num_sampled_tokens() for row in trajectories], dtype=torch.float64)
     metrics = {
         "length/mean": float(lengths.mean()),
@@ -23,25 +23,28 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/turns": sum(row.turns for row in trajectories) / len(trajectories),
         "rollout/rows": float(len(trajectories)),
     }
-    names = sorted({name for row in trajectories for name in row.reward_parts})
+    scored = [row for row in trajectories if row.scored]
+    if len(scored) < len(trajectories):
+        metrics["rollout/unscored_frac"] = 1 - len(scored) / len(trajectories)
+    names = sorted({name for row in scored for name in row.reward_parts})
     if names:
-        rewards = torch.tensor([row.reward for row in trajectories], dtype=torch.float64)
+        rewards = torch.tensor([row.reward for row in scored], dtype=torch.float64)
         metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0))}
     if names != ["reward"]:
-        metrics |= {f"reward/{name}": _mean([row.reward_parts.get(name, 0.0) for row in trajectories]) for name in names}
+        metrics |= {f"reward/{name}": _mean([row.reward_parts.get(name, 0.0) for row in scored]) for name in names}
     return metrics
 
 
 def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> dict[str, float]:
     """The environments' own metrics, as `env/<task>/<name>`; `rollout/accuracy` is over all that report an `accuracy`.
 
-    Without any environment there are none.
+    Rows that were not scored are left out. Without any environment there are no metrics.
     """
     metrics: dict[str, float] = {}
     correct = 0.0
     counted = 0
-    for task_name in dict.fromkeys(row.task_name for row in trajectories if environments):
-        rows = [row for row in trajectories if row.task_name == task_name]
+    for task_name in dict.fromkeys(row.task_name for row in trajectories if environments and row.scored):
+        rows = [row for row in trajectories if row.task_name == task_name and row.scored]
         found = metrics_checked(environments[task_name], task_name, _for_environment(rows))
         metrics |= {f"env/{task_name}/{name}": value for name, value in found.items()}
         if "accuracy" in found:

@@ -36,9 +36,13 @@ class Trajectory:
     stop_strings: list[str] | None = None
     """Stop strings of the next turn."""
     reward: float = 0.0
-    """Sum over turns."""
+    """Sum over turns of all rewards, weighted."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Rewards by name, summed over turns; `reward` if the environment returns only one."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of named rewards that are not 1."""
+    scored: bool = True
+    """Whether the environment could score every turn; otherwise the row counts neither in statistics nor in the loss."""
     weight_version: int = -1
     """Version of the weights that sampled the last turn."""
     truncated: bool = False
@@ -82,7 +86,7 @@ class Trajectory:
         """Add the rewards of one turn."""
         for name, value in rewards.items():
             self.reward_parts[name] = self.reward_parts.get(name, 0.0) + value
-        self.reward = sum(self.reward_parts.values())
+        self.reward = sum(self.reward_weights.get(name, 1.0) * value for name, value in self.reward_parts.items())
 
     def conversation(self) -> list[Message]:
         """The messages for an environment, without tokens."""
@@ -100,9 +104,11 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             "input_lengths": torch.tensor([row.num_tokens() for row in trajectories], dtype=torch.int64),
             "token_mask": _padded([_per_token(row, _is_sampled) for row in trajectories], "token_mask"),
             "generation_logprobs": _padded([_per_token(row, _sampled_logprobs) for row in trajectories], "generation_logprobs"),
-            "sample_mask": torch.tensor([row.loss_multiplier for row in trajectories], dtype=torch.float32),
+            "sample_mask": torch.tensor([row.loss_multiplier * row.scored for row in trajectories], dtype=torch.float32),
             "rewards": torch.tensor([row.reward for row in trajectories], dtype=torch.float32),
             "reward_parts": [row.reward_parts for row in trajectories],
+            "reward_weights": [dict(row.reward_weights) for row in trajectories],
+            "scored": torch.tensor([row.scored for row in trajectories], dtype=torch.bool),
             "group_ids": torch.tensor([row.group_id for row in trajectories], dtype=torch.int64),
             "weight_version": torch.tensor([row.weight_version for row in trajectories], dtype=torch.int64),
             "truncated": torch.tensor([row.truncated for row in trajectories], dtype=torch.bool),

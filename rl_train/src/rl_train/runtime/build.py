@@ -37,6 +37,7 @@ from rl_train.rollouts.source import OnDemandSource
 from rl_train.run import Run
 from rl_train.runtime.data import BadRows, Source, conversation_loader, preference_loader, prompt_loader, read_data
 from rl_train.runtime.late_errors import with_key
+from rl_train.runtime.reward_checks import settle_reward_functions
 from rl_train.runtime.run_folder import checkpoint_store
 from rl_train.runtime.workers import Builder, Workers, make_cluster
 
@@ -68,7 +69,7 @@ def build_run(
     refuse_other_tokenizers(config, tokenizer)
     train, validation = read_sources(config, registry)
     loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
-    config = loaders.settled(config)
+    config = settle_reward_functions(loaders.settled(config), train, validation)
     check_turns(config, registry)
     before_models(config)
     with with_key("cluster"):
@@ -119,7 +120,12 @@ def connect(
         collector = make_collector(config, parts.generation, parts.environments, tokenizer)
         needs = config.algorithm.runtime_needs
         if loaders.prompts is not None and needs.rollouts is not None:
-            run.rollouts = OnDemandSource(collector, loaders.prompts, group_size=needs.rollouts.samples_per_prompt)
+            run.rollouts = OnDemandSource(
+                collector,
+                loaders.prompts,
+                group_size=needs.rollouts.samples_per_prompt,
+                reward_names={task: section.reward_names for task, section in config.env.items()},
+            )
             if loaders.answers is not None:
                 run.rollouts = MixedRolloutSource(
                     run.rollouts,
@@ -303,6 +309,7 @@ def make_collector(
         seed=config.algorithm.seed,
         max_turns=config.max_turns,
         max_total_length=config.policy.max_total_sequence_length,
+        reward_weights={task: section.reward_weights for task, section in config.env.items()},
     )
 
 

@@ -12,6 +12,7 @@ from rl_train.config.loader import LoadedConfig
 from rl_train.config.turn_checks import imported_turn_conflicts
 from rl_train.runtime.build import DataLoaders, read_sources, refuse_other_tokenizers
 from rl_train.runtime.late_errors import problem_in_section, with_key
+from rl_train.runtime.reward_checks import settle_reward_functions
 
 
 def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding]:
@@ -49,7 +50,7 @@ def _load_data(loaded: LoadedConfig, registry: Registry) -> None:
     with with_key("data"):
         train, validation = read_sources(config, registry)
         loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
-    loaders.settled(config)
+    settle_reward_functions(loaders.settled(config), train, validation)
 
 
 def _problem_of(step: Callable[[], object], *, key: str = "") -> Finding | None:

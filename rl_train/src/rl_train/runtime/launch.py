@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_core.cluster import daemons
 from rl_core.config.schema import RunConfig
-from rl_core.errors import NotSupportedError, RayDiedError
+from rl_core.errors import ConfigError, NotSupportedError, RayDiedError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.config_changes import config_changes, describe
@@ -26,6 +26,7 @@ from rl_train.config.resource_checks import machine_conflicts
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.metrics.console import ConsoleLogger
 from rl_train.metrics.jsonl import METRICS, JsonlLogger
+from rl_train.metrics.samples import SamplePrinter
 from rl_train.run import Run
 from rl_train.runtime.build import build_run
 from rl_train.runtime.late_errors import with_location
@@ -60,6 +61,7 @@ def train(
     resume: str = "auto",
     allow_config_change: bool = False,
     console: bool = True,
+    show_samples: int | None = None,
 ) -> RunResult:
     """Run the config's algorithm to its last step.
 
@@ -69,6 +71,7 @@ def train(
         resume: `auto`, `never`, or the path of a checkpoint or run folder.
         allow_config_change: resume although the checkpoint was written with another config.
         console: show progress on standard output.
+        show_samples: also show a prompt with its best and its worst sample every so many steps; None shows none.
 
     Raises:
         ConfigError: the config is invalid; nothing was started.
@@ -82,6 +85,7 @@ def train(
     loaded = load_config(config_path, overrides, registry=registry)
     config = loaded.run
     loaded.refuse(machine_conflicts(config))
+    _check_show_samples(show_samples, config)
     with ExitStack() as exits:
         start = choose_start(config, name=config.logger.run_name or Path(config_path).stem, resume=resume)
         start = claim(start, config.checkpointing, exits)
@@ -120,7 +124,7 @@ def train(
             _warn_about_changes(run, start.checkpoint)
             _move_later_checkpoints(run, console)
         _print(console, f"ready after {time.perf_counter() - started:.0f} s")
-        _attach_loggers(run, loaded, console, exits)
+        _attach_loggers(run, loaded, console, exits, show_samples=show_samples)
         _report_start(run, manager, status, since=started)
         loop_started = time.perf_counter()
         stop.attend(run)
@@ -134,6 +138,11 @@ def train(
         seconds=ended - started,
         training_seconds=ended - loop_started,
     )
+
+
+def _check_show_samples(every: int | None, config: RunConfig) -> None:
+    if every is not None and config.algorithm.runtime_needs.rollouts is None:
+        raise ConfigError(f"--show-samples has no effect: {config.algorithm_name} does not sample. Remove it.")
 
 
 def _warn_about_changes(run: Run, checkpoint: Path) -> None:
@@ -170,14 +179,19 @@ def _workers(config: RunConfig) -> str:
     return ", ".join([*named, *(f"env {task}" for task in config.env)])
 
 
-def _attach_loggers(run: Run, loaded: LoadedConfig, console: bool, exits: ExitStack) -> None:
+def _attach_loggers(
+    run: Run, loaded: LoadedConfig, console: bool, exits: ExitStack, *, show_samples: int | None = None
+) -> None:
     def token_text(token: int) -> str:
         text: str = run.tokenizer.decode([token])
         return text
 
     always: list[Any] = [JsonlLogger(run.folder, resume_from=run.first_step, token_text=token_text)]
     if console:
-        always.append(ConsoleLogger(total_steps=run.config.algorithm.max_num_steps, first_step=run.first_step))
+        screen = ConsoleLogger(total_steps=run.config.algorithm.max_num_steps, first_step=run.first_step)
+        always.append(screen)
+        if show_samples is not None:
+            run.on_rollouts = SamplePrinter(show_samples, screen.show)
     for logger in always:
         exits.callback(logger.finish)
     run.loggers = [*always, *run.loggers]

@@ -6,7 +6,7 @@ engine, environments and cluster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,8 +36,11 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.checks import section_conflicts
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.metrics.jsonl import JsonlLogger
+from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.runtime.build import DataLoaders, connect, refuse_other_tokenizers
+from rl_train.runtime.data import Source
 from rl_train.runtime.python_data import read_python_data, section_from
+from rl_train.runtime.reward_checks import check_weights, is_conversational, try_functions
 from rl_train.runtime.run_folder import claim, start_in
 from rl_train.runtime.workers import Builder, Workers
 
@@ -59,6 +62,9 @@ class Trainer:
         value: the critic (a model with `head="scalar"`), for algorithms that have one.
         teacher: the teacher, for algorithms that have one; it scores at the policy's temperature.
         environments: one environment, or several by task name.
+        reward_fns: functions that score completions, used instead of `environments`: one, several, or several by the names of
+            their rewards; see `rl_train.rewards.functions`. They run in this process.
+        reward_weights: weights of named rewards, 1 by default.
         tokenizer: the policy's tokenizer; loaded from its `model_name` by default.
         folder: folder of metrics.jsonl, rollouts and checkpoints; None writes to a temporary folder.
         checkpointing: the section `checkpointing`; disabled by default.
@@ -81,6 +87,8 @@ class Trainer:
         value: DistributedPolicy | None = None,
         teacher: DistributedPolicy | None = None,
         environments: EnvironmentInterface | Mapping[str, EnvironmentInterface] | None = None,
+        reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
         tokenizer: Any = None,
         folder: str | Path | None = None,
         checkpointing: CheckpointingConfig | Mapping[str, Any] | None = None,
@@ -89,9 +97,14 @@ class Trainer:
         self.policy, self.generation, self.cluster, self.folder, self.loggers = policy, generation, cluster, folder, loggers
         self.value, self.teacher = value, teacher
         self._registry = Registry(discover())
+        if reward_fns is not None and environments is not None:
+            raise ConfigError("`reward_fns` and `environments` both score completions: pass one of them.")
+        self._functions = None if reward_fns is None else FunctionEnvironment(functions=named_functions(reward_fns))
+        environments = environments or self._functions
         self._environments = (
             {TASK: environments} if isinstance(environments, EnvironmentInterface) else dict(environments or {})
         )
+        self._reward_weights = dict(reward_weights or {})
         self._loss_fn, loss_section = self._loss(loss_fn)
         self.config = self._run_config(config, loss_section, checkpointing)
         if self.config.checkpointing.enabled and folder is None:
@@ -138,6 +151,7 @@ class Trainer:
             raise ConfigError(
                 "The config enables validation (val_period, val_at_start or val_at_end): pass data as `validation=`."
             )
+        self._try_reward_functions(train)
         config = self.config.model_copy(update={"data": data})
         loaders = DataLoaders(config, self._tokenizer, train=train, validation=held_out if validates else None)
         history: list[dict[str, float]] = []
@@ -166,6 +180,13 @@ class Trainer:
             run.on_step = lambda step, metrics: history.append({"step": step, **metrics})
             self._registry.find("algorithm", self.algorithm).load()(algorithm, run)
         return history
+
+    def _try_reward_functions(self, train: Source) -> None:
+        if self._functions is not None:
+            self._functions.as_messages = is_conversational(train.records)
+            functions = self._functions.functions
+            names = try_functions(functions, train, as_messages=self._functions.as_messages)
+            check_weights(self._reward_weights, names | {function.name for function in functions})
 
     def _loss(self, given: Any) -> tuple[LossFunction, LossConfig]:
         if isinstance(given, LossFunction):
@@ -203,7 +224,7 @@ class Trainer:
             value=_companion_section(self.value),
             teacher=_companion_section(self.teacher),
             data=DataConfig(),
-            env={task: EnvironmentConfig() for task in self._environments},
+            env={task: EnvironmentConfig(reward_weights=self._reward_weights) for task in self._environments},
             checkpointing=section_from(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
         )
 
@@ -211,8 +232,13 @@ class Trainer:
         algorithm = self.config.algorithm
         if algorithm.needs_generation and (self.generation is None or (algorithm.needs_rewards and not self._environments)):
             raise ConfigError(
-                f"{self.algorithm} samples and scores: pass `generation` and `environments` to {type(self).__name__}."
+                f"{self.algorithm} samples and scores: pass `generation`, and `reward_fns` or `environments`, to "
+                f"{type(self).__name__}."
             )
+        if (self._functions is not None or self._reward_weights) and not (
+            algorithm.needs_rewards and algorithm.needs_generation
+        ):
+            raise ConfigError(f"{self.algorithm} does not use rewards: remove `reward_fns` and `reward_weights`.")
         self._check_teacher()
         if "value" in algorithm.runtime_needs.companions and self.value is None:
             raise ConfigError(
@@ -270,13 +296,13 @@ class SFTTrainer(Trainer):
 
 
 class GRPOTrainer(Trainer):
-    """Trains on rewards: records of `messages` and `extra_env_info`; needs `generation` and `environments`."""
+    """Trains on rewards: records of `messages` and `extra_env_info`; needs `generation`, and `reward_fns` or `environments`."""
 
     algorithm = "grpo"
 
 
 class PPOTrainer(Trainer):
-    """Trains on rewards with a critic: records as for GRPO; needs `value`, `generation` and `environments`."""
+    """Trains on rewards with a critic: records as for GRPO; needs `value`, `generation`, and `reward_fns` or `environments`."""
 
     algorithm = "ppo"
 

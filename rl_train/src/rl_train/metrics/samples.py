@@ -1,0 +1,79 @@
+"""Shows one prompt of a step with its best and its worst sample (`rlcore train --show-samples N`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+MAX_CHARACTERS = 1500
+"""Longer texts are shown without their middle."""
+
+
+class SamplePrinter:
+    """Prints samples every few steps.
+
+    Args:
+        every: number of steps from one print to the next; the first step is shown too.
+        show: prints a text.
+    """
+
+    def __init__(self, every: int, show: Callable[[str], None]) -> None:
+        self._every, self._show = every, show
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Print the samples of a step, if it is its turn.
+
+        Args:
+            rows: records of `rl_train.rollouts.records`.
+            step: the step; validation before training is step 0 and is not shown.
+        """
+        if rows and step > 0 and (step == 1 or step % self._every == 0):
+            self._show(samples_text(rows, step))
+
+
+def samples_text(rows: Sequence[Mapping[str, Any]], step: int) -> str:
+    """The first prompt whose samples differ in reward (else the first prompt), with its best and its worst sample.
+
+    Args:
+        rows: records of one step, at least one.
+        step: the step.
+    """
+    groups: defaultdict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["group"]].append(row)
+    scored = {group: [row for row in members if row["scored"]] for group, members in groups.items()}
+    chosen = next((group for group, members in scored.items() if len({row["reward"] for row in members}) > 1), None)
+    shown = scored[chosen] if chosen is not None else next((members for members in scored.values() if members), [])
+    if not shown:
+        return f"step {step}: no sample was scored"
+    ordered = sorted(shown, key=lambda row: row["reward"])
+    best, worst = ordered[-1], ordered[0]
+    mean = sum(row["reward"] for row in shown) / len(shown)
+    expected = best.get("expected_answer")
+    parts = [
+        f"--- step {step}: a prompt of task {best['task']}, {len(shown)} samples, mean reward {mean:.3f}",
+        _readable(best["prompt"]),
+        *([f"--- expected answer: {_readable(str(expected))}"] if expected is not None else []),
+        _sample("best", best),
+    ]
+    if worst["reward"] < best["reward"]:
+        parts.append(_sample("worst", worst))
+    else:
+        parts.append("--- all samples have this reward")
+    return "\n".join([*parts, "---"])
+
+
+def _sample(which: str, row: Mapping[str, Any]) -> str:
+    named = row["reward_parts"]
+    details = ", ".join(f"{name} {value:.3f}" for name, value in named.items()) if list(named) != ["reward"] else ""
+    cut = ", truncated" if row["truncated"] else ""
+    return f"--- {which}: reward {row['reward']:.3f}{f' ({details})' if details else ''}{cut}\n{_readable(row['completion'])}"
+
+
+def _readable(text: str) -> str:
+    """A text whose control characters are escaped, since a model may write some that change the terminal."""
+    if len(text) > MAX_CHARACTERS:
+        half = MAX_CHARACTERS // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

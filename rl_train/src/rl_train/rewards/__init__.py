@@ -1,0 +1,1 @@
+"""Rewards as plain Python functions."""

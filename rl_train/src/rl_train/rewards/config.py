@@ -1,0 +1,75 @@
+"""The section of an environment whose rewards are plain functions. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rl_core.config.schema import EnvironmentConfig
+from rl_core.config.source_tree import KeyPath
+from rl_core.plugins.component import is_path
+from rl_core.plugins.static_lookup import missing_target
+
+if TYPE_CHECKING:
+    from rl_core.config.schema import RunConfig
+
+
+class FunctionEnvironmentConfig(EnvironmentConfig):
+    """`env.<task>` with `reward_fn` or `reward_fns`: plain functions score the completions, which end after one turn."""
+
+    reward_fn: str | None = None
+    """Dotted path of a function that scores completions; its reward has the name of the function."""
+    reward_fns: dict[str, str] = Field(default_factory=dict)
+    """Several functions, used instead of `reward_fn`: the name of each reward, and the dotted path of its function. The reward
+    of a row is their sum, weighted by `reward_weights`."""
+    completion_format: Literal["auto", "text", "messages"] = "auto"
+    """What functions with `completions` get as prompts and completions: texts, or lists of {role, content} messages. `auto` is
+    `messages` if the prompts of the data are lists of messages."""
+    correct_above: float | None = None
+    """A completion counts as correct in `accuracy` if its reward is above this number. By default there is no accuracy."""
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """The path of each function, by the name of its reward."""
+        if self.reward_fn is not None:
+            return {self.reward_fn.replace(":", ".").rpartition(".")[2]: self.reward_fn}
+        return self.reward_fns
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        return tuple(self.functions)
+
+    def key_of(self, name: str) -> KeyPath:
+        """The key, within the section, of the function with that reward."""
+        return ("reward_fn",) if self.reward_fn is not None else ("reward_fns", name)
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+        """Functions that do not exist, without importing them."""
+        for name, path in self.functions.items():
+            if (problem := missing_target(path)) is not None:
+                yield self.key_of(name), f"cannot import {path!r}: {problem}"
+
+    @field_validator("reward_fn")
+    @classmethod
+    def _is_a_path(cls, path: str | None) -> str | None:
+        if path is not None and not is_path(path):
+            raise ValueError(f"{path!r} is not the dotted path of a function: write it in full, such as my_rewards.{path}")
+        return path
+
+    @field_validator("reward_fns")
+    @classmethod
+    def _are_paths(cls, paths: dict[str, str]) -> dict[str, str]:
+        for name, path in paths.items():
+            if not is_path(path):
+                raise ValueError(f"{path!r} of {name} is not the dotted path of a function: write my_rewards.{path}")
+        return paths
+
+    @model_validator(mode="after")
+    def _has_functions(self) -> FunctionEnvironmentConfig:
+        if self.reward_fn is not None and self.reward_fns:
+            raise ValueError("reward_fn and reward_fns both set the functions: keep one of them")
+        if self.reward_fn is None and not self.reward_fns:
+            raise ValueError("set reward_fn, or reward_fns for several functions")
+        return self

@@ -1,0 +1,168 @@
+"""The environment `function`: scores the completion of each row with plain functions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_core.plugins.import_path import resolve
+from rl_train.rewards.config import FunctionEnvironmentConfig
+from rl_train.rewards.functions import RewardFunction, Rewards, Row, combine, reward_function
+
+
+class FunctionEnvironment(EnvironmentInterface):
+    """Ends every rollout after its first turn, with the named rewards of its functions.
+
+    A row to which no function applies is not scored.
+
+    Args:
+        config: names the functions; None if they are given.
+        functions: functions of this process, used instead of those of the config.
+
+    Attributes:
+        as_messages: whether functions of a batch get lists of messages and not texts.
+
+    Raises:
+        ConfigError: a function does not exist, or cannot be called with keywords.
+    """
+
+    def __init__(
+        self, config: FunctionEnvironmentConfig | None = None, *, functions: Sequence[RewardFunction] | None = None
+    ) -> None:
+        self.functions = list(functions) if config is None else load_functions(config)  # type: ignore[arg-type]
+        self.as_messages = config is not None and config.completion_format == "messages"
+        self._correct_above = None if config is None else config.correct_above
+        self._loop = _Loop() if any(function.is_async for function in self.functions) else None
+
+    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+        """Score B completions, the messages of the assistant after each prompt.
+
+        Returns:
+            Named rewards [B] float32, 0.0 for a row without that reward; `scored` is False for rows without any.
+
+        Raises:
+            DataError: the metadata of a row is not a mapping.
+            RLCoreError: a function raised, or returned something that is not a reward.
+        """
+        rows = [row_of(log, info) for log, info in zip(message_log_batch, metadata, strict=True)]
+        scores = self._score(rows)
+        names = list(dict.fromkeys(name for row in scores for name in row or ()))
+        columns = {name: torch.tensor([(row or {}).get(name, 0.0) for row in scores]) for name in names}
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""} for _ in rows],
+            metadata=metadata,
+            next_stop_strings=[None] * len(rows),
+            rewards=columns,
+            terminateds=torch.ones(len(rows)),
+            scored=torch.tensor([row is not None for row in scores]),
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """`accuracy`, the fraction of rewards above `correct_above`, if that is set."""
+        if self._correct_above is None:
+            return batch, {}
+        return batch, {"accuracy": float((batch["rewards"] > self._correct_above).float().mean())}
+
+    def shutdown(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+
+    def _score(self, rows: Sequence[Row]) -> list[Rewards | None]:
+        """The rewards of each row by all functions. Async functions run meanwhile in their own thread.
+
+        The others run in this one: timeouts by signals, which math libraries use, only work in the main thread.
+        """
+        settings = {"as_messages": self.as_messages}
+        started = [
+            self._loop.start(function.score_async(rows, **settings)) if function.is_async and self._loop is not None else None
+            for function in self.functions
+        ]
+        found = [
+            function.score(rows, **settings) if running is None else running.result()
+            for function, running in zip(self.functions, started, strict=True)
+        ]
+        return [combine([scores[i] for scores in found], self.functions) for i in range(len(rows))]
+
+
+class _Loop:
+    """An event loop in a thread of its own, which lives as long as the environment, as HTTP clients of functions need it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="reward functions", daemon=True)
+        self._thread.start()
+
+    def start(self, scoring: Coroutine[Any, Any, list[Rewards | None]]) -> Future[list[Rewards | None]]:
+        """Run a coroutine in the thread."""
+        return asyncio.run_coroutine_threadsafe(scoring, self._loop)
+
+    def close(self) -> None:
+        """Stop the thread; calling it twice is fine."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+def load_functions(config: FunctionEnvironmentConfig) -> list[RewardFunction]:
+    """The functions of a section.
+
+    Raises:
+        ConfigError: a function does not exist, or cannot be called with keywords; its `key` is relative to the section.
+    """
+    made = []
+    for name, path in config.functions.items():
+        key = ".".join(map(str, config.key_of(name)))
+        try:
+            made.append(reward_function(resolve(path, key=key), name=name, label=path))
+        except ConfigError as error:
+            error.key = key
+            raise
+    return made
+
+
+def named_functions(given: Any) -> list[RewardFunction]:
+    """Functions passed in Python: one, a list of them, or a mapping from the names of their rewards.
+
+    Raises:
+        ConfigError: an entry is not a function, or two have the same name.
+    """
+    if isinstance(given, Mapping):
+        named: list[tuple[str, Callable[..., Any]]] = list(given.items())
+    else:
+        listed = list(given) if isinstance(given, list | tuple) else [given]
+        named = [(getattr(call, "__name__", type(call).__name__), call) for call in listed]
+    if not named:
+        raise ConfigError("`reward_fns` is empty: pass at least one function.")
+    names = [name for name, _ in named]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"`reward_fns` has several functions named {', '.join(twice)}: pass a dict with a name for each.")
+    return [reward_function(call, name=name, label=f"reward function {name}") for name, call in named]
+
+
+def row_of(log: Sequence[Mapping[str, Any]], info: Any) -> Row:
+    """A conversation and its metadata as a row.
+
+    Raises:
+        DataError: the metadata is not a mapping.
+    """
+    if info is not None and not isinstance(info, Mapping):
+        raise DataError(f"The metadata of a row is a {type(info).__name__}: reward functions need a mapping of its fields.")
+    *prompt, answer = log
+    return Row(
+        prompt=str(prompt[-1]["content"]) if prompt else "",
+        completion=str(answer["content"]),
+        prompt_messages=prompt,
+        messages=log,
+        fields=dict(info or {}),
+    )
