@@ -124,3 +124,12 @@ def test_prompts_that_are_messages_are_passed_to_trl_functions_as_messages(check
     found = check({"mine": {"reward_fn": "MODULE.of_a_batch"}}, input_key="prompt")
     assert "returned 'no' (str)" in found
     assert check({"mine": {"reward_fn": "MODULE.of_a_batch", "completion_format": "text"}}, input_key="prompt") == ""
+
+
+def test_the_example_is_valid(monkeypatch):
+    root = MODEL.parents[2]
+    monkeypatch.chdir(root)
+    monkeypatch.syspath_prepend(str(root))
+    loaded = load_config("examples/reward_functions/train.yaml")
+    loaded.refuse(deep_conflicts(loaded, Registry(discover())))
+    assert set(loaded.run.env["sums"].functions) == {"exact", "digits"}

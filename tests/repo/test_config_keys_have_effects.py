@@ -46,6 +46,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "DrGRPOLossConfig": LOSSES,
     "DynamicBatchingConfig": ("rl_core/dispatch",),
     "EnvironmentConfig": ("rl_train/runtime", "rl_train/config"),
+    "FunctionEnvironmentConfig": ("rl_train/rewards", "rl_train/runtime/reward_checks.py"),
     "GAEConfig": ("rl_train/algorithms",),
     "GRPOConfig": ("rl_train/algorithms",),
     "GRPOLossConfig": LOSSES,

@@ -184,7 +184,7 @@ def test_what_cannot_be_called_with_keywords_is_refused(given, says):
     assert says in str(caught.value)
 
 
-def test_a_field_with_the_name_of_an_argument_and_metadata_that_is_no_mapping_are_refused():
+def test_a_field_with_the_name_of_an_argument_and_metadata_that_is_not_a_mapping_are_refused():
     with pytest.raises(ConfigError, match="field 'prompt'"):
         score(lambda completion: 0.0, ["a"], [{"prompt": "x"}])
     with pytest.raises(DataError, match="metadata of a row is a list"):

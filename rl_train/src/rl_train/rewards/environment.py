@@ -95,7 +95,7 @@ class FunctionEnvironment(EnvironmentInterface):
 
 
 class _Loop:
-    """An event loop in a thread of its own, which lives as long as the environment, as HTTP clients of functions need it."""
+    """An event loop in a separate thread. It lives as long as the environment, because HTTP clients are bound to their loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

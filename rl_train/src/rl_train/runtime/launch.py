@@ -71,7 +71,7 @@ def train(
         resume: `auto`, `never`, or the path of a checkpoint or run folder.
         allow_config_change: resume although the checkpoint was written with another config.
         console: show progress on standard output.
-        show_samples: also show a prompt with its best and its worst sample every so many steps; None shows none.
+        show_samples: number of steps from one prompt shown with its best and its worst sample to the next; None shows none.
 
     Raises:
         ConfigError: the config is invalid; nothing was started.

@@ -1,0 +1,15 @@
+"""Rewards for sums: plain functions of a completion and the fields of its row."""
+
+
+def exact(completion: str, expected_answer: str) -> float:
+    """1.0 for the right number and nothing else."""
+    return float(completion.strip() == expected_answer)
+
+
+def digits(completion: str, expected_answer: str) -> float | None:
+    """The fraction of right digits, counted from the right; does not apply to a completion that is not a number."""
+    given = completion.strip()
+    if not given.isdecimal():
+        return None
+    right = sum(a == b for a, b in zip(reversed(given), reversed(expected_answer), strict=False))
+    return right / max(len(given), len(expected_answer))
