@@ -49,8 +49,8 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
         environment_class: named in errors.
 
     Returns:
-        The same with rewards [B] float32 (each, if named), terminateds and scored [B] bool, all in CPU memory. The content of the
-        observations of rows that have not ended is text; text parts are joined.
+        The same with rewards [B] float32 (each, if named), terminateds and scored [B] bool, all in CPU memory. The content of
+        the observations of rows that have not ended is text; text parts are joined.
 
     Raises:
         RLCoreError: the contract is not met.
