@@ -129,7 +129,6 @@ BY_EACH = {
 """Keys of the base sections that each backend must apply itself."""
 
 ELSEWISE = {
-    "PromptConfig.examples_type": "only null is allowed, and the error says what to do instead",
     "AlgorithmPathConfig.train": "the chooser of the algorithm reads all keys of the model by `model_fields`",
     "AlgorithmPathConfig.config": "likewise",
 }

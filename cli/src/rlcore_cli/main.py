@@ -25,6 +25,7 @@ COMMANDS = {
     "validate": ("rlcore_cli.validate:validate", "Check a config and report every error with its line."),
     "check": ("rlcore_cli.check:app", "Check model, tokenizer and backends by running them."),
     "doctor": ("rlcore_cli.doctor:doctor", "Check the installation: plugins, requirements, open ports."),
+    "prompt": ("rlcore_cli.prompt:app", "List prompt configs, and show the messages of a filled one."),
     "explain": ("rlcore_cli.explain:explain", "Explain a config key: meaning, allowed values, default."),
     "schema": ("rlcore_cli.schema:schema", "Write the JSON schema of config files, for editors."),
     "convert": ("rlcore_cli.convert:convert", "Convert a checkpoint to Hugging Face format."),

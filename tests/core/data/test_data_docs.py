@@ -12,6 +12,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.data.processors import conversation_datum
+from rl_train.data.prompts import load_prompt
 from rl_train.runtime.data import read_data
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
@@ -48,6 +49,14 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
+
+
+def test_the_prompt_config_of_the_page_is_valid(tmp_path):
+    [block] = re.findall(r"``` yaml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "p.yaml").write_text(block)
+    [system, user] = load_prompt(tmp_path / "p.yaml").fill({"problem": "2+2"})
+    assert system["content"] == "You are careful."
+    assert user["content"].endswith("Solve this problem:\n\n2+2")
 
 
 def test_the_page_shows_rows_of_every_form():

@@ -137,8 +137,10 @@ def test_the_prompt_of_data_applies_to_every_dataset_without_its_own(lines, regi
     for other in (DatasetConfig(dataset_name="arithmetic"), section(path, record_fn="gsm8k")):
         with pytest.raises(ValidationError, match=r"prompt\.prompt_config applies to all datasets, but train"):
             DataConfig(train=other, prompt=prompt)
-    with pytest.raises(ValidationError, match="few-shot lists are not supported"):
-        PromptConfig(examples_type="gsm8k")
+    (tmp_path / "e.yaml").write_text("- {question: 5+6, answer: 11}\n")
+    few_shot = PromptConfig(prompt_config="generic/default", examples_type=str(tmp_path / "e.yaml"))
+    train, _ = read_data(DataConfig(train=section(path), prompt=few_shot), registry)
+    assert "Question: 5+6\nAnswer: 11\n\n" in train.records[0]["messages"][-1]["content"]
 
 
 @pytest.mark.parametrize(

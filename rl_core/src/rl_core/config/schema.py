@@ -118,24 +118,20 @@ class DatasetConfig(ComponentSection):
     """In `data.mix`: sampling weight of this dataset, relative to the other datasets; 1 by default."""
 
 
+_PROMPT_KEYS = {"prompt_config": "prompt", "system_prompt": "system_prompt", "examples_type": "examples_type"}
+"""Keys of `data.prompt`, and the keys of a dataset that they are the defaults of."""
+
+
 class PromptConfig(Section):
     """How records become messages, for all datasets that do not configure this themselves (`data.prompt`)."""
 
     prompt_config: Annotated[str | None, NAME_OR_PATH] = None
-    """Prompt template: the name of a packaged template such as `generic/math`, or a path."""
+    """Prompt config: the name of a packaged one such as `generic/math`, or a path."""
     system_prompt: str | None = None
-    """System message; defaults to the one of the template."""
-    examples_type: str | None = None
-    """Named few-shot examples. Not supported, so only null is allowed; write examples into your own template instead."""
-
-    @model_validator(mode="after")
-    def _no_examples(self) -> PromptConfig:
-        if self.examples_type is not None:
-            raise ValueError(
-                f"examples_type is {self.examples_type!r}, but few-shot lists are not supported: write the examples into your "
-                "own template and set prompt_config to its path"
-            )
-        return self
+    """System message; defaults to the one of the prompt config."""
+    examples_type: Annotated[str | None, NAME_OR_PATH] = None
+    """Few-shot examples: the name of a packaged list such as `math_worked`, or the path of a YAML or JSON Lines file. Defaults
+    to the examples of the prompt config."""
 
 
 class SplitConfig(Section):
@@ -194,10 +190,11 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _prompts_are_filled_by_somebody(self) -> DataConfig:
         for name, section in self.sections().items():
-            for asked, key in (("prompt_config", "prompt"), ("system_prompt", "system_prompt")):
+            for asked, key in _PROMPT_KEYS.items():
                 if self.prompt is None or getattr(self.prompt, asked) is None:
                     continue
-                if key not in type(section).model_fields or (key == "prompt" and getattr(section, "record_fn", None)):
+                has_no_template = key != "system_prompt" and getattr(section, "record_fn", None)
+                if key not in type(section).model_fields or has_no_template:
                     raise ValueError(
                         f"prompt.{asked} applies to all datasets, but {name} ({section.dataset_name}) has no template: set "
                         f"`{key}` in the sections of the datasets that do"

@@ -53,10 +53,13 @@ def expand_aliases(
 
 
 def with_prompt(section: DatasetT, data: DataConfig) -> DatasetT:
-    """A dataset's section, with `data.prompt` if it does not set the prompt template or the system prompt itself."""
+    """A dataset's section, with those keys of `data.prompt` that it does not set itself."""
     if data.prompt is None:
         return section
-    defaults = {"prompt": data.prompt.prompt_config, "system_prompt": data.prompt.system_prompt}
+    given = data.prompt
+    defaults = {"prompt": given.prompt_config, "system_prompt": given.system_prompt, "examples_type": given.examples_type}
+    if defaults["prompt"] is None and getattr(section, "prompt", None) is None:
+        del defaults["examples_type"]  # they belong to a prompt config
     return section.model_copy(
         update={key: value for key, value in defaults.items() if value is not None and getattr(section, key, None) is None}
     )

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from rl_core.config.diagnostics import listed
 from rl_core.config.schema import RunConfig
 from rl_core.config.source_tree import KeyPath
-from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
+from rl_train.config.prompt_files import prompt_problem
 
-# Located by folder, because rl_train.config must not import rl_train.data.
-_PACKAGED_PROMPTS = Path(__file__).parents[1] / "data" / "prompt_configs"
 _KINDS = {"conversations": "prompts or conversations", "pairs": "pairs of a chosen and a rejected answer"}
 
 
@@ -32,11 +28,7 @@ def data_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
                 f"{section.dataset_name} has {_KINDS[str(section.record_kind)]}, but {run.algorithm_name} needs "
                 f"{_KINDS[wanted]}. Use another dataset: {remedy}.",
             )
-    prompt = run.data.prompt
-    if prompt is not None and prompt.prompt_config is not None:
-        problem = prompt_problem(prompt.prompt_config)
-        if problem is not None:
-            yield ("data", "prompt", "prompt_config"), problem
+    yield from _prompt(run)
 
 
 def validates(run: RunConfig) -> bool:
@@ -45,10 +37,15 @@ def validates(run: RunConfig) -> bool:
     return algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
 
 
-def prompt_problem(path_or_name: str) -> str | None:
-    """Why a prompt template cannot be found; None if it is a file or a packaged name."""
-    if Path(path_or_name).is_file() or (_PACKAGED_PROMPTS / f"{path_or_name}.yaml").is_file():
-        return None
-    names = sorted(str(path.relative_to(_PACKAGED_PROMPTS).with_suffix("")) for path in _PACKAGED_PROMPTS.rglob("*.yaml"))
-    meant = did_you_mean(path_or_name, names)
-    return f"there is neither a file nor a packaged prompt {path_or_name!r}.{meant} Packaged prompts: {listed(names)}."
+def _prompt(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    """What is wrong with the prompt config and the examples of `data.prompt`."""
+    prompt = run.data.prompt
+    if prompt is None:
+        return
+    if prompt.prompt_config is not None:
+        if (problem := prompt_problem(prompt.prompt_config)) is not None:
+            yield ("data", "prompt", "prompt_config"), problem
+        elif problem := prompt_problem(prompt.prompt_config, prompt.examples_type):
+            yield ("data", "prompt", "examples_type"), problem
+    elif prompt.examples_type and not any(getattr(section, "prompt", None) for section in run.data.sections().values()):
+        yield ("data", "prompt", "examples_type"), "has no effect without a prompt config: set `prompt_config`."

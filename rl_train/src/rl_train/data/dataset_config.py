@@ -102,9 +102,14 @@ class RecordForm(RowsConfig):
     stop_strings_key: str | None = Field(None, description="Field with a list of strings that end a completion.")
     prompt: Annotated[str | None, NAME_OR_PATH] = Field(
         None,
-        description="Prompt template for text inputs: a path, or the name of a packaged template such as `generic/math`. Its "
-        "variables are fields of the row. If it has exactly one variable that the row lacks, `input_key` is used "
+        description="Prompt config for text inputs: a path, or the name of a packaged one such as `generic/math`. Its "
+        "placeholders are fields of the row. If it has only one placeholder and the row lacks that field, `input_key` is used "
         "for it.",
+    )
+    examples_type: Annotated[str | None, NAME_OR_PATH] = Field(
+        None,
+        description="Few-shot examples of the prompt config: the name of a packaged list such as `math_worked`, or the path of "
+        "a YAML or JSON Lines file. Defaults to the examples of the prompt config.",
     )
     system_prompt: str | None = Field(
         None, description="System message for every conversation that has none, replacing the one of the template."

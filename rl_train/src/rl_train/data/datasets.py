@@ -43,17 +43,20 @@ class ReadsRecords:
 
     Args:
         config: The meaning of the fields.
+        with_examples: Whether prompts contain few-shot examples; searching for the nearest ones reads a file.
 
     Raises:
-        DataError: The prompt template does not exist.
+        DataError: The prompt config does not exist or is invalid, or few-shot examples have no prompt config.
         ConfigError: The function does not exist.
     """
 
     called = "row"
 
-    def __init__(self, config: RecordForm) -> None:
+    def __init__(self, config: RecordForm, *, with_examples: bool = True) -> None:
         self._config = config
-        self._template = None if config.prompt is None else _template(config)
+        self._template = _template(config)
+        if self._template is not None and not with_examples:
+            self._template = self._template.without_examples()
         self._function = None if config.record_fn is None else load_record_function(config.record_fn)
 
     def records(self, row: dict[str, Any]) -> list[Record]:
@@ -136,9 +139,12 @@ class ReadsRecords:
         return record
 
 
-def _template(config: RecordForm) -> PromptTemplate:
-    assert config.prompt is not None
-    template = load_prompt(config.prompt)
+def _template(config: RecordForm) -> PromptTemplate | None:
+    if config.prompt is None:
+        if config.examples_type is not None:
+            raise DataError("examples_type has no effect without a prompt config: set `prompt`")
+        return None
+    template = load_prompt(config.prompt, config.examples_type)
     return template if config.system_prompt is None else replace(template, system=None)
 
 

@@ -13,7 +13,7 @@ from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.aliases import with_prompt
-from rl_train.config.data_checks import prompt_problem
+from rl_train.config.prompt_files import prompt_problem
 from rl_train.data.dataset_config import JsonLinesSource, OnBadRow, PreferenceForm, RecordForm, RowsConfig
 from rl_train.data.json_lines import csv_problem, first_line, parsed
 from rl_train.data.record_functions import PACKAGED
@@ -26,12 +26,14 @@ def row_conflicts(config: RowsConfig, data: DataConfig) -> Iterator[tuple[KeyPat
         config: The section.
         data: The section `data`, whose `prompt` sets defaults of the dataset.
     """
-    found = [*_function(config), *_template(config)]
+    effective = with_prompt(config, data)
+    found = [*_function(config), *_template(config, effective)]
     yield from found
-    if data.prompt is not None and data.prompt.prompt_config is not None and prompt_problem(data.prompt.prompt_config):
+    shared = data.prompt
+    if shared is not None and shared.prompt_config and prompt_problem(shared.prompt_config, shared.examples_type):
         return  # reported at `data.prompt`
     if not found and isinstance(config, JsonLinesSource) and config.on_bad_row is OnBadRow.ERROR:
-        yield from _first_row(config, data)
+        yield from _first_row(config, effective)
 
 
 def _function(config: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
@@ -48,22 +50,21 @@ def _function(config: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
         yield ("record_fn",), f"{name} cannot be imported: {problem}"
 
 
-def _template(config: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
-    from rl_train.data.prompts import load_prompt
-
-    prompt = getattr(config, "prompt", None)
+def _template(config: RowsConfig, effective: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
+    """What is wrong with the prompt config and examples, if the dataset itself sets one of the two."""
+    prompt, examples = (getattr(effective, key, None) for key in ("prompt", "examples_type"))
+    own = [key for key in ("prompt", "examples_type") if getattr(config, key, None) is not None]
+    if not own:
+        return
     if prompt is None:
-        return
-    if (problem := prompt_problem(prompt)) is not None:
+        yield ("examples_type",), "has no effect without a prompt config: set `prompt` or `data.prompt.prompt_config`."
+    elif "prompt" in own and (problem := prompt_problem(prompt)) is not None:
         yield ("prompt",), problem
-        return
-    try:
-        load_prompt(prompt)
-    except DataError as error:
-        yield ("prompt",), f"{error}."
+    elif examples is not None and (problem := prompt_problem(prompt, examples)) is not None:
+        yield (own[-1],), problem
 
 
-def _first_row(config: JsonLinesSource, data: DataConfig) -> Iterator[tuple[KeyPath, str]]:
+def _first_row(config: JsonLinesSource, effective: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
     """Check the first row of a file. Does not call functions of the user."""
     if (problem := csv_problem(Path(config.path))) is not None:
         yield ("path",), f"{problem}."
@@ -76,7 +77,7 @@ def _first_row(config: JsonLinesSource, data: DataConfig) -> Iterator[tuple[KeyP
         # A folder, another format, or a compression that needs a library: reported by `--deep` and by the run.
         return
     try:
-        _read(parsed(line), with_prompt(config, data))
+        _read(parsed(line), effective)
     except DataError as error:
         yield ("path",), f"{config.path}:{number}: {error}."
 
@@ -88,4 +89,4 @@ def _read(row: dict[str, Any], config: RowsConfig) -> None:
     if isinstance(config, PreferenceForm):
         ReadsPairs(config).records(row)
     elif isinstance(config, RecordForm):
-        ReadsRecords(config).records(row)
+        ReadsRecords(config, with_examples=False).records(row)

@@ -1,0 +1,89 @@
+"""Lists of few-shot examples: packaged ones by name, and files in YAML or JSON Lines. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rl_core.config.diagnostics import Problems, listed
+from rl_core.config.source_tree import SourceLocation
+from rl_core.errors import DataError
+from rl_core.plugins.component import did_you_mean
+from rl_train.config.yaml_reader import read_yaml
+
+PACKAGED_EXAMPLES = Path(__file__).parents[1] / "data" / "prompt_examples"
+
+
+def packaged_examples() -> list[str]:
+    """The names of the packaged lists of examples."""
+    return sorted(path.stem for path in PACKAGED_EXAMPLES.glob("*.yaml"))
+
+
+def find_examples(path_or_name: str | Path) -> Path:
+    """The file of a list of examples.
+
+    Raises:
+        DataError: There is neither such a file nor such a packaged list.
+    """
+    for path in (Path(path_or_name), PACKAGED_EXAMPLES / f"{path_or_name}.yaml"):
+        if path.is_file():
+            return path
+    names = packaged_examples()
+    raise DataError(
+        f"there is neither a file nor a packaged list of examples {str(path_or_name)!r}."
+        f"{did_you_mean(str(path_or_name), names)} Packaged lists: {listed(names)}"
+    )
+
+
+def read_examples(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
+    """The examples of a file: a YAML list of mappings, or JSON Lines.
+
+    Args:
+        path: The file; `.yaml` and `.yml` are YAML, any other is JSON Lines.
+        limit: Read only this many; all by default.
+
+    Raises:
+        DataError: The file does not exist, has no examples, or is in another format; the message has the line.
+    """
+    try:
+        is_yaml = path.suffix in (".yaml", ".yml")
+        examples = _from_yaml(path)[:limit] if is_yaml else _from_json_lines(path, limit)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"the examples {path} cannot be read: {error}") from error
+    if not examples:
+        raise DataError(f"the file {path} has no examples")
+    return examples
+
+
+def _from_yaml(path: Path) -> list[dict[str, Any]]:
+    problems = Problems()
+    place = SourceLocation(str(path), 1, 1, str(path))
+    root = read_yaml(path.read_text(encoding="utf-8-sig"), place=place, problems=problems)
+    if problems.found:
+        raise DataError("\n".join(str(problem) for problem in problems.found))
+    items = root.value if root is not None and isinstance(root.value, list) else None
+    if items is None:
+        raise DataError(f"{path}: expected a list of examples, each a mapping of its fields")
+    for item in items:
+        if not isinstance(item.value, dict):
+            raise DataError(f"{item.place}: expected an example, a mapping of its fields")
+    return [item.plain() for item in items]
+
+
+def _from_json_lines(path: Path, limit: int | None) -> list[dict[str, Any]]:
+    examples: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            if limit is not None and len(examples) == limit:
+                break
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: invalid JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}:{number}: expected a JSON object, found a {type(row).__name__}")
+            examples.append(row)
+    return examples
