@@ -111,8 +111,8 @@ def _print_tokens(messages: list[dict[str, str]], model: str) -> None:
     from rlcore_cli.check_logprobs import prepare_process
 
     prepare_process()
-    from rl_core.data.messages import get_formatted_message_log
     from rl_core.data.tokenizer import load_tokenizer
+    from rl_train.data.messages import get_formatted_message_log
 
     tokenizer = load_tokenizer(model)
     log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=True, trained=())
