@@ -10,7 +10,7 @@ import torch
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
-from rl_core.cluster.actor_pool import InProcessPool
+from rl_core.cluster.pool import InProcessPool
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, NotSupportedError, ResourceInsufficientError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface, PolicyInterface

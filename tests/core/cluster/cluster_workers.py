@@ -208,6 +208,11 @@ class Scorer:
     def where(self):
         return str(self.folder)
 
+    def wait_for(self, name):
+        """Ends once there is a file of that name."""
+        wait_until((self.folder / name).exists)
+        return name
+
     def _first(self, name):
         try:
             (self.folder / name).touch(exist_ok=False)

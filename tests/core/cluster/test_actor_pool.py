@@ -86,6 +86,48 @@ def test_an_error_in_a_call_is_not_retried_and_names_the_actor(pool):
     assert pool.map("divide", [1, 2]) == [1.0, 0.5]
 
 
+def test_submitted_calls_do_not_wait_for_a_slow_one(pool):
+    slow = pool.submit("wait_for", "gate")
+    assert [pool.submit("square", x).result(60) for x in range(5)] == [0, 1, 4, 9, 16]
+    assert pool.map("square", [5, 6]) == [25, 36]
+    assert not slow.done()
+    (pool_folder(pool) / "gate").touch()
+    assert slow.result(60) == "gate"
+
+
+def test_an_actor_runs_several_calls_at_once_and_those_next_to_a_late_one_are_not_counted_as_failed(local_ray, tmp_path):
+    with ActorPool(None, Scorer, 1, {"folder": str(tmp_path)}, max_concurrency=2, max_restarts=0) as pool:
+        before = pool.pids()
+        slow = pool.submit("wait_for", "gate")
+        assert pool.submit("square", 3).result(60) == 9
+        late = pool.submit("hang_always", 2, deadline_s=1.0)
+        with pytest.raises(DeadlineExceededError, match=r"(?s)hang_always\(\) failed 1 time .*loop_that_never_ends"):
+            late.result(60)
+        (tmp_path / "gate").touch()
+        assert slow.result(60) == "gate"
+        assert pool.pids() != before
+
+
+def test_shutting_a_pool_down_ends_the_calls_that_run_or_wait(local_ray, tmp_path):
+    pool = ActorPool(None, Scorer, 1, {"folder": str(tmp_path)}, deadlines=Deadlines(stop_s=1.0))
+    calls = [pool.submit("hang_always", 2), pool.submit("square", 3)]
+    pool.shutdown()
+    for call in calls:
+        with pytest.raises(UserError, match="shut down before the call ended"):
+            call.result(60)
+
+
+def test_calls_of_an_in_process_pool_run_in_threads_only_if_asked(tmp_path):
+    with InProcessPool(Scorer, {"folder": str(tmp_path)}) as pool:
+        assert pool.submit("square", 3).result(0) == 9
+        assert isinstance(pool.submit("divide", 0).exception(0).__cause__, ZeroDivisionError)
+    with InProcessPool(Scorer, {"folder": str(tmp_path)}, max_concurrency=2) as pool:
+        slow = pool.submit("wait_for", "gate")
+        assert pool.submit("square", 3).result(60) == 9
+        (tmp_path / "gate").touch()
+        assert slow.result(60) == "gate"
+
+
 @ray.remote(num_cpus=0, max_restarts=-1)
 class Wrapped:
     """An environment as some documents write it: already an actor class."""

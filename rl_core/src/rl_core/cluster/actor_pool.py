@@ -1,6 +1,7 @@
-"""Identical actors that share a list of calls; one that dies or hangs is replaced and its call run again.
+"""Identical actors that share a queue of calls; one that dies or hangs is replaced and its call run again.
 
-State that an actor keeps between calls is lost with it, so workers should be stateless, or nearly so.
+State that an actor keeps between calls is lost with it, so workers should be stateless, or nearly so. A thread per pool assigns
+calls to actors, so calls may be submitted from any thread, and none waits for calls that were submitted together with it.
 """
 
 from __future__ import annotations
@@ -8,21 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import ray
 
 from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines, exceeded
-from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.isolation import runtime_env_of
+from rl_core.cluster.pool import Pool, class_path
+from rl_core.cluster.pool_slots import Slot, SubmittedCall
 from rl_core.cluster.ray_calls import collect
 from rl_core.cluster.ray_runtime import RayLease
 from rl_core.cluster.remote_actor import (
@@ -40,62 +40,12 @@ from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, Wo
 from rl_core.interfaces.worker_context import WorkerContext
 
 _log = logging.getLogger(__name__)
-_BUILD = -1  # the index of a slot's "call" while its actor is being built
-
-
-class Pool(ABC):
-    """Interface of a pool, either of Ray actors or of one object in this process.
-
-    Attributes:
-        worker_class: Module and name of the class of its workers, for errors.
-    """
-
-    worker_class: str = "unknown"
-
-    @property
-    @abstractmethod
-    def num_actors(self) -> int:
-        """Number of calls that run at a time."""
-
-    @abstractmethod
-    def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
-        """Run `method(*call)` for each call, a tuple of positional arguments or the only argument; results in order.
-
-        Raises:
-            WorkerError: A call raised; the other running calls are allowed to finish first.
-            WorkerDiedError: The actor of one call died too often; names the call.
-            DeadlineExceededError: One call exceeded its deadline too often; includes the stack of the last attempt.
-        """
-
-    def run_one(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        """`method(*args)` on any one actor."""
-        return self.map(method, [args], deadline_s=deadline_s)[0]
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Run each actor's own `shutdown()`, then stop the processes. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.shutdown()
-
-
-@dataclass
-class _Slot:
-    """One slot of the pool: its actor and the actor's current call (None if idle)."""
-
-    actor: RemoteActor
-    flight: ActorCall
-    call: int | None
-    until: float
+_LOOK_S = 1.0
+"""Period in which the death of a Ray daemon is noticed."""
 
 
 class ActorPool(Pool):
     """A pool of Ray actors.
-
-    Calls from several threads run one after another.
 
     Args:
         cluster: Cluster whose Ray is used; None joins or starts one as `RayVirtualCluster` does.
@@ -105,6 +55,7 @@ class ActorPool(Pool):
         kwargs: Constructor arguments.
         deadline_s: Default deadline of a call; None for `deadlines.call_s`.
         max_restarts: Maximum number of retries of a call after its actor died or exceeded its deadline.
+        max_concurrency: Number of calls that an actor runs at the same time. Above 1, they run in threads.
         actor_options: Ray options of each actor; by default no CPU is reserved, so a pool fits on any node.
         env_vars: Environment variables of the actors; OMP_NUM_THREADS is 1 by default.
         python: Interpreter of the actors, if not the driver's.
@@ -124,6 +75,7 @@ class ActorPool(Pool):
         deadline_s: float | None = None,
         *,
         max_restarts: int = 2,
+        max_concurrency: int = 1,
         actor_options: Mapping[str, Any] | None = None,
         env_vars: Mapping[str, str] | None = None,
         python: str | Path | None = None,
@@ -132,26 +84,34 @@ class ActorPool(Pool):
     ) -> None:
         if num_actors < 1:
             raise UserError(f"a pool needs at least one actor, found num_actors={num_actors}")
-        self.worker_class = _name_of(worker_class)
+        self.worker_class = class_path(worker_class)
         self._num_actors = 1 if is_wrapped(worker_class) else num_actors
+        self._max_concurrency = max_concurrency
         self._name = name or plain_class(worker_class).__name__
         self._deadlines = deadlines or Deadlines()
         self._deadline_s = self._deadlines.call_s if deadline_s is None else deadline_s
         self._max_restarts = max_restarts
         self._options = {**own_options(worker_class), **(actor_options or {})}
+        if max_concurrency > 1:
+            self._options["max_concurrency"] = max_concurrency + 1  # `close` must not wait for calls
         own_env: Mapping[str, Any] = self._options.pop("runtime_env", None) or {}
         self._runtime_env = {**own_env, **runtime_env_of(python)}
         self._env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **(env_vars or {})}
-        self._turn = threading.Lock()
-        self._slots: list[_Slot] = []
+        self._changed = threading.Condition()
+        self._waiting: deque[SubmittedCall] = deque()
+        self._ready: deque[Any] = deque()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._slots: list[Slot] = []
         # Hold a separate lease on Ray, because the cluster may be shut down before the pool.
         self._lease = RayLease()
         try:
             self._packed = pack_worker(worker_class, kwargs or {})
             self._slots = [self._fill(index) for index in range(self._num_actors)]
-            collect([slot.flight for slot in self._slots], deadline_s=self._deadlines.start_s, deadlines=self._deadlines)
+            flights = [slot.building for slot in self._slots if slot.building is not None]
+            collect(flights, deadline_s=self._deadlines.start_s, deadlines=self._deadlines)
             for slot in self._slots:
-                slot.call = None
+                slot.building = None
         except BaseException:
             self._end()
             raise
@@ -160,23 +120,39 @@ class ActorPool(Pool):
     def num_actors(self) -> int:
         return self._num_actors
 
+    @property
+    def max_concurrency(self) -> int:
+        return self._max_concurrency
+
     def pids(self) -> list[int]:
         """The process id of each actor, on its host."""
         return [slot.actor.identity.pid for slot in self._slots if slot.actor.identity is not None]
 
+    def submit(self, method: str, *args: Any, deadline_s: float | None = None, max_restarts: int | None = None) -> Future[Any]:
+        return self._submit(method, args, f"{method}()", deadline_s, max_restarts)
+
     def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
-        with self._turn:
-            if not self._slots:
-                raise UserError(f"pool '{self._name}' was shut down; {method}() cannot run on it")
-            job = _Job(method, calls, self._deadline_s if deadline_s is None else deadline_s)
-            while not job.is_over(self._slots):
-                self._dispatch(job)
-                self._take_in(job)
-            if job.error is not None:
-                raise job.error
-            return [job.results[index] for index in range(len(calls))]
+        futures = [
+            self._submit(method, call if isinstance(call, tuple) else (call,), f"call {i} of {method}()", deadline_s, None)
+            for i, call in enumerate(calls)
+        ]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            for future in futures:
+                future.cancel()
+        running = [future for future in futures if not future.cancelled()]
+        wait(running)
+        for future in running:
+            future.result()
+        return [future.result() for future in futures]
 
     def shutdown(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
         slots = [] if daemons.is_dead() else [slot for slot in self._slots if slot.actor.is_alive()]
         try:
             flights = [slot.actor.close() for slot in slots]
@@ -195,8 +171,44 @@ class ActorPool(Pool):
             wait_gone([slot.actor for slot in slots])
         self._lease.release()
 
-    def _fill(self, index: int) -> _Slot:
-        """Start an actor; its slot is busy until it is built."""
+    def _submit(
+        self, method: str, args: tuple[Any, ...], label: str, deadline_s: float | None, max_restarts: int | None
+    ) -> Future[Any]:
+        call = SubmittedCall(
+            method=method,
+            args=args,
+            deadline_s=self._deadline_s if deadline_s is None else deadline_s,
+            max_restarts=self._max_restarts if max_restarts is None else max_restarts,
+            label=label,
+        )
+        daemons.raise_if_dead()
+        with self._changed:
+            if self._closed:
+                raise UserError(f"pool '{self._name}' was shut down; {method}() cannot run on it")
+            self._waiting.append(call)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"rlcore-pool-{self._name}", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return call.future
+
+    def _serve(self) -> None:
+        """Assign calls to actors and pass on their results, until the pool is shut down."""
+        error: BaseException = UserError(f"pool '{self._name}' was shut down before the call ended")
+        try:
+            while not self._closed:
+                self._dispatch()
+                self._take_in()
+        except BaseException as raised:  # Ray died: every call ends with that reason
+            error = raised
+        with self._changed:
+            self._closed = True
+            calls = [*self._waiting, *(call for slot in self._slots for call, _, _ in slot.running.values())]
+        for call in calls:
+            call.settle(error=error)
+
+    def _fill(self, index: int, tries: int = 1) -> Slot:
+        """Start an actor; its slot takes calls once it is built."""
         actor = RemoteActor(
             f"actor {index} of pool '{self._name}'",
             group=self._name,
@@ -214,124 +226,137 @@ class ActorPool(Pool):
             num_threads=int(self._env["OMP_NUM_THREADS"]),
         )
         flight = actor.build(self._packed, context, self._env)
-        return _Slot(actor, flight, _BUILD, time.monotonic() + self._deadlines.start_s)
+        return Slot(actor, flight, time.monotonic() + self._deadlines.start_s, tries)
 
-    def _dispatch(self, job: _Job) -> None:
-        for slot in self._slots:
-            if slot.call is None and job.waiting and job.error is None:
-                slot.call = job.waiting.popleft()
-                slot.flight = slot.actor.call(job.method, ((), {}), *job.arguments(slot.call))
-                slot.until = time.monotonic() + job.deadline_s
+    def _dispatch(self) -> None:
+        for index, slot in enumerate(self._slots):
+            if slot.failed and self._waiting:
+                self._refill(index, tries=1)
+        while self._waiting:
+            free = [s for s in self._slots if s.building is None and not s.failed and len(s.running) < self._max_concurrency]
+            if not free:
+                return
+            slot, call = min(free, key=lambda s: len(s.running)), self._waiting.popleft()
+            if call.starts():
+                flight = slot.actor.call(call.method, ((), {}), *call.args)
+                slot.running[flight.ref] = call, flight, time.monotonic() + call.deadline_s
+                self._announce(flight.ref)
 
-    def _take_in(self, job: _Job) -> None:
-        """Wait until a call ends or exceeds its deadline, and handle it."""
-        busy = {slot.flight.ref: index for index, slot in enumerate(self._slots) if slot.call is not None}
-        if not busy:
-            return
-        until = min(self._slots[index].until for index in busy.values())
-        ready = daemons.wait(list(busy), num_returns=1, timeout_s=max(until - time.monotonic(), 0.0))
+    def _announce(self, ref: Any) -> None:
+        """Wake the pool's thread when `ref` is ready."""
+
+        def notify(_: Any) -> None:
+            with self._changed:
+                self._ready.append(ref)
+                self._changed.notify()
+
+        ref.future().add_done_callback(notify)
+
+    def _take_in(self) -> None:
+        """Wait until a call arrives, ends or exceeds its deadline, and handle what ended."""
+        now = time.monotonic()
+        untils = [slot.until for slot in self._slots if slot.building is not None]
+        untils += [until for slot in self._slots for _, _, until in slot.running.values()]
+        with self._changed:
+            idle = not self._ready and not self._closed and not (self._waiting and self._has_room())
+            if idle:
+                self._changed.wait(max(min([now + _LOOK_S, *untils]) - now, 0.0))
+            ready = [self._ready.popleft() for _ in range(len(self._ready))]
+        daemons.raise_if_dead()
         for ref in ready:
-            self._landed(busy[ref], job)
-        if not ready:
-            for index in busy.values():
-                if time.monotonic() >= self._slots[index].until:
-                    self._outlived(index, job)
+            self._landed(ref)
+        for index in range(len(self._slots)):
+            self._check_deadlines(index)
 
-    def _landed(self, index: int, job: _Job) -> None:
+    def _has_room(self) -> bool:
+        return any(slot.failed or (slot.building is None and len(slot.running) < self._max_concurrency) for slot in self._slots)
+
+    def _landed(self, ref: Any) -> None:
+        for index, slot in enumerate(self._slots):
+            if slot.building is not None and slot.building.ref == ref:
+                self._built(index)
+            elif ref in slot.running:
+                call, flight, _ = slot.running.pop(ref)
+                landing = resolve(flight)
+                if isinstance(landing.error, WorkerDiedError):
+                    others = [other for other, _, _ in slot.running.values()]
+                    self._replace(index, landing.error)
+                    self._retry([call, *others], landing.error)
+                else:
+                    call.settle(landing.value, landing.error)
+
+    def _built(self, index: int) -> None:
         slot = self._slots[index]
-        call, slot.call = slot.call, None
-        landing = resolve(slot.flight)
+        assert slot.building is not None
+        landing = resolve(slot.building)
         if isinstance(landing.error, WorkerDiedError):
-            self._replace(index, call, landing.error, job)
-        elif landing.error is not None:
-            job.fail(landing.error)
-            if call == _BUILD:  # the actor has no worker: retry when the pool is used again
-                self._slots[index] = self._fill(index)
-        elif call is not None and call != _BUILD:
-            job.results[call] = landing.value
+            self._not_started(index, landing.error)
+        elif landing.error is not None:  # the actor has no worker: retry when the pool is used again
+            slot.failed, slot.building = True, None
+            self._fail_waiting(landing.error)
+        else:
+            slot.building, slot.tries = None, 1
 
-    def _outlived(self, index: int, job: _Job) -> None:
-        """Handle a call or an actor's start that exceeded its deadline."""
-        slot = self._slots[index]
-        report = slot.flight.unanswered(self._deadlines.stack_s)
-        error = exceeded(round(report.seconds, 1), [report], [])
-        call, slot.call = slot.call, None
+    def _not_started(self, index: int, error: WorkerDiedError | DeadlineExceededError) -> None:
+        tries = self._slots[index].tries
+        if tries <= self._max_restarts:
+            self._replace(index, error, tries=tries + 1)
+            return
+        self._slots[index].failed, self._slots[index].building = True, None
+        self._fail_waiting(self._gave_up("building the actor", tries, self._max_restarts, error))
+
+    def _check_deadlines(self, index: int) -> None:
+        """Handle calls or an actor's start that exceeded the deadline."""
+        slot, now = self._slots[index], time.monotonic()
+        if slot.building is not None and now >= slot.until:
+            self._not_started(index, self._expired(slot, slot.building))
+        late = [(call, flight) for call, flight, until in slot.running.values() if now >= until]
+        if not late:
+            return
+        error = self._expired(slot, late[0][1])
+        on_time = [call for call, _, until in slot.running.values() if now < until]
+        self._replace(index, error)
+        self._waiting.extendleft(reversed(on_time))  # not their fault: this is no retry
+        self._retry([call for call, _ in late], error)
+
+    def _expired(self, slot: Slot, flight: ActorCall) -> DeadlineExceededError:
+        report = flight.unanswered(self._deadlines.stack_s)
         slot.actor.kill()
         wait_gone([slot.actor])
-        self._replace(index, call, error, job)
+        return exceeded(round(report.seconds, 1), [report], [])
 
-    def _replace(self, index: int, call: int | None, error: WorkerDiedError | DeadlineExceededError, job: _Job) -> None:
+    def _replace(self, index: int, error: WorkerDiedError | DeadlineExceededError, *, tries: int = 1) -> None:
         _log.warning("pool '%s': replacing an actor that failed: %s", self._name, error)
+        self._refill(index, tries=tries)
+
+    def _refill(self, index: int, *, tries: int) -> None:
         with suppress(ray.exceptions.RayError):  # in most cases it is already dead
             self._slots[index].actor.kill()
-        self._slots[index] = self._fill(index)
-        tries = job.count_try(call)
-        if tries <= self._max_restarts:
-            if call is not None and call != _BUILD:
-                job.waiting.appendleft(call)
-            return
-        what = "building the actor" if call == _BUILD else f"call {call} of {job.method}()"
-        job.fail(
-            type(error)(
-                f"pool '{self._name}': {what} failed {tries} times, each in a fresh process "
-                f"(max_restarts={self._max_restarts}); the last error:\n{error}"
-            )
+        slot = self._slots[index] = self._fill(index, tries)
+        assert slot.building is not None
+        self._announce(slot.building.ref)
+
+    def _retry(self, calls: Sequence[SubmittedCall], error: WorkerDiedError | DeadlineExceededError) -> None:
+        for call in reversed(calls):
+            call.tries += 1
+            if call.tries <= call.max_restarts:
+                self._waiting.appendleft(call)
+            else:
+                call.settle(error=self._gave_up(call.label, call.tries, call.max_restarts, error))
+
+    def _gave_up(
+        self, what: str, tries: int, max_restarts: int, error: WorkerDiedError | DeadlineExceededError
+    ) -> WorkerDiedError | DeadlineExceededError:
+        return type(error)(
+            f"pool '{self._name}': {what} failed {tries} {'time' if tries == 1 else 'times, each in a fresh process'} "
+            f"(max_restarts={max_restarts}); the last error:\n{error}"
         )
 
-
-class _Job:
-    """State of one `map`: pending calls, results and the first error."""
-
-    def __init__(self, method: str, calls: Sequence[Any], deadline_s: float) -> None:
-        self.method = method
-        self.deadline_s = deadline_s
-        self.waiting = deque(range(len(calls)))
-        self.results: dict[int, Any] = {}
-        self.error: WorkerError | DeadlineExceededError | None = None
-        self._calls = calls
-        self._tries: dict[int | None, int] = {}
-
-    def arguments(self, call: int) -> tuple[Any, ...]:
-        item = self._calls[call]
-        return item if isinstance(item, tuple) else (item,)
-
-    def count_try(self, call: int | None) -> int:
-        self._tries[call] = self._tries.get(call, 0) + 1
-        return self._tries[call]
-
-    def fail(self, error: WorkerError | DeadlineExceededError) -> None:
-        self.error = self.error or error
-
-    def is_over(self, slots: Sequence[_Slot]) -> bool:
-        """Whether no call of this job is pending or running; an actor that is being built does not count."""
-        running = any(slot.call is not None and slot.call != _BUILD for slot in slots)
-        return not running and (self.error is not None or len(self.results) == len(self._calls))
-
-
-class InProcessPool(Pool):
-    """A pool of one object in this process, without Ray; deadlines do not apply.
-
-    Args:
-        worker_class: A plain class, or one wrapped in `@ray.remote`, which is unwrapped.
-        kwargs: Constructor arguments.
-        name: Name of the pool in errors.
-    """
-
-    def __init__(self, worker_class: Any, kwargs: Mapping[str, Any] | None = None, *, name: str = "") -> None:
-        self.worker_class = _name_of(worker_class)
-        self._group = InProcessWorkerGroup(plain_class(worker_class), worker_kwargs=kwargs, name=name)
-
-    @property
-    def num_actors(self) -> int:
-        return 1
-
-    def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
-        return [self._group.run_each(method, [call])[0] for call in calls]
-
-    def shutdown(self) -> None:
-        self._group.shutdown()
-
-
-def _name_of(worker_class: Any) -> str:
-    plain = plain_class(worker_class)
-    return f"{plain.__module__}.{plain.__qualname__}"
+    def _fail_waiting(self, error: WorkerError | DeadlineExceededError) -> None:
+        """No actor could be started for the calls that wait, unless others run."""
+        if any(not slot.failed for slot in self._slots):
+            return
+        with self._changed:
+            calls, self._waiting = self._waiting, deque()
+        for call in calls:
+            call.settle(error=error)

@@ -1,23 +1,25 @@
-"""Plays rollouts turn by turn with the generation backend and the environments."""
+"""Runs rollouts concurrently: one coroutine per rollout, so that none waits for the turns of others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-import torch
-
-from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
-from rl_core.interfaces.environment_checks import step_checked
+from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.messages import Observation
-from rl_train.rollouts.decoding import decode_answers
-from rl_train.rollouts.seeds import SampleStream, rollout_seed
+from rl_train.rollouts.drivers import EnvironmentDriver, RolloutDriver
+from rl_train.rollouts.engines import BatchSampler, RolloutEngine, RowSampler, TurnSampler
+from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.sessions import Session, StepQueue
 from rl_train.rollouts.trajectory import Trajectory
-from rl_train.rollouts.turns import TurnFormatter
+
+_log = logging.getLogger("rlcore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,9 @@ class Collector:
     def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
         """Play `trajectories` to their end, in place.
 
+        Rollouts of several turns are sampled row by row. Rollouts of one turn, and those of an engine without `generate_async`,
+        are sampled in complete batches.
+
         Args:
             trajectories: rollouts with only their prompts.
             stream: training or validation; part of the seeds, together with prompt ordinal, sample and turn.
@@ -56,74 +61,72 @@ class Collector:
                 f"The data has the tasks {sorted(unknown)}, but `env` only has {sorted(self.environments)}. "
                 "Add a section env.<task> for each, or set data.train.task_name."
             )
-        formatter = TurnFormatter(self.tokenizer) if max(self.max_turns.values(), default=1) > 1 else None
-        self.generation.prepare_for_generation()
         for row in trajectories:
             row.reward_weights = self.reward_weights.get(row.task_name, {})
-        active = list(trajectories)
-        turn = 0
-        while active:
-            self._sample(active, turn, stream, greedy)
-            for task_name in dict.fromkeys(row.task_name for row in active):
-                self._answer([row for row in active if row.task_name == task_name], task_name, formatter)
-            active = [row for row in active if not row.done]
-            turn += 1
+        self.generation.prepare_for_generation()
+        run_to_end(lambda: self._play(trajectories, stream, greedy))
         self.generation.finish_generation()
 
-    def _sample(self, rows: list[Trajectory], turn: int, stream: SampleStream, greedy: bool) -> None:
-        prompts = [row.token_ids() for row in rows]
-        lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        seeds = [rollout_seed(self.seed, stream, ordinal=row.ordinal, sample=row.sample, turn=turn) for row in rows]
-        output = self.generation.generate(
-            BatchedDataDict(
-                {
-                    "input_ids": torch.nn.utils.rnn.pad_sequence(
-                        prompts, batch_first=True, padding_value=self.tokenizer.pad_token_id
-                    ),
-                    "input_lengths": lengths,
-                    "stop_strings": [row.stop_strings for row in rows],
-                    "sample_seeds": torch.tensor(seeds, dtype=torch.int64),
-                }
-            ),
-            greedy=greedy,
-        )
-        sampled = [
-            output["output_ids"][i, start:end]
-            for i, (start, end) in enumerate(zip(lengths, output["unpadded_sequence_lengths"], strict=True))
-        ]
-        texts = decode_answers(self.tokenizer, sampled)
-        for i, (row, ids, text) in enumerate(zip(rows, sampled, texts, strict=True)):
-            start = int(lengths[i])
-            row.add_answer(text, ids.clone(), output["logprobs"][i, start : start + len(ids)].clone())
-            row.truncated = bool(output["truncated"][i])
-            row.weight_version = int(output["weight_version"][i])
+    async def _play(self, trajectories: Sequence[Trajectory], stream: SampleStream, greedy: bool) -> None:
+        sampler = self._sampler(len(trajectories), greedy)
+        driver = EnvironmentDriver(self.tokenizer, max_turns=self.max_turns, max_total_length=self.max_total_length)
+        queues = {task: StepQueue(environment, task) for task, environment in self.environments.items()}
 
-    def _answer(self, rows: list[Trajectory], task_name: str, formatter: TurnFormatter | None) -> None:
-        if not self.environments:
-            for row in rows:
-                row.done = True
-            return
-        environment = self.environments[task_name]
-        answer = step_checked(environment, task_name, [row.conversation() for row in rows], [row.metadata for row in rows])
-        for i, row in enumerate(rows):
-            row.add_rewards(_rewards_of(answer, i))
-            row.scored = row.scored and (answer.scored is None or bool(answer.scored[i]))
-            row.answer = answer.answers[i] if answer.answers is not None else None
-            row.stop_strings = answer.next_stop_strings[i]
-            row.done = bool(answer.terminateds[i]) or row.truncated or row.turns >= self.max_turns[task_name]
-            if answer.metadata[i] is not None:
-                row.metadata = answer.metadata[i]
-            if not row.done and formatter is not None:
-                self._continue(row, answer.observations[i], formatter)
+        async def play(position: int, row: Trajectory) -> None:
+            engine = RolloutEngine(
+                sampler, run_seed=self.seed, stream=stream, ordinal=row.ordinal, sample=row.sample, position=position
+            )
+            await self._play_one(row, driver, engine, queues)
+            sampler.leave()
 
-    def _continue(self, row: Trajectory, observation: Observation, formatter: TurnFormatter) -> None:
-        ids = formatter.observation_ids(observation, row.message_log[-1]["token_ids"], tools=row.tools)
-        if row.num_tokens() + len(ids) >= self.max_total_length:
-            row.done = row.truncated = True
-            return
-        row.add_observation(observation, ids)
+        await all_of([play(position, row) for position, row in enumerate(trajectories)])
+
+    async def _play_one(
+        self, row: Trajectory, driver: RolloutDriver, engine: RolloutEngine, queues: Mapping[str, StepQueue]
+    ) -> None:
+        await driver.run(row, engine, Session(queues[row.task_name]) if queues else None)
+
+    def _sampler(self, rollouts: int, greedy: bool) -> TurnSampler:
+        pad_token_id: int = self.tokenizer.pad_token_id
+        several_turns = max(self.max_turns.values(), default=1) > 1
+        if several_turns and self.generation.streams_rows:
+            return RowSampler(self.generation, greedy=greedy, pad_token_id=pad_token_id)
+        if several_turns:
+            _log_batches(type(self.generation).__name__)
+        return BatchSampler(self.generation, rollouts=rollouts, greedy=greedy, pad_token_id=pad_token_id)
 
 
-def _rewards_of(answer: EnvironmentReturn, row: int) -> dict[str, float]:
-    parts = answer.rewards if isinstance(answer.rewards, Mapping) else {"reward": answer.rewards}
-    return {name: float(values[row]) for name, values in parts.items()}
+async def all_of(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines concurrently; the first error cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        failed = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in failed:
+        task.result()
+
+
+def run_to_end(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine from code that is not asynchronous, also within a notebook, whose thread has a running event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(start())
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="rlcore-rollouts") as thread:
+        thread.submit(lambda: asyncio.run(start())).result()
+
+
+@cache
+def _log_batches(engine: str) -> None:
+    """Logged once per engine."""
+    _log.warning(
+        "%s samples complete batches only (it has no `generate_async`), so each turn starts when all rollouts have ended the "
+        "previous one: a slow environment call delays every rollout.",
+        engine,
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from rl_core.cluster.actor_pool import Pool
+from rl_core.cluster.pool import Pool
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_core.interfaces.environment_checks import checked_metrics, checked_return
@@ -27,15 +28,37 @@ class EnvironmentPool(EnvironmentInterface):
         self._task_name = task_name
         self._deadline_s = deadline_s
 
+    @property
+    def slots(self) -> int:
+        """Number of calls that run at the same time."""
+        return self._pool.num_actors * self._pool.max_concurrency
+
+    @property
+    def max_concurrency(self) -> int:
+        """Number of calls that a worker runs at the same time."""
+        return self._pool.max_concurrency
+
+    def submit_step(self, message_log_batch: list[Any], metadata: list[Any]) -> Future[EnvironmentReturn]:
+        """Call `step` of one worker for these rows, without waiting; the future has the checked return value."""
+        call = self._pool.submit("step", message_log_batch, metadata, deadline_s=self._deadline_s)
+        checked: Future[EnvironmentReturn] = Future()
+        checked.set_running_or_notify_cancel()  # so that an event loop that gives up on it cannot cancel it
+
+        def check(ended: Future[Any]) -> None:
+            try:
+                checked.set_result(self._checked(ended.result(), rows=len(metadata)))
+            except BaseException as error:  # also a cancelled call: whoever waits must learn of it
+                checked.set_exception(error)
+
+        call.add_done_callback(check)
+        return checked
+
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
         rows = len(message_log_batch)
         chunk = -(-rows // self._pool.num_actors)
         calls = [(message_log_batch[i : i + chunk], metadata[i : i + chunk]) for i in range(0, rows, chunk)]
         found = self._pool.map("step", calls, deadline_s=self._deadline_s)
-        parts = [
-            checked_return(part, rows=len(call[0]), task_name=self._task_name, environment_class=self._pool.worker_class)
-            for call, part in zip(calls, found, strict=True)
-        ]
+        parts = [self._checked(part, rows=len(call[0])) for call, part in zip(calls, found, strict=True)]
         return EnvironmentReturn(
             observations=[message for part in parts for message in part.observations],
             metadata=[state for part in parts for state in part.metadata],
@@ -55,6 +78,9 @@ class EnvironmentPool(EnvironmentInterface):
 
     def shutdown(self) -> None:
         self._pool.shutdown()
+
+    def _checked(self, found: Any, *, rows: int) -> EnvironmentReturn:
+        return checked_return(found, rows=rows, task_name=self._task_name, environment_class=self._pool.worker_class)
 
 
 def _concat_scored(parts: list[EnvironmentReturn]) -> torch.Tensor | None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.cluster.actor_pool import ActorPool, InProcessPool
+from rl_core.cluster.actor_pool import ActorPool
+from rl_core.cluster.pool import InProcessPool
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import wait_together
@@ -173,7 +174,7 @@ class Builder:
         kwargs = _first_argument(worker_class, config)
         deadline_s = self.run.cluster.deadlines.environment_s
         if self.cluster is None:
-            pool: Any = InProcessPool(worker_class, kwargs, name=f"env.{task}")
+            pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")
         else:
             pool = ActorPool(
                 self.cluster,
@@ -181,6 +182,7 @@ class Builder:
                 section.num_workers,
                 kwargs,
                 section.step_timeout_s,
+                max_concurrency=section.max_concurrency,
                 name=f"env.{task}",
             )
         environment = EnvironmentPool(pool, task_name=task, deadline_s=min(deadline_s, section.step_timeout_s))

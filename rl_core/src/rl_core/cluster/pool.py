@@ -1,0 +1,126 @@
+"""A pool of workers that run independent calls: its interface, and a pool of one object in this process."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from rl_core.cluster.in_process import InProcessWorkerGroup
+from rl_core.cluster.remote_actor import plain_class
+
+
+class Pool(ABC):
+    """Interface of a pool, either of Ray actors or of one object in this process.
+
+    Attributes:
+        worker_class: Module and name of the class of its workers, for errors.
+    """
+
+    worker_class: str = "unknown"
+
+    @property
+    @abstractmethod
+    def num_actors(self) -> int:
+        """Number of actors."""
+
+    @property
+    @abstractmethod
+    def max_concurrency(self) -> int:
+        """Number of calls that an actor runs at the same time."""
+
+    @abstractmethod
+    def submit(self, method: str, *args: Any, deadline_s: float | None = None, max_restarts: int | None = None) -> Future[Any]:
+        """Run `method(*args)` on the next free actor; returns without waiting.
+
+        Args:
+            method: The worker's method.
+            args: Its arguments.
+            deadline_s: Deadline from the start of the call; the pool's by default.
+            max_restarts: Maximum number of retries after the actor died or exceeded the deadline; the pool's by default.
+
+        The future raises:
+            WorkerError: The call raised.
+            WorkerDiedError: The actor died too often.
+            DeadlineExceededError: The call exceeded its deadline too often; includes the stack of the last attempt.
+        """
+
+    @abstractmethod
+    def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
+        """Run `method(*call)` for each call, a tuple of positional arguments or the only argument; results in order.
+
+        Raises:
+            WorkerError: A call raised; the other running calls are allowed to finish first.
+            WorkerDiedError: The actor of one call died too often; names the call.
+            DeadlineExceededError: One call exceeded its deadline too often; includes the stack of the last attempt.
+        """
+
+    def run_one(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        """`method(*args)` on any one actor."""
+        return self.map(method, [args], deadline_s=deadline_s)[0]
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Run each actor's own `shutdown()`, then stop the processes. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+
+class InProcessPool(Pool):
+    """A pool of one object in this process, without Ray; deadlines do not apply.
+
+    Args:
+        worker_class: A plain class, or one wrapped in `@ray.remote`, which is unwrapped.
+        kwargs: Constructor arguments.
+        max_concurrency: Number of calls at the same time. Above 1, they run in threads; otherwise in the calling thread.
+        name: Name of the pool in errors.
+    """
+
+    def __init__(
+        self, worker_class: Any, kwargs: Mapping[str, Any] | None = None, *, max_concurrency: int = 1, name: str = ""
+    ) -> None:
+        self.worker_class = class_path(worker_class)
+        self._group = InProcessWorkerGroup(plain_class(worker_class), worker_kwargs=kwargs, name=name)
+        self._max_concurrency = max_concurrency
+        self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix=name) if max_concurrency > 1 else None
+
+    @property
+    def num_actors(self) -> int:
+        return 1
+
+    @property
+    def max_concurrency(self) -> int:
+        return self._max_concurrency
+
+    def submit(self, method: str, *args: Any, deadline_s: float | None = None, max_restarts: int | None = None) -> Future[Any]:
+        if self._threads is not None:
+            return self._threads.submit(self._run, method, args)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self._run(method, args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
+        return [self._run(method, call) for call in calls]
+
+    def shutdown(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        self._group.shutdown()
+
+    def _run(self, method: str, call: Any) -> Any:
+        return self._group.run_each(method, [call])[0]
+
+
+def class_path(worker_class: Any) -> str:
+    """Module and name of a class, unwrapped if it is wrapped in `@ray.remote`."""
+    plain = plain_class(worker_class)
+    return f"{plain.__module__}.{plain.__qualname__}"

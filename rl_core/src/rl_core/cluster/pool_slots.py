@@ -1,0 +1,53 @@
+"""The state of an actor pool: submitted calls, and the actors that run them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor
+
+
+@dataclass(eq=False, kw_only=True)
+class SubmittedCall:
+    """A submitted call."""
+
+    method: str
+    args: tuple[Any, ...]
+    deadline_s: float
+    max_restarts: int
+    label: str
+    """Names the call in errors."""
+    future: Future[Any] = field(default_factory=Future)
+    tries: int = 0
+
+    def starts(self) -> bool:
+        """Mark it as running; False if it was cancelled before."""
+        return self.future.running() or self.future.set_running_or_notify_cancel()
+
+    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+        """End the call with a value or an error, unless it was cancelled."""
+        if not self.starts():
+            return
+        if error is None:
+            self.future.set_result(value)
+        else:
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One slot of the pool: its actor, and the actor's current calls."""
+
+    actor: RemoteActor
+    building: ActorCall | None
+    """The start of the actor; None once it is ready."""
+    until: float
+    """Deadline of the start."""
+    tries: int = 1
+    """Number of actors that were started in a row without becoming ready."""
+    failed: bool = False
+    """Whether the start failed; the next call starts another actor."""
+    running: dict[Any, tuple[SubmittedCall, ActorCall, float]] = field(default_factory=dict)
+    """By reference: the call, its flight, its deadline."""

@@ -1,0 +1,73 @@
+"""Rollout drivers: how one rollout is run, as a coroutine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from rl_train.rollouts.decoding import decode_answers
+from rl_train.rollouts.engines import RolloutEngine
+from rl_train.rollouts.sessions import Session, StepResult
+from rl_train.rollouts.trajectory import Trajectory
+from rl_train.rollouts.turns import TurnFormatter
+
+
+class RolloutDriver(ABC):
+    """Runs rollouts. A driver keeps no state between them, because many run at the same time."""
+
+    @abstractmethod
+    async def run(self, prompt: Trajectory, engine: RolloutEngine, session: Session | None) -> Trajectory:
+        """Run one rollout to its end.
+
+        Args:
+            prompt: the rollout with only its prompt; it is continued in place.
+            engine: samples its turns.
+            session: its environment; None without environments.
+
+        Returns:
+            The finished rollout.
+        """
+
+
+class EnvironmentDriver(RolloutDriver):
+    """Turns of the model and responses of an environment alternate, until the environment or a limit ends the rollout.
+
+    Args:
+        tokenizer: decodes what the environment reads and tokenizes what it writes.
+        max_turns: maximum number of turns, by task name.
+        max_total_length: maximum number of tokens; a rollout that reaches it is truncated.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_turns: Mapping[str, int], max_total_length: int) -> None:
+        self._tokenizer, self._max_turns, self._max_total_length = tokenizer, max_turns, max_total_length
+        self._formatter = TurnFormatter(tokenizer) if max(max_turns.values(), default=1) > 1 else None
+
+    async def run(self, prompt: Trajectory, engine: RolloutEngine, session: Session | None) -> Trajectory:
+        """See `RolloutDriver`. Without a session, a rollout is one answer without a reward."""
+        rollout = prompt
+        while not rollout.done:
+            sampled = await engine.sample(rollout.token_ids(), stop_strings=rollout.stop_strings)
+            [text] = decode_answers(self._tokenizer, [sampled.token_ids])
+            rollout.add_answer(text, sampled.token_ids, sampled.logprobs)
+            rollout.truncated, rollout.weight_version = sampled.truncated, sampled.weight_version
+            if session is None:
+                rollout.done = True
+            else:
+                self._continue(rollout, await session.step(rollout.conversation(), rollout.metadata))
+        return rollout
+
+    def _continue(self, rollout: Trajectory, result: StepResult) -> None:
+        rollout.add_rewards(result.rewards)
+        rollout.scored = rollout.scored and result.scored
+        rollout.answer, rollout.stop_strings = result.answer, result.stop_strings
+        if result.metadata is not None:
+            rollout.metadata = result.metadata
+        rollout.done = result.terminated or rollout.truncated or rollout.turns >= self._max_turns[rollout.task_name]
+        if rollout.done or self._formatter is None:
+            return
+        ids = self._formatter.observation_ids(result.observation, rollout.message_log[-1]["token_ids"], tools=rollout.tools)
+        if rollout.num_tokens() + len(ids) >= self._max_total_length:
+            rollout.done = rollout.truncated = True
+            return
+        rollout.add_observation(result.observation, ids)

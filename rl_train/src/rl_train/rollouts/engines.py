@@ -1,0 +1,173 @@
+"""How rollouts sample from the generation backend: each turn on its own, or all rows of a turn in one call."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.generation import GenerationInterface
+from rl_train.rollouts.seeds import SampleStream, rollout_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRequest:
+    """One turn to sample."""
+
+    token_ids: torch.Tensor
+    """[T] int64, all tokens so far."""
+    stop_strings: list[str] | None
+    seed: int
+    position: int
+    """The rollout's index among those that run together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTurn:
+    """What the model sampled in one turn."""
+
+    token_ids: torch.Tensor
+    """[T'] int64."""
+    logprobs: torch.Tensor
+    """[T'] float32, in nats."""
+    truncated: bool
+    """Whether a limit ended the turn."""
+    weight_version: int
+
+
+class TurnSampler(ABC):
+    """Samples turns of rollouts that run concurrently in one event loop."""
+
+    @abstractmethod
+    async def sample(self, request: TurnRequest) -> SampledTurn:
+        """Sample one turn. Cancelling the call cancels the request."""
+
+    def leave(self) -> None:
+        """Called when a rollout has ended."""
+        return None
+
+
+class RowSampler(TurnSampler):
+    """Samples each turn by itself; the engine runs the turns that are in progress together.
+
+    Args:
+        generation: an engine with `generate_async`.
+        greedy: use greedy decoding.
+        pad_token_id: padding of prompts.
+    """
+
+    def __init__(self, generation: GenerationInterface, *, greedy: bool, pad_token_id: int) -> None:
+        self._generation, self._greedy, self._pad_token_id = generation, greedy, pad_token_id
+
+    async def sample(self, request: TurnRequest) -> SampledTurn:
+        rows: Any = self._generation.generate_async(_prompts([request], self._pad_token_id), greedy=self._greedy)
+        try:
+            async for _, output in rows:
+                return _turn(output, 0, len(request.token_ids))
+        finally:
+            await rows.aclose()
+        raise RuntimeError(f"{type(self._generation).__name__}.generate_async ended without the output of its row")
+
+
+class BatchSampler(TurnSampler):
+    """Samples when every rollout that has not ended waits for a turn, in one call, in the order of the rollouts.
+
+    The batches do not depend on how long environments take, so runs can be repeated exactly.
+
+    Args:
+        generation: the engine.
+        rollouts: number of rollouts.
+        greedy: use greedy decoding.
+        pad_token_id: padding of prompts.
+    """
+
+    def __init__(self, generation: GenerationInterface, *, rollouts: int, greedy: bool, pad_token_id: int) -> None:
+        self._generation, self._greedy, self._pad_token_id = generation, greedy, pad_token_id
+        self._active = rollouts
+        self._waiting: list[tuple[TurnRequest, asyncio.Future[SampledTurn]]] = []
+
+    async def sample(self, request: TurnRequest) -> SampledTurn:
+        future: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, future))
+        self._run_if_complete()
+        return await future
+
+    def leave(self) -> None:
+        self._active -= 1
+        self._run_if_complete()
+
+    def _run_if_complete(self) -> None:
+        if not self._waiting or len(self._waiting) < self._active:
+            return
+        waiting, self._waiting = sorted(self._waiting, key=lambda entry: entry[0].position), []
+        requests = [request for request, _ in waiting]
+        try:
+            output = self._generation.generate(_prompts(requests, self._pad_token_id), greedy=self._greedy)
+        except Exception as error:
+            for _, future in waiting:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for row, (request, future) in enumerate(waiting):
+            if not future.done():
+                future.set_result(_turn(output, row, len(request.token_ids)))
+
+
+class RolloutEngine:
+    """The engine as one rollout sees it: its turns have the seeds of this rollout.
+
+    Args:
+        sampler: shared by all rollouts.
+        run_seed: the algorithm's `seed`.
+        stream: purpose of the rollout.
+        ordinal: the prompt's number.
+        sample: index of the sample in its group.
+        position: the rollout's index among those that run together.
+    """
+
+    def __init__(
+        self, sampler: TurnSampler, *, run_seed: int, stream: SampleStream, ordinal: int, sample: int, position: int
+    ) -> None:
+        self._sampler, self._run_seed, self._stream = sampler, run_seed, stream
+        self._ordinal, self._sample, self._position = ordinal, sample, position
+        self._turn = 0
+
+    async def sample(self, token_ids: torch.Tensor, *, stop_strings: list[str] | None = None) -> SampledTurn:
+        """Sample the next turn.
+
+        Args:
+            token_ids: [T] all tokens so far.
+            stop_strings: strings that end the turn.
+        """
+        seed = rollout_seed(self._run_seed, self._stream, ordinal=self._ordinal, sample=self._sample, turn=self._turn)
+        self._turn += 1
+        return await self._sampler.sample(
+            TurnRequest(token_ids=token_ids, stop_strings=stop_strings, seed=seed, position=self._position)
+        )
+
+
+def _prompts(requests: Sequence[TurnRequest], pad_token_id: int) -> BatchedDataDict[Any]:
+    prompts = [request.token_ids for request in requests]
+    return BatchedDataDict(
+        {
+            "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=pad_token_id),
+            "input_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+            "stop_strings": [request.stop_strings for request in requests],
+            "sample_seeds": torch.tensor([request.seed for request in requests], dtype=torch.int64),
+        }
+    )
+
+
+def _turn(output: BatchedDataDict[Any], row: int, start: int) -> SampledTurn:
+    end = int(output["unpadded_sequence_lengths"][row])
+    return SampledTurn(
+        token_ids=output["output_ids"][row, start:end].clone(),
+        logprobs=output["logprobs"][row, start:end].clone(),
+        truncated=bool(output["truncated"][row]),
+        weight_version=int(output["weight_version"][row]),
+    )
