@@ -1,5 +1,6 @@
 """Output of a vLLM engine: log-probabilities, seeds, stops and limits, compared with plain Transformers."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,8 @@ def test_rows_of_one_prompt_compute_it_once(engine):
     prompt = list(range(2, 302))
     [read] = worker._reader.read(batch_of(prompt))
     for number in range(4):
-        worker._running.add(f"x{number}", prompt, worker._sampling.parameters(read, seed=number, greedy=False))
+        parameters = worker._sampling.parameters(dataclasses.replace(read, seed=number), greedy=False)
+        worker._running.add(f"x{number}", prompt, parameters)
     ended = []
     while len(ended) < 4:
         ended += worker._running.finished(1.0)

@@ -25,6 +25,7 @@ class TickingWorker:
         self.context = context
         self.left = {}
         self.calls = self.ticks = 0
+        self.closed = []
 
     def poll(self, arrivals, *, cancelled=(), wait_s=0.1):
         self.calls += 1
@@ -52,6 +53,12 @@ class TickingWorker:
 
     def under_way(self):
         return sorted(self.left)
+
+    def close_sessions(self, sessions):
+        self.closed += sessions
+
+    def closed_sessions(self):
+        return self.closed
 
     def end_all(self):
         self.left = dict.fromkeys(self.left, 1)

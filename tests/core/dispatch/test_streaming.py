@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import sys
 import threading
 from pathlib import Path
@@ -49,10 +50,20 @@ def group(request):
     return request.getfixturevalue("alone" if request.param == "in this process" else "pair")
 
 
-def rows(*ticks, first=3):
-    return BatchedDataDict(
-        input_ids=torch.full((len(ticks), 1), first), input_lengths=torch.tensor(ticks), marks=[str(n) for n in ticks]
+_prompts = itertools.count()
+
+
+def rows(*ticks, first=3, prompt=None, sessions=None):
+    """Rows with prompts of their own, or all with the same one."""
+    second = [next(_prompts) if prompt is None else prompt for _ in ticks]
+    batch = BatchedDataDict(
+        input_ids=torch.tensor([[first, number] for number in second]),
+        input_lengths=torch.tensor(ticks),
+        marks=[str(n) for n in ticks],
     )
+    if sessions is not None:
+        batch["session_ids"] = sessions
+    return batch
 
 
 def stream_of(group, deadline_s=30.0):
@@ -104,6 +115,43 @@ def test_each_row_goes_to_the_replica_with_the_fewest_in_flight(pair):
     # The worker with the long row has one; the first goes to the idle one, and so on in turn.
     assert asyncio.run(spread()) == {0: 1, 1: 0, 2: 1}
     assert stream.load == [0, 0]
+
+
+async def ranks_of(stream, batch):
+    return [int(output["rank"]) async for _, output in stream.rows(batch, greedy=False)]
+
+
+@pytest.mark.ray
+def test_rows_of_one_prompt_share_a_replica(pair):
+    stream = stream_of(pair)
+
+    async def ask():
+        busy = await asked(stream, rows(FOREVER))  # on rank 0
+        group = [asyncio.create_task(ranks_of(stream, rows(20, prompt=-1))) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert stream.load == [1, 4]
+        assert await ranks_of(stream, rows(4)) == [0]
+        found = await asyncio.gather(*group)
+        await called_off(busy)
+        return found
+
+    assert asyncio.run(ask()) == [[1]] * 4
+
+
+@pytest.mark.ray
+def test_turns_of_a_session_share_a_replica_until_it_is_closed(pair):
+    stream = stream_of(pair)
+
+    async def ask():
+        busy = await asked(stream, rows(FOREVER))  # on rank 0
+        first = await ranks_of(stream, rows(2, sessions=["a"]))
+        await called_off(busy)
+        second = await ranks_of(stream, rows(2, sessions=["a"]))
+        stream.close_sessions(["a", "unknown"])
+        return first, second, await ranks_of(stream, rows(2, sessions=["a"]))
+
+    assert asyncio.run(ask()) == ([1], [1], [0])
+    assert pair.run_all("closed_sessions") == [[], ["a"]]
 
 
 def test_rows_that_arrive_later_join_those_in_flight(group):

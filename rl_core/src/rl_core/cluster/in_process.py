@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rl_core.cluster.ports import free_port
@@ -159,6 +159,9 @@ class _Done(PendingCall):
         if self._error is not None:
             raise self._error
         return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        callback()
 
     def result(self, deadline_s: float | None = None) -> Any:
         return self.settle() if self._as_list else self.settle()[0]

@@ -54,6 +54,10 @@ class PendingRayCall(PendingCall):
             raise self._error()
         return not self._open
 
+    def on_done(self, callback: Callable[[], None]) -> None:
+        for flight in self._flights:
+            flight.ref.future().add_done_callback(lambda _: callback())
+
     def result(self, deadline_s: float | None = None) -> Any:
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s

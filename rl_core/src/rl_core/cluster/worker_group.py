@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +25,13 @@ class PendingCall(ABC):
 
         Raises:
             WorkerError: A worker raised or died; raised immediately, even if others are still busy.
+        """
+
+    @abstractmethod
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when a worker has answered or failed, in any thread; at once if that has already happened.
+
+        With several workers it is called for each. It may be called slightly before `poll` returns True.
         """
 
     @abstractmethod

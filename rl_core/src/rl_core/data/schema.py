@@ -118,6 +118,7 @@ _TABLE = (
     _tokens("token_penalties", "float32", "reward", "algorithms", "Penalty of each token: the KL, if it is in the reward."),
     _rows("group_ids", "int64", "", "rollouts", "Group id, shared by the samples of one prompt."),
     _rows("sample_seeds", "int64", "", "rollouts", "Random seed of the sample."),
+    _rows("session_ids", "list", "", "rollouts", "str or None: conversation that the row continues."),
     _rows("stop_strings", "list", "", "data, environments", "list[str] or None: strings that end a completion."),
     _rows("message_log", "list", "", "data, rollouts", "list of {role, content, token_ids, ...}."),
     _rows("task_name", "list", "", "data", "str: name of the environment that responds and scores."),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ROW_KEYS = ("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens")
+ROW_KEYS = ("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens", "session_ids")
 
 
 class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
@@ -118,6 +118,9 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
             self._bring_weights()
         async for row, output in self._stream.rows(_askable(data), greedy=greedy):
             yield row, output
+
+    def close_sessions(self, sessions: Sequence[str]) -> None:
+        self._stream.close_sessions(sessions)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         self._run_revived("prepare_for_generation")

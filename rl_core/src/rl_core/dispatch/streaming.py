@@ -1,4 +1,4 @@
-"""Streams single rows over the replicas of an engine, each to the replica with the fewest rows in flight.
+"""Streams single rows over the replicas of an engine; rows of one prompt or session share a replica.
 
 A replica is polled repeatedly (`GenerationWorker.poll`): each call passes the rows that arrived since the last one and returns
 those that have ended. A row is cancelled if its consumer goes away. Other methods, such as those of a refit, run between polls.
@@ -9,17 +9,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.worker_group import PendingCall, WorkerGroup
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.affinity import ReplicaAffinity
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError
 from rl_core.interfaces.worker import GenerationRequest
 
-_WAIT_S = 0.1
+_WAIT_S = 0.05
 """Duration of a poll if no row ends; a row that arrives meanwhile waits at most this long."""
-_POLL_S = 0.002
+_IN_PROCESS_WAIT_S = 0.01
+"""The same in this process, where a poll blocks the event loop; an engine takes at least one step."""
+_LOOK_S = 1.0
+"""Interval of checks, while a call is pending, that Ray itself is alive."""
 _names = itertools.count()
 
 
@@ -43,14 +49,26 @@ class RowStream:
 
     def __init__(self, group: WorkerGroup, *, deadline_s: float) -> None:
         self._group, self._deadline_s = group, deadline_s
+        self._wait_s = _IN_PROCESS_WAIT_S if isinstance(group, InProcessWorkerGroup) else _WAIT_S
         self._replicas = [_Replica() for _ in range(group.world_size)]
+        self._affinity = ReplicaAffinity(group.world_size)
         self._pumps: dict[int, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def load(self) -> list[int]:
         """Number of rows in flight on each replica."""
-        return [len(replica.under_way) for replica in self._replicas]
+        return self._affinity.load
+
+    def close_sessions(self, sessions: Sequence[str]) -> None:
+        """Let replicas discard what they keep for these sessions; returns without waiting for them."""
+        closed: dict[int, list[str]] = {}
+        for session in sessions:
+            rank = self._affinity.close(session)
+            if rank is not None:
+                closed.setdefault(rank, []).append(session)
+        for rank, names in closed.items():
+            self._group.submit_one("close_sessions", names, rank=rank, deadline_s=self._deadline_s)
 
     async def rows(self, data: BatchedDataDict[Any], *, greedy: bool) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
         """Yield (row, its output) as each row ends; closing the iterator cancels the others.
@@ -66,10 +84,10 @@ class RowStream:
         places: dict[str, tuple[int, int]] = {}
         try:
             for row in range(data.size):
-                rank = min(range(len(self._replicas)), key=lambda rank: len(self._replicas[rank].under_way))
-                name = f"stream-{next(_names)}"
+                name, request_row = f"stream-{next(_names)}", data.slice(row, row + 1)
+                rank = self._affinity.place(name, request_row)
                 places[name] = (row, rank)
-                self._begin(rank, GenerationRequest(name=name, row=data.slice(row, row + 1), greedy=greedy), ended)
+                self._begin(rank, GenerationRequest(name=name, row=request_row, greedy=greedy), ended)
             while places:
                 name, output = await ended.get()
                 if isinstance(output, Exception):
@@ -108,7 +126,7 @@ class RowStream:
     def _cancel(self, rank: int, names: Sequence[str]) -> None:
         replica = self._replicas[rank]
         waiting = {arrival.name for arrival in replica.arrivals}
-        known = {name for name in names if replica.under_way.pop(name, None) is not None}
+        known = {name for name in names if self._end(replica, name) is not None}
         replica.arrivals = [arrival for arrival in replica.arrivals if arrival.name not in known]
         self._tell(rank, sorted(known - waiting))
 
@@ -119,7 +137,7 @@ class RowStream:
         try:
             self._replicas[rank].cancellations.append(self._call(rank, [], cancelled=cancelled, wait_s=0.0))
         except Exception as error:  # as in `_exchange`
-            _fail(self._replicas[rank], error)
+            self._fail(self._replicas[rank], error)
 
     def _call(self, rank: int, arrivals: Sequence[GenerationRequest], **kwargs: Any) -> PendingCall:
         return self._group.submit_one("poll", arrivals, rank=rank, deadline_s=self._deadline_s, **kwargs)
@@ -132,7 +150,7 @@ class RowStream:
                 await self._exchange(rank)
             except Exception as error:  # passed to every consumer of this replica, which raises it
                 names = list(replica.under_way)
-                _fail(replica, error)
+                self._fail(replica, error)
                 if not isinstance(error, WorkerDiedError | DeadlineExceededError):
                     self._tell(rank, names)
             await asyncio.sleep(0)  # let consumers run first: a replica in this process blocks the loop while it works
@@ -140,34 +158,51 @@ class RowStream:
     async def _exchange(self, rank: int) -> None:
         replica = self._replicas[rank]
         arrivals, replica.arrivals = replica.arrivals, []
-        calls = [self._call(rank, arrivals, wait_s=_WAIT_S)]
+        calls = [self._call(rank, arrivals, wait_s=self._wait_s)]
         while calls:
             self._deliver(replica, await _result(calls.pop(), self._deadline_s))
             calls, replica.cancellations = calls + replica.cancellations, []
         if replica.under_way and asyncio.get_running_loop().time() - replica.last_news > self._deadline_s:
             names = list(replica.under_way)
-            _fail(replica, DeadlineExceededError(f"A generation replica has finished no row for {self._deadline_s:g} s."))
+            self._fail(replica, DeadlineExceededError(f"A generation replica has finished no row for {self._deadline_s:g} s."))
             self._tell(rank, names)
 
     def _deliver(self, replica: _Replica, ended: dict[str, BatchedDataDict[Any] | Exception]) -> None:
         if ended:
             replica.last_news = asyncio.get_running_loop().time()
         for name, output in ended.items():
-            consumer = replica.under_way.pop(name, None)
+            consumer = self._end(replica, name)
             if consumer is not None:  # otherwise it was cancelled while its result was on the way
                 consumer.put_nowait((name, output))
 
+    def _end(self, replica: _Replica, name: str) -> asyncio.Queue[Any] | None:
+        """The consumer of a row that is no longer in flight; None if it was not."""
+        consumer = replica.under_way.pop(name, None)
+        if consumer is not None:
+            self._affinity.release(name)
+        return consumer
 
-def _fail(replica: _Replica, error: Exception) -> None:
-    for name, consumer in replica.under_way.items():
-        consumer.put_nowait((name, error))
-    replica.under_way, replica.arrivals = {}, []
+    def _fail(self, replica: _Replica, error: Exception) -> None:
+        for name in list(replica.under_way):
+            consumer = self._end(replica, name)
+            if consumer is not None:
+                consumer.put_nowait((name, error))
+        replica.arrivals = []
 
 
 async def _result(call: PendingCall, deadline_s: float) -> Any:
     """Await the result of a call without blocking other tasks."""
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline_s
+    done = asyncio.Event()
+
+    def notify() -> None:
+        with suppress(RuntimeError):  # the loop was closed before the worker answered
+            loop.call_soon_threadsafe(done.set)
+
+    call.on_done(notify)
     while not call.poll(0.0) and loop.time() <= until:
-        await asyncio.sleep(_POLL_S)
+        done.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), min(_LOOK_S, deadline_s))
     return call.result(0.0)

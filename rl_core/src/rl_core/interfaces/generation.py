@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
@@ -30,6 +30,9 @@ class GenerationDatumSpec(TypedDict):
     """[B] int64; a row's tokens depend on its seed, not on the other rows. If absent, seeds derive from the backend's seed."""
     max_new_tokens: NotRequired[torch.Tensor]
     """[B] int64, limit of new tokens per row; the config's limit applies as well."""
+    session_ids: NotRequired[list[str | None]]
+    """Name of the conversation that each row continues. `generate_async` samples all turns of a session on one replica, which
+    may keep its keys and values between turns until `close_sessions`; the output does not depend on it."""
 
 
 class GenerationOutputSpec(TypedDict):
@@ -136,6 +139,10 @@ class GenerationInterface(ABC):
         `weight_version` is the version of its first token.
         """
         raise self._not_supported("generate_async")
+
+    def close_sessions(self, sessions: Sequence[str]) -> None:
+        """Discard what the engine keeps for these conversations (`session_ids`); unknown names are ignored."""
+        return None
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
         """Start joining the weight collective of `world_size` ranks; rank 0 is the policy's. Returns pending calls."""

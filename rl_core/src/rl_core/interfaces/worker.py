@@ -175,6 +175,10 @@ class GenerationWorker(ABC):
         """
         raise NotImplementedError
 
+    def close_sessions(self, sessions: Sequence[str]) -> None:
+        """Discard what this replica keeps for these conversations (`session_ids` of the rows); unknown names are ignored."""
+        return None
+
     def prepare_for_generation(self) -> None:
         return None
 
