@@ -67,7 +67,8 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
             env_vars=env_vars,
             bundles_per_worker=bundles_per_worker,
         )
-        self._can_poll = getattr(worker_class, "poll", GenerationWorker.poll) is not GenerationWorker.poll
+        self._can_poll = _overrides(worker_class, "poll")
+        self._keeps_sessions = _overrides(worker_class, "close_sessions")
         self._attach()
         self._refit: Callable[[], object] | None = None
         self._was_refitted = False
@@ -120,7 +121,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
             yield row, output
 
     def close_sessions(self, sessions: Sequence[str]) -> None:
-        self._stream.close_sessions(sessions)
+        self._stream.close_sessions(sessions, tell_replicas=self._keeps_sessions)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         self._run_revived("prepare_for_generation")
@@ -258,6 +259,11 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
     def _run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         self.wait_ready()
         return self.group.run_all(method, *args, deadline_s=self._deadlines.refit_s, **kwargs)
+
+
+def _overrides(worker_class: type, method: str) -> bool:
+    default = getattr(GenerationWorker, method)
+    return getattr(worker_class, method, default) is not default
 
 
 def generate_on(

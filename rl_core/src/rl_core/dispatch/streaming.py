@@ -60,12 +60,12 @@ class RowStream:
         """Number of rows in flight on each replica."""
         return self._affinity.load
 
-    def close_sessions(self, sessions: Sequence[str]) -> None:
-        """Let replicas discard what they keep for these sessions; returns without waiting for them."""
+    def close_sessions(self, sessions: Sequence[str], *, tell_replicas: bool = True) -> None:
+        """Forget sessions, and let their replicas discard what they keep for them; returns without waiting for the replicas."""
         closed: dict[int, list[str]] = {}
         for session in sessions:
             rank = self._affinity.close(session)
-            if rank is not None:
+            if rank is not None and tell_replicas:
                 closed.setdefault(rank, []).append(session)
         for rank, names in closed.items():
             self._group.submit_one("close_sessions", names, rank=rank, deadline_s=self._deadline_s)
