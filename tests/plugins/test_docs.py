@@ -29,7 +29,7 @@ def test_the_page_lists_every_hook_with_the_arguments_of_its_specification():
 
 @pytest.mark.parametrize("hook", sorted(SPECIFICATIONS))
 def test_every_hook_specification_documents_its_components_or_when_it_is_called(hook):
-    returned = ": functions" if hook in UNTYPED else r" of `rl_\w+\."
+    returned = ": functions" if hook in UNTYPED else r"`rl_\w+\."
     expected = "Called " if SPECIFICATIONS[hook] else returned
     assert re.search(expected, inspect.getdoc(getattr(hookspecs, hook)))
 
