@@ -9,7 +9,7 @@
 FROM python:3.11-slim
 
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends gcc g++ make \
+ && apt-get install --yes --no-install-recommends bubblewrap gcc g++ make \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/rlcore

@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rl_sandbox.programs import Settings, become_program, bind_to_parent, interpret, protect, run_main
-from rl_sandbox.wire import ERROR, KILLED, OK, REPLY, REQUEST, RUN, STATE_LOST, TIMEOUT, TRUNCATED
+from rl_sandbox.wire import ERROR, KILLED, OK, READY, REPLY, REQUEST, RUN, STATE_LOST, TIMEOUT, TRUNCATED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,6 +162,7 @@ class Agent:
         self.interpreter: Child | None = None
 
     def serve(self, channel: socket.socket) -> None:
+        channel.sendall(READY)
         while header := _read(channel, REQUEST.size):
             operation, seconds, code_size, stdin_size = REQUEST.unpack(header)
             code, stdin = _read(channel, code_size), _read(channel, stdin_size)

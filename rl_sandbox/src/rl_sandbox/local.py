@@ -52,7 +52,7 @@ class LocalSandbox(SandboxInterface):
         self._sessions: set[LocalSession] = set()
         self._interpreter = interpreter.find_interpreter(self.config.python)
         self._launcher, self.level = self._strongest([level] if level else self._allowed())
-        limits = ", ".join(self._launcher.facts["controllers"])
+        limits = ", ".join(self.controllers)
         _log.info("sandbox: level %s, %s", self.level.value, f"cgroup: {limits}" if limits else "no cgroup")
 
     def _allowed(self) -> list[Level]:
@@ -160,6 +160,11 @@ class LocalSandbox(SandboxInterface):
     def _ended(self, session: LocalSession, launcher: LauncherClient, number: int) -> None:
         self._sessions.discard(session)
         launcher.end(number)
+
+    @property
+    def controllers(self) -> tuple[str, ...]:
+        """The cgroup controllers that limit each session; none without a cgroup."""
+        return tuple(self._launcher.facts["controllers"])
 
     @property
     def process_id(self) -> int:

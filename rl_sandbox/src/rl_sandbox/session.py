@@ -11,7 +11,9 @@ from collections.abc import Callable
 from rl_sandbox import wire
 from rl_sandbox.interface import Outcome, Result, SandboxError, SessionInterface
 
-_GRACE_S = 5.0
+_START_S = 60.0
+"""Seconds in which the agent must have started."""
+_GRACE_S = 10.0
 """Seconds after the time limit in which the agent must answer before the whole session is killed."""
 _OUTCOMES = {wire.OK: Outcome.OK, wire.ERROR: Outcome.ERROR, wire.TIMEOUT: Outcome.TIMEOUT, wire.KILLED: Outcome.KILLED}
 _CHUNK = 1 << 16
@@ -29,7 +31,7 @@ class LocalSession(SessionInterface):
         end: Called once, to kill the session.
         timeout_s: Default time limit of a call in seconds.
         output: Maximum number of bytes of stdout, and of stderr.
-        grace_s: Seconds after the time limit in which the agent must answer.
+        grace_s: Seconds after the time limit in which the agent must answer. Then the session is killed.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class LocalSession(SessionInterface):
         self._timeout_s, self._output, self._grace_s = timeout_s, output, grace_s
         self._calls = threading.Lock()
         self._ending = threading.Lock()
+        self._started = False
         self._lost = False
         self._closed = False
 
@@ -65,8 +68,10 @@ class LocalSession(SessionInterface):
             started = time.monotonic()
             if self._lost:
                 return self._lost_result(started)
-            end = started + seconds + self._grace_s
             try:
+                self._await_start()
+                started = time.monotonic()
+                end = started + seconds + self._grace_s
                 self._send(wire.REQUEST.pack(operation, seconds, len(source), len(entered)) + source + entered, end)
                 return self._receive(started, end)
             except TimeoutError:
@@ -75,6 +80,13 @@ class LocalSession(SessionInterface):
             except (OSError, EOFError, ValueError):
                 self._give_up()
                 return self._lost_result(started)
+
+    def _await_start(self) -> None:
+        """Wait until the agent runs, so that the start does not count as time of the first call."""
+        if not self._started:
+            if self._read(len(wire.READY), time.monotonic() + _START_S) != wire.READY:
+                raise ValueError("the message is not one of the agent's")
+            self._started = True
 
     def _receive(self, started: float, end: float) -> Result:
         outcome, code, flags, out, err = wire.REPLY.unpack(self._read(wire.REPLY.size, end))

@@ -13,3 +13,5 @@ REPLY = struct.Struct("!BiBII")
 RUN, PROGRAM = 1, 2
 OK, ERROR, TIMEOUT, KILLED = 0, 1, 2, 3
 TRUNCATED, STATE_LOST = 1, 2
+READY = b"R"
+"""What the agent sends once, when it has started."""
