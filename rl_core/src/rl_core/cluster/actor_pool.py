@@ -316,7 +316,7 @@ class ActorPool(Pool):
         error = self._expired(slot, late[0][1])
         on_time = [call for call, _, until in slot.running.values() if now < until]
         self._replace(index, error)
-        self._waiting.extendleft(reversed(on_time))  # not their fault: this is no retry
+        self._waiting.extendleft(reversed(on_time))  # not their fault: does not count as a retry
         self._retry([call for call, _ in late], error)
 
     def _expired(self, slot: Slot, flight: ActorCall) -> DeadlineExceededError:

@@ -76,7 +76,7 @@ class EnvironmentConfig(ComponentSection):
     refused."""
     max_concurrency: int = Field(default=1, ge=1)
     """Number of calls that a worker runs at the same time. With 1, rows that are ready at the same moment share a call, and
-    later rows wait until a worker is free. Above 1, each row has a call of its own in a thread, so a slow row delays no other;
+    later rows wait until a worker is free. Above 1, each row is a separate call in a thread, so a slow row delays no other;
     `step` must then be thread-safe."""
 
     @property
@@ -298,6 +298,23 @@ class CheckpointingConfig(Section):
         return self
 
 
+class RolloutConfig(Section):
+    """What happens to rollouts whose environment fails (`rollout`)."""
+
+    retries: int = Field(default=2, ge=0)
+    """How often an environment step is repeated after an exception, a timeout or the death of its worker. A row whose step
+    fails in every attempt counts neither in the statistics of its group nor in the loss."""
+    min_scored: int | None = Field(default=None, ge=1)
+    """Number of scored rows that a group needs. A group with fewer is replaced by a group of the next prompt. By default, half
+    of the group, at least 2."""
+    max_failed_share: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Share of failed rows in the last 20 steps above which the run stops with the most frequent error."""
+
+    def min_scored_of(self, group_size: int) -> int:
+        """`min_scored`, or its default, for groups of this size."""
+        return min(max(2, -(-group_size // 2)), group_size) if self.min_scored is None else self.min_scored
+
+
 class LoggerConfig(ComponentSection):
     """Base section of every logger (`logger.loggers.<name>`)."""
 
@@ -335,6 +352,7 @@ class RunConfig(Section):
     data: DataConfig
     env: dict[str, EnvironmentConfig] = Field(default_factory=dict)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
     logger: LoggingConfig = Field(default_factory=LoggingConfig)
 

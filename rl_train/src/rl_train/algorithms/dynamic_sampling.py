@@ -19,7 +19,7 @@ from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig
 from rl_train.rollouts.source import Rollouts, RolloutSource
 
 Batch = BatchedDataDict[Any]
-_SUMMED = ("rollout/rows",)
+_SUMMED = ("rollout/rows", "rollout/failed_rows", "rollout/repeated_steps", "rollout/replaced_groups")
 _LARGEST = ("length/max",)
 
 
@@ -127,7 +127,7 @@ def _concat(selected: Sequence[Rollouts], *, metrics: dict[str, float]) -> Rollo
 def _over_draws(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """Metrics over all draws, including dropped groups."""
     joined = {}
-    for name in metrics[0]:
+    for name in dict.fromkeys(name for found in metrics for name in found):
         values = [found[name] for found in metrics if name in found]
         if name in _LARGEST:
             joined[name] = max(values)

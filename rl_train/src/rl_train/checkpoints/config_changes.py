@@ -19,6 +19,8 @@ FREE_TO_CHANGE = (
     "value.train_micro_batch_size",
     "value.logprob_batch_size",
     "policy.generation.max_restarts",
+    "rollout.retries",
+    "rollout.max_failed_share",
     "policy.generation.refit_canary",
     "policy.generation.canary_tolerance",
 )

@@ -54,6 +54,7 @@ def section_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
     yield from _sampling(run)
     yield from _lengths(run)
     yield from turn_conflicts(run)
+    yield from _scored_rows(run)
     yield from _capabilities(run, registry)
     yield from canary_conflicts(run, registry)
 
@@ -71,6 +72,18 @@ def _missing_sections(run: RunConfig) -> Iterator[Finding]:
         yield (
             (name, setting),
             "enables validation, but there is no validation data: set data.validation or data.split, or disable validation.",
+        )
+
+
+def _scored_rows(run: RunConfig) -> Iterator[Finding]:
+    """A minimum of scored rows that no group can reach."""
+    rollouts = run.algorithm.runtime_needs.rollouts
+    needed = run.rollout.min_scored
+    if needed is not None and rollouts is not None and needed > rollouts.samples_per_prompt:
+        yield (
+            ("rollout", "min_scored"),
+            f"{needed} scored rows are more than the {rollouts.samples_per_prompt} samples of a group, so every group would be "
+            f"replaced. Set it to {rollouts.samples_per_prompt} or less.",
         )
 
 

@@ -33,6 +33,7 @@ SECTIONS: dict[str, Model | None] = {
     "data": schema.DataConfig,
     "env": None,
     "cluster": schema.ClusterConfig,
+    "rollout": schema.RolloutConfig,
     "checkpointing": schema.CheckpointingConfig,
     "logger": schema.LoggingConfig,
 }
@@ -154,7 +155,7 @@ def choose_parts(values: Mapping[str, Any], *, written: Node, registry: Registry
     resolver.companions()
     resolver.data()
     resolver.environments()
-    for name in ("cluster", "checkpointing", "logger"):
+    for name in ("cluster", "rollout", "checkpointing", "logger"):
         resolver.own(name)
     resolver.loggers()
     return ConfigLayout(parts=resolver.parts, algorithm=algorithm, slots=frozenset(resolver.slots))

@@ -15,6 +15,7 @@ from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_train.rollouts.drivers import EnvironmentDriver, RolloutDriver
 from rl_train.rollouts.engines import BatchSampler, RolloutEngine, RowSampler, TurnSampler
+from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.sessions import Session, StepQueue
 from rl_train.rollouts.trajectory import Trajectory
@@ -34,6 +35,7 @@ class Collector:
         max_turns: maximum number of turns of a rollout, by task name.
         max_total_length: maximum number of tokens of a rollout; a rollout that reaches it is truncated.
         reward_weights: weights of named rewards that are not 1, by task name.
+        retries: how often a step that an environment fails to respond to is repeated.
     """
 
     generation: GenerationInterface
@@ -43,12 +45,14 @@ class Collector:
     max_turns: Mapping[str, int]
     max_total_length: int
     reward_weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    retries: int = 0
 
     def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
         """Play `trajectories` to their end, in place.
 
         Rollouts of several turns are sampled row by row. Rollouts of one turn, and those of an engine without `generate_async`,
-        are sampled in complete batches.
+        are sampled in complete batches. A rollout whose environment fails, also when the step is repeated, ends without a score
+        (`Trajectory.failure`).
 
         Args:
             trajectories: rollouts with only their prompts.
@@ -84,7 +88,13 @@ class Collector:
     async def _play_one(
         self, row: Trajectory, driver: RolloutDriver, engine: RolloutEngine, queues: Mapping[str, StepQueue]
     ) -> None:
-        await driver.run(row, engine, Session(queues[row.task_name]) if queues else None)
+        session = Session(queues[row.task_name], retries=self.retries) if queues else None
+        try:
+            await driver.run(row, engine, session)
+        except StepFailedError as error:
+            row.fail(error.headline, str(error))
+        if session is not None:
+            row.retries = session.repeated
 
     def _sampler(self, rollouts: int, greedy: bool) -> TurnSampler:
         pad_token_id: int = self.tokenizer.pad_token_id

@@ -40,6 +40,10 @@ def judge(
     unknown: dict[str, str] = {}
     for task_name in dict.fromkeys(row.task_name for row in rows):
         indices = [i for i, row in enumerate(rows) if row.task_name == task_name]
+        if not all(rows[i].scored for i in indices):
+            unscored = sum(not rows[i].scored for i in indices)
+            unknown[task_name] = f"{unscored} of {len(indices)} rollouts could not be scored"
+            continue
         try:
             grades = _grades([rows[i] for i in indices], environments)
         except NoAccuracyError as error:

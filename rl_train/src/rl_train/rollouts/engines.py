@@ -94,12 +94,16 @@ class BatchSampler(TurnSampler):
     async def sample(self, request: TurnRequest) -> SampledTurn:
         future: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
-        self._run_if_complete()
+        self._schedule()
         return await future
 
     def leave(self) -> None:
         self._active -= 1
-        self._run_if_complete()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Sample in a callback, so that rollouts continue in their order, the one that asked last included."""
+        asyncio.get_running_loop().call_soon(self._run_if_complete)
 
     def _run_if_complete(self) -> None:
         if not self._waiting or len(self._waiting) < self._active:

@@ -39,15 +39,18 @@ class EnvironmentPool(EnvironmentInterface):
         return self._pool.max_concurrency
 
     def submit_step(self, message_log_batch: list[Any], metadata: list[Any]) -> Future[EnvironmentReturn]:
-        """Call `step` of one worker for these rows, without waiting; the future has the checked return value."""
-        call = self._pool.submit("step", message_log_batch, metadata, deadline_s=self._deadline_s)
+        """Call `step` of one worker for these rows, without waiting; the future has the checked return value.
+
+        A call whose worker dies or exceeds the timeout is not repeated: rollouts repeat their own steps.
+        """
+        call = self._pool.submit("step", message_log_batch, metadata, deadline_s=self._deadline_s, max_restarts=0)
         checked: Future[EnvironmentReturn] = Future()
         checked.set_running_or_notify_cancel()  # so that an event loop that gives up on it cannot cancel it
 
         def check(ended: Future[Any]) -> None:
             try:
                 checked.set_result(self._checked(ended.result(), rows=len(metadata)))
-            except BaseException as error:  # also a cancelled call: whoever waits must learn of it
+            except BaseException as error:  # also that of a cancelled call
                 checked.set_exception(error)
 
         call.add_done_callback(check)

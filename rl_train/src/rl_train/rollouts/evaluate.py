@@ -11,9 +11,10 @@ from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import judge
 from rl_train.rollouts.eval_metrics import grouped, score, usual_ks
+from rl_train.rollouts.failures import refuse_total_failure
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
-from rl_train.rollouts.summary import ask_environments, summarize
+from rl_train.rollouts.summary import ask_environments, failure_metrics, summarize
 from rl_train.rollouts.trajectory import Trajectory
 
 
@@ -46,6 +47,9 @@ class Evaluation:
 
         Args:
             progress: called with the number of finished prompts after every batch.
+
+        Raises:
+            RLCoreError: the environments failed for every rollout.
         """
         trajectories: list[Trajectory] = []
         for prompts in self._first_prompts():
@@ -56,6 +60,7 @@ class Evaluation:
             trajectories.extend(rows)
             if progress is not None:
                 progress(len(trajectories) // self.samples_per_prompt)
+        refuse_total_failure(trajectories)
         return trajectories
 
     def evaluate(self) -> tuple[dict[str, float], list[Trajectory]]:
@@ -74,6 +79,7 @@ class Evaluation:
         }
         reported = {"validation/reward": "reward/mean", "validation/accuracy": "rollout/accuracy"}
         metrics |= {name: found[of] for name, of in reported.items() if of in found}
+        metrics |= {name.replace("rollout/", "validation/"): n for name, n in failure_metrics(trajectories).items()}
         if self.samples_per_prompt > 1:
             metrics |= self._multi_sample_metrics(trajectories)
         return metrics, trajectories

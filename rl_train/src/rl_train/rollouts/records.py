@@ -47,6 +47,7 @@ def rollout_records(
                 "reward": trajectory.reward,
                 "reward_parts": trajectory.reward_parts,
                 "scored": trajectory.scored,
+                "failure": trajectory.failure,
                 "advantage": float(advantages[row]) if advantages is not None else None,
                 "truncated": trajectory.truncated,
                 "turns": trajectory.turns,

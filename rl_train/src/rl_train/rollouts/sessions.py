@@ -12,6 +12,7 @@ from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentRetu
 from rl_core.interfaces.environment_checks import step_checked
 from rl_core.interfaces.messages import Message, Observation
 from rl_train.rollouts.environment_pool import EnvironmentPool
+from rl_train.rollouts.failures import StepFailedError, may_be_retried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,15 @@ class StepQueue:
         self._running = 0
         self._is_scheduled = False
 
-    async def step(self, conversation: list[Message], metadata: Any) -> StepResult:
-        """The environment's response; raises what the call raised."""
-        step = _Step(conversation, metadata, asyncio.get_running_loop().create_future())
+    async def step(self, conversation: list[Message], metadata: Any, *, alone: bool = False) -> StepResult:
+        """The environment's response; raises what the call raised.
+
+        Args:
+            conversation: the messages so far.
+            metadata: state of the environment for this rollout.
+            alone: do not share a call with other rows.
+        """
+        step = _Step(conversation, metadata, asyncio.get_running_loop().create_future(), alone)
         self._waiting.append(step)
         self._schedule()
         return await step.future
@@ -71,11 +78,13 @@ class StepQueue:
         free = self._slots - self._running
         if not self._waiting or not free:
             return
-        rows = 1 if self._one_row_per_call else -(-len(self._waiting) // free)
-        for _ in range(free):
-            steps, self._waiting = self._waiting[:rows], self._waiting[rows:]
-            if steps:
-                self._start(steps)
+        shared = [] if self._one_row_per_call else [step for step in self._waiting if not step.alone]
+        rows = -(-len(shared) // free) if shared else 1
+        calls = [shared[start : start + rows] for start in range(0, len(shared), rows)]
+        calls += [[step] for step in self._waiting if self._one_row_per_call or step.alone]
+        self._waiting = [step for call in calls[free:] for step in call]
+        for steps in calls[:free]:
+            self._start(steps)
 
     def _start(self, steps: list[_Step]) -> None:
         self._running += 1
@@ -108,11 +117,12 @@ class StepQueue:
         return future
 
 
-@dataclass
+@dataclass(eq=False)
 class _Step:
     conversation: list[Message]
     metadata: Any
     future: asyncio.Future[StepResult]
+    alone: bool
 
 
 class Session:
@@ -120,10 +130,15 @@ class Session:
 
     Args:
         steps: the queue of the environment.
+        retries: how often a step that fails is repeated, without other rows in its call.
+
+    Attributes:
+        repeated: Number of repeated steps.
     """
 
-    def __init__(self, steps: StepQueue) -> None:
-        self._steps = steps
+    def __init__(self, steps: StepQueue, *, retries: int = 0) -> None:
+        self._steps, self._retries = steps, retries
+        self.repeated = 0
 
     async def step(self, conversation: list[Message], metadata: Any) -> StepResult:
         """Respond to one turn.
@@ -131,8 +146,20 @@ class Session:
         Args:
             conversation: the messages so far; the last one is the model's.
             metadata: state of the environment for this rollout.
+
+        Raises:
+            StepFailedError: the environment raised, its worker died or exceeded its timeout, in every attempt.
         """
-        return await self._steps.step(conversation, metadata)
+        for attempt in range(self._retries + 1):
+            try:
+                return await self._steps.step(conversation, metadata, alone=attempt > 0)
+            except Exception as error:
+                if not may_be_retried(error):
+                    raise
+                if attempt == self._retries:
+                    raise StepFailedError(error) from error
+                self.repeated += 1
+        raise AssertionError("unreachable")
 
 
 def _result(found: EnvironmentReturn, row: int) -> StepResult:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import RLCoreError
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.equal_rewards import EqualRewardWatch
+from rl_train.rollouts.failures import FailureLimit, refuse_total_failure
 from rl_train.rollouts.reward_weights import RewardWeightCheck
 from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.summary import ask_environments, summarize
+from rl_train.rollouts.summary import ask_environments, failure_metrics, summarize
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 
 
@@ -28,6 +30,10 @@ class Rollouts:
     """Statistics of the rollouts."""
     trajectories: list[Trajectory]
     """The same rollouts as conversations."""
+
+
+_MAX_REPLACED = 10
+"""A step ends with an error after this many times its rows."""
 
 
 class RolloutSource(ABC):
@@ -76,6 +82,8 @@ class OnDemandSource(RolloutSource):
         prompts: the training prompts.
         group_size: G, samples per prompt.
         reward_names: rewards that may be missing in the first step, by task, see `EnvironmentConfig.reward_names`.
+        min_scored: number of scored rows that a group needs; a group with fewer is replaced by one of the next prompt.
+        max_failed_share: see `rl_train.rollouts.failures.FailureLimit`.
     """
 
     def __init__(
@@ -85,24 +93,55 @@ class OnDemandSource(RolloutSource):
         *,
         group_size: int,
         reward_names: Mapping[str, Collection[str]] | None = None,
+        min_scored: int = 1,
+        max_failed_share: float = 0.1,
     ) -> None:
         self._collector = collector
         self._prompts = prompts
         self._put_back: list[int] = []
-        self._group_size = group_size
+        self._group_size, self._min_scored = group_size, min_scored
+        self._failures = FailureLimit(max_failed_share)
         self._watch = EqualRewardWatch()
         self._weights = RewardWeightCheck(reward_names or {})
 
     def take(self, step: int, groups: int) -> Rollouts:
-        """See `RolloutSource`; every row has the current weight version of the generation backend."""
-        ordinals, self._put_back = self._put_back[:groups], self._put_back[groups:]
-        ordinals += self._prompts.draw(groups - len(ordinals))
-        trajectories = start_rollouts(self._prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
-        self._collector.collect(trajectories, stream=SampleStream.TRAINING)
+        """See `RolloutSource`; every row has the current weight version of the generation backend.
+
+        Raises:
+            RLCoreError: too many rows could not be scored.
+        """
+        self._failures.expect(step, groups * self._group_size)
+        found = self._sample(step, groups)
+        everything = [row for group in found for row in group]
+        if groups > 1:
+            refuse_total_failure(everything)
+        while lacking := [i for i, group in enumerate(found) if sum(row.scored for row in group) < self._min_scored]:
+            if len(everything) > _MAX_REPLACED * groups * self._group_size:
+                raise RLCoreError(
+                    f"Step {step}: of {len(everything)} rollouts, too few could be scored for {groups} groups with at least "
+                    f"{self._min_scored} scored rows (rollout.min_scored). Check which rows the environment or the reward "
+                    "functions leave unscored."
+                )
+            for i, group in zip(lacking, self._sample(step, len(lacking)), strict=True):
+                found[i] = group
+                everything += group
+        trajectories = [row for group in found for row in group]
+        for i, row in enumerate(trajectories):
+            row.group_id = i // self._group_size
         self._weights.check(trajectories)
         self._watch.observe(step, trajectories)
         metrics = summarize(trajectories) | ask_environments(trajectories, self._collector.environments)
+        metrics |= failure_metrics(everything, replaced_groups=len(everything) // self._group_size - groups)
         return Rollouts(batch=to_batch(trajectories), metrics=metrics, trajectories=trajectories)
+
+    def _sample(self, step: int, groups: int) -> list[list[Trajectory]]:
+        """Sample the next prompts; G rows each."""
+        ordinals, self._put_back = self._put_back[:groups], self._put_back[groups:]
+        ordinals += self._prompts.draw(groups - len(ordinals))
+        rows = start_rollouts(self._prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
+        self._collector.collect(rows, stream=SampleStream.TRAINING)
+        self._failures.count(step, rows)
+        return [rows[start : start + self._group_size] for start in range(0, len(rows), self._group_size)]
 
     def put_back(self, rollouts: Rollouts) -> None:
         """See `RolloutSource`."""

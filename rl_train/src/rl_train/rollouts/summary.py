@@ -35,6 +35,21 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
+def failure_metrics(trajectories: Sequence[Trajectory], *, replaced_groups: int = 0) -> dict[str, float]:
+    """Counts of failed rows, repeated steps and replaced groups; those that are 0 are left out.
+
+    Args:
+        trajectories: all finished rollouts of a draw, including those of replaced groups.
+        replaced_groups: number of groups that had too few scored rows.
+    """
+    counts = {
+        "rollout/failed_rows": sum(row.failure is not None for row in trajectories),
+        "rollout/repeated_steps": sum(row.retries for row in trajectories),
+        "rollout/replaced_groups": replaced_groups,
+    }
+    return {name: float(count) for name, count in counts.items() if count}
+
+
 def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> dict[str, float]:
     """The environments' own metrics, as `env/<task>/<name>`; `rollout/accuracy` is over all that report an `accuracy`.
 

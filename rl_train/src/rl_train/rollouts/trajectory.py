@@ -43,6 +43,12 @@ class Trajectory:
     """Weights of named rewards that are not 1."""
     scored: bool = True
     """Whether the environment could score every turn; otherwise the row counts neither in statistics nor in the loss."""
+    failure: str | None = None
+    """Type and first line of the error that kept the row from being scored; None if there was none."""
+    failure_details: str = ""
+    """The whole text of that error."""
+    retries: int = 0
+    """Number of repeated environment steps."""
     weight_version: int = -1
     """Version of the weights that sampled the last turn."""
     truncated: bool = False
@@ -87,6 +93,11 @@ class Trajectory:
         for name, value in rewards.items():
             self.reward_parts[name] = self.reward_parts.get(name, 0.0) + value
         self.reward = sum(self.reward_weights.get(name, 1.0) * value for name, value in self.reward_parts.items())
+
+    def fail(self, headline: str, details: str) -> None:
+        """End it as a row that could not be scored."""
+        self.failure, self.failure_details = headline, details
+        self.scored, self.done = False, True
 
     def conversation(self) -> list[Message]:
         """The messages for an environment, without tokens."""

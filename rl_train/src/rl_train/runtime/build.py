@@ -125,6 +125,8 @@ def connect(
                 loaders.prompts,
                 group_size=needs.rollouts.samples_per_prompt,
                 reward_names={task: section.reward_names for task, section in config.env.items()},
+                min_scored=config.rollout.min_scored_of(needs.rollouts.samples_per_prompt),
+                max_failed_share=config.rollout.max_failed_share,
             )
             if loaders.answers is not None:
                 run.rollouts = MixedRolloutSource(
@@ -310,6 +312,7 @@ def make_collector(
         max_turns=config.max_turns,
         max_total_length=config.policy.max_total_sequence_length,
         reward_weights={task: section.reward_weights for task, section in config.env.items()},
+        retries=config.rollout.retries,
     )
 
 

@@ -20,6 +20,7 @@ from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import judge
 from rl_train.rollouts.eval_metrics import Group, Scores, grouped, score, usual_ks
 from rl_train.rollouts.evaluate import Evaluation
+from rl_train.rollouts.failures import refuse_any_failure
 from rl_train.rollouts.summary import ask_environments
 from rl_train.runtime.build import make_collector
 from rl_train.runtime.checkpoint_paths import CheckpointPaths, find_weights
@@ -158,6 +159,7 @@ class EvaluationPlan:
         )
         progress(mode.name, 0, evaluation.num_prompts)
         rows = evaluation.play(lambda done: progress(mode.name, done, evaluation.num_prompts))
+        refuse_any_failure(rows)
         correctness = judge(rows, collector.environments, reward_above=self.reward_above)
         groups = grouped(rows, correctness, samples_per_prompt=mode.samples_per_prompt)
         own = ask_environments(rows, collector.environments)

@@ -1,0 +1,253 @@
+"""Rollouts whose environment fails: steps are repeated, rows are masked, groups are replaced, and a broken run stops."""
+
+import os
+import signal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.cluster import ActorPool
+from rl_core.errors import ConfigError, DeadlineExceededError, RLCoreError, WorkerError
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_train.algorithms.advantages import group_advantages
+from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.processors import collate_datums
+from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.environment_pool import EnvironmentPool
+from rl_train.rollouts.failures import FailureLimit, StepFailedError, may_be_retried
+from rl_train.rollouts.records import rollout_records
+from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.source import OnDemandSource, start_rollouts
+
+GROUP = 4
+
+
+class Fragile(EnvironmentInterface):
+    """Rewards 1; metadata says how often a row fails, and with which exception."""
+
+    def __init__(self, failures):
+        self.failures, self.calls, self.seen = failures, [], {}
+
+    def step(self, message_log_batch, metadata):
+        questions = [log[0]["content"] for log in message_log_batch]
+        self.calls.append(len(questions))
+        for question in questions:
+            times, error = self.failures.get(question, (0, None))
+            self.seen[question] = self.seen.get(question, 0) + 1
+            if self.seen[question] <= times:
+                raise error
+        n = len(questions)
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""}] * n,
+            metadata=metadata,
+            next_stop_strings=[None] * n,
+            rewards=torch.ones(n),
+            terminateds=torch.ones(n),
+        )
+
+
+ALWAYS = 10**6
+
+
+def loader_of(tokenizer, rows=12):
+    datums = [
+        {
+            "message_log": [
+                {"role": "user", "content": f"q{n}", "token_ids": torch.tensor(tokenizer(f"<u>q{n}\n<a>")["input_ids"])}
+            ],
+            "length": 1,
+            "extra_env_info": {},
+            "task_name": "t",
+            "idx": n,
+            "loss_multiplier": 1.0,
+            "stop_strings": None,
+        }
+        for n in range(rows)
+    ]
+    return BatchedDataLoader(datums, batch_size=2, shuffle=False, collate=collate_datums)
+
+
+@pytest.fixture
+def collector(tokenizer, engine_for):
+    def make(environment, retries=2):
+        return Collector(
+            generation=engine_for(lambda _: ("ok[EOS]", False)),
+            environments={"t": environment},
+            tokenizer=tokenizer,
+            seed=7,
+            max_turns={"t": 1},
+            max_total_length=200,
+            retries=retries,
+        )
+
+    return make
+
+
+@pytest.fixture
+def source(tokenizer, collector):
+    def make(environment, **options):
+        options = {"group_size": GROUP, "min_scored": 2, **options}
+        return OnDemandSource(collector(environment), loader_of(tokenizer), **options)
+
+    return make
+
+
+def played(collector, tokenizer, environment, groups, group_size=1, **options):
+    loader = loader_of(tokenizer)
+    rows = start_rollouts(loader.rows_of(loader.draw(groups)), group_size)
+    collector(environment, **options).collect(rows, stream=SampleStream.TRAINING)
+    return rows
+
+
+def test_a_row_that_fails_once_is_scored_and_does_not_cost_the_others_their_score(collector, tokenizer):
+    environment = Fragile({"q1": (1, KeyError("shape"))})
+    rows = played(collector, tokenizer, environment, 4)
+    assert [(row.scored, row.reward, row.failure) for row in rows] == [(True, 1.0, None)] * 4
+    # The shared call failed for all four; then each row has a call without the others.
+    assert environment.calls == [4, 1, 1, 1, 1]
+    assert [row.retries for row in rows] == [1] * 4
+
+
+def test_a_row_that_fails_in_every_attempt_is_masked_with_the_reason(collector, tokenizer):
+    rows = played(collector, tokenizer, Fragile({"q1": (ALWAYS, KeyError("shape"))}), 3)
+    assert [row.scored for row in rows] == [True, False, True]
+    assert rows[1].failure == "KeyError: 'shape'"
+    [_, record, _] = rollout_records(rows)
+    assert (record["scored"], record["failure"], record["completion"]) == (False, "KeyError: 'shape'", "ok")
+
+
+def test_without_retries_a_failed_call_masks_its_rows(collector, tokenizer):
+    rows = played(collector, tokenizer, Fragile({"q1": (1, KeyError("shape"))}), 3, retries=0)
+    assert [row.scored for row in rows] == [False] * 3
+
+
+def test_a_mistake_of_the_user_ends_the_run_at_once(collector, tokenizer):
+    environment = Fragile({"q1": (ALWAYS, ConfigError("env.t.level is 7: choose 1 to 5"))})
+    with pytest.raises(ConfigError, match="choose 1 to 5"):
+        played(collector, tokenizer, environment, 3)
+    assert environment.calls == [3]
+
+
+def worker_error(exit_code):
+    error = WorkerError("actor 0 of pool 'env.t' failed in step()")
+    error.exit_code = exit_code
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "retried"),
+    [
+        (ValueError("x"), True),
+        (worker_error(1), True),
+        (worker_error(2), False),
+        (DeadlineExceededError("late"), True),
+        (RLCoreError("the environment returned None"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_only_errors_that_concern_some_rows_are_retried(error, retried):
+    assert may_be_retried(error) == retried
+
+
+def test_equal_errors_of_different_workers_have_equal_headlines():
+    errors = []
+    for actor in range(2):
+        error = WorkerError(f"actor {actor} of pool 'env.t', pid {actor}, failed in step()\n--- its traceback ---")
+        error.__cause__ = ZeroDivisionError("division by zero")
+        errors.append(StepFailedError(error).headline)
+    assert errors == ["ZeroDivisionError: division by zero"] * 2
+
+
+def test_a_group_with_too_few_scored_rows_is_replaced_by_the_next_prompt(source):
+    rollouts = source(Fragile({"q1": (ALWAYS, KeyError("shape"))})).take(1, 3)
+    assert [row.ordinal for row in rollouts.trajectories] == [0] * 4 + [3] * 4 + [2] * 4
+    assert rollouts.batch["group_ids"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert rollouts.batch["scored"].all()
+    counted = {name: rollouts.metrics[f"rollout/{name}"] for name in ("failed_rows", "replaced_groups", "repeated_steps")}
+    # The first call has all 12 rows; the 8 good ones succeed in the next attempt, the 4 others need both.
+    assert counted == {"failed_rows": 4.0, "replaced_groups": 1.0, "repeated_steps": 8 + 4 * 2}
+
+
+class HalfFails(Fragile):
+    """Every second sample of q0 cannot be scored."""
+
+    def step(self, message_log_batch, metadata):
+        found = super().step(message_log_batch, metadata)
+        return found._replace(scored=[float(i % 2) for i in range(len(metadata))])
+
+
+def test_a_group_with_enough_scored_rows_is_kept(source):
+    rollouts = source(HalfFails({})).take(1, 1)
+    assert rollouts.batch["scored"].tolist() == [False, True, False, True]
+    assert rollouts.batch["sample_mask"].tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert "rollout/failed_rows" not in rollouts.metrics
+
+
+def test_data_whose_rows_are_never_scored_stop_the_run(source):
+    with pytest.raises(RLCoreError, match=r"Step 1: of \d+ rollouts, too few could be scored for 2 groups with at least 3"):
+        source(HalfFails({}), min_scored=3).take(1, 2)
+
+
+def test_an_environment_that_fails_for_every_row_stops_the_run_in_the_first_step(source):
+    environment = Fragile({f"q{n}": (ALWAYS, KeyError("shape")) for n in range(12)})
+    with pytest.raises(RLCoreError, match=r"None of 8 rollouts could be scored. The most frequent error \(8 of 8\):\n'shape'"):
+        source(environment).take(1, 2)
+
+
+def test_failures_above_the_share_stop_the_run_and_fewer_do_not():
+    def failed(count, text):
+        rows = [
+            type("Row", (), {"failure": f"KeyError: {text}", "failure_details": f"traceback of {text}"})() for _ in range(count)
+        ]
+        return [*rows, *(type("Row", (), {"failure": None})() for _ in range(10 - count))]
+
+    limit = FailureLimit(0.1)
+    for step in range(1, 41):  # one row in ten, for ever
+        limit.expect(step, 10)
+        limit.count(step, failed(1, "a"))
+    with pytest.raises(RLCoreError, match=r"21 rollouts of the last 20 steps could not be scored: 10% .*\n.*traceback of a"):
+        limit.count(40, failed(1, "b"))
+    new = FailureLimit(0.1)
+    new.expect(1, 10)
+    new.count(1, failed(10, "a"))
+    new.count(1, failed(10, "a"))
+    with pytest.raises(RLCoreError, match="15%"):
+        new.count(1, failed(10, "a"))
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0]), st.booleans()), min_size=1, max_size=16),
+    normalize=st.booleans(),
+    leave_one_out=st.booleans(),
+)
+def test_statistics_of_groups_are_those_of_the_scored_rows_alone(rows, normalize, leave_one_out):
+    groups, rewards, scored = (torch.tensor(values) for values in zip(*rows, strict=True))
+    options = {"normalize": normalize, "leave_one_out": leave_one_out}
+    found = group_advantages(rewards, groups, scored=scored, **options)
+    assert (found.values[~scored] == 0).all()
+    if scored.any():
+        alone = group_advantages(rewards[scored], groups[scored], **options)
+        assert torch.equal(found.values[scored], alone.values)
+        assert found.equal_group_frac == pytest.approx(alone.equal_group_frac)
+        assert found.mean_group_std == pytest.approx(alone.mean_group_std)
+
+
+class Deadly(EnvironmentInterface):
+    """Kills its own process for one question."""
+
+    def step(self, message_log_batch, metadata):
+        if any(log[0]["content"] == "q1" for log in message_log_batch):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Fragile({}).step(message_log_batch, metadata)
+
+
+@pytest.mark.ray
+def test_a_row_that_kills_its_worker_is_masked_and_the_rows_next_to_it_are_scored(local_ray, collector, tokenizer):
+    with ActorPool(None, Deadly, 1, name="env.t") as pool:
+        environment = EnvironmentPool(pool, task_name="t", deadline_s=60.0)
+        rows = played(collector, tokenizer, environment, 3, retries=1)
+    assert [row.scored for row in rows] == [True, False, True]
+    assert rows[1].failure == "WorkerDiedError: the environment's worker died"
+    assert "died in step()" in rows[1].failure_details
