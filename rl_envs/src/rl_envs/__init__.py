@@ -10,16 +10,28 @@ if TYPE_CHECKING:
     from rl_envs.arithmetic.environment import ArithmeticEnvironment
     from rl_envs.guess.dataset import GuessNumberDataset
     from rl_envs.guess.environment import GuessNumberEnvironment
+    from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
     from rl_envs.math.environment import MathEnvironment
+    from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
+    from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment
     from rl_envs.reward_model.environment import RewardModelEnvironment
+    from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
+    from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
+    from rl_envs.weather.environment import WeatherEnvironment
 
 __all__ = [
     "ArithmeticDataset",
     "ArithmeticEnvironment",
     "GuessNumberDataset",
     "GuessNumberEnvironment",
+    "InstructionFollowingEnvironment",
     "MathEnvironment",
+    "ReasoningGymDataset",
+    "ReasoningGymEnvironment",
     "RewardModelEnvironment",
+    "SlidingPuzzleDataset",
+    "SlidingPuzzleEnvironment",
+    "WeatherEnvironment",
 ]
 
 _MODULES = {
@@ -27,8 +39,14 @@ _MODULES = {
     "ArithmeticEnvironment": "rl_envs.arithmetic.environment",
     "GuessNumberDataset": "rl_envs.guess.dataset",
     "GuessNumberEnvironment": "rl_envs.guess.environment",
+    "InstructionFollowingEnvironment": "rl_envs.instruction_following.environment",
     "MathEnvironment": "rl_envs.math.environment",
+    "ReasoningGymDataset": "rl_envs.reasoning_gym.dataset",
+    "ReasoningGymEnvironment": "rl_envs.reasoning_gym.environment",
     "RewardModelEnvironment": "rl_envs.reward_model.environment",
+    "SlidingPuzzleDataset": "rl_envs.sliding_puzzle.dataset",
+    "SlidingPuzzleEnvironment": "rl_envs.sliding_puzzle.environment",
+    "WeatherEnvironment": "rl_envs.weather.environment",
 }
 
 

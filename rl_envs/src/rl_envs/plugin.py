@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from rl_core.plugins import Component, hookimpl
 
+REASONING_GYM = ("reasoning-gym>=0.1.25,<0.2",)
+INSTALL_REASONING_GYM = "pip install 'rl-envs[reasoning-gym]'"
+
 
 @hookimpl
 def rlcore_environments() -> list[Component]:
-    """Math, arithmetic, a multi-turn game and a reward model."""
+    """Math, arithmetic, a reward model, verifiable instructions, games and generated reasoning tasks."""
     return [
         Component(
             "math",
@@ -35,12 +38,38 @@ def rlcore_environments() -> list[Component]:
             needs=("transformers>=5.16.1,<5.20",),
             install="pip install 'rl-envs[reward-model]'",
         ),
+        Component(
+            "weather",
+            target="rl_envs.weather.environment:WeatherEnvironment",
+            config="rl_core.config.schema:EnvironmentConfig",
+            summary="Weather prediction: the predicted condition must be the expected one",
+        ),
+        Component(
+            "instruction_following",
+            target="rl_envs.instruction_following.environment:InstructionFollowingEnvironment",
+            config="rl_envs.instruction_following.config:InstructionFollowingConfig",
+            summary="Verifiable instructions: a program checks constraints on the form of the answer, as in IFEval",
+        ),
+        Component(
+            "sliding_puzzle",
+            target="rl_envs.sliding_puzzle.environment:SlidingPuzzleEnvironment",
+            config="rl_envs.sliding_puzzle.config:SlidingPuzzleEnvironmentConfig",
+            summary="A multi-turn game: bring the tiles of a board in order",
+        ),
+        Component(
+            "reasoning_gym",
+            target="rl_envs.reasoning_gym.environment:ReasoningGymEnvironment",
+            config="rl_envs.reasoning_gym.config:ReasoningGymEnvironmentConfig",
+            summary="Reasoning Gym: the score that the task of the row gives to the answer",
+            needs=REASONING_GYM,
+            install=INSTALL_REASONING_GYM,
+        ),
     ]
 
 
 @hookimpl
 def rlcore_datasets() -> list[Component]:
-    """Generated arithmetic and secret numbers."""
+    """Generated arithmetic, games and reasoning tasks."""
     return [
         Component(
             "arithmetic",
@@ -53,5 +82,19 @@ def rlcore_datasets() -> list[Component]:
             target="rl_envs.guess.dataset:GuessNumberDataset",
             config="rl_envs.config:GuessNumberDatasetConfig",
             summary="Secret numbers for the environment `guess`",
+        ),
+        Component(
+            "sliding_puzzle",
+            target="rl_envs.sliding_puzzle.dataset:SlidingPuzzleDataset",
+            config="rl_envs.sliding_puzzle.config:SlidingPuzzleDatasetConfig",
+            summary="Shuffled boards for the environment `sliding_puzzle`, all of which can be solved",
+        ),
+        Component(
+            "reasoning_gym",
+            target="rl_envs.reasoning_gym.dataset:ReasoningGymDataset",
+            config="rl_envs.reasoning_gym.config:ReasoningGymDatasetConfig",
+            summary="Generated problems of any Reasoning Gym task",
+            needs=REASONING_GYM,
+            install=INSTALL_REASONING_GYM,
         ),
     ]

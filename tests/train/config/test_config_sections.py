@@ -205,8 +205,8 @@ WRONG_IN_GOOD = {
     ("data:\n", "data:\n  train_data_path: config.yaml\n"): [
         "config.yaml:9:1: data: train and train_data_path both define the training data: keep one of them.",
     ],
-    ("arithmetic: {}", "weather: {}"): [
-        "config.yaml:12:3: env.weather: No environment named 'weather'. Installed: .... (A task may have any name: set "
+    ("arithmetic: {}", "climate: {}"): [
+        "config.yaml:12:3: env.climate: No environment named 'climate'. Installed: .... (A task may have any name: set "
         "`name:` or `env_cls:` to choose its environment.)"
     ],
     ("arithmetic: {}", "arithmetic: {env_cls: a.B}"): [

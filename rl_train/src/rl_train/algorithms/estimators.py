@@ -110,9 +110,14 @@ class DecoupledEstimator(AdvantageEstimator):
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
         total, parts = torch.zeros(batch.size), self._parts(batch)
         self._warn_about_missing(parts)
-        settings = {"normalize": self.normalize, "leave_one_out": self.leave_one_out, "scored": batch.get("scored")}
         for name, rewards in parts.items():
-            found = group_advantages(rewards, batch["group_ids"], **settings)
+            found = group_advantages(
+                rewards,
+                batch["group_ids"],
+                normalize=self.normalize,
+                leave_one_out=self.leave_one_out,
+                scored=batch.get("scored"),
+            )
             total += self._weights(name, batch) * found.values
         if self.normalize_batch:
             trained = batch["sample_mask"] * (batch["token_mask"].sum(-1) > 0)

@@ -220,13 +220,16 @@ def combine(found: Sequence[Rewards | None], functions: Sequence[RewardFunction]
 
 def _columns(rows: Sequence[Row], *, as_messages: bool) -> dict[str, list[Any]]:
     """The arguments of a function of a batch: one list per field that any row has, None for rows without it."""
-    prompts = [list(row.prompt_messages) if as_messages else row.prompt for row in rows]
-    completions = [
-        [dict(message) for message in row.messages[len(row.prompt_messages) :]] if as_messages else row.completion
-        for row in rows
-    ]
-    names = dict.fromkeys(name for row in rows for name in row.fields)
-    return {"prompts": prompts, "completions": completions} | {name: [row.fields.get(name) for row in rows] for name in names}
+    made: dict[str, list[Any]] = {
+        "prompts": [list(row.prompt_messages) if as_messages else row.prompt for row in rows],
+        "completions": [
+            [dict(message) for message in row.messages[len(row.prompt_messages) :]] if as_messages else row.completion
+            for row in rows
+        ],
+    }
+    for name in dict.fromkeys(name for row in rows for name in row.fields):
+        made[name] = [row.fields.get(name) for row in rows]
+    return made
 
 
 def _fields(names: Sequence[str]) -> str:

@@ -1,0 +1,1 @@
+"""Verifiable instructions: constraints on the form of an answer that a program can check."""

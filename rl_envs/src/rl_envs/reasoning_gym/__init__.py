@@ -1,0 +1,1 @@
+"""Tasks of Reasoning Gym: generated problems and their scorers, by name."""

@@ -1,0 +1,34 @@
+"""Sections of the environment and the dataset `reasoning_gym`. Lightweight imports only."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from rl_core.config.schema import DatasetConfig, EnvironmentConfig
+
+
+class ReasoningGymEnvironmentConfig(EnvironmentConfig):
+    """`env.reasoning_gym`: the scorer of each row's Reasoning Gym task."""
+
+    answer_tag: str | None = "answer"
+    """XML tag around the final answer, whose last occurrence is scored; null scores the whole completion."""
+
+
+class ReasoningGymDatasetConfig(DatasetConfig):
+    """Generated problems of a Reasoning Gym task."""
+
+    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
+
+    dataset_name: str = "reasoning_gym"
+    task: str = "leg_counting"
+    """Name of the Reasoning Gym task, such as `countdown` or `spell_backward`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the task, such as its difficulty: `{min_animals: 2, max_animals: 4}`."""
+    num_samples: int = Field(default=4096, ge=1)
+    """Number of records."""
+    seed: int = 0
+    """Random seed. Record i depends only on the task, its settings, the seed and i; use another seed for validation data."""
+    system_prompt: str | None = "Think step by step. Give only the final answer between <answer> and </answer>."
+    """System message; null for none."""

@@ -1,0 +1,52 @@
+"""Problems of a Reasoning Gym task as records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.interfaces.dataset import Dataset, Record
+from rl_envs.config import read_section
+from rl_envs.reasoning_gym.config import ReasoningGymDatasetConfig
+from rl_envs.reasoning_gym.tasks import make_task
+
+TASK = "reasoning_gym"
+
+
+class ReasoningGymDataset(Dataset):
+    """Questions of one task. `extra_env_info` has what its scorer needs: `task`, `params` and the `entry`.
+
+    Args:
+        config: `ReasoningGymDatasetConfig`, a dict of its keys, or None for its defaults.
+
+    Raises:
+        ConfigError: the package is not installed, or the task or one of its settings does not exist.
+    """
+
+    def __init__(self, config: ReasoningGymDatasetConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(ReasoningGymDatasetConfig, config)
+        self._task = make_task(self.config.task, self.config.params, seed=self.config.seed, size=self.config.num_samples)
+
+    def __len__(self) -> int:
+        return self.config.num_samples
+
+    def __getitem__(self, index: int) -> Record:
+        """The record at that index.
+
+        Raises:
+            IndexError: the index is out of range.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        config, entry = self.config, self._task[index % len(self)]
+        system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
+        return {
+            "messages": [*system, {"role": "user", "content": entry["question"].strip()}],
+            "extra_env_info": {
+                "task": config.task,
+                "params": config.params,
+                "entry": entry,
+                "expected_answer": None if entry["answer"] is None else str(entry["answer"]),
+            },
+            "task_name": config.task_name or TASK,
+        }

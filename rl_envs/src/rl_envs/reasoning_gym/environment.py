@@ -1,0 +1,90 @@
+"""The environment `reasoning_gym`: scores an answer with the scorer of its task."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.config import read_section
+from rl_envs.reasoning_gym.config import ReasoningGymEnvironmentConfig
+from rl_envs.reasoning_gym.tasks import make_task
+from rl_envs.single_turn import ended
+
+SCORE_KEY = "score"
+"""Metadata key of the score."""
+
+
+class ReasoningGymEnvironment(EnvironmentInterface):
+    """Rewards the score, from 0.0 to 1.0, that the row's task gives to the answer; 0.0 without an answer.
+
+    A row's metadata contains `task`, `params` and `entry`, as `ReasoningGymDataset` writes them; `step` adds `score`, None if
+    the answer made the scorer raise, which counts as 0.0. Some scorers evaluate the answer as an expression; the only time
+    limit is `step_timeout_s`.
+
+    Args:
+        config: `ReasoningGymEnvironmentConfig`, a dict of its keys, or None for its defaults.
+    """
+
+    def __init__(self, config: ReasoningGymEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(ReasoningGymEnvironmentConfig, config)
+        self._scorers: dict[str, Any] = {}
+
+    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+        """Score B answers.
+
+        Raises:
+            DataError: the metadata of a row has no entry of a task.
+        """
+        answers = [read_answer(str(log[-1]["content"]), self.config.answer_tag) for log in message_log_batch]
+        scores = [self._score(answer, info) for answer, info in zip(answers, metadata, strict=True)]
+        return ended(
+            [score or 0.0 for score in scores],
+            [{**info, SCORE_KEY: score} for info, score in zip(metadata, scores, strict=True)],
+            answers=answers,
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """`accuracy`: fraction of answers with the full score; `score_mean`; `answered_frac`; `scorer_failed_frac`."""
+        scores = [info[SCORE_KEY] for info in batch["extra_env_info"]]
+        rows = len(scores)
+        scores = [
+            self._score(answer, info) or 0.0 for answer, info in zip(batch["answers"], batch["extra_env_info"], strict=True)
+        ]
+        return batch, {
+            "accuracy": sum((score or 0.0) >= 1.0 for score in scores) / rows,
+            "score_mean": sum(score or 0.0 for score in scores) / rows,
+            "answered_frac": sum(answer is not None for answer in batch["answers"]) / rows,
+            "scorer_failed_frac": sum(score is None for score in scores) / rows,
+        }
+
+    def _score(self, answer: str | None, info: Any) -> float | None:
+        """The score of an answer; None if the scorer raised."""
+        if not isinstance(info, Mapping) or not {"task", "params", "entry"} <= info.keys():
+            raise DataError(
+                "The metadata of a row of `reasoning_gym` needs `task`, `params` and `entry`: use the dataset `reasoning_gym`."
+            )
+        if answer is None:
+            return 0.0
+        key = json.dumps([info["task"], info["params"]], sort_keys=True, default=str)
+        if key not in self._scorers:
+            self._scorers[key] = make_task(info["task"], info["params"], seed=0, size=1)
+        try:
+            return float(self._scorers[key].score_answer(answer, info["entry"]))
+        except Exception:  # the answer is the model's, and scorers parse it in many ways
+            return None
+
+
+def read_answer(completion: str, tag: str | None) -> str | None:
+    """The text in the last pair of tags, or the whole completion if there is no tag; None if it is missing or blank."""
+    if tag is not None:
+        name = re.escape(tag)
+        found = re.findall(rf"<{name}>(.*?)</{name}>", completion, re.DOTALL)
+        completion = found[-1] if found else ""
+    return completion.strip() or None

@@ -1,0 +1,34 @@
+"""Creates Reasoning Gym datasets, with errors that name what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_core.plugins.component import did_you_mean
+
+
+def make_task(task: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:
+    """A dataset of `reasoning_gym` with `ds[i] -> {question, answer, metadata}` and `ds.score_answer(answer, entry)`.
+
+    Args:
+        task: name of the task.
+        params: its settings.
+        seed: random seed of the problems.
+        size: number of problems.
+
+    Raises:
+        ConfigError: the package is not installed, or the task or one of its settings does not exist or is not allowed.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(f"Reasoning Gym cannot be imported ({error}): pip install 'rl-envs[reasoning-gym]'.") from error
+    if task not in DATASETS:
+        raise ConfigError(f"`task`: Reasoning Gym has no task {task!r}.{did_you_mean(task, sorted(DATASETS))}")
+    try:
+        return reasoning_gym.create_dataset(task, seed=seed, size=size, **params)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"`params`: Reasoning Gym's task {task!r} does not accept {dict(params)}: {error}") from error

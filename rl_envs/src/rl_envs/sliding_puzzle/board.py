@@ -1,0 +1,62 @@
+"""Boards of the sliding puzzle: rows of tiles, with 0 for the gap. Pure functions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+Board = list[list[int]]
+GAP = 0
+DIRECTIONS = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
+"""Where the tile is, seen from the gap, that moves in this direction into it: (rows, columns)."""
+
+
+def solved(size: int) -> Board:
+    """The board in order: 1 to n² - 1 row by row, then the gap."""
+    numbers = [*range(1, size * size), GAP]
+    return [numbers[row * size : (row + 1) * size] for row in range(size)]
+
+
+def legal_moves(board: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The tile that each legal direction moves."""
+    size = len(board)
+    row, column = _gap(board)
+    found = {}
+    for direction, (down, right) in DIRECTIONS.items():
+        if 0 <= row + down < size and 0 <= column + right < size:
+            found[direction] = board[row + down][column + right]
+    return found
+
+
+def moved(board: Sequence[Sequence[int]], direction: str) -> Board:
+    """The board after a legal move."""
+    made = [list(row) for row in board]
+    row, column = _gap(board)
+    down, right = DIRECTIONS[direction]
+    made[row][column], made[row + down][column + right] = made[row + down][column + right], GAP
+    return made
+
+
+def shuffled(size: int, moves: int, draw: random.Random) -> Board:
+    """A board that is not solved, `moves` random moves from the solved one; no move undoes the one before it.
+
+    One more move is made if they lead back to the solved board.
+    """
+    board, last = solved(size), None
+    opposite = {"up": "down", "down": "up", "left": "right", "right": "left"}
+    done = 0
+    while done < moves or board == solved(size):
+        last = draw.choice([each for each in legal_moves(board) if last is None or each != opposite[last]])
+        board = moved(board, last)
+        done += 1
+    return board
+
+
+def shown(board: Sequence[Sequence[int]]) -> str:
+    """The board as text: one line per row, `_` for the gap."""
+    width = len(str(len(board) ** 2 - 1))
+    return "\n".join(" ".join(("_" if tile == GAP else str(tile)).rjust(width) for tile in row) for row in board)
+
+
+def _gap(board: Sequence[Sequence[int]]) -> tuple[int, int]:
+    return next((r, c) for r, row in enumerate(board) for c, tile in enumerate(row) if tile == GAP)

@@ -1,0 +1,40 @@
+"""Sections of the environment and the dataset `sliding_puzzle`. Lightweight imports only."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from rl_core.config.schema import DatasetConfig, EnvironmentConfig
+
+
+class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
+    """`env.sliding_puzzle`: the model moves one tile per turn until the board is in order."""
+
+    max_moves: int = Field(default=12, ge=1)
+    """Maximum number of moves, legal or not, before the game is lost. Each takes one turn."""
+    illegal_move_penalty: float = Field(default=0.0, ge=0.0)
+    """Subtracted from the reward for every message that is not a legal move."""
+
+    @property
+    def turns_needed(self) -> int:
+        return self.max_moves
+
+
+class SlidingPuzzleDatasetConfig(DatasetConfig):
+    """Shuffled boards, each made from the solved one by legal moves, so that every board can be solved."""
+
+    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
+
+    dataset_name: str = "sliding_puzzle"
+    num_samples: int = Field(default=1024, ge=1)
+    """Number of records."""
+    size: int = Field(default=3, ge=2, le=6)
+    """Number of rows and columns of a board."""
+    min_shuffles: int = Field(default=1, ge=1)
+    """Minimum number of moves between a board and the solved one; an upper bound on the moves that are needed."""
+    max_shuffles: int = Field(default=4, ge=1)
+    """Maximum number of those moves. The number is drawn from the range with equal probability."""
+    seed: int = 0
+    """Random seed. Record i depends only on the seed, the size, the range of shuffles and i."""

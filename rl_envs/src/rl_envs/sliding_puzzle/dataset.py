@@ -1,0 +1,57 @@
+"""Boards to solve. Record i is a pure function of the settings and i."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces.dataset import Dataset, Record
+from rl_envs.config import read_section
+from rl_envs.sliding_puzzle.board import shown, shuffled
+from rl_envs.sliding_puzzle.config import SlidingPuzzleDatasetConfig
+
+TASK = "sliding_puzzle"
+QUESTION = (
+    "Bring the tiles of this board in order: 1 to {last} row by row, then the gap (_). In each turn, name one tile next to "
+    "the gap to move it into the gap, or the direction in which a tile moves into it (up, down, left or right), as "
+    "<move>{example}</move>.\n\n{board}"
+)
+
+
+class SlidingPuzzleDataset(Dataset):
+    """Opening messages, each with its `board` in `extra_env_info`.
+
+    Args:
+        config: `SlidingPuzzleDatasetConfig`, a dict of its keys, or None for its defaults.
+
+    Raises:
+        ConfigError: the range of shuffles is empty.
+    """
+
+    def __init__(self, config: SlidingPuzzleDatasetConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(SlidingPuzzleDatasetConfig, config)
+        if self.config.min_shuffles > self.config.max_shuffles:
+            raise ConfigError(f"`min_shuffles` is {self.config.min_shuffles}, above max_shuffles ({self.config.max_shuffles}).")
+
+    def __len__(self) -> int:
+        return self.config.num_samples
+
+    def __getitem__(self, index: int) -> Record:
+        """The record at that index.
+
+        Raises:
+            IndexError: the index is out of range.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        config = self.config
+        draw = random.Random(f"{config.seed}/{index % len(self)}")
+        board = shuffled(config.size, draw.randint(config.min_shuffles, config.max_shuffles), draw)
+        question = QUESTION.format(last=config.size**2 - 1, example=config.size, board=shown(board))
+        return {
+            "messages": [{"role": "user", "content": question}],
+            "extra_env_info": {"board": board, "moves": 0, "illegal_moves": 0},
+            "task_name": config.task_name or TASK,
+        }

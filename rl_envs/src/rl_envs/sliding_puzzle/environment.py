@@ -1,0 +1,109 @@
+"""The environment `sliding_puzzle`: a multi-turn game whose board is in the metadata of each row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.config import read_section
+from rl_envs.sliding_puzzle.board import Board, legal_moves, moved, shown, solved
+from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig
+
+_MOVE = re.compile(r"<move>\s*(\w+)\s*</move>", re.IGNORECASE)
+
+
+class SlidingPuzzleEnvironment(EnvironmentInterface):
+    """The model moves tiles until the board is in order or it has made `max_moves` moves.
+
+    The last `<move>` of a message names the tile or the direction; a message of one word needs no tag. The rewards are
+    `solved`, 1.0 for the move that solves the board, and `illegal_moves`, minus the penalty for a message that is not a legal
+    move. A row's metadata contains `board`, and the numbers of `moves` and `illegal_moves` so far.
+
+    Args:
+        config: `SlidingPuzzleEnvironmentConfig`, a dict of its keys, or None for its defaults.
+    """
+
+    def __init__(self, config: SlidingPuzzleEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(SlidingPuzzleEnvironmentConfig, config)
+
+    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+        """Make B moves; `answers` has each move, or None if it is not legal.
+
+        Raises:
+            DataError: the metadata of a row has no `board`.
+        """
+        boards = [_board(info) for info in metadata]
+        moves = [_read_move(str(log[-1]["content"]), board) for log, board in zip(message_log_batch, boards, strict=True)]
+        after = [board if move is None else moved(board, move) for board, move in zip(boards, moves, strict=True)]
+        done = [board == solved(len(board)) for board in after]
+        states = [
+            {
+                **info,
+                "board": board,
+                "moves": info.get("moves", 0) + 1,
+                "illegal_moves": info.get("illegal_moves", 0) + (move is None),
+            }
+            for info, board, move in zip(metadata, after, moves, strict=True)
+        ]
+        penalty = self.config.illegal_move_penalty
+        return EnvironmentReturn(
+            observations=[
+                {"role": "environment", "content": _reply(move, before, board)}
+                for move, before, board in zip(moves, boards, after, strict=True)
+            ],
+            metadata=states,
+            next_stop_strings=[None] * len(moves),
+            rewards={
+                "solved": torch.tensor(done, dtype=torch.float32),
+                "illegal_moves": torch.tensor([-penalty if move is None else 0.0 for move in moves]),
+            },
+            terminateds=torch.tensor(
+                [won or state["moves"] >= self.config.max_moves for won, state in zip(done, states, strict=True)]
+            ),
+            answers=moves,
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """`accuracy`: fraction of boards solved; `mean_moves` and `mean_illegal_moves` per game."""
+        states = batch["extra_env_info"]
+        return batch, {
+            "accuracy": sum(state["board"] == solved(len(state["board"])) for state in states) / len(states),
+            "mean_moves": sum(state["moves"] for state in states) / len(states),
+            "mean_illegal_moves": sum(state["illegal_moves"] for state in states) / len(states),
+        }
+
+
+def _read_move(message: str, board: Board) -> str | None:
+    """The direction that a message names or whose tile it names; None if that is not legal."""
+    tagged = _MOVE.findall(message)
+    named = (tagged[-1] if tagged else message.strip()).casefold()
+    legal = legal_moves(board)
+    return named if named in legal else next((way for way, tile in legal.items() if str(tile) == named), None)
+
+
+def _reply(move: str | None, before: Board, after: Board) -> str:
+    if move is None:
+        legal = ", ".join(f"{tile} ({way})" for way, tile in sorted(legal_moves(before).items(), key=lambda each: each[1]))
+        return f"That is not a legal move. Legal moves: {legal}.\n\n{shown(after)}"
+    return shown(after)
+
+
+def _board(info: Any) -> Board:
+    board = info.get("board") if isinstance(info, Mapping) else None
+    try:
+        numbers = sorted(tile for row in board for tile in row)  # type: ignore[union-attr]
+        assert numbers == list(range(len(board) ** 2))  # type: ignore[arg-type]
+        assert all(len(row) == len(board) for row in board)  # type: ignore[union-attr,arg-type]
+    except (TypeError, AssertionError):
+        raise DataError(
+            f"The metadata of a row of `sliding_puzzle` needs `board`, n rows of n numbers from 0 (the gap), found {info!r}."
+        ) from None
+    return [list(row) for row in board]  # type: ignore[union-attr]

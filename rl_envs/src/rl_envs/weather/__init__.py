@@ -1,0 +1,1 @@
+"""Weather prediction, the example of a custom environment: a condition in words."""

@@ -1,0 +1,66 @@
+"""The environment `weather`: the predicted condition must be the observed one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.config.schema import EnvironmentConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.config import read_section
+from rl_envs.single_turn import ended
+
+_PREDICTION = re.compile(r"^[\s*_#>-]*prediction[\s*_]*:(.+)$", re.IGNORECASE | re.MULTILINE)
+
+
+class WeatherEnvironment(EnvironmentInterface):
+    """Rewards 1.0 if the last line `Prediction: ...` of the completion names the expected condition, else 0.0.
+
+    The prompt config `weather/prediction` asks for that line. Case, punctuation and spaces around words do not matter. A row's
+    metadata contains `expected_answer`.
+
+    Args:
+        config: an environment section, a dict of its keys, or None for its defaults.
+    """
+
+    def __init__(self, config: EnvironmentConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(EnvironmentConfig, config)
+
+    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+        """Score B predictions; `answers` has each predicted condition, or None if there is no prediction.
+
+        Raises:
+            DataError: a row has no `expected_answer`.
+        """
+        predicted = [_read_prediction(str(log[-1]["content"])) for log in message_log_batch]
+        expected = [_expected(info) for info in metadata]
+        right = [_normalized(a or "") == _normalized(b) for a, b in zip(predicted, expected, strict=True)]
+        return ended([float(each) for each in right], metadata, answers=predicted)
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """`accuracy`, and `predicted_frac`: the fraction of completions with a prediction."""
+        answers = batch["answers"]
+        return batch, {
+            "accuracy": float((batch["rewards"] > 0).float().mean()),
+            "predicted_frac": sum(answer is not None for answer in answers) / len(answers),
+        }
+
+
+def _read_prediction(text: str) -> str | None:
+    found = _PREDICTION.findall(text)
+    return found[-1].strip(" \t*_.") if found and found[-1].strip(" \t*_.") else None
+
+
+def _expected(info: Any) -> str:
+    if not isinstance(info, Mapping) or not isinstance(info.get("expected_answer"), str):
+        raise DataError(f"The metadata of a row of `weather` needs the text `expected_answer`, found {info!r}.")
+    return str(info["expected_answer"])
+
+
+def _normalized(condition: str) -> str:
+    return " ".join(re.findall(r"\w+", condition.casefold()))

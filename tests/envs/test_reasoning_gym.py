@@ -1,0 +1,91 @@
+"""Reasoning Gym tasks by name: problems by seed, and the task's own scorer."""
+
+import pickle
+import sys
+
+import pytest
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.environment_checks import step_checked
+from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
+from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment, read_answer
+
+pytest.importorskip("reasoning_gym")
+
+
+@pytest.mark.parametrize(
+    ("task", "params"),
+    [("leg_counting", {"min_animals": 2, "max_animals": 2}), ("countdown", {}), ("spell_backward", {}), ("mini_sudoku", {})],
+)
+def test_right_answers_of_a_task_get_the_full_score_and_wrong_ones_less(task, params):
+    data = ReasoningGymDataset({"task": task, "params": params, "num_samples": 3, "seed": 7})
+    environment = ReasoningGymEnvironment()
+    rows = pickle.loads(pickle.dumps([data[i] for i in range(3)]))
+    right = [[*row["messages"], _answer(f"<answer>{row['extra_env_info']['expected_answer']}</answer>")] for row in rows]
+    wrong = [[*row["messages"], _answer("<answer>-77</answer>")] for row in rows]
+    metadata = [row["extra_env_info"] for row in rows]
+    assert step_checked(environment, "rg", right, metadata).rewards.tolist() == [1.0] * 3
+    made = step_checked(environment, "rg", [*right[:2], wrong[2], [_answer("none")]], [*metadata, metadata[0]])
+    assert max(made.rewards[2:].tolist()) < 1.0
+    batch = BatchedDataDict({"rewards": made.rewards, "answers": made.answers, "extra_env_info": made.metadata})
+    metrics = environment.global_post_process_and_metrics(batch)[1]
+    assert (metrics["accuracy"], metrics["answered_frac"], metrics["scorer_failed_frac"]) == (0.5, 0.75, 0.0)
+    assert metrics["score_mean"] == pytest.approx(float(made.rewards.mean()), abs=1e-6)
+
+
+def _answer(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_problems_depend_only_on_the_task_its_settings_the_seed_and_the_index():
+    settings = {"task": "countdown", "num_samples": 4, "seed": 3}
+    one, two = ReasoningGymDataset(settings), ReasoningGymDataset({**settings, "num_samples": 9})
+    assert [one[i] for i in range(4)] == [two[i] for i in range(4)]
+    assert one[-1] == one[3]
+    assert one[0] != ReasoningGymDataset({**settings, "seed": 4})[0]
+    assert [message["role"] for message in one[0]["messages"]] == ["system", "user"]
+    assert len(ReasoningGymDataset({**settings, "system_prompt": None})[0]["messages"]) == 1
+
+
+def test_the_last_tagged_answer_is_scored():
+    assert read_answer("<answer>1</answer> no: <answer>\n2 </answer>", "answer") == "2"
+    assert read_answer("2", "answer") is None
+    assert read_answer("<answer> </answer>", "answer") is None
+    assert read_answer(" 2 ", None) == "2"
+
+
+class RaisingTask:
+    def score_answer(self, answer, entry):
+        raise RecursionError("maximum recursion depth exceeded")
+
+
+def test_an_answer_that_makes_the_scorer_raise_gets_nothing_and_is_counted(monkeypatch):
+    record = ReasoningGymDataset({"num_samples": 1})[0]
+    monkeypatch.setattr("rl_envs.reasoning_gym.environment.make_task", lambda *args, **kwargs: RaisingTask())
+    environment = ReasoningGymEnvironment({"answer_tag": None})
+    made = environment.step([[_answer("3")]], [record["extra_env_info"]])
+    assert made.rewards.tolist() == [0.0]
+    batch = BatchedDataDict({"rewards": made.rewards, "answers": made.answers, "extra_env_info": made.metadata})
+    assert environment.global_post_process_and_metrics(batch)[1]["scorer_failed_frac"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"task": "leg_countin"}, "Did you mean 'leg_counting'"),
+        ({"params": {"legs": 3}}, "unexpected keyword argument 'legs'"),
+        ({"params": {"min_animals": 5, "max_animals": 1}}, "max_animals must be"),
+    ],
+)
+def test_unknown_tasks_and_settings_are_refused(config, says):
+    with pytest.raises(ConfigError, match=says):
+        ReasoningGymDataset(config)
+
+
+def test_rows_of_other_data_and_a_missing_package_are_refused(monkeypatch):
+    with pytest.raises(DataError, match="use the dataset `reasoning_gym`"):
+        ReasoningGymEnvironment().step([[_answer("<answer>1</answer>")]], [{"expected_answer": "1"}])
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"pip install 'rl-envs\[reasoning-gym\]'"):
+        ReasoningGymDataset()
