@@ -7,11 +7,38 @@ from typing import Annotated
 
 import typer
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config, a YAML file.", show_default=False)]
+Config = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The config, a YAML file.", show_default=False)]
+Bases = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Config that CONFIG is layered over, such as the packaged grpo.yaml or sft.yaml. May be repeated; without CONFIG, "
+        "the last one is the config.",
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE", help="key=value overrides a key of the file; ++key=value adds one.", show_default=False
     ),
 ]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def config_files(config: Path | None, bases: list[Path] | None, overrides: list[str] | None) -> tuple[list[Path], list[str]]:
+    """The config files in the order in which they are applied, and the overrides.
+
+    Raises:
+        typer.BadParameter: There is no config file.
+    """
+    files, given = list(bases or []), list(overrides or [])
+    if config is not None and files and "=" in str(config) and not config.exists():
+        return files, [str(config), *given]
+    if config is not None:
+        files.append(config)
+    if not files:
+        raise typer.BadParameter("give a YAML file, or --config FILE.", param_hint="CONFIG")
+    return files, given

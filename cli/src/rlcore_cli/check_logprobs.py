@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlcore_cli.arguments import AsJson, Config, Overrides
+from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
     from rl_train.runtime.policy_and_engine import PolicyAndEngine, PolicyAndEnginePlan
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def check_logprobs(
-    config: Config,
+    config: Config = None,
     overrides: Overrides = None,
+    bases: Bases = None,
     threshold: Annotated[float, typer.Option(help="Largest exp(mean |d|) that passes the check.")] = 1.05,
     num_prompts: Annotated[int, typer.Option(help="Number of prompts, taken from the start of the training data.", min=1)] = 32,
     as_json: AsJson = False,
@@ -38,13 +39,14 @@ def check_logprobs(
         rlcore check logprobs config.yaml policy.precision=bfloat16 --num-prompts 128
         rlcore check logprobs config.yaml --threshold 1.001 --json
     """
+    files, changes = config_files(config, bases, overrides)
     prepare_process()
     # Workers print to standard output too; with --json it must contain the JSON only.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         from rl_train.runtime.diagnose import agreement_of
         from rl_train.runtime.policy_and_engine import plan_policy_and_engine
 
-        plan = plan_policy_and_engine(config, overrides or [], num_prompts=num_prompts)
+        plan = plan_policy_and_engine(files, changes, num_prompts=num_prompts)
         with plan.started() as pair:
             agreement, precision = agreement_of(pair, plan), pair.engine_precision()
     failures = agreement.failures(threshold)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlcore_cli.arguments import AsJson, Config, Overrides
+from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 from rlcore_cli.check_logprobs import plain, prepare_process
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ _WIDTH = 120
 
 
 def diagnose(
-    config: Config,
+    config: Config = None,
     overrides: Overrides = None,
+    bases: Bases = None,
     num_prompts: Annotated[int, typer.Option(help="Number of prompts, taken from the start of the training data.", min=1)] = 8,
     as_json: AsJson = False,
 ) -> None:
@@ -35,6 +36,7 @@ def diagnose(
         rlcore check model config.yaml
         rlcore check model config.yaml policy.generation.max_new_tokens=512 --num-prompts 16
     """
+    files, changes = config_files(config, bases, overrides)
     prepare_process()
     from rl_train.diagnostics import DiagnosisStatus
 
@@ -43,7 +45,7 @@ def diagnose(
         from rl_train.runtime.diagnose import diagnose as all_diagnoses
         from rl_train.runtime.policy_and_engine import plan_policy_and_engine
 
-        for diagnosis in all_diagnoses(plan_policy_and_engine(config, overrides or [], num_prompts=num_prompts)):
+        for diagnosis in all_diagnoses(plan_policy_and_engine(files, changes, num_prompts=num_prompts)):
             found.append(diagnosis)
             if not as_json:
                 _print(diagnosis)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlcore_cli.arguments import Config, Overrides
+from rlcore_cli.arguments import Bases, Config, Overrides, config_files
 from rlcore_cli.check_logprobs import prepare_process
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ TABLE_WIDTH = 200
 
 
 def evaluate(
-    config: Config,
+    config: Config = None,
     overrides: Overrides = None,
+    bases: Bases = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Step folder, run folder (its newest checkpoint) or model folder, instead of the config's model."),
@@ -52,6 +53,7 @@ def evaluate(
         rlcore eval config.yaml --checkpoint runs/config --samples 8 --k 1,4,8 --greedy
         rlcore eval config.yaml grpo.max_val_samples=100 --checkpoint runs/config/checkpoints/step_000010 --json scores.json
     """
+    files, changes = config_files(config, bases, overrides)
     prepare_process()
     ks = _numbers(k)
     if json_file is not None:
@@ -60,8 +62,8 @@ def evaluate(
     from rl_train.runtime.evaluation_report import default_path, prompts_path, write_results
 
     plan = plan_evaluation(
-        config,
-        overrides or [],
+        files,
+        changes,
         checkpoint=checkpoint,
         best=best,
         samples=samples,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlcore_cli.arguments import Config, Overrides
+from rlcore_cli.arguments import Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
     from rl_train.runtime.launch import RunResult
@@ -16,8 +16,9 @@ DRAWN = (("validation/accuracy", "validation accuracy"), ("validation/loss", "va
 
 
 def train(
-    config: Config,
+    config: Config = None,
     overrides: Overrides = None,
+    bases: Bases = None,
     resume: Annotated[
         str,
         typer.Option(help="auto: resume the newest unfinished run of this name; never: start a new run; or a path."),
@@ -36,6 +37,8 @@ def train(
 ) -> None:
     """Train with a config, resuming from its last checkpoint if there is one.
 
+    --config FILE layers CONFIG over another config; grpo.yaml and sft.yaml are packaged.
+
     Ctrl-C, SIGTERM and SIGHUP stop the run after the current step and save a checkpoint; the same command resumes it. A second
     signal stops it at once. `checkpointing.max_time` stops it in the same way before a job's time limit.
 
@@ -43,17 +46,17 @@ def train(
         rlcore train examples/grpo_addition.yaml
         rlcore train config.yaml grpo.max_num_steps=20 cluster.workers_per_node=2
         rlcore train config.yaml --show-samples 10
+        rlcore train --config grpo.yaml config.yaml
         rlcore train config.yaml --resume runs/config/checkpoints/step_000010
     """
     import os
 
+    files, changes = config_files(config, bases, overrides)
     # Before torch is imported: threads that spin while waiting slow down all other processes on a laptop.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from rl_train.runtime.launch import train as launch
 
-    finished = launch(
-        config, overrides or [], resume=resume, allow_config_change=allow_config_change, show_samples=show_samples
-    )
+    finished = launch(files, changes, resume=resume, allow_config_change=allow_config_change, show_samples=show_samples)
     _print_results(finished)
 
 

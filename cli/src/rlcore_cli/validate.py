@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlcore_cli.arguments import AsJson, Config, Overrides
+from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
     from rl_core.config.diagnostics import InvalidConfigError
@@ -17,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def validate(
-    config: Config,
+    config: Config = None,
     overrides: Overrides = None,
+    bases: Bases = None,
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Print the full config with defaults and the origin of each value.")
     ] = False,
@@ -39,19 +39,21 @@ def validate(
         rlcore validate config.yaml
         rlcore validate config.yaml policy.precision=bfloat16 ++policy.optimizer.kwargs.betas='[0.9, 0.95]'
         rlcore validate config.yaml --resolved
+        rlcore validate --config grpo.yaml config.yaml
         rlcore validate config.yaml --deep
     """
     from rl_core.config.diagnostics import InvalidConfigError
     from rl_train.config.loader import load_config
     from rl_train.config.resource_checks import machine_conflicts
 
+    files, changes = config_files(config, bases, overrides)
     try:
-        loaded = load_config(config, overrides or [])
+        loaded = load_config(files, changes)
         loaded.refuse(machine_conflicts(loaded.run))
         if deep:
             _check_deep(loaded)
     except InvalidConfigError as error:
-        _print_errors(error, config, as_json=as_json)
+        _print_errors(error, " + ".join(str(file) for file in files), as_json=as_json)
         raise typer.Exit(error.exit_code) from None
     if as_json:
         print(json.dumps({"valid": True, "warnings": _warnings(loaded), "config": loaded.redacted}, indent=2))
@@ -72,7 +74,7 @@ def _check_deep(loaded: LoadedConfig) -> None:
     loaded.refuse(deep_conflicts(loaded, Registry(discover())))
 
 
-def _print_errors(error: InvalidConfigError, config: Path, *, as_json: bool) -> None:
+def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> None:
     from rl_core.config.source_tree import dotted
 
     if as_json:

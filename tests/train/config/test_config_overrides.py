@@ -89,8 +89,8 @@ def test_a_key_of_another_section_is_found(files, good):
 
 MALFORMED = {
     "policy.precision": "Overrides have the form key=value, such as policy.precision=bfloat16.",
-    "other.yaml": "Overrides have the form key=value, such as policy.precision=bfloat16. To inherit from a second config "
-    "file, use `defaults:` in the first.",
+    "other.yaml": "Overrides have the form key=value, such as policy.precision=bfloat16. To layer several config "
+    "files, give the first ones with --config, or use `defaults:` in the last.",
     "+policy.precision=float32": "The prefix `+` is not supported: use `++key=value` to add a key, or `key=value` to set one.",
     "policy..precision=float32": "The key before `=` has an empty component: write it like policy.precision.",
     "=3": "The key before `=` has an empty component: write it like policy.precision.",

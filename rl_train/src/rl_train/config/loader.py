@@ -6,7 +6,6 @@ The stages: files and the files they inherit from, overrides, `${...}`, validati
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from rl_train.config.overrides import Override, apply_overrides
 from rl_train.config.path_resolution import locate_paths
 from rl_train.config.provenance import Origin, trace
 from rl_train.config.section_resolver import ConfigLayout, choose_parts
-from rl_train.config.sources import read_sources
+from rl_train.config.sources import ConfigFiles, as_paths, read_sources
 from rl_train.config.usage_checks import unused_sections
 
 
@@ -47,7 +46,7 @@ class LoadedConfig:
         components: The component of each section that names one, by the section's dotted key (`policy.generation`).
         layout: The models of the sections.
         written: The config as it was written, with the source location of each value.
-        path: The file.
+        path: The file; the last one if several are layered.
         redacted: `resolved` with the `${...}` of each secret instead of its value; safe to write, print and send.
         secrets: Values from the environment that must not be shown.
         overrides: As they were given.
@@ -85,16 +84,16 @@ class LoadedConfig:
 
 
 def load_config(
-    path: str | os.PathLike[str],
+    path: ConfigFiles,
     overrides: Sequence[str] = (),
     *,
     registry: Registry | None = None,
     for_training: bool = True,
 ) -> LoadedConfig:
-    """The run that a config file describes.
+    """The run that config files describe.
 
     Args:
-        path: The YAML file.
+        path: The YAML file, or several: the values of each override those of the files before it.
         overrides: `key=value` and `++key=value`, applied in order.
         registry: Used to look up components; the installed plugins by default.
         for_training: Reject sections that training does not use.
@@ -127,7 +126,7 @@ def load_config(
         components={dotted(at): part.component for at, part in layout.parts.items() if part.component is not None},
         layout=layout,
         written=written,
-        path=Path(path),
+        path=as_paths(path)[-1],
         redacted=problems.secrets.redacted(resolved, through),
         secrets=problems.secrets,
         overrides=tuple(overrides),

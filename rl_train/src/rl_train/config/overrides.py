@@ -70,7 +70,7 @@ def _parse(text: str, *, place: SourceLocation, problems: Problems) -> tuple[Key
     if match is None:
         meant = ""
         if text.endswith((".yaml", ".yml")) or os.path.isfile(text):
-            meant = " To inherit from a second config file, use `defaults:` in the first."
+            meant = " To layer several config files, give the first ones with --config, or use `defaults:` in the last."
         problems.add(f"Overrides have the form key=value, such as policy.precision=bfloat16.{meant}", place=place)
         return None
     if match["plus"] == "+":

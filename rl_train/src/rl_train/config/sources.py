@@ -1,13 +1,16 @@
-"""Reads a config file and the files it inherits from into one tree of values. Independent of the schema.
+"""Reads config files and the files they inherit from into one tree of values. Independent of the schema.
 
 `defaults: base.yaml`, or a list of files, each relative to the file that names it. Parents are applied first, in order
-and depth first; the values of the file itself override them.
+and depth first; the values of the file itself override them. `grpo.yaml` and `sft.yaml` are packaged: they are found by name
+if there is no such file.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Sequence
+from functools import reduce
 
 from rl_core.config.diagnostics import Problems, nearest, show
 from rl_core.config.source_tree import Node, SourceLocation, merge
@@ -16,23 +19,44 @@ from rl_train.config.yaml_reader import read_yaml
 LARGEST_FILE = 1 << 20
 """Bytes; a larger file is not a hand-written config and was probably given by mistake."""
 
+ConfigFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A config file, or several that are layered: the values of each override those of the files before it."""
+
+BASE_CONFIGS = pathlib.Path(__file__).parent / "base_configs"
+"""Folder of the packaged base configs."""
+
 _PARENTS = "defaults"
 
 
-def read_sources(path: str | os.PathLike[str], *, problems: Problems) -> Node:
-    """The file with everything that it inherits.
+def as_paths(files: ConfigFiles) -> list[pathlib.Path]:
+    """The config files, in the order in which they are applied."""
+    return [pathlib.Path(files)] if isinstance(files, str | os.PathLike) else [pathlib.Path(file) for file in files]
+
+
+def read_sources(files: ConfigFiles, *, problems: Problems) -> Node:
+    """The files with everything that they inherit, layered.
 
     Args:
-        path: The config file.
+        files: The config files, at least one.
         problems: Receives what is wrong with any of the files.
 
     Returns:
         The root mapping; empty if nothing could be read.
     """
-    source = os.fspath(path)
-    read = _read(source, referenced_at=None, open_files=(), problems=problems)
-    place = SourceLocation(source, 1, 1, source)
-    return read if read is not None else Node({}, place=place, key_place=place)
+    layers = []
+    for path in as_paths(files):
+        source = _existing_or_packaged(str(path))
+        read = _read(source, referenced_at=None, open_files=(), problems=problems)
+        place = SourceLocation(source, 1, 1, source)
+        layers.append(read if read is not None else Node({}, place=place, key_place=place))
+    return reduce(merge, layers)
+
+
+def _existing_or_packaged(source: str, name: str | None = None) -> str:
+    """The file itself, or the packaged base config of its name if there is no such file."""
+    packaged = BASE_CONFIGS / (source if name is None else name)
+    is_packaged = packaged.parent == BASE_CONFIGS and "\0" not in source and packaged.is_file()
+    return str(packaged) if is_packaged and not os.path.exists(source) else source
 
 
 def _read(source: str, *, referenced_at: SourceLocation | None, open_files: tuple[str, ...], problems: Problems) -> Node | None:
@@ -59,6 +83,7 @@ def _read(source: str, *, referenced_at: SourceLocation | None, open_files: tupl
     merged = Node({}, place=start, key_place=start)
     for parent, place in _parents(root, problems=problems):
         parent_path = os.path.normpath(os.path.join(os.path.dirname(source), os.path.expanduser(parent)))
+        parent_path = _existing_or_packaged(parent_path, parent)
         inherited = _read(parent_path, referenced_at=place, open_files=(*open_files, real), problems=problems)
         merged = merged if inherited is None else merge(merged, inherited)
     return merge(merged, Node(own, place=root.place, key_place=root.key_place, replaces=root.replaces))

@@ -15,6 +15,7 @@ from rl_core.errors import ConfigError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import LoadedConfig, load_config
+from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import judge
@@ -178,7 +179,7 @@ class EvaluationPlan:
 
 
 def plan_evaluation(
-    config_path: Path | str,
+    config_path: ConfigFiles,
     overrides: Sequence[str] = (),
     *,
     checkpoint: Path | None = None,
@@ -191,7 +192,7 @@ def plan_evaluation(
     """Load the config, the tokenizer and the validation data, and find the weights. Does not start processes.
 
     Args:
-        config_path: the YAML file.
+        config_path: the YAML file, or several that are layered, the last one on top.
         overrides: `key=value` each.
         checkpoint: see `find_weights`; the config's model by default.
         best: for a run folder, use its best checkpoint instead of the newest.

@@ -24,6 +24,7 @@ from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.lr_schedule_checks import schedule_changes
 from rl_train.config.resource_checks import machine_conflicts
 from rl_train.config.section_resolver import COMPANIONS
+from rl_train.config.sources import ConfigFiles
 from rl_train.metrics.console import ConsoleLogger
 from rl_train.metrics.jsonl import METRICS, JsonlLogger
 from rl_train.metrics.samples import SamplePrinter
@@ -55,7 +56,7 @@ class RunResult:
 
 
 def train(
-    config_path: Path | str,
+    config_path: ConfigFiles,
     overrides: Sequence[str] = (),
     *,
     resume: str = "auto",
@@ -66,7 +67,7 @@ def train(
     """Run the config's algorithm to its last step.
 
     Args:
-        config_path: the YAML file.
+        config_path: the YAML file, or several that are layered, the last one on top.
         overrides: `key=value` each.
         resume: `auto`, `never`, or the path of a checkpoint or run folder.
         allow_config_change: resume although the checkpoint was written with another config.
@@ -87,7 +88,7 @@ def train(
     loaded.refuse(machine_conflicts(config))
     _check_show_samples(show_samples, config)
     with ExitStack() as exits:
-        start = choose_start(config, name=config.logger.run_name or Path(config_path).stem, resume=resume)
+        start = choose_start(config, name=config.logger.run_name or loaded.path.stem, resume=resume)
         start = claim(start, config.checkpointing, exits)
         exits.enter_context(_logging_to(start.folder, loaded.secrets.redact))
         _print(console, f"run folder {start.folder}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
+from rl_train.config.sources import ConfigFiles
 from rl_train.rollouts.seeds import sample_seed
 from rl_train.runtime.data import prompt_loader, read_data
 from rl_train.runtime.workers import Builder, make_cluster
@@ -102,7 +102,7 @@ class PolicyAndEnginePlan:
             yield PolicyAndEngine(config=self.config, policy=policy, generation=generation, refit=weights.transport_name)
 
 
-def plan_policy_and_engine(config_path: Path | str, overrides: Sequence[str] = (), *, num_prompts: int) -> PolicyAndEnginePlan:
+def plan_policy_and_engine(config_path: ConfigFiles, overrides: Sequence[str] = (), *, num_prompts: int) -> PolicyAndEnginePlan:
     """Load a config, its tokenizer and the first `num_prompts` prompts of its training data. Does not start processes.
 
     Raises:

@@ -1,0 +1,133 @@
+"""`--config` layers config files, and the configs of the page on NeMo RL are valid over the packaged ones."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_core.config.diagnostics import InvalidConfigError
+from rl_train.config.loader import load_config
+from rl_train.config.sources import BASE_CONFIGS
+from rlcore_cli.main import main
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "examples" / "addition" / "model")
+PAGE = (ROOT / "docs" / "nemo_rl_names.md").read_text()
+[DIRECT] = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with the config and the data of the page."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grpo_direct_vllm.yaml").write_text(DIRECT.replace("path/to/model", MODEL))
+    rows = [{"problem": f"{a}+{a}=", "expected_answer": str(2 * a)} for a in range(10, 18)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def rlcore(monkeypatch, capsys):
+    """Runs the command in this process; returns its exit code, output and errors."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["rlcore", *arguments])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # otherwise the command sets it permanently
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = capsys.readouterr()
+        return left.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_direct_vllm_config_is_valid_over_the_packaged_base(rlcore):
+    code, out, err = rlcore("validate", "--config", "grpo.yaml", "grpo_direct_vllm.yaml")
+    assert (code, err) == (0, "")
+    assert "grpo_direct_vllm.yaml is valid" in out
+    assert "generation  vllm, up to 2048 new tokens" in out
+    run = load_config(["grpo.yaml", "grpo_direct_vllm.yaml"]).run
+    assert (run.policy.backend, run.policy.max_total_sequence_length) == ("hf", 4096)
+
+
+@pytest.mark.usefixtures("folder")
+def test_top_p_is_the_only_refused_line():
+    with pytest.raises(InvalidConfigError) as caught:
+        load_config(["grpo.yaml", "grpo_direct_vllm.yaml"], ["++policy.generation.top_p=0.95"])
+    [problem] = caught.value.problems
+    assert problem.path == ("policy", "generation", "top_p")
+    assert problem.message.startswith(
+        "grpo cannot train on filtered samples: the engine would sample from a filtered distribution"
+    )
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_base_and_overrides_are_a_whole_config(rlcore):
+    given = (f"++policy.model_name={MODEL}", "++data.train_data_path=train.jsonl", "++data.prompt.prompt_config=generic/math")
+    code, out, _ = rlcore("validate", "--config", "grpo.yaml", *given, "++env.math.num_workers=8")
+    assert code == 0
+    assert "grpo.yaml is valid" in out
+    code, _, err = rlcore("validate", "--config", "grpo.yaml", *given)
+    assert code == 2
+    assert "env: is required: grpo trains on rewards from an environment" in err
+    answers = ("++data.train.dataset_name=jsonl", "++data.train.path=train.jsonl", "++data.train.input_key=problem")
+    code, out, err = rlcore("validate", "--config", "sft.yaml", given[0], *answers, "++data.train.response_key=expected_answer")
+    assert (code, err) == (0, "")
+
+
+def test_later_files_override_earlier_ones_and_name_the_run(folder):
+    (folder / "over.yaml").write_text("grpo: {num_prompts_per_step: 4}\npolicy: {max_total_sequence_length: 3000}\n")
+    loaded = load_config(["grpo.yaml", "grpo_direct_vllm.yaml", folder / "over.yaml"], ["grpo.seed=3"])
+    assert loaded.path.name == "over.yaml"
+    assert (loaded.run.algorithm.num_prompts_per_step, loaded.run.algorithm.num_generations_per_prompt) == (4, 8)
+    assert str(loaded.source["grpo.num_prompts_per_step"]).endswith("over.yaml:1:30")
+    assert str(loaded.source["policy.backend"]).startswith(str(BASE_CONFIGS / "grpo.yaml"))
+    assert loaded.run.algorithm.seed == 3
+
+
+def test_an_error_is_reported_in_the_file_of_its_value(folder, rlcore):
+    (folder / "over.yaml").write_text("grpo: {num_prompts: 4}\n")
+    code, _, err = rlcore("validate", "--config", "grpo.yaml", "--config", "grpo_direct_vllm.yaml", "over.yaml")
+    assert code == 2
+    assert "grpo.yaml + grpo_direct_vllm.yaml + over.yaml has 1 error" in err
+    assert "over.yaml:1:8: grpo.num_prompts: grpo has no key 'num_prompts'" in err
+
+
+def test_a_file_of_the_same_name_comes_before_the_packaged_one(folder):
+    (folder / "own.yaml").write_text("defaults: grpo.yaml\n" + DIRECT.replace("path/to/model", MODEL))
+    assert load_config("own.yaml").run.algorithm.num_prompts_per_step == 32
+    (folder / "grpo.yaml").write_text(
+        "grpo: {num_prompts_per_step: 5}\npolicy: {backend: hf, max_total_sequence_length: 4096}\n"
+    )
+    assert load_config("own.yaml").run.algorithm.num_prompts_per_step == 5
+    assert load_config(["grpo.yaml", "grpo_direct_vllm.yaml"]).run.algorithm.num_prompts_per_step == 5
+
+
+def test_a_command_without_a_config_says_what_is_missing(rlcore):
+    code, _, err = rlcore("validate")
+    assert code == 2
+    assert "Invalid value for CONFIG: give a YAML file, or --config FILE." in err
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_from_the_packaged_base_trains(folder, rlcore):
+    (folder / "digits.yaml").write_text('user: "{problem}"\n')
+    given = {
+        "policy.model_name": MODEL,
+        "data.train_data_path": "train.jsonl",
+        "data.prompt.prompt_config": "digits.yaml",
+        "env.math.require_box": "false",
+        "policy.max_total_sequence_length": 16,
+        "policy.generation.max_new_tokens": 5,
+        "grpo.num_prompts_per_step": 4,
+        "grpo.max_num_steps": 1,
+        "cluster.backend": "in_process",
+    }
+    code, out, err = rlcore("train", "--config", "grpo.yaml", *(f"++{key}={value}" for key, value in given.items()))
+    assert code == 0, err
+    assert "1 step done" in out
+    assert (folder / "runs" / "grpo" / "metrics.jsonl").is_file()
