@@ -82,7 +82,7 @@ def test_a_config_file_instead_of_a_command_suggests_train():
 @pytest.mark.parametrize(
     ("command", "usage"),
     [
-        ("train", "CONFIG [KEY=VALUE]..."),
+        ("train", "[CONFIG] [KEY=VALUE]..."),
         ("compare", "RUN_FOLDER..."),
         ("convert", "CHECKPOINT OUTPUT"),
         ("doctor", "[NAME]"),
