@@ -235,3 +235,104 @@ def test_rows_that_arrive_during_a_refit_wait_for_its_weights(refitted):
     found = asyncio.run(arrive())
     assert found["weight_version"].tolist() == [0]
     assert_same_row(found, engine.generate(BATCH), 0)
+
+
+@pytest.fixture
+def widths(engine, monkeypatch):
+    """Shapes of the model's inputs with more than one token."""
+    found, model = [], engine.group.worker._model
+    forward = model.forward
+
+    def watched(*args, **kwargs):
+        if kwargs["input_ids"].shape[1] > 1:
+            found.append(tuple(kwargs["input_ids"].shape))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", watched)
+    return found
+
+
+def test_rows_of_one_prompt_that_arrive_together_share_a_prefill(engine, widths):
+    async def together():
+        return await asyncio.gather(*(row_of(engine, BATCH, row) for row in (0, 2, 3)))
+
+    asyncio.run(together())
+    assert widths == [(2, 3)]
+
+
+def with_sessions(batch, names):
+    return BatchedDataDict({**batch, "session_ids": names})
+
+
+async def conversations(engine, prompts, names, turns):
+    """Each row's turns: a turn adds three tokens to what was sampled. Returns the outputs of all turns by row."""
+
+    async def converse(row):
+        tokens, outputs = prompts[row], []
+        for turn in range(turns):
+            batch = batch_of(tokens, sample_seeds=torch.tensor([row * 7 + turn]), max_new_tokens=torch.tensor([6 + 3 * row]))
+            outputs.append(await row_of(engine, with_sessions(batch, [names[row]]), 0))
+            tokens = [*outputs[-1]["output_ids"][0].tolist(), 20 + row, 30 + turn, 41]
+        return outputs
+
+    return await asyncio.gather(*(converse(row) for row in range(len(prompts))))
+
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [9, 4], [5, 6, 7, 8, 9, 10]]
+NAMES = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "llama"])
+def test_a_turn_that_continues_a_session_equals_a_full_prefill(model_folder, kind):
+    engine = HuggingFaceGeneration(model_folder(kind), max_new_tokens=40, temperature=TEMPERATURE)
+    with_cache = asyncio.run(conversations(engine, PROMPTS, NAMES, 3))
+    assert len(engine.group.worker._rows._sessions) == 3
+    without = asyncio.run(conversations(engine, PROMPTS, [None] * 3, 3))
+    for found, expected in zip(with_cache, without, strict=True):
+        for turn in range(3):
+            assert_same_row(found[turn], expected[turn], 0)
+    engine.shutdown()
+
+
+def test_a_turn_computes_only_its_new_tokens_until_its_session_is_closed(engine, widths):
+    asyncio.run(conversations(engine, PROMPTS[:1], ["a"], 2))
+    assert widths == [(1, 6), (1, 4)]  # the last sampled token has not been computed yet
+    sessions = engine.group.worker._rows._sessions
+    assert sessions.num_bytes > 0
+    engine.close_sessions(["a", "unknown"])
+    assert (len(sessions), sessions.num_bytes) == (0, 0)
+    engine.finish_generation()
+
+
+def test_a_session_whose_history_was_rewritten_keeps_the_common_prefix(engine, widths):
+    changed = [5, 6, 7, 8, 50, 51, 52]
+    asyncio.run(conversations(engine, PROMPTS[:1], ["a"], 1))
+    found = asyncio.run(row_of(engine, with_sessions(batch_of(changed), ["a"]), 0))
+    assert widths[1:] == [(1, 3)]
+    assert_same_row(found, engine.generate(batch_of(changed)), 0)
+    # The same prompt again: one token is computed for the logits after it.
+    again = asyncio.run(row_of(engine, with_sessions(batch_of(changed), ["a"]), 0))
+    assert_same_row(again, found, 0)
+    engine.finish_generation()
+
+
+def test_sessions_stay_within_their_memory_and_the_oldest_are_discarded(folder):
+    engine = HuggingFaceGeneration(folder, max_new_tokens=40, session_cache_mb=0)
+    asyncio.run(conversations(engine, PROMPTS, NAMES, 1))
+    sessions = engine.group.worker._rows._sessions
+    assert len(sessions) == 0
+    sessions._max_bytes = 5000  # two layers, two heads of 8 numbers: 256 bytes a token
+    for row in range(3):
+        asyncio.run(conversations(engine, PROMPTS[row : row + 1], NAMES[row : row + 1], 1))
+        assert 0 < sessions.num_bytes <= 5000
+    assert sorted(sessions._prefixes) == ["b", "c"]
+    engine.shutdown()
+
+
+def test_a_refit_discards_sessions(refitted):
+    _, engine, sync = refitted
+    before = asyncio.run(conversations(engine, PROMPTS[:1], ["a"], 1))[0][0]
+    sync.sync()
+    assert len(engine.group.worker._rows._sessions) == 0
+    turn = batch_of([*before["output_ids"][0].tolist(), 20, 30])
+    assert_same_row(asyncio.run(row_of(engine, with_sessions(turn, ["a"]), 0)), engine.generate(turn), 0)

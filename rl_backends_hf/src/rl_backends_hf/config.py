@@ -173,6 +173,9 @@ class HFSamplerConfig(HFModelConfig):
     that train on samples reject other values, since the policy scores tokens without the penalty."""
     max_batch_rows: int = Field(default=256, ge=1)
     """Maximum number of rows decoded together."""
+    session_cache_mb: int = Field(default=1024, ge=0)
+    """Memory limit, in MiB per replica, of the keys and values that are kept for conversations between their turns, so that a
+    turn computes only its new tokens. The least recently used conversations are discarded first; 0 keeps none."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Data type of the sampling copy; defaults to that of the policy."""
     tokenizer: TokenizerConfig | None = None

@@ -8,12 +8,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rl_backends_hf.decode_attention import AttentionLayout
 from rl_backends_hf.kv_cache import SlotCache
+from rl_backends_hf.prefill import PrefillPlan, prefill
 from rl_backends_hf.rows import PromptGroup, Row, group_by_prompt
 from rl_backends_hf.sampling import SamplingParameters, next_tokens
+from rl_backends_hf.session_cache import CachedPrefix, SessionCache
 from rl_core.errors import NonFiniteError
 
 _FIRST_NEW_COLUMNS: Final = 64
@@ -32,6 +34,7 @@ class DecodeLoop:
         end_ids: tokens that end a row.
         capacity: maximum number of rows decoded together.
         prefill_tokens: maximum number of padded tokens of one prefill.
+        sessions: keys and values of earlier turns; none by default.
 
     Attributes:
         weight_version: recorded with each row at its first token.
@@ -46,10 +49,12 @@ class DecodeLoop:
         *,
         capacity: int,
         prefill_tokens: int,
+        sessions: SessionCache | None = None,
     ) -> None:
         self.weight_version = -1
         self._model, self._layout, self._parameters, self._end_ids = model, layout, parameters, end_ids
         self._capacity, self._prefill_tokens = capacity, prefill_tokens
+        self._sessions = SessionCache(0) if sessions is None else sessions
         self._device = model.get_input_embeddings().weight.device
         self._eager_dtype = model.dtype if model.config._attn_implementation == "eager" else None
         self._waiting: deque[PromptGroup] = deque()
@@ -90,7 +95,8 @@ class DecodeLoop:
         """Draw at least one token for every active row; returns rows that ended, with a `NonFiniteError` in `error` if so."""
         ended: list[Row] = []
         while self._should_prefill():
-            ended += self._prefill(self._next_groups())
+            for plan in self._plans(self._next_groups()):
+                ended += self._prefill(plan)
         if self._active:
             ended += self._advance()
         return ended
@@ -122,24 +128,33 @@ class DecodeLoop:
             free -= len(group.rows)
         return taken
 
-    def _prefill(self, groups: list[PromptGroup]) -> list[Row]:
+    def _plans(self, groups: list[PromptGroup]) -> list[PrefillPlan]:
+        """One prefill for groups that start anew, and others for those that continue a session."""
+        fresh, resumed = list[PromptGroup](), list[PrefillPlan]()
+        for group in groups:
+            prefix = self._prefix_of(group)
+            if prefix is None:
+                fresh.append(group)
+            elif resumed and self._layout.window is None:
+                resumed[0].groups.append(group)
+                resumed[0].prefixes.append(prefix)
+            else:  # padding between earlier and new tokens would be counted as part of a sliding window
+                resumed.append(PrefillPlan(groups=[group], prefixes=[prefix]))
+        return [*([PrefillPlan(groups=fresh, prefixes=[])] if fresh else []), *resumed]
+
+    def _prefix_of(self, group: PromptGroup) -> CachedPrefix | None:
+        """The longest prefix that the sessions of the group's rows have left."""
+        kept = [self._sessions.take(row.session) for row in group.rows if row.session is not None]
+        prefixes = [prefix.of(group.prompt) for prefix in kept if prefix is not None]
+        best = max(prefixes, key=lambda prefix: len(prefix.tokens), default=None)
+        return best if best is not None and best.tokens else None
+
+    def _prefill(self, plan: PrefillPlan) -> list[Row]:
         """Compute each group's prompt once, and give every row a slot and its first token; returns rows that ended."""
-        width = max(len(group.prompt) for group in groups)
-        padding = [width - len(group.prompt) for group in groups]
-        ids = self._tensor([[0] * pad + group.prompt for pad, group in zip(padding, groups, strict=True)])
-        mask = torch.arange(width, device=self._device) >= self._tensor(padding).unsqueeze(1)
-        prefilled = DynamicCache()
-        logits = self._model(
-            input_ids=ids,
-            attention_mask=mask if any(padding) else None,
-            position_ids=(mask.cumsum(dim=1) - 1).clamp_(min=0),
-            past_key_values=prefilled,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        sources = [source for source, group in enumerate(groups) for _ in group.rows]
-        rows = [row for group in groups for row in group.rows]
-        self._slots_for(rows).add(prefilled, sources=sources, lengths=[len(row.sequence) for row in rows])
+        logits, prefilled = prefill(self._model, plan)
+        sources = [source for source, group in enumerate(plan.groups) for _ in group.rows]
+        rows = [row for group in plan.groups for row in group.rows]
+        self._slots_for(rows).add(prefilled, sources=sources, lengths=[len(row.sequence) for row in rows], past=plan.past)
         for row in rows:
             if not row.tokens:
                 row.weight_version = self.weight_version
@@ -181,6 +196,7 @@ class DecodeLoop:
 
     def _draw(self, logits: torch.Tensor, *, first: int) -> list[Row]:
         """Draw a token for the rows from slot `first` on, and remove finished rows, which are returned."""
+        assert self._cache is not None
         drawn, logprobs = self._next_tokens(logits, first)
         self._tokens[first:] = drawn
         rows = self._active[first:]
@@ -197,6 +213,9 @@ class DecodeLoop:
                 ended.append(row)
             else:
                 remaining.append(slot)
+                continue
+            if row.session is not None and row.error is None:
+                self._sessions.put(row.session, row.sequence[:-1], self._cache, slot)
         if ended:
             self._keep(remaining)
         return ended

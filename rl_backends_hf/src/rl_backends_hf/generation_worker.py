@@ -54,7 +54,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             seed=options.seed,
             rank=self.context.rank,
         )
-        self._rows = RowsInFlight(self._sampler)
+        self._rows = RowsInFlight(self._sampler, session_bytes=options.session_cache_mb * 2**20)
         return {
             "max_model_len": self._sampler.max_model_len,
             "vocab_size": self._sampler.vocab_size,
@@ -73,6 +73,9 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
         return self._rows.poll(arrivals, cancelled=cancelled, wait_s=wait_s, weight_version=self.get_weight_version())
+
+    def close_sessions(self, sessions: Sequence[str]) -> None:
+        self._rows.close_sessions(sessions)
 
     def finish_generation(self) -> None:
         self._rows.release_if_idle()

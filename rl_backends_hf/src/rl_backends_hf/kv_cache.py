@@ -42,14 +42,16 @@ class SlotLayer(CacheLayerMixin):
             own.view(-1, new.shape[3]).index_copy_(0, flat_index, new.reshape(-1, new.shape[3]))
         return self.keys[:used, :, :width], self.values[:used, :, :width]
 
-    def load(self, other: CacheLayerMixin, *, runs: Sequence[PrefillRun]) -> None:
-        """Copy prompts from a left-padded prefill."""
+    def load(self, other: CacheLayerMixin, *, runs: Sequence[PrefillRun], past_width: int) -> None:
+        """Copy prompts from a prefill: `past_width` left-padded columns computed before it, then left-padded new ones."""
         if not self.is_initialized:
             self.lazy_initialization(other.keys, other.values)
         for run in runs:
             rows = slice(run.first_slot, run.first_slot + len(run.sources))
             for own, prefilled in ((self.keys, other.keys), (self.values, other.values)):
-                own[rows, :, : run.length] = prefilled[run.sources, :, prefilled.shape[2] - run.length :]
+                own[rows, :, : run.past] = prefilled[run.sources, :, past_width - run.past : past_width]
+                new = prefilled.shape[2] - (run.length - run.past)
+                own[rows, :, run.past : run.length] = prefilled[run.sources, :, new:]
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, *, width: int) -> None:
         """Copy whole slots, up to column `width`."""
@@ -83,10 +85,11 @@ class PrefillRun:
         first_slot: the first slot.
         sources: row of the prefill for each slot.
         length: tokens of each prompt.
+        past: number of them that were computed before the prefill.
     """
 
-    def __init__(self, *, first_slot: int, sources: list[int], length: int) -> None:
-        self.first_slot, self.sources, self.length = first_slot, sources, length
+    def __init__(self, *, first_slot: int, sources: list[int], length: int, past: int) -> None:
+        self.first_slot, self.sources, self.length, self.past = first_slot, sources, length, past
 
 
 class SlotTable:
@@ -140,13 +143,14 @@ class SlotCache(Cache):
         self.max_columns = first_columns
         super().__init__(layers=[SlotLayer(self.slots) for _ in range(num_layers)])
 
-    def add(self, prefill: Cache, *, sources: Sequence[int], lengths: Sequence[int]) -> None:
+    def add(self, prefill: Cache, *, sources: Sequence[int], lengths: Sequence[int], past: Sequence[int]) -> None:
         """Assign a slot to every row of `sources`, after the slots in use.
 
         Args:
-            prefill: keys and values of left-padded prompts.
+            prefill: keys and values of prompts: left-padded earlier tokens, if there are any, then left-padded new ones.
             sources: row of the prefill for each new slot; a prompt's row occurs once per sample.
             lengths: prompt length of each new slot.
+            past: number of earlier tokens of each row of the prefill.
 
         Raises:
             NotSupportedError: the model has a different number of layers.
@@ -157,9 +161,9 @@ class SlotCache(Cache):
                 "this sampler does not support its attention. Use another generation backend."
             )
         self._ensure_columns(max(lengths))
-        runs = _runs(sources, lengths, first_slot=self.slots.used)
+        runs = _runs(sources, lengths, [past[source] for source in sources], first_slot=self.slots.used)
         for own, prefilled in zip(self.layers, prefill.layers, strict=True):
-            own.load(prefilled, runs=runs)
+            own.load(prefilled, runs=runs, past_width=max(past))
         new = torch.tensor(lengths, dtype=torch.int64, device=self.slots.positions.device) - 1
         self.slots.positions = torch.cat([self.slots.positions, new])
         self.slots.used += len(sources)
@@ -187,6 +191,10 @@ class SlotCache(Cache):
             sources, targets = torch.tensor(moves, device=device).unbind(dim=1)
             for layer in self.layers:
                 layer.move(sources, targets, width=width)
+
+    def copy_of(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [heads, length, head_dim] of each layer, for the first tokens of a slot."""
+        return [(layer.keys[slot, :, :length].clone(), layer.values[slot, :, :length].clone()) for layer in self.layers]
 
     def attendable(self, *, window: int | None = None) -> torch.Tensor:
         """[N, K] bool, columns that each row's token may attend to.
@@ -216,11 +224,11 @@ class SlotCache(Cache):
         self.slots.clear_indices()
 
 
-def _runs(sources: Sequence[int], lengths: Sequence[int], *, first_slot: int) -> list[PrefillRun]:
+def _runs(sources: Sequence[int], lengths: Sequence[int], past: Sequence[int], *, first_slot: int) -> list[PrefillRun]:
     runs: list[PrefillRun] = []
-    for slot, (source, length) in enumerate(zip(sources, lengths, strict=True), start=first_slot):
-        if runs and runs[-1].length == length:
+    for slot, (source, length, earlier) in enumerate(zip(sources, lengths, past, strict=True), start=first_slot):
+        if runs and (runs[-1].length, runs[-1].past) == (length, earlier):
             runs[-1].sources.append(source)
         else:
-            runs.append(PrefillRun(first_slot=slot, sources=[source], length=length))
+            runs.append(PrefillRun(first_slot=slot, sources=[source], length=length, past=earlier))
     return runs

@@ -18,12 +18,14 @@ class Row(SampledRow):
     Attributes:
         greedy: whether it takes the most likely token at each position.
         scanner: searches for stop strings; None if there are none.
+        session: conversation that it continues, whose keys and values are kept.
         weight_version: of the weights that drew its first token.
         error: why it cannot be completed.
     """
 
     greedy: bool = False
     scanner: StopStringScanner | None = None
+    session: str | None = None
     weight_version: int = -1
     error: RLCoreError | None = None
 

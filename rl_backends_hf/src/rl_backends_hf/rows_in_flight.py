@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from rl_backends_hf.rows import Row
 from rl_backends_hf.sampler import Sampler
+from rl_backends_hf.session_cache import SessionCache
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import to_output
 from rl_core.errors import DataError, RLCoreError
@@ -28,12 +29,14 @@ class RowsInFlight:
 
     Args:
         sampler: how to sample.
+        session_bytes: memory limit of keys and values kept for sessions between their turns.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, *, session_bytes: int) -> None:
         self._sampler = sampler
         self._rows: dict[str, Row] = {}
-        self._loop = sampler.decode_loop(capacity=sampler.settings.max_batch_rows)
+        self._sessions = SessionCache(session_bytes)
+        self._loop = sampler.decode_loop(capacity=sampler.settings.max_batch_rows, sessions=self._sessions)
         self._prepared = ExitStack()
         # A generator that is still open when the interpreter exits would fail while modules are being torn down.
         weakref.finalize(self, self._prepared.close)
@@ -74,9 +77,13 @@ class RowsInFlight:
         self._release()
 
     def release_if_idle(self) -> None:
-        """Free packed weights unless rows are in flight."""
+        """Free packed weights and sessions unless rows are in flight."""
         if not self._rows:
             self._release()
+
+    def close_sessions(self, sessions: Sequence[str]) -> None:
+        """Discard what is kept of these sessions."""
+        self._sessions.close(sessions)
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -94,6 +101,7 @@ class RowsInFlight:
             except DataError as error:
                 refused[arrival.name] = error
                 continue
+            row.session = arrival.row["session_ids"][0] if "session_ids" in arrival.row else None
             self._rows[arrival.name] = row
             joined.append(row)
         self._loop.add(joined)
@@ -123,5 +131,6 @@ class RowsInFlight:
         return found
 
     def _release(self) -> None:
+        self._sessions.clear()
         self._prepared.close()
         self._is_prepared = False

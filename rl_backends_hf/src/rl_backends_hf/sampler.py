@@ -17,6 +17,7 @@ from rl_backends_hf.decode_loop import DecodeLoop
 from rl_backends_hf.packed_linears import packed_linears
 from rl_backends_hf.rows import Row, to_rows
 from rl_backends_hf.sampling import SamplingParameters
+from rl_backends_hf.session_cache import SessionCache
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, PromptReader, end_token_ids, to_output
 from rl_core.errors import NotSupportedError
@@ -144,7 +145,7 @@ class Sampler:
         """The rows of one call, without tokens; raises as `generate`."""
         return to_rows(self._reader.read(data), self.tokenizer, greedy=greedy)
 
-    def decode_loop(self, *, capacity: int) -> DecodeLoop:
+    def decode_loop(self, *, capacity: int, sessions: SessionCache | None = None) -> DecodeLoop:
         """A loop of at most `capacity` rows at a time; it runs within `prepared` and `without_gradients`."""
         return DecodeLoop(
             self.model,
@@ -153,6 +154,7 @@ class Sampler:
             self._end_ids,
             capacity=capacity,
             prefill_tokens=self.settings.prefill_tokens,
+            sessions=sessions,
         )
 
     @contextmanager
