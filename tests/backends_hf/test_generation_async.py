@@ -74,6 +74,13 @@ async def one_after_the_other(engine, batch, greedy=False):
     return await asyncio.gather(*tasks)
 
 
+def test_the_engine_states_that_it_streams_rows(engine):
+    from rl_backends_hf.plugin import rlcore_generations
+
+    assert engine.streams_rows
+    assert {"async_rows", "session_cache"} <= set(rlcore_generations()[0].capabilities)
+
+
 @pytest.mark.parametrize("greedy", [False, True])
 def test_rows_that_join_at_different_times_are_those_of_one_call(engine, greedy):
     expected = engine.generate(BATCH, greedy)

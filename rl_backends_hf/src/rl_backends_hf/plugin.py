@@ -38,7 +38,16 @@ def rlcore_generations() -> list[Component]:
             "hf",
             target="rl_backends_hf.generation:HuggingFaceGeneration",
             config="rl_backends_hf.config:HFGenerationConfig",
-            summary="Batched decoding with Transformers, one prefill per prompt",
-            capabilities=("in_process", "seeds", "top_p", "top_k", "held_weight_digests", *WEIGHT_TRANSPORTS),
+            summary="Batched decoding with Transformers, one prefill per prompt; rows join while others run",
+            capabilities=(
+                "in_process",
+                "seeds",
+                "top_p",
+                "top_k",
+                "async_rows",
+                "session_cache",
+                "held_weight_digests",
+                *WEIGHT_TRANSPORTS,
+            ),
         )
     ]

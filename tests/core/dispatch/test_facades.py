@@ -1,17 +1,19 @@
 """The facades over workers: shards, padding rows, counts and errors, with workers that only count."""
 
+import asyncio
+
 import pytest
 import torch
 
 from rl_core.cluster import InProcessPool, NamedSharding
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.generation import _by_prompt
+from rl_core.dispatch.generation import DistributedGeneration, _by_prompt
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.rows import global_counts, pad_rows_to_multiple, select_columns
-from rl_core.errors import ConfigError, DataError, NonFiniteError, RLCoreError
+from rl_core.errors import ConfigError, DataError, NonFiniteError, NotSupportedError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, LossFunction
-from rl_core.interfaces.worker import PolicyWorker, StepResult
+from rl_core.interfaces.worker import GenerationWorker, PolicyWorker, StepResult
 from rl_train.rollouts.environment_pool import EnvironmentPool
 
 
@@ -57,6 +59,41 @@ class CountingWorker(PolicyWorker):
 
     def get_weight_version(self):
         return self.version
+
+
+class WholeBatchWorker(GenerationWorker):
+    """Has no `poll`."""
+
+    def __init__(self, context, config): ...
+
+    def setup(self):
+        return {"vocab_size": 10, "max_model_len": 8}
+
+    def generate(self, data, *, greedy=False):
+        raise AssertionError("no row of these tests can be completed")
+
+    def get_weight_version(self):
+        return 0
+
+    def invalidate_kv_cache(self):
+        return True
+
+
+@pytest.fixture
+def whole_batches():
+    return DistributedGeneration(worker_class=WholeBatchWorker, config=GenerationConfig(backend="x", model_name="x"))
+
+
+def test_an_engine_whose_worker_has_no_poll_does_not_stream_rows(whole_batches):
+    assert not whole_batches.streams_rows
+    with pytest.raises(NotSupportedError, match="generate_async"):
+        asyncio.run(anext(whole_batches.generate_async(rows(1))))
+    whole_batches.close_sessions(["unknown"])
+
+
+def test_a_generation_engine_checks_rows_before_dispatch(whole_batches):
+    with pytest.raises(DataError, match=r"^Row 2 has token id 10"):
+        whole_batches.generate(rows(4))
 
 
 class LowLoss(LossFunction):
