@@ -194,6 +194,28 @@ def test_rollouts_of_one_turn_are_sampled_in_one_call(tokenizer, streaming, envi
     assert [len(call["texts"]) for call in engine.asked] == [4]
 
 
+def test_the_turns_of_a_rollout_are_a_session_of_the_engine_that_is_closed_when_it_ends(tokenizer, streaming, environments):
+    engine = streaming(lambda _: ("yes[EOS]", False))
+    sampled, closed = [], []
+
+    class Watched(type(engine)):
+        async def generate_async(self, data, greedy=False):
+            [session] = data["session_ids"]
+            assert session not in closed
+            sampled.append(session)
+            async for item in super().generate_async(data, greedy):
+                yield item
+
+        def close_sessions(self, sessions):
+            closed.extend(sessions)
+
+    engine.__class__ = Watched
+    for _ in range(2):
+        play(engine, environments, tokenizer, rows_of(tokenizer, TASKS))
+    assert sorted(map(sampled.count, set(sampled))) == [1, 1, 1, 1, 1, 1, 3, 3]
+    assert sorted(closed) == sorted(set(sampled))
+
+
 def test_an_engine_that_samples_only_complete_batches_is_logged_once(tokenizer, engine_for, environments, caplog):
     collect._log_batches.cache_clear()
     engine = engine_for(lambda _: ("ok[EOS]", False))

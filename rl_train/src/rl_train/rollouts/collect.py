@@ -81,7 +81,7 @@ class Collector:
                 sampler, run_seed=self.seed, stream=stream, ordinal=row.ordinal, sample=row.sample, position=position
             )
             await self._play_one(row, driver, engine, queues)
-            sampler.leave()
+            sampler.leave(position)
 
         await all_of([play(position, row) for position, row in enumerate(trajectories)])
 

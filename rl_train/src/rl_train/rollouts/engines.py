@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,13 +48,18 @@ class TurnSampler(ABC):
     async def sample(self, request: TurnRequest) -> SampledTurn:
         """Sample one turn. Cancelling the call cancels the request."""
 
-    def leave(self) -> None:
-        """Called when a rollout has ended."""
+    def leave(self, position: int) -> None:
+        """Called when the rollout at `position` has ended."""
         return None
+
+
+_sessions = itertools.count()
 
 
 class RowSampler(TurnSampler):
     """Samples each turn by itself; the engine runs the turns that are in progress together.
+
+    A rollout is a session of the engine, which samples its turns on one replica and may keep keys and values between them.
 
     Args:
         generation: an engine with `generate_async`.
@@ -63,15 +69,24 @@ class RowSampler(TurnSampler):
 
     def __init__(self, generation: GenerationInterface, *, greedy: bool, pad_token_id: int) -> None:
         self._generation, self._greedy, self._pad_token_id = generation, greedy, pad_token_id
+        self._name = f"rollouts-{next(_sessions)}"
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
-        rows: Any = self._generation.generate_async(_prompts([request], self._pad_token_id), greedy=self._greedy)
+        batch = _prompts([request], self._pad_token_id)
+        batch["session_ids"] = [self._session(request.position)]
+        rows: Any = self._generation.generate_async(batch, greedy=self._greedy)
         try:
             async for _, output in rows:
                 return _turn(output, 0, len(request.token_ids))
         finally:
             await rows.aclose()
         raise RuntimeError(f"{type(self._generation).__name__}.generate_async ended without the output of its row")
+
+    def leave(self, position: int) -> None:
+        self._generation.close_sessions([self._session(position)])
+
+    def _session(self, position: int) -> str:
+        return f"{self._name}-{position}"
 
 
 class BatchSampler(TurnSampler):
@@ -97,7 +112,7 @@ class BatchSampler(TurnSampler):
         self._schedule()
         return await future
 
-    def leave(self) -> None:
+    def leave(self, position: int) -> None:
         self._active -= 1
         self._schedule()
 
