@@ -8,6 +8,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_train.algorithms.staleness import staleness, staleness_metrics
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import expected_answer, rollout_records
 from rl_train.rollouts.seeds import SampleStream
@@ -100,6 +101,9 @@ def test_only_sampled_tokens_are_trained_and_carry_their_log_probabilities(token
         assert at == batch["input_lengths"][i]
         assert batch["token_mask"][i, at:].sum() == 0
     assert batch["weight_version"].tolist() == [3, 3]
+    versions = torch.where(batch["token_mask"] > 0, 3, -1)
+    for i, length in enumerate(batch["input_lengths"]):
+        assert torch.equal(batch["token_versions"][i, :length], versions[i, :length])
 
 
 class Tools(EnvironmentInterface):
@@ -135,6 +139,38 @@ def test_an_observation_of_several_messages_is_read_by_model_and_environment_and
     ]
     assert to_batch(rows)["token_mask"].sum() == 2 * 2 * len("ok") + 2 * 2
     assert rollout_records(rows)[0]["messages"] == rows[0].conversation()
+
+
+def test_each_turn_keeps_the_version_of_its_weights_and_the_row_has_the_oldest(tokenizer, engine_for, environments):
+    [row] = start_rollouts(prompts(tokenizer, ("q", "count", {"turns": 3})), 1)
+    engine = engine_for(finished("ok"))
+
+    def newer(text):
+        engine.version += 1
+        return "ok[EOS]", False
+
+    engine.script = newer
+    collector(engine, environments, tokenizer).collect([row], stream=SampleStream.TRAINING)
+    batch = to_batch([row])
+    assert batch["weight_version"].tolist() == [4]
+    assert batch["token_versions"][batch["token_mask"] > 0].unique_consecutive().tolist() == [4, 5, 6]
+    assert staleness(batch, 6).tolist() == [2]
+    [record] = rollout_records([row])
+    assert record["turn_versions"] == [4, 5, 6]
+    assert record["turn_rewards"] == [{"reward": 1.0}] * 3
+
+
+def test_staleness_counts_only_tokens_that_are_trained():
+    batch = BatchedDataDict(
+        {
+            "token_versions": torch.tensor([[-1, 2, 5], [-1, 3, -1], [-1, 0, 0]]),
+            "token_mask": torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 1.0, 1.0]]),
+            "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
+        }
+    )
+    assert staleness(batch, 6).tolist() == [1, 3]
+    assert staleness_metrics(batch, 6) == {"staleness/mean": 2.0, "staleness/max": 3.0}
+    assert staleness_metrics(batch.select_indices([2]), 6) == {}
 
 
 def test_a_rollout_without_room_for_the_next_turn_ends_as_truncated(tokenizer, engine_for, environments):

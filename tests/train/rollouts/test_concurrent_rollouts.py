@@ -33,9 +33,14 @@ def streaming(engine_for):
         class Streaming(type(engine)):
             sampled = 0
             cancelled = 0
+            closed = ()
+
+            def close_sessions(self, sessions):
+                self.closed += tuple(sessions)
 
             async def generate_async(self, data, greedy=False):
                 assert data.size == 1
+                assert data["session_ids"][0] not in self.closed
                 number, self.sampled = self.sampled, self.sampled + 1
                 try:
                     for _ in range(delays[number % len(delays)]):
@@ -179,6 +184,7 @@ def test_an_error_of_the_engine_ends_the_other_rollouts_and_is_raised_as_it_is(t
     with pytest.raises(RLCoreError, match=r"^the engine is broken$"):
         play(engine, environments, tokenizer, rows_of(tokenizer, TASKS))
     assert engine.cancelled == 3
+    assert len(set(engine.closed)) == 4
 
 
 def test_rollouts_can_be_collected_where_an_event_loop_runs(tokenizer, streaming, environments):

@@ -21,6 +21,7 @@ from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.distillation_config import DistillationConfig
+from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
 from rl_train.rollouts.records import rollout_records
 from rl_train.run import Run
@@ -62,8 +63,7 @@ def train(config: DistillationConfig, run: Run) -> None:
 
         with run.timed("train"):
             policy.prepare_for_training()
-            if "weight_version" in batch:
-                run.metrics.add({"staleness/mean": (policy.weight_version - batch["weight_version"]).float().mean()})
+            run.metrics.add(staleness_metrics(batch, policy.weight_version))
             run.record_training(policy.train(batch, loss_fn), batch)
             policy.finish_training()
 

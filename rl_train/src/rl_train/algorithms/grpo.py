@@ -21,6 +21,7 @@ from rl_train.algorithms.grpo_config import GRPOConfig
 from rl_train.algorithms.logprobs import ScoreRollouts
 from rl_train.algorithms.losses.reduce import row_means
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages
+from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
 from rl_train.rollouts.records import rollout_records
 from rl_train.run import Run
@@ -53,12 +54,11 @@ def train(config: GRPOConfig, run: Run) -> None:
 
         with run.timed("train"):
             policy.prepare_for_training()
-            staleness = policy.weight_version - batch["weight_version"]
+            run.metrics.add(staleness_metrics(batch, policy.weight_version))
             run.record_training(policy.train(batch, loss_fn), batch)
             policy.finish_training()
 
         run.metrics.add(rollouts.metrics | advantages.metrics | clipped)
-        run.metrics.add({"staleness/mean": staleness.float().mean()})
         advantage = row_means(batch["advantages"], batch["token_mask"])
         run.log_rollouts(rollout_records(rollouts.trajectories, advantage, batch.get("prev_logprobs")), step)
         validate(run, step)

@@ -24,6 +24,7 @@ from rl_train.algorithms.losses.reduce import row_means
 from rl_train.algorithms.losses.value import MseValueLossFn
 from rl_train.algorithms.ppo_config import PPOConfig
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages
+from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
 from rl_train.rollouts.records import rollout_records
 from rl_train.run import Run
@@ -60,13 +61,12 @@ def train(config: PPOConfig, run: Run) -> None:
             result = train_epochs(critic, critic_rows(batch), value_loss_fn, passes=passes, seed=seed)
             run.metrics.add(critic_metrics(result))
 
-        staleness = policy.weight_version - batch["weight_version"]
+        run.metrics.add(staleness_metrics(batch, policy.weight_version))
         if step > config.critic_warmup_steps:
             with run.timed("train"):
                 run.record_training(train_epochs(policy, batch, loss_fn, passes=passes, seed=seed), batch)
 
         run.metrics.add(rollouts.metrics | targets.metrics | clipped)
-        run.metrics.add({"staleness/mean": staleness.float().mean()})
         advantage = row_means(batch["advantages"], batch["token_mask"])
         run.log_rollouts(rollout_records(rollouts.trajectories, advantage, batch.get("prev_logprobs")), step)
         validate(run, step)

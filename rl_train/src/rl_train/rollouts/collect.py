@@ -80,8 +80,10 @@ class Collector:
             engine = RolloutEngine(
                 sampler, run_seed=self.seed, stream=stream, ordinal=row.ordinal, sample=row.sample, position=position
             )
-            await self._play_one(row, driver, engine, queues)
-            sampler.leave(position)
+            try:
+                await self._play_one(row, driver, engine, queues)
+            finally:
+                sampler.leave(position)
 
         await all_of([play(position, row) for position, row in enumerate(trajectories)])
 

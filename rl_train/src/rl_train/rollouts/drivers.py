@@ -49,8 +49,8 @@ class EnvironmentDriver(RolloutDriver):
         while not rollout.done:
             sampled = await engine.sample(rollout.token_ids(), stop_strings=rollout.stop_strings)
             [text] = decode_answers(self._tokenizer, [sampled.token_ids])
-            rollout.add_answer(text, sampled.token_ids, sampled.logprobs)
-            rollout.truncated, rollout.weight_version = sampled.truncated, sampled.weight_version
+            rollout.add_answer(text, sampled.token_ids, sampled.logprobs, weight_version=sampled.weight_version)
+            rollout.truncated = sampled.truncated
             if session is None:
                 rollout.done = True
             else:

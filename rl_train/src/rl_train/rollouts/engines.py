@@ -49,7 +49,7 @@ class TurnSampler(ABC):
         """Sample one turn. Cancelling the call cancels the request."""
 
     def leave(self, position: int) -> None:
-        """Called when the rollout at `position` has ended."""
+        """Called when the rollout at `position` has ended, also if it was cancelled."""
         return None
 
 

@@ -46,12 +46,14 @@ def rollout_records(
                 "policy_logprobs": None if policy_logprobs is None else _sampled_only(policy_logprobs[row], trajectory),
                 "reward": trajectory.reward,
                 "reward_parts": trajectory.reward_parts,
+                "turn_rewards": trajectory.turn_rewards,
                 "scored": trajectory.scored,
                 "failure": trajectory.failure,
                 "advantage": float(advantages[row]) if advantages is not None else None,
                 "truncated": trajectory.truncated,
                 "turns": trajectory.turns,
                 "weight_version": trajectory.weight_version,
+                "turn_versions": [message["weight_version"] for message in sampled],
             }
         )
     return records

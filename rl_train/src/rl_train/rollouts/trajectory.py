@@ -18,7 +18,8 @@ class Trajectory:
     """An unfinished or finished conversation; its tokens are the training sequence."""
 
     message_log: list[dict[str, Any]]
-    """Messages with `role`, `content`, `token_ids` [T]; sampled ones also with `generation_logprobs` [T]."""
+    """Messages with `role`, `content`, `token_ids` [T]; sampled ones also with `generation_logprobs` [T] and
+    `weight_version`."""
     metadata: Any
     """The environment's state for this row."""
     task_name: str
@@ -39,6 +40,8 @@ class Trajectory:
     """Sum over turns of all rewards, weighted."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Rewards by name, summed over turns; `reward` if the environment returns only one."""
+    turn_rewards: list[dict[str, float]] = field(default_factory=list)
+    """Rewards by name, for each turn that was scored."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of named rewards that are not 1."""
     scored: bool = True
@@ -49,8 +52,6 @@ class Trajectory:
     """The whole text of that error."""
     retries: int = 0
     """Number of repeated environment steps."""
-    weight_version: int = -1
-    """Version of the weights that sampled the last turn."""
     truncated: bool = False
     """Whether a limit truncated the last turn."""
     done: bool = False
@@ -74,11 +75,15 @@ class Trajectory:
         """Number of sampled tokens of all turns."""
         return sum(len(message["token_ids"]) for message in self.message_log if "generation_logprobs" in message)
 
-    def add_answer(self, content: str, token_ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+    @property
+    def weight_version(self) -> int:
+        """The oldest version of the weights that sampled a turn; -1 if none was sampled."""
+        return min((message["weight_version"] for message in self.message_log if "weight_version" in message), default=-1)
+
+    def add_answer(self, content: str, token_ids: torch.Tensor, logprobs: torch.Tensor, *, weight_version: int = -1) -> None:
         """Append a sampled message."""
-        self.message_log.append(
-            {"role": "assistant", "content": content, "token_ids": token_ids, "generation_logprobs": logprobs}
-        )
+        message = {"role": "assistant", "content": content, "token_ids": token_ids, "generation_logprobs": logprobs}
+        self.message_log.append({**message, "weight_version": weight_version})
         self.turns += 1
 
     def add_observation(self, observation: Observation, token_ids: torch.Tensor) -> None:
@@ -90,6 +95,7 @@ class Trajectory:
 
     def add_rewards(self, rewards: Mapping[str, float]) -> None:
         """Add the rewards of one turn."""
+        self.turn_rewards.append(dict(rewards))
         for name, value in rewards.items():
             self.reward_parts[name] = self.reward_parts.get(name, 0.0) + value
         self.reward = sum(self.reward_weights.get(name, 1.0) * value for name, value in self.reward_parts.items())
@@ -121,6 +127,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             "reward_weights": [dict(row.reward_weights) for row in trajectories],
             "scored": torch.tensor([row.scored for row in trajectories], dtype=torch.bool),
             "group_ids": torch.tensor([row.group_id for row in trajectories], dtype=torch.int64),
+            "token_versions": _padded([_per_token(row, _version) for row in trajectories], "token_versions"),
             "weight_version": torch.tensor([row.weight_version for row in trajectories], dtype=torch.int64),
             "truncated": torch.tensor([row.truncated for row in trajectories], dtype=torch.bool),
             "idx": [row.index for row in trajectories],
@@ -142,6 +149,10 @@ def _is_sampled(message: Mapping[str, Any]) -> torch.Tensor:
 def _sampled_logprobs(message: Mapping[str, Any]) -> torch.Tensor:
     logprobs: torch.Tensor = message.get("generation_logprobs", torch.zeros(len(message["token_ids"])))
     return logprobs.float()
+
+
+def _version(message: Mapping[str, Any]) -> torch.Tensor:
+    return torch.full((len(message["token_ids"]),), message.get("weight_version", -1), dtype=torch.int64)
 
 
 def _padded(rows: list[torch.Tensor], key: str) -> torch.Tensor:
