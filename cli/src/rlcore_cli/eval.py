@@ -29,6 +29,9 @@ def evaluate(
         Path | None,
         typer.Option(help="Step folder, run folder (its newest checkpoint) or model folder, instead of the config's model."),
     ] = None,
+    validation_set: Annotated[
+        str | None, typer.Option(help="Name in data.validation_sets; data.validation by default.")
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint of a run folder, not the newest.")] = False,
     samples: Annotated[int | None, typer.Option(min=1, help="Number of samples per prompt.")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Decode greedily; with --samples, do both.")] = False,
@@ -43,7 +46,7 @@ def evaluate(
         Path | None, typer.Option("--json", help="Results file; by default in the run folder of the checkpoint.")
     ] = None,
 ) -> None:
-    """Evaluate a model or checkpoint on data.validation: pass@k, cons@k, rewards, lengths, with standard errors over prompts.
+    """Evaluate a model or checkpoint on validation data: pass@k, cons@k, rewards, lengths, with standard errors over prompts.
 
     Starts policy, engine and environments as in a run, and synchronizes and verifies the weights once. Without --samples and
     --greedy, samples as the validation of the run does. docs/evaluation.md describes the metrics and the JSON file.
@@ -64,6 +67,7 @@ def evaluate(
     plan = plan_evaluation(
         files,
         changes,
+        validation_set=validation_set,
         checkpoint=checkpoint,
         best=best,
         samples=samples,

@@ -24,6 +24,7 @@ from rl_train.metrics.recorder import Recorder
 from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.source import RolloutSource
+from rl_train.rollouts.validation_set import ValidationSet
 
 
 @dataclass(kw_only=True)
@@ -56,10 +57,8 @@ class Run:
     """Source of rollouts."""
     batches: TrainingBatches | None = None
     """Source of supervised batches."""
-    validation_batches: TrainingBatches | None = None
-    """Supervised validation batches."""
-    evaluation: Evaluation | None = None
-    """Evaluation on validation prompts."""
+    validation_sets: Sequence[ValidationSet] = ()
+    """Validation data: that of `data.validation` first, then `data.validation_sets`."""
     first_step: int = 0
     """Number of steps done before a resume; 0 in a new run."""
     initial_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -127,13 +126,19 @@ class Run:
         seconds = now["time/step_s"] - now.get("time/validate_s", 0.0)
         return {"tokens_per_s": now["tokens/all"] / seconds} if "tokens/all" in now else {}
 
-    def validation_due(self, step: int) -> bool:
-        """Whether validation is due after `step` steps (0: before the first step)."""
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Evaluation on the prompts of `data.validation`; None if there is none."""
+        return next((each.evaluation for each in self.validation_sets if not each.name), None)
+
+    def validation_due(self, step: int) -> list[ValidationSet]:
+        """The validation sets on which validation is due after `step` steps (0: before the first step)."""
         config = self.config.algorithm
         if step == 0:
-            return config.val_at_start and self.first_step == 0
-        at_period = config.val_period > 0 and step % config.val_period == 0
-        return at_period or (config.val_at_end and step == config.max_num_steps)
+            return list(self.validation_sets) if config.val_at_start and self.first_step == 0 else []
+        if config.val_at_end and step == config.max_num_steps:
+            return list(self.validation_sets)
+        return [each for each in self.validation_sets if each.val_period > 0 and step % each.val_period == 0]
 
     def flush(self, step: int) -> dict[str, float]:
         """Log the metrics of a step."""

@@ -366,7 +366,7 @@ def test_the_fraction_of_unknown_tokens_is_a_metric_and_a_warning(
     )
     train, _ = read_data(data, registry)
     with caplog.at_level(logging.INFO, logger="rlcore"):
-        loaders = DataLoaders(run_of(data, global_batch_size=2), tokenizer, train=train, validation=None)
+        loaders = DataLoaders(run_of(data, global_batch_size=2), tokenizer, train=train, validation={})
     assert loaders.unknown_tokens.fraction == pytest.approx(fraction)
     assert loaders.unknown_tokens.rows == 4
     levels = {record.levelname: record.getMessage() for record in caplog.records}

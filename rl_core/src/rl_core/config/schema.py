@@ -120,6 +120,9 @@ class DatasetConfig(ComponentSection):
     its signature."""
     weight: float | None = Field(default=None, gt=0.0)
     """In `data.mix`: sampling weight of this dataset, relative to the other datasets; 1 by default."""
+    val_period: int | None = Field(default=None, ge=1)
+    """In `data.validation_sets`: number of steps between validations on this dataset; by default the algorithm's
+    `val_period`."""
 
 
 _PROMPT_KEYS = {"prompt_config": "prompt", "system_prompt": "system_prompt", "examples_type": "examples_type"}
@@ -159,6 +162,11 @@ class DataConfig(Section):
     """Hold out validation data from the training data, used instead of `validation`."""
     validation: DatasetConfig | None = None
     """Validation data."""
+    validation_sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")], DatasetConfig] = Field(
+        default_factory=dict
+    )
+    """More validation data. Keys are names of your choice; the metrics of each set are `validation/<name>/...`, and its rows
+    are scored by the environment of their task. `val_at_start` and `val_at_end` apply to all sets."""
     train_data_path: Annotated[str | None, INPUT_PATH] = None
     """Short for `train: {dataset_name: jsonl, path: ...}`."""
     val_data_path: Annotated[str | None, INPUT_PATH] = None
@@ -186,9 +194,11 @@ class DataConfig(Section):
             raise ValueError("validation and val_data_path both define the validation data: keep one of them")
         if self.split is not None and (self.validation is not None or self.val_data_path is not None):
             raise ValueError("split and validation both define the validation data: keep one of them")
-        for key, section in (("train", self.train), ("validation", self.validation)):
-            if section is not None and section.weight is not None:
+        for key, section in self.sections().items():
+            if section.weight is not None and not key.startswith("mix."):
                 raise ValueError(f"{key}.weight has no effect: weights apply only to the datasets of mix")
+            if section.val_period is not None and not key.startswith("validation_sets."):
+                raise ValueError(f"{key}.val_period has no effect: it applies only to the datasets of validation_sets")
         return self
 
     @model_validator(mode="after")
@@ -213,13 +223,15 @@ class DataConfig(Section):
     @property
     def has_validation_data(self) -> bool:
         """Whether validation data is configured."""
-        return self.validation is not None or (self.split is not None and self.has_training_data)
+        return bool(self.validation or self.validation_sets) or (self.split is not None and self.has_training_data)
 
     def sections(self) -> dict[str, DatasetConfig]:
         """The sections of all datasets, by their keys within `data`."""
         own = {"train": self.train, "validation": self.validation}
         named = {key: section for key, section in own.items() if section is not None}
-        return {**named, **{f"mix.{name}": section for name, section in self.mix.items()}}
+        for group, members in (("mix", self.mix), ("validation_sets", self.validation_sets)):
+            named |= {f"{group}.{name}": section for name, section in members.items()}
+        return named
 
 
 class DeadlineConfig(Section):

@@ -14,6 +14,7 @@ from rl_core.config.source_tree import KeyPath
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
 from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
 from rl_train.algorithms.losses.preference_config import PreferenceLossConfig
+from rl_train.config.data_checks import validates
 
 
 class DistillationConfig(AlgorithmConfig):
@@ -74,8 +75,7 @@ class DistillationConfig(AlgorithmConfig):
                 "if loss_fn.topk is null, the KL to the teacher is estimated from tokens sampled from the student, which "
                 "answers from the data are not. Set student_data_fraction to 1, or set loss_fn.topk.",
             )
-        validates = self.val_period > 0 or self.val_at_start or self.val_at_end
-        if validates and loss.topk is None and generation.val_temperature == 0.0:
+        if validates(run) and loss.topk is None and generation.val_temperature == 0.0:
             yield (
                 ("policy", "generation", "val_temperature"),
                 "validation is greedy, but if loss_fn.topk is null, the KL to the teacher is estimated from tokens sampled "

@@ -9,6 +9,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossType
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.trajectory import Trajectory, to_batch
+from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
 
 REPORTED = {"preference/": "global_valid_seqs", "distillation/": "global_valid_toks"}
@@ -24,22 +25,37 @@ def validate(run: Run, step: int, *, score: Callable[[BatchedDataDict[Any]], Non
         score: adds the keys that the loss needs to a validation batch, in place; with it, the loss is also computed on
             the answers to validation prompts.
     """
-    if not run.validation_due(step):
+    due = run.validation_due(step)
+    if not due:
         return
+    rollouts: list[Trajectory] = []
     with run.timed("validate"):
-        if run.validation_batches is not None:
-            run.metrics.add(_validation_loss(run, run.validation_batches.epoch(), score))
-        if run.evaluation is not None:
-            assert run.weights is not None
-            run.weights.sync(only_if_stale=True)
-            metrics, trajectories = run.evaluation.evaluate()
-            run.metrics.add(metrics)
-            if score is not None:
-                run.metrics.add(_validation_loss(run, _batches(trajectories, run.config.algorithm.val_batch_size), score))
+        for each in due:
+            metrics, trajectories = _validated(run, each, score)
+            run.metrics.add(each.named(metrics))
+            rollouts += trajectories
     if step == 0:
-        if run.evaluation is not None:
-            run.log_rollouts(rollout_records(trajectories), 0)
+        if rollouts:
+            run.log_rollouts(rollout_records(rollouts), 0)
         run.flush(0)
+
+
+def _validated(
+    run: Run, data: ValidationSet, score: Callable[[BatchedDataDict[Any]], None] | None
+) -> tuple[dict[str, float], list[Trajectory]]:
+    """The metrics of one validation set, named `validation/...`, and its rollouts."""
+    metrics: dict[str, float] = {}
+    trajectories: list[Trajectory] = []
+    if data.batches is not None:
+        metrics |= _validation_loss(run, data.batches.epoch(), score)
+    if data.evaluation is not None:
+        assert run.weights is not None
+        run.weights.sync(only_if_stale=True)
+        found, trajectories = data.evaluation.evaluate()
+        metrics |= found
+        if score is not None:
+            metrics |= _validation_loss(run, _batches(trajectories, run.config.algorithm.val_batch_size), score)
+    return metrics, trajectories
 
 
 def _batches(trajectories: Sequence[Trajectory], rows: int) -> Iterator[BatchedDataDict[Any]]:

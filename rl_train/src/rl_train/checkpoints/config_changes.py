@@ -13,6 +13,7 @@ FREE_TO_CHANGE = (
     "checkpointing.",
     "cluster.",
     "data.validation.",
+    "data.validation_sets.",
     "data.val_data_path",
     "policy.train_micro_batch_size",
     "policy.logprob_batch_size",

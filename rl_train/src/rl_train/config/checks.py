@@ -14,7 +14,7 @@ from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
 from rl_train.config.canary_checks import canary_conflicts
 from rl_train.config.component_checks import Finding, component_conflicts, models_of
-from rl_train.config.data_checks import data_conflicts
+from rl_train.config.data_checks import data_conflicts, validates
 from rl_train.config.lr_schedule_checks import schedule_conflicts
 from rl_train.config.optimizer_checks import optimizer_conflicts, unused_by_frozen
 from rl_train.config.resource_checks import in_process_conflicts
@@ -67,7 +67,7 @@ def _missing_sections(run: RunConfig) -> Iterator[Finding]:
         yield ("env",), f"is required: {name} trains on rewards from an environment. Add one, such as `math:`."
     if algorithm.runtime_needs.training_data and not run.data.has_training_data:
         yield ("data", "train"), f"is required: {name} needs training data. Set `dataset_name`, or `data.train_data_path`."
-    if (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end) and not run.data.has_validation_data:
+    if validates(run) and not run.data.has_validation_data:
         setting = next(key for key in ("val_period", "val_at_start", "val_at_end") if getattr(algorithm, key))
         yield (
             (name, setting),

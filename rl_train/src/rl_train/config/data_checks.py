@@ -19,7 +19,7 @@ def data_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         at: KeyPath = ("data", *key.split(".", 1))
         if section.processor is not None and (problem := missing_target(section.processor)) is not None:
             yield (*at, "processor"), f"{section.processor} cannot be imported: {problem}"
-        if key == "validation" and not validates(run):
+        if key.startswith("validation") and not validates(run):
             continue
         if section.record_kind not in (None, wanted):
             remedy = "`preference` reads pairs from JSON lines" if wanted == "pairs" else "`jsonl` reads JSON lines"
@@ -34,7 +34,8 @@ def data_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
 def validates(run: RunConfig) -> bool:
     """Whether validation is enabled."""
     algorithm = run.algorithm
-    return algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
+    has_period = algorithm.val_period > 0 or any(section.val_period for section in run.data.validation_sets.values())
+    return has_period or algorithm.val_at_start or algorithm.val_at_end
 
 
 def _prompt(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:

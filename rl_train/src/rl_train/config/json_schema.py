@@ -39,7 +39,8 @@ def json_schema(schema_index: SchemaIndex) -> dict[str, Any]:
     sections = {kind: _chosen(kind, of_kind[kind]) for kind in _SELECTORS}
     _put(definitions, reference_of, schema_index, {"generation": _or_null(sections[Kind.GENERATION])})
     dataset = _or_null(sections[Kind.DATASET])
-    data = {"train": dataset, "validation": dataset, "mix": {"type": "object", "additionalProperties": dataset}}
+    datasets = {"type": "object", "additionalProperties": dataset}
+    data = {"train": dataset, "validation": dataset, "validation_sets": datasets, "mix": datasets}
     definitions["DataConfig"]["properties"] |= data
     loggers = {name: _or_null(reference) for name, reference in of_kind[Kind.LOGGER].items()}
     definitions["LoggingConfig"]["properties"]["loggers"] = {"type": "object", "properties": loggers}

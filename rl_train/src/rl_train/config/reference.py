@@ -11,8 +11,8 @@ from rl_core.config.source_tree import KeyPath, dotted
 from rl_train.config.schema_index import ANY, SchemaIndex
 from rl_train.config.section_resolver import COMPANIONS, SectionSchema
 
-_SLOTS = (("policy", "generation"), ("data", "train"), ("data", "validation"), ("data", "mix"))
-_SAME_AS_TRAIN = (("data", "validation"), ("data", "mix"))
+_SAME_AS_TRAIN = (("data", "validation"), ("data", "validation_sets"), ("data", "mix"))
+_SLOTS = (("policy", "generation"), ("data", "train"), *_SAME_AS_TRAIN)
 _HEAD = """# Config reference
 
 Every section and key, with its default and allowed values. See `docs/config.md` for files, overrides and `${...}`.
@@ -46,7 +46,7 @@ def _heading(part: SectionSchema) -> str:
     if part.component is None or part.kind is None:
         return f"## `{key}`\n\n{_first_line(part.model)}\n"
     shared_by: dict[KeyPath, list[str]] = {
-        ("data", "train"): ["data.train", "data.validation", "data.mix.<name>"],
+        ("data", "train"): ["data.train", "data.validation", "data.validation_sets.<name>", "data.mix.<name>"],
         ("policy",): ["policy", *COMPANIONS],
     }
     where = " and ".join(", ".join(f"`{each}`" for each in shared_by.get(part.path, [key])).rsplit(", ", 1))

@@ -24,7 +24,7 @@ _SECTION_KEYS: dict[Kind, tuple[KeyPath, ...]] = {
     Kind.LOSS: (("loss_fn",),),
     Kind.POLICY: (("policy",), ("value",), ("teacher",)),
     Kind.GENERATION: (("policy", "generation"),),
-    Kind.DATASET: (("data", "train"), ("data", "validation"), ("data", "mix", ANY)),
+    Kind.DATASET: (("data", "train"), ("data", "validation"), ("data", "mix", ANY), ("data", "validation_sets", ANY)),
     Kind.ENVIRONMENT: (("env", ANY),),
     Kind.LOGGER: (),
 }

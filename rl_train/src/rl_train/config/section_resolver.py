@@ -241,10 +241,11 @@ class _SectionResolver:
             dataset = self._section(("data", split))
             if dataset is not None:
                 self._by_key(("data", split), dataset, Kind.DATASET, key="dataset_name")
-        for name in self._section(("data", "mix")) or ():
-            member = self._section(("data", "mix", name))
-            if member is not None:
-                self._by_key(("data", "mix", name), member, Kind.DATASET, key="dataset_name")
+        for group in ("mix", "validation_sets"):
+            for name in self._section(("data", group)) or ():
+                member = self._section(("data", group, name))
+                if member is not None:
+                    self._by_key(("data", group, name), member, Kind.DATASET, key="dataset_name")
 
     def environments(self) -> None:
         """`env.<task>`: by path, by name, by its reward functions, or by the task's own name."""

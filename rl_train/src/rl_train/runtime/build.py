@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
+from rl_train.config.data_checks import validates
 from rl_train.config.lr_schedule_checks import (
     schedule_conflicts,
     schedule_lengths,
@@ -28,14 +29,24 @@ from rl_train.config.lr_schedule_checks import (
 )
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.config.turn_checks import check_turns
+from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.mixed_source import MixedRolloutSource
 from rl_train.rollouts.source import OnDemandSource
+from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
-from rl_train.runtime.data import BadRows, Source, conversation_loader, preference_loader, prompt_loader, read_data
+from rl_train.runtime.data import (
+    BadRows,
+    Source,
+    conversation_loader,
+    preference_loader,
+    prompt_loader,
+    read_data,
+    read_validation_sets,
+)
 from rl_train.runtime.late_errors import with_key
 from rl_train.runtime.reward_checks import settle_reward_functions
 from rl_train.runtime.run_folder import checkpoint_store
@@ -69,7 +80,7 @@ def build_run(
     refuse_other_tokenizers(config, tokenizer)
     train, validation = read_sources(config, registry)
     loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
-    config = settle_reward_functions(loaders.settled(config), train, validation)
+    config = settle_reward_functions(loaders.settled(config), train, *validation.values())
     check_turns(config, registry)
     before_models(config)
     with with_key("cluster"):
@@ -114,6 +125,7 @@ def connect(
         checkpoints=None,
         tokenizer=tokenizer,
     )
+    evaluations: dict[str, Evaluation] = {}
     if parts.generation is not None:
         run.generation = parts.generation
         run.weights = builder.weights(parts.policy, parts.generation, tokenizer)
@@ -137,23 +149,39 @@ def connect(
                     seed=config.algorithm.seed,
                 )
             builder.exits.callback(run.rollouts.close)
-        if loaders.validation_prompts is not None:
-            run.evaluation = Evaluation(
-                collector=collector,
-                prompts=loaders.validation_prompts,
-                max_samples=config.algorithm.max_val_samples,
-                samples_per_prompt=needs.val_samples_per_prompt,
-                greedy=config.policy.generation is not None and config.policy.generation.val_temperature == 0.0,
-            )
+        evaluations = {name: _evaluation(config, collector, prompts) for name, prompts in loaders.validation_prompts.items()}
     run.initial_metrics = loaders.metrics()
     run.batches = loaders.batches
-    run.validation_batches = loaders.validation_batches
+    run.validation_sets = [
+        ValidationSet(
+            name=name,
+            val_period=_val_period(config, name),
+            evaluation=evaluations.get(name),
+            batches=loaders.validation_batches.get(name),
+        )
+        for name in dict.fromkeys([*evaluations, *loaders.validation_batches])
+    ]
     if config.checkpointing.max_time is not None:
         run.time_limit = TimeLimit(parse_duration(config.checkpointing.max_time), started=time.perf_counter())
     run.checkpoints = _checkpoints(config, resolved, folder, run)
     if run.weights is not None:
         run.keep("canary", run.weights.calibration)
     return run
+
+
+def _evaluation(config: RunConfig, collector: Collector, prompts: BatchedDataLoader) -> Evaluation:
+    return Evaluation(
+        collector=collector,
+        prompts=prompts,
+        max_samples=config.algorithm.max_val_samples,
+        samples_per_prompt=config.algorithm.runtime_needs.val_samples_per_prompt,
+        greedy=config.policy.generation is not None and config.policy.generation.val_temperature == 0.0,
+    )
+
+
+def _val_period(config: RunConfig, name: str) -> int:
+    own = config.data.validation_sets[name].val_period if name else None
+    return config.algorithm.val_period if own is None else own
 
 
 class DataLoaders:
@@ -163,20 +191,22 @@ class DataLoaders:
         config: the run.
         tokenizer: the policy's.
         train: the training data; None if the algorithm needs none.
-        validation: the validation data; None if validation is disabled.
+        validation: the validation data by the name of its set, '' for `data.validation`; empty if validation is disabled.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Any, *, train: Source | None, validation: Source | None) -> None:
-        self.prompts = self.validation_prompts = None
+    def __init__(self, config: RunConfig, tokenizer: Any, *, train: Source | None, validation: Mapping[str, Source]) -> None:
+        self.prompts: BatchedDataLoader | None = None
+        self.validation_prompts: dict[str, BatchedDataLoader] = {}
         self.batches: TrainingBatches | None = None
         self.answers: TrainingBatches | None = None
-        self.validation_batches: TrainingBatches | None = None
+        self.validation_batches: dict[str, TrainingBatches] = {}
         needs, shuffle = config.algorithm.runtime_needs, config.data.shuffle
         self.samples = needs.samples
         self.bad_rows = train.bad_rows if train is not None else BadRows()
         val_size = config.algorithm.val_batch_size
-        if self.samples and validation is not None:
-            self.validation_prompts = prompt_loader(validation, config, tokenizer, batch_size=val_size, shuffle=False)
+        for name, source in validation.items() if self.samples else ():
+            with _at_set(name):
+                self.validation_prompts[name] = prompt_loader(source, config, tokenizer, batch_size=val_size, shuffle=False)
         if needs.rollouts is not None and train is not None:
             per_draw = needs.rollouts.prompts_per_draw
             self.prompts = prompt_loader(train, config, tokenizer, batch_size=per_draw, shuffle=shuffle)
@@ -186,9 +216,10 @@ class DataLoaders:
         if needs.records is not None and train is not None:
             rows = needs.records.records_per_step
             self.batches = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
-            if validation is not None:
-                self.validation_batches = _answer_batches(validation, config, tokenizer, batch_size=val_size, shuffle=False)
-
+            for name, source in validation.items():
+                with _at_set(name):
+                    batches = _answer_batches(source, config, tokenizer, batch_size=val_size, shuffle=False)
+                self.validation_batches[name] = batches
         self.unknown_tokens = self._count_unknown_tokens(tokenizer)
 
     def metrics(self) -> dict[str, float]:
@@ -236,8 +267,12 @@ class DataLoaders:
         return config
 
 
-def read_sources(config: RunConfig, registry: Registry) -> tuple[Source | None, Source | None]:
-    """The training data if the algorithm needs it, and the validation data if validation is enabled.
+def _at_set(name: str) -> AbstractContextManager[None]:
+    return with_key(f"data.validation_sets.{name}") if name else nullcontext()
+
+
+def read_sources(config: RunConfig, registry: Registry) -> tuple[Source | None, dict[str, Source]]:
+    """The training data if the algorithm needs it, and, if validation is enabled, the validation data by name of its set.
 
     Raises:
         ConfigError: the data, the generation backend or the environments are missing.
@@ -245,8 +280,7 @@ def read_sources(config: RunConfig, registry: Registry) -> tuple[Source | None, 
     algorithm, data, needs = config.algorithm, config.data, config.algorithm.runtime_needs
     if needs.training_data and not data.has_training_data:
         raise ConfigError("data.train is required. Add `data: {train: {dataset_name: ...}}`.")
-    validates = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
-    if validates and not data.has_validation_data:
+    if validates(config) and not data.has_validation_data:
         raise ConfigError(
             "Validation is enabled (val_period, val_at_start or val_at_end), but there is no validation data. "
             "Add `data: {validation: {dataset_name: ...}}` or `data: {split: {validation: 0.05}}`, or disable validation."
@@ -255,8 +289,11 @@ def read_sources(config: RunConfig, registry: Registry) -> tuple[Source | None, 
         raise ConfigError(
             f"{config.algorithm_name} samples and scores completions: it needs `policy.generation` and a section in `env`."
         )
-    train, validation = read_data(data if validates else data.model_copy(update={"validation": None}), registry)
-    return train, validation if validates else None
+    if not validates(config):
+        return read_data(data.model_copy(update={"validation": None}), registry)[0], {}
+    train, validation = read_data(data, registry)
+    first = {"": validation} if validation is not None else {}
+    return train, first | read_validation_sets(data, registry)
 
 
 def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:

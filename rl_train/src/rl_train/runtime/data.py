@@ -181,6 +181,19 @@ def read_data(data: DataConfig, registry: Registry) -> tuple[Source | None, Sour
     )
 
 
+def read_validation_sets(data: DataConfig, registry: Registry) -> dict[str, Source]:
+    """The datasets of `data.validation_sets`, by name.
+
+    Raises:
+        DataError: A dataset cannot be read.
+    """
+    found = {}
+    for name, section in data.validation_sets.items():
+        with with_key(f"data.validation_sets.{name}"):
+            found[name] = read_source(section, registry=registry, data=data, name=f"validation_sets.{name}")
+    return found
+
+
 def prompt_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
     """Prompts that end with the generation prompt of the chat template."""
     prompt_limit = run.data.max_input_seq_length or run.policy.max_total_sequence_length - 1

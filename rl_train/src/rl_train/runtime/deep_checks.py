@@ -50,7 +50,7 @@ def _load_data(loaded: LoadedConfig, registry: Registry) -> None:
     with with_key("data"):
         train, validation = read_sources(config, registry)
         loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
-    settle_reward_functions(loaders.settled(config), train, validation)
+    settle_reward_functions(loaders.settled(config), train, *validation.values())
 
 
 def _problem_of(step: Callable[[], object], *, key: str = "") -> Finding | None:

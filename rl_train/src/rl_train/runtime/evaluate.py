@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.config.schema import RunConfig
 from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.errors import ConfigError
+from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import LoadedConfig, load_config
@@ -25,7 +26,7 @@ from rl_train.rollouts.failures import refuse_any_failure
 from rl_train.rollouts.summary import ask_environments
 from rl_train.runtime.build import make_collector
 from rl_train.runtime.checkpoint_paths import CheckpointPaths, find_weights
-from rl_train.runtime.data import prompt_loader, read_data
+from rl_train.runtime.data import Source, prompt_loader, read_data
 from rl_train.runtime.workers import Builder, make_cluster
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -97,6 +98,7 @@ class EvaluationPlan:
         tokenizer: the policy's.
         prompts: the validation data.
         dataset_name: its dataset component, or the members of the mixture that it was held out of.
+        validation_set: name of the data in `data.validation_sets`; None for `data.validation`.
         modes: the evaluation modes, run one after the other.
         reward_above: reward threshold for a correct sample, instead of the environment's own; see
             `rl_train.rollouts.correctness.judge`.
@@ -108,6 +110,7 @@ class EvaluationPlan:
     tokenizer: Any
     prompts: BatchedDataLoader
     dataset_name: str
+    validation_set: str | None
     modes: Sequence[EvalMode]
     reward_above: float | None
 
@@ -182,6 +185,7 @@ def plan_evaluation(
     config_path: ConfigFiles,
     overrides: Sequence[str] = (),
     *,
+    validation_set: str | None = None,
     checkpoint: Path | None = None,
     best: bool = False,
     samples: int | None = None,
@@ -194,6 +198,7 @@ def plan_evaluation(
     Args:
         config_path: the YAML file, or several that are layered, the last one on top.
         overrides: `key=value` each.
+        validation_set: name in `data.validation_sets`; `data.validation` by default.
         checkpoint: see `find_weights`; the config's model by default.
         best: for a run folder, use its best checkpoint instead of the newest.
         samples: number of samples per prompt.
@@ -216,16 +221,13 @@ def plan_evaluation(
         overrides.append(f"policy.model_name='{quoted}'")
     loaded = load_config(config_path, overrides, registry=registry, for_training=False)
     config = loaded.run
-    _check_requirements(config)
+    _check_requirements(config, validation_set)
     modes = _eval_modes(config, samples=samples, greedy=greedy, ks=ks)
     tokenizer = load_policy_tokenizer(config.policy)
-    _, source = read_data(
-        config.data if config.data.split else config.data.model_copy(update={"train": None, "mix": {}}), registry
-    )
-    assert source is not None
+    source = _validation_data(config, validation_set, registry)
     if len(source.records) and "messages" not in source.records[0]:
         raise ConfigError(
-            f"data.validation ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
+            f"The validation data ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
             "preference pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
         )
     prompts = prompt_loader(source, config, tokenizer, batch_size=config.algorithm.val_batch_size, shuffle=False)
@@ -236,14 +238,31 @@ def plan_evaluation(
         tokenizer=tokenizer,
         prompts=prompts,
         dataset_name=source.name,
+        validation_set=validation_set,
         modes=modes,
         reward_above=reward_above,
     )
 
 
-def _check_requirements(config: RunConfig) -> None:
-    if not config.data.has_validation_data:
-        raise ConfigError("data.validation is required. Add `data: {validation: {dataset_name: ...}}`.")
+def _validation_data(config: RunConfig, name: str | None, registry: Registry) -> Source:
+    data = config.data
+    if name is not None:
+        data = data.model_copy(update={"validation": data.validation_sets[name], "split": None})
+    _, source = read_data(data if data.split else data.model_copy(update={"train": None, "mix": {}}), registry)
+    assert source is not None
+    return source
+
+
+def _check_requirements(config: RunConfig, validation_set: str | None) -> None:
+    named = sorted(config.data.validation_sets)
+    if validation_set is not None and validation_set not in named:
+        raise ConfigError(
+            f"--validation-set {validation_set}: data.validation_sets has {', '.join(named) or 'no sets'}."
+            f"{did_you_mean(validation_set, named)}"
+        )
+    if validation_set is None and config.data.validation is None and config.data.split is None:
+        choose = f" Or choose one of data.validation_sets with --validation-set: {', '.join(named)}." if named else ""
+        raise ConfigError(f"data.validation is required. Add `data: {{validation: {{dataset_name: ...}}}}`.{choose}")
     if config.policy.generation is None or not config.env:
         raise ConfigError(
             "An evaluation samples and scores completions: the config needs `policy.generation` and a section in `env`, "

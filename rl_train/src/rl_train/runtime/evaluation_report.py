@@ -52,6 +52,7 @@ def as_json(evaluated: EvaluationResult, plan: EvaluationPlan, path: Path) -> di
         "format": FORMAT,
         "weights": _weights(evaluated.weights, plan),
         "dataset": plan.dataset_name,
+        "validation_set": plan.validation_set,
         "reward_above": plan.reward_above,
         "passes": [_pass(found, plan) for found in evaluated.passes],
         "prompts": prompts_path(path).name,

@@ -153,7 +153,8 @@ class Trainer:
             )
         self._try_reward_functions(train)
         config = self.config.model_copy(update={"data": data})
-        loaders = DataLoaders(config, self._tokenizer, train=train, validation=held_out if validates else None)
+        sets = {"": held_out} if validates and held_out is not None else {}
+        loaders = DataLoaders(config, self._tokenizer, train=train, validation=sets)
         history: list[dict[str, float]] = []
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
