@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rl_core.interfaces.environment import EnvironmentReturn, Message
 from rl_envs.math.environment import MathEnvironment
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `loopback_judge`
 
 
 def answered(completion: str, question: str = "?") -> list[Message]:

@@ -29,8 +29,8 @@ def test_every_registered_component_loads_with_its_config():
     from rl_envs.plugin import rlcore_datasets, rlcore_environments
 
     for component in [*rlcore_environments(), *rlcore_datasets()]:
-        if component.name == "reward_model":
-            # It needs a model, which its own tests load.
-            assert component.load().__name__ == "RewardModelEnvironment"
+        if component.name in ("reward_model", "judge"):
+            # They need a model or a server, which their own tests have.
+            assert component.load().__name__ in ("RewardModelEnvironment", "JudgeEnvironment")
             continue
         assert component.load()(component.load_config()()).config == component.load_config()()

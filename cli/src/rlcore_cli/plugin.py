@@ -10,7 +10,11 @@ _COMPONENTS = {
     "rl-backends-vllm": ((Kind.GENERATION, "vllm"),),
     "rl-backends-openai": ((Kind.GENERATION, "openai"),),
     "rl-sandbox": ((Kind.SANDBOX, "local"),),
-    "rl-envs": ((Kind.ENVIRONMENT, "math"), (Kind.ENVIRONMENT, "arithmetic"), (Kind.DATASET, "arithmetic")),
+    "rl-envs": (
+        *((Kind.ENVIRONMENT, name) for name in ("math", "arithmetic", "guess", "reward_model", "weather", "judge")),
+        *((Kind.ENVIRONMENT, name) for name in ("instruction_following", "sliding_puzzle", "reasoning_gym")),
+        *((Kind.DATASET, name) for name in ("arithmetic", "guess", "sliding_puzzle", "reasoning_gym")),
+    ),
     "rl-serve": ((Kind.COMMAND, "serve"),),
 }
 _PLANNED = ("rl-backends-openai",)

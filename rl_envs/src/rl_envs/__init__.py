@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rl_envs.guess.dataset import GuessNumberDataset
     from rl_envs.guess.environment import GuessNumberEnvironment
     from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
+    from rl_envs.judge.environment import JudgeEnvironment
     from rl_envs.math.environment import MathEnvironment
     from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
     from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment
@@ -25,6 +26,7 @@ __all__ = [
     "GuessNumberDataset",
     "GuessNumberEnvironment",
     "InstructionFollowingEnvironment",
+    "JudgeEnvironment",
     "MathEnvironment",
     "ReasoningGymDataset",
     "ReasoningGymEnvironment",
@@ -40,6 +42,7 @@ _MODULES = {
     "GuessNumberDataset": "rl_envs.guess.dataset",
     "GuessNumberEnvironment": "rl_envs.guess.environment",
     "InstructionFollowingEnvironment": "rl_envs.instruction_following.environment",
+    "JudgeEnvironment": "rl_envs.judge.environment",
     "MathEnvironment": "rl_envs.math.environment",
     "ReasoningGymDataset": "rl_envs.reasoning_gym.dataset",
     "ReasoningGymEnvironment": "rl_envs.reasoning_gym.environment",

@@ -10,7 +10,7 @@ INSTALL_REASONING_GYM = "pip install 'rl-envs[reasoning-gym]'"
 
 @hookimpl
 def rlcore_environments() -> list[Component]:
-    """Math, arithmetic, a reward model, verifiable instructions, games and generated reasoning tasks."""
+    """Math, arithmetic, models as judges, verifiable instructions, games and generated reasoning tasks."""
     return [
         Component(
             "math",
@@ -55,6 +55,14 @@ def rlcore_environments() -> list[Component]:
             target="rl_envs.sliding_puzzle.environment:SlidingPuzzleEnvironment",
             config="rl_envs.sliding_puzzle.config:SlidingPuzzleEnvironmentConfig",
             summary="A multi-turn game: bring the tiles of a board in order",
+        ),
+        Component(
+            "judge",
+            target="rl_envs.judge.environment:JudgeEnvironment",
+            config="rl_envs.judge.config:JudgeEnvironmentConfig",
+            summary="A language model behind an OpenAI-compatible server scores the answer",
+            needs=("httpx>=0.28",),
+            install="pip install 'rl-envs[judge]'",
         ),
         Component(
             "reasoning_gym",

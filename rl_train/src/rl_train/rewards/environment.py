@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
+from rl_core.event_loop import EventLoopThread
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_core.plugins.import_path import resolve
 from rl_train.rewards.config import FunctionEnvironmentConfig
@@ -40,7 +38,7 @@ class FunctionEnvironment(EnvironmentInterface):
         self.functions = list(functions) if config is None else load_functions(config)  # type: ignore[arg-type]
         self.as_messages = config is not None and config.completion_format == "messages"
         self._correct_above = None if config is None else config.correct_above
-        self._loop = _Loop() if any(function.is_async for function in self.functions) else None
+        self._loop = EventLoopThread("reward functions") if any(function.is_async for function in self.functions) else None
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
         """Score B completions, the messages of the assistant after each prompt.
@@ -92,26 +90,6 @@ class FunctionEnvironment(EnvironmentInterface):
             for function, running in zip(self.functions, started, strict=True)
         ]
         return [combine([scores[i] for scores in found], self.functions) for i in range(len(rows))]
-
-
-class _Loop:
-    """An event loop in a separate thread. It lives as long as the environment, because HTTP clients are bound to their loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="reward functions", daemon=True)
-        self._thread.start()
-
-    def start(self, scoring: Coroutine[Any, Any, list[Rewards | None]]) -> Future[list[Rewards | None]]:
-        """Run a coroutine in the thread."""
-        return asyncio.run_coroutine_threadsafe(scoring, self._loop)
-
-    def close(self) -> None:
-        """Stop the thread; calling it twice is fine."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
 
 
 def load_functions(config: FunctionEnvironmentConfig) -> list[RewardFunction]:

@@ -1,0 +1,212 @@
+"""An HTTP client for JSON services: retries with back-off, a concurrency limit, deadlines, and no secrets in messages.
+
+Needs httpx: `pip install 'rl-core[http]'`. A client belongs to the event loop in which it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl_core.errors import ConfigError, RLCoreError
+
+_log = logging.getLogger(__name__)
+_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_EXCERPT = 300
+_REMOVED = "[secret]"
+
+
+class HttpError(RLCoreError):
+    """A request failed; names the service, the number of attempts and the last reason, without secrets.
+
+    Attributes:
+        status: the last status; None if there was no response.
+        is_temporary: whether a later attempt may succeed, such as after a timeout or status 503.
+    """
+
+    def __init__(self, message: str, *, status: int | None, is_temporary: bool) -> None:
+        super().__init__(message)
+        self.status, self.is_temporary = status, is_temporary
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Limits of the requests of one client."""
+
+    concurrency: int = 16
+    """Maximum number of requests at the same time."""
+    timeout_s: float = 60.0
+    """Timeout of one attempt, in seconds."""
+    deadline_s: float = 300.0
+    """Timeout of a request with all its attempts and the pauses between them, in seconds, without the wait for its turn."""
+    max_retries: int = 4
+    """Maximum number of further attempts after one that failed temporarily."""
+    backoff_s: float = 0.5
+    """Pause before the first retry, in seconds; doubled for each further one, with a random factor from 0.5 to 1."""
+    max_backoff_s: float = 30.0
+    """Longest pause, unless the server requests a longer one (`Retry-After`)."""
+
+
+@dataclass(kw_only=True)
+class RequestCounts:
+    """What a client has done so far."""
+
+    requests: int = 0
+    """Requests that ended."""
+    retries: int = 0
+    """Attempts after the first."""
+    failures: int = 0
+    """Requests that ended with an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonResponse:
+    """A successful response."""
+
+    status: int
+    body: Any
+    """The decoded JSON."""
+    attempts: int
+    seconds: float
+    """Time from the first attempt to the response."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    reason: str
+    status: int | None
+    is_temporary: bool
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpClient:
+    """Sends JSON requests to one service.
+
+    Attributes:
+        base_url: such as `http://localhost:8000/v1`, without user name, password and query.
+        api_key: sent as a bearer token; removed from every message.
+        headers: further headers, whose values are removed from messages too.
+        limits: concurrency, timeouts and retries.
+        counts: what the client has done.
+        sleep: the pause between attempts.
+
+    Raises:
+        ConfigError: httpx is not installed, or the URL is not such a URL; it is not shown, because it may have a secret.
+    """
+
+    base_url: str
+    api_key: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    counts: RequestCounts = field(default_factory=RequestCounts)
+    sleep: Callable[[float], Any] = field(default=asyncio.sleep, repr=False)
+    _client: Any = field(init=False, repr=False)
+    _turn: asyncio.Semaphore = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise ConfigError(f"HTTP requests need httpx ({error}): pip install 'rl-core[http]'.") from error
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError("`base_url` is not an HTTP URL. Write it as http://host:port/v1.")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise ConfigError(
+                "`base_url` has a user name, a password, a query or a fragment, which logs would show. Write it as "
+                "http://host:port/v1, and pass secrets as `api_key` or as headers."
+            )
+        given = dict(self.headers) | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
+        limits = httpx.Limits(max_connections=self.limits.concurrency)
+        client = httpx.AsyncClient(headers=given, timeout=self.limits.timeout_s, limits=limits)
+        object.__setattr__(self, "_client", client)
+        object.__setattr__(self, "_turn", asyncio.Semaphore(self.limits.concurrency))
+
+    async def post_json(self, path: str, body: Mapping[str, Any]) -> JsonResponse:
+        """Send a body as JSON and return the decoded response; waits for a turn first.
+
+        Args:
+            path: appended to the base URL, such as `chat/completions`.
+            body: the request.
+
+        Raises:
+            HttpError: all attempts failed, the deadline passed, or the service refused the request.
+        """
+        async with self._turn:
+            started = time.monotonic()
+            for attempt in range(1, self.limits.max_retries + 2):
+                left = self.limits.deadline_s - (time.monotonic() - started)
+                found = await self._attempt(path, body, timeout_s=min(left, self.limits.timeout_s))
+                seconds = time.monotonic() - started
+                if not isinstance(found, _Failure):
+                    self.counts.requests += 1
+                    return JsonResponse(status=found[0], body=found[1], attempts=attempt, seconds=seconds)
+                pause = self._pause(found, attempt)
+                if not found.is_temporary or attempt > self.limits.max_retries or seconds + pause >= self.limits.deadline_s:
+                    break
+                self.counts.retries += 1
+                _log.info("%s: attempt %d failed (%s); next attempt in %.1f s", self.base_url, attempt, found.reason, pause)
+                await self.sleep(pause)
+        self.counts.requests += 1
+        self.counts.failures += 1
+        tries = "1 attempt" if attempt == 1 else f"{attempt} attempts"
+        raise HttpError(
+            f"POST {self.base_url.rstrip('/')}/{path} failed after {tries} in {seconds:.1f} s: {found.reason}",
+            status=found.status,
+            is_temporary=found.is_temporary,
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _attempt(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> _Failure | tuple[int, Any]:
+        import httpx
+
+        try:
+            # A limit on the whole attempt: httpx limits each read, so a server that sends byte after byte would never time out.
+            async with asyncio.timeout(timeout_s):
+                response = await self._client.post(f"{self.base_url.rstrip('/')}/{path}", json=dict(body))
+        except (TimeoutError, httpx.TimeoutException):
+            return _Failure(f"no response within {timeout_s:.1f} s", None, True)
+        except httpx.TransportError as error:
+            return _Failure(self.redact(f"{type(error).__name__}: {error}"), None, True)
+        if response.is_success:
+            try:
+                return response.status_code, response.json()
+            except ValueError:
+                return _Failure(self._refusal("a response that is not JSON", response), response.status_code, False)
+        reason = self._refusal(f"status {response.status_code}", response)
+        return _Failure(reason, response.status_code, response.status_code in _RETRIED, _retry_after(response.headers))
+
+    def redact(self, text: str) -> str:
+        """A text without the API key and the values of the headers."""
+        for secret in (self.api_key, *self.headers.values()):
+            text = text.replace(secret, _REMOVED) if secret else text
+        return text
+
+    def _refusal(self, what: str, response: Any) -> str:
+        text = " ".join(self.redact(response.text).split())  # before it is cut, which could leave half of a secret
+        return f"{what}: {text[:_EXCERPT]}{'...' if len(text) > _EXCERPT else ''}" if text else what
+
+    def _pause(self, failure: _Failure, attempt: int) -> float:
+        longest = min(self.limits.backoff_s * 2 ** (attempt - 1), self.limits.max_backoff_s)
+        return max(failure.retry_after_s, longest * random.uniform(0.5, 1.0))
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that a server asks to wait, given as a number or a date; 0.0 if it does not ask."""
+    value = headers.get("retry-after", "")
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        parsed = email.utils.parsedate_tz(value)
+        return 0.0 if parsed is None else max(0.0, email.utils.mktime_tz(parsed) - time.time())

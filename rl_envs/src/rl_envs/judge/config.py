@@ -1,0 +1,88 @@
+"""The section of the environment `judge`. Lightweight imports only."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from rl_core.config.schema import EnvironmentConfig
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+PLACEHOLDERS = ("question", "answer", "reference")
+
+
+class JudgeEnvironmentConfig(EnvironmentConfig):
+    """`env.judge`: a language model behind an OpenAI-compatible server scores the answer."""
+
+    model: str
+    """Name of the judge's model on the server."""
+    base_url: str
+    """URL of the server up to the version, such as `http://localhost:8000/v1`."""
+    api_key: str | None = Field(default=None, repr=False)
+    """API key of the server; read it from the environment with `${oc.env:JUDGE_API_KEY}`."""
+    prompt: str | None = None
+    """Message to the judge, with `{question}`, `{answer}` and optionally `{reference}`, the row's expected answer. By default,
+    it asks for a comparison with the expected answer, if there is one, and for a last line `Score: N`."""
+    system_prompt: str | None = None
+    """System message to the judge; null for none."""
+    score_pattern: str = r"(?i)score\W*?(-?\d+(?:\.\d+)?)"
+    """Regular expression with one group, the score; its last match in the reply counts. A row is not scored if the reply has no
+    match, or if the score is out of range."""
+    min_score: float = 0.0
+    """Score that becomes the reward 0.0."""
+    max_score: float = 10.0
+    """Score that becomes the reward 1.0."""
+    correct_above: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """An answer counts as correct in `accuracy` if its reward is above this number. By default there is no accuracy."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """Sampling temperature of the judge."""
+    max_tokens: int = Field(default=1024, ge=1)
+    """Maximum number of tokens of the judge's reply."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of each request, such as `{seed: 1}`."""
+    concurrency: int = Field(default=16, ge=1)
+    """Maximum number of requests at the same time, for each of the `num_workers`."""
+    timeout_s: float = Field(default=60.0, gt=0.0)
+    """Timeout of one attempt, in seconds."""
+    deadline_s: float = Field(default=300.0, gt=0.0)
+    """Timeout of one request with all its attempts, in seconds."""
+    max_retries: int = Field(default=4, ge=0)
+    """Maximum number of retries after a timeout, a connection error, or a status such as 429 or 503. Pauses between attempts
+    grow from 0.5 to 30 seconds, or are as long as the server requests."""
+    max_failures: int = Field(default=32, ge=1)
+    """Number of consecutive requests that fail after all retries which is an error. Until then their rows are not scored."""
+    input_price: float = Field(default=0.0, ge=0.0)
+    """Price of a million input tokens, for the metric `cost`."""
+    output_price: float = Field(default=0.0, ge=0.0)
+    """Price of a million output tokens, for the metric `cost`."""
+
+    @field_validator("prompt")
+    @classmethod
+    def _has_placeholders(cls, prompt: str | None) -> str | None:
+        if prompt is None:
+            return None
+        names = set(PLACEHOLDER.findall(prompt))
+        if unknown := sorted(names - set(PLACEHOLDERS)):
+            raise ValueError(f"prompt has the placeholder {{{unknown[0]}}}: allowed are {', '.join(PLACEHOLDERS)}")
+        if "answer" not in names:
+            raise ValueError("prompt has no {answer}, so the judge would not see the answer: add it")
+        return prompt
+
+    @field_validator("score_pattern")
+    @classmethod
+    def _has_one_group(cls, pattern: str) -> str:
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"score_pattern is not a regular expression: {error}") from error
+        if groups != 1:
+            raise ValueError(f"score_pattern has {groups} groups: write one, around the number, and (?:...) for others")
+        return pattern
+
+    @model_validator(mode="after")
+    def _range_is_not_empty(self) -> JudgeEnvironmentConfig:
+        if self.min_score >= self.max_score:
+            raise ValueError(f"min_score ({self.min_score}) must be below max_score ({self.max_score})")
+        return self
