@@ -148,8 +148,8 @@ def test_greedy_and_sampled_in_one_call_add_up_to_their_prompts(config):
 def test_the_keys_of_the_json_are_those_of_the_page(config):
     found, prompts = results_of(config, "grpo.max_val_samples=3")
     assert list(found) == [
-        *("format", "weights", "dataset", "reward_above", "passes", "prompts", "config_file", "overrides", "config"),
-        "environment",
+        *("format", "weights", "dataset", "validation_set", "reward_above", "passes", "prompts", "config_file", "overrides"),
+        *("config", "environment"),
     ]
     assert found["format"] == 1
     assert found["weights"] == {

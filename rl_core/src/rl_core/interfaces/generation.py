@@ -158,7 +158,6 @@ class GenerationInterface(ABC):
 
         Raises:
             WeightSyncError: a name or a shape does not match; raised before anything is loaded.
-            WeightSyncError: a name or a shape does not fit, before anything is loaded.
         """
         raise self._not_supported("prepare_refit_info")
 
