@@ -7,9 +7,9 @@ from tool_styles import STYLES, TOOLS
 
 from rl_core.errors import DataError
 from rl_train.data.processors import prompt_datum
-from rl_train.rollouts.decoding import decode_answers
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 from rl_train.rollouts.turns import TurnFormatter
+from rl_train.tools.decoding import decode_answers
 
 ASKED = {"role": "user", "content": "wet?"}
 ANSWERED = {"role": "assistant", "content": "yes"}

@@ -78,6 +78,10 @@ class EnvironmentConfig(ComponentSection):
     """Number of calls that a worker runs at the same time. With 1, rows that are ready at the same moment share a call, and
     later rows wait until a worker is free. Above 1, each row is a separate call in a thread, so a slow row delays no other;
     `step` must then be thread-safe."""
+    tool_parser: str | None = None
+    """Parser of the model's tool calls: `response_template` (the tokenizer's own), `hermes`, `llama3`, `mistral`, or the dotted
+    path of a class. For environments with tools, null selects the one that fits tokenizer and chat template; for others, null
+    disables parsing."""
 
     @property
     def turns_needed(self) -> int:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         ReferenceLogprobOutputSpec,
         TopkLogprobOutputSpec,
     )
+    from rl_core.interfaces.tool_environment import ToolEnvironment
+    from rl_core.interfaces.tool_specs import Tool
     from rl_core.interfaces.trainable import TrainableInterface
     from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
     from rl_core.interfaces.weights import WeightTransport
@@ -45,7 +47,9 @@ _MODULE_OF = {
     "Record": "rl_core.interfaces.dataset",
     "ReferenceLogprobOutputSpec": "rl_core.interfaces.policy",
     "TextPart": "rl_core.interfaces.messages",
+    "Tool": "rl_core.interfaces.tool_specs",
     "ToolCall": "rl_core.interfaces.messages",
+    "ToolEnvironment": "rl_core.interfaces.tool_environment",
     "ToolSpec": "rl_core.interfaces.messages",
     "TopkLogprobOutputSpec": "rl_core.interfaces.policy",
     "TrainableInterface": "rl_core.interfaces.trainable",
@@ -73,7 +77,9 @@ __all__ = [
     "Record",
     "ReferenceLogprobOutputSpec",
     "TextPart",
+    "Tool",
     "ToolCall",
+    "ToolEnvironment",
     "ToolSpec",
     "TopkLogprobOutputSpec",
     "TrainableInterface",

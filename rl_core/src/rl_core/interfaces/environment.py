@@ -12,7 +12,7 @@ import torch
 
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import Message as Message
-from rl_core.interfaces.messages import Observation
+from rl_core.interfaces.messages import Observation, ToolSpec
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
@@ -62,6 +62,22 @@ class EnvironmentInterface(ABC):
         own = cls.__dict__.get("step")
         if inspect.isfunction(own) and not getattr(own, "__isabstractmethod__", False):
             cls.step = _with_arguments_checked(own)  # type: ignore[method-assign]
+
+    reads_tool_calls: ClassVar[bool] = False
+    """Whether the model's messages are parsed for tool calls: a message then has `tool_calls` if the model made some. Messages
+    of environments that offer tools are always parsed."""
+
+    @classmethod
+    def offered_tools(cls, config: Any = None) -> list[ToolSpec]:
+        """The functions that the chat template shows in every row of this environment's tasks.
+
+        A row with `tools` of its own is shown those; each must be one of these functions. Called in the main process, without
+        an instance.
+
+        Args:
+            config: As in the constructor.
+        """
+        return []
 
     @abstractmethod
     def step(self, message_log_batch: list[Conversation], metadata: list[Any]) -> EnvironmentReturn:

@@ -19,6 +19,7 @@ from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.sessions import Session, StepQueue
 from rl_train.rollouts.trajectory import Trajectory
+from rl_train.tools.parsers import ToolCallParser
 
 _log = logging.getLogger("rlcore")
 
@@ -36,6 +37,7 @@ class Collector:
         max_total_length: maximum number of tokens of a rollout; a rollout that reaches it is truncated.
         reward_weights: weights of named rewards that are not 1, by task name.
         retries: how often a step that an environment fails to respond to is repeated.
+        tool_parsers: parsers of tool calls, by task name; messages of other tasks are not parsed.
     """
 
     generation: GenerationInterface
@@ -46,6 +48,7 @@ class Collector:
     max_total_length: int
     reward_weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     retries: int = 0
+    tool_parsers: Mapping[str, ToolCallParser] = field(default_factory=dict)
 
     def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
         """Play `trajectories` to their end, in place.
@@ -73,7 +76,12 @@ class Collector:
 
     async def _play(self, trajectories: Sequence[Trajectory], stream: SampleStream, greedy: bool) -> None:
         sampler = self._sampler(len(trajectories), greedy)
-        driver = EnvironmentDriver(self.tokenizer, max_turns=self.max_turns, max_total_length=self.max_total_length)
+        driver = EnvironmentDriver(
+            self.tokenizer,
+            max_turns=self.max_turns,
+            max_total_length=self.max_total_length,
+            tool_parsers=self.tool_parsers,
+        )
         queues = {task: StepQueue(environment, task) for task, environment in self.environments.items()}
 
         async def play(position: int, row: Trajectory) -> None:

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from rl_train.rollouts.decoding import decode_answers
 from rl_train.rollouts.engines import RolloutEngine
 from rl_train.rollouts.sessions import Session, StepResult
 from rl_train.rollouts.trajectory import Trajectory
 from rl_train.rollouts.turns import TurnFormatter
+from rl_train.tools.decoding import decode_answers
+from rl_train.tools.parsers import ToolCallParser
 
 
 class RolloutDriver(ABC):
@@ -37,9 +38,18 @@ class EnvironmentDriver(RolloutDriver):
         tokenizer: decodes what the environment reads and tokenizes what it writes.
         max_turns: maximum number of turns, by task name.
         max_total_length: maximum number of tokens; a rollout that reaches it is truncated.
+        tool_parsers: parsers of tool calls, by task name.
     """
 
-    def __init__(self, tokenizer: Any, *, max_turns: Mapping[str, int], max_total_length: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_turns: Mapping[str, int],
+        max_total_length: int,
+        tool_parsers: Mapping[str, ToolCallParser] | None = None,
+    ) -> None:
+        self._tool_parsers = tool_parsers or {}
         self._tokenizer, self._max_turns, self._max_total_length = tokenizer, max_turns, max_total_length
         self._formatter = TurnFormatter(tokenizer) if max(max_turns.values(), default=1) > 1 else None
 
@@ -49,7 +59,13 @@ class EnvironmentDriver(RolloutDriver):
         while not rollout.done:
             sampled = await engine.sample(rollout.token_ids(), stop_strings=rollout.stop_strings)
             [text] = decode_answers(self._tokenizer, [sampled.token_ids])
-            rollout.add_answer(text, sampled.token_ids, sampled.logprobs, weight_version=sampled.weight_version)
+            rollout.add_answer(
+                text,
+                sampled.token_ids,
+                sampled.logprobs,
+                weight_version=sampled.weight_version,
+                parser=self._tool_parsers.get(rollout.task_name),
+            )
             rollout.truncated = sampled.truncated
             if session is None:
                 rollout.done = True

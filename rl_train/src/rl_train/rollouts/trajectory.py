@@ -10,7 +10,9 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import pad_value
-from rl_core.interfaces.messages import MESSAGE_KEYS, Message, Observation, messages_of
+from rl_core.interfaces.messages import MESSAGE_KEYS, Message, Observation, ToolSpec, messages_of
+from rl_train.tools.parsers import SampledMessage, ToolCallParser
+from rl_train.tools.selection import parse_message
 
 
 @dataclass(kw_only=True)
@@ -80,9 +82,27 @@ class Trajectory:
         """The oldest version of the weights that sampled a turn; -1 if none was sampled."""
         return min((message["weight_version"] for message in self.message_log if "weight_version" in message), default=-1)
 
-    def add_answer(self, content: str, token_ids: torch.Tensor, logprobs: torch.Tensor, *, weight_version: int = -1) -> None:
-        """Append a sampled message."""
-        message = {"role": "assistant", "content": content, "token_ids": token_ids, "generation_logprobs": logprobs}
+    def add_answer(
+        self,
+        text: str,
+        token_ids: torch.Tensor,
+        logprobs: torch.Tensor,
+        *,
+        weight_version: int = -1,
+        parser: ToolCallParser | None = None,
+    ) -> None:
+        """Append a sampled message; with a parser, its tool calls are separated from its content."""
+        message = {"role": "assistant", "content": text, "token_ids": token_ids, "generation_logprobs": logprobs}
+        if parser is not None:
+            sampled = SampledMessage(
+                text=text,
+                token_ids=token_ids.tolist(),
+                prompt_ids=self.token_ids().tolist(),
+                tools=cast("list[ToolSpec]", self.tools or []),
+            )
+            parsed = parse_message(parser, sampled, self.message_log)
+            if parsed.calls:
+                message |= {"content": parsed.content, "tool_calls": parsed.calls, "sampled_text": text}
         self.message_log.append({**message, "weight_version": weight_version})
         self.turns += 1
 

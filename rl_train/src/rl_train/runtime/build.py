@@ -51,6 +51,7 @@ from rl_train.runtime.late_errors import with_key
 from rl_train.runtime.reward_checks import settle_reward_functions
 from rl_train.runtime.run_folder import checkpoint_store
 from rl_train.runtime.workers import Builder, Workers, make_cluster
+from rl_train.tools.task_tools import TaskTools, tools_of_run
 
 _log = logging.getLogger("rlcore")
 
@@ -78,8 +79,9 @@ def build_run(
     with with_key("policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"):
         tokenizer = load_policy_tokenizer(config.policy)
     refuse_other_tokenizers(config, tokenizer)
+    tools = tools_of_run(config, registry, tokenizer) if config.algorithm.runtime_needs.samples else None
     train, validation = read_sources(config, registry)
-    loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
+    loaders = DataLoaders(config, tokenizer, train=train, validation=validation, tools=tools)
     config = settle_reward_functions(loaders.settled(config), train, *validation.values())
     check_turns(config, registry)
     before_models(config)
@@ -129,7 +131,7 @@ def connect(
     if parts.generation is not None:
         run.generation = parts.generation
         run.weights = builder.weights(parts.policy, parts.generation, tokenizer)
-        collector = make_collector(config, parts.generation, parts.environments, tokenizer)
+        collector = make_collector(config, parts.generation, parts.environments, tokenizer, loaders.tools)
         needs = config.algorithm.runtime_needs
         if loaders.prompts is not None and needs.rollouts is not None:
             run.rollouts = OnDemandSource(
@@ -192,9 +194,19 @@ class DataLoaders:
         tokenizer: the policy's.
         train: the training data; None if the algorithm needs none.
         validation: the validation data by the name of its set, '' for `data.validation`; empty if validation is disabled.
+        tools: the tools of the environments; rows without `tools` are shown those of their task.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Any, *, train: Source | None, validation: Mapping[str, Source]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Any,
+        *,
+        train: Source | None,
+        validation: Mapping[str, Source],
+        tools: TaskTools | None = None,
+    ) -> None:
+        self.tools = tools or TaskTools()
         self.prompts: BatchedDataLoader | None = None
         self.validation_prompts: dict[str, BatchedDataLoader] = {}
         self.batches: TrainingBatches | None = None
@@ -206,10 +218,12 @@ class DataLoaders:
         val_size = config.algorithm.val_batch_size
         for name, source in validation.items() if self.samples else ():
             with _at_set(name):
-                self.validation_prompts[name] = prompt_loader(source, config, tokenizer, batch_size=val_size, shuffle=False)
+                self.validation_prompts[name] = prompt_loader(
+                    source, config, tokenizer, batch_size=val_size, shuffle=False, tools=self.tools
+                )
         if needs.rollouts is not None and train is not None:
             per_draw = needs.rollouts.prompts_per_draw
-            self.prompts = prompt_loader(train, config, tokenizer, batch_size=per_draw, shuffle=shuffle)
+            self.prompts = prompt_loader(train, config, tokenizer, batch_size=per_draw, shuffle=shuffle, tools=self.tools)
             if needs.rollouts.sampled_fraction < 1.0:
                 rows = needs.rollouts.rows_per_draw
                 self.answers = _answer_batches(train, config, tokenizer, batch_size=rows, shuffle=shuffle)
@@ -338,7 +352,11 @@ def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_
 
 
 def make_collector(
-    config: RunConfig, generation: GenerationInterface, environments: Mapping[str, EnvironmentInterface], tokenizer: Any
+    config: RunConfig,
+    generation: GenerationInterface,
+    environments: Mapping[str, EnvironmentInterface],
+    tokenizer: Any,
+    tools: TaskTools,
 ) -> Collector:
     """The collector of the config's rollouts."""
     return Collector(
@@ -350,6 +368,7 @@ def make_collector(
         max_total_length=config.policy.max_total_sequence_length,
         reward_weights={task: section.reward_weights for task, section in config.env.items()},
         retries=config.rollout.retries,
+        tool_parsers=tools.parsers,
     )
 
 

@@ -31,6 +31,7 @@ from rl_train.data.processors import (
 from rl_train.data.record_functions import load_function
 from rl_train.runtime.late_errors import with_key
 from rl_train.runtime.row_checks import check_rows
+from rl_train.tools.task_tools import TaskTools
 
 _log = logging.getLogger("rlcore")
 
@@ -194,8 +195,17 @@ def read_validation_sets(data: DataConfig, registry: Registry) -> dict[str, Sour
     return found
 
 
-def prompt_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
-    """Prompts that end with the generation prompt of the chat template."""
+def prompt_loader(
+    source: Source,
+    run: RunConfig,
+    tokenizer: Any,
+    *,
+    batch_size: int,
+    shuffle: bool,
+    tools: TaskTools | None = None,
+) -> BatchedDataLoader:
+    """Prompts that end with the generation prompt of the chat template, with their own tools or those of their task."""
+    offered = tools or TaskTools()
     prompt_limit = run.data.max_input_seq_length or run.policy.max_total_sequence_length - 1
     if prompt_limit >= run.policy.max_total_sequence_length:
         raise ConfigError(
@@ -207,7 +217,8 @@ def prompt_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size:
     def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
         if "messages" not in record:
             raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of prompts, not of pairs")
-        return prompt_datum({**record, "messages": without_answer(record["messages"])}, idx=idx, **limits)
+        prompt = {**record, "messages": without_answer(record["messages"]), "tools": offered.of_record(record)}
+        return prompt_datum(prompt, idx=idx, **limits)
 
     limits = {**_limits(run, tokenizer), "max_length": prompt_limit}
     return _loader(source, run, process, limits, batch_size=batch_size, shuffle=shuffle, tasks=run.env.keys())

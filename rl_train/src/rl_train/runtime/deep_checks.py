@@ -13,6 +13,7 @@ from rl_train.config.turn_checks import imported_turn_conflicts
 from rl_train.runtime.build import DataLoaders, read_sources, refuse_other_tokenizers
 from rl_train.runtime.late_errors import problem_in_section, with_key
 from rl_train.runtime.reward_checks import settle_reward_functions
+from rl_train.tools.task_tools import tools_of_run
 
 
 def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding]:
@@ -47,9 +48,10 @@ def _load_data(loaded: LoadedConfig, registry: Registry) -> None:
     with with_key("policy.tokenizer.name" if tokenizer_section.name else "policy.model_name"):
         tokenizer = load_policy_tokenizer(config.policy)
     refuse_other_tokenizers(config, tokenizer)
+    tools = tools_of_run(config, registry, tokenizer) if config.algorithm.runtime_needs.samples else None
     with with_key("data"):
         train, validation = read_sources(config, registry)
-        loaders = DataLoaders(config, tokenizer, train=train, validation=validation)
+        loaders = DataLoaders(config, tokenizer, train=train, validation=validation, tools=tools)
     settle_reward_functions(loaders.settled(config), train, *validation.values())
 
 

@@ -28,6 +28,7 @@ from rl_train.runtime.build import make_collector
 from rl_train.runtime.checkpoint_paths import CheckpointPaths, find_weights
 from rl_train.runtime.data import Source, prompt_loader, read_data
 from rl_train.runtime.workers import Builder, make_cluster
+from rl_train.tools.task_tools import TaskTools, tools_of_run
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with the name of the current phase, the number of finished items and their total."""
@@ -96,6 +97,7 @@ class EvaluationPlan:
         manager: the plugins of this process.
         given: the checkpoint or model that replaces the config's model.
         tokenizer: the policy's.
+        tools: the tools of the environments.
         prompts: the validation data.
         dataset_name: its dataset component, or the members of the mixture that it was held out of.
         validation_set: name of the data in `data.validation_sets`; None for `data.validation`.
@@ -108,6 +110,7 @@ class EvaluationPlan:
     manager: PluginManager
     given: CheckpointPaths | None
     tokenizer: Any
+    tools: TaskTools
     prompts: BatchedDataLoader
     dataset_name: str
     validation_set: str | None
@@ -149,7 +152,7 @@ class EvaluationPlan:
                 fingerprint=parts.generation.weight_fingerprint(),
                 transport=weights.transport_name,
             )
-            collector = make_collector(config, parts.generation, parts.environments, self.tokenizer)
+            collector = make_collector(config, parts.generation, parts.environments, self.tokenizer, self.tools)
             return EvaluationResult(weights=synced, passes=[self._run_mode(collector, mode, progress) for mode in self.modes])
 
     def _run_mode(self, collector: Collector, mode: EvalMode, progress: ProgressCallback) -> Pass:
@@ -230,12 +233,14 @@ def plan_evaluation(
             f"The validation data ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
             "preference pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
         )
-    prompts = prompt_loader(source, config, tokenizer, batch_size=config.algorithm.val_batch_size, shuffle=False)
+    tools = tools_of_run(config, registry, tokenizer)
+    prompts = prompt_loader(source, config, tokenizer, batch_size=config.algorithm.val_batch_size, shuffle=False, tools=tools)
     return EvaluationPlan(
         loaded=loaded,
         manager=manager,
         given=given,
         tokenizer=tokenizer,
+        tools=tools,
         prompts=prompts,
         dataset_name=source.name,
         validation_set=validation_set,

@@ -22,6 +22,7 @@ from rl_train.config.sources import ConfigFiles
 from rl_train.rollouts.seeds import sample_seed
 from rl_train.runtime.data import prompt_loader, read_data
 from rl_train.runtime.workers import Builder, make_cluster
+from rl_train.tools.task_tools import tools_of_run
 
 Message = dict[str, str]
 
@@ -129,7 +130,8 @@ def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count:
         raise ConfigError(f"The number of prompts is {count}: use at least 1.")
     # Only these prompts are used, so no later row is checked.
     config = config.model_copy(update={"data": config.data.model_copy(update={"check_rows": 0})})
-    loader = prompt_loader(train, config, tokenizer, batch_size=count, shuffle=False)
+    tools = tools_of_run(config, registry, tokenizer)
+    loader = prompt_loader(train, config, tokenizer, batch_size=count, shuffle=False, tools=tools)
     first: BatchedDataDict[Any] = next(iter(loader))
     kept = [row for row in range(first.size) if float(first["loss_multiplier"][row]) > 0]
     if not kept:

@@ -43,6 +43,7 @@ from rl_train.runtime.python_data import read_python_data, section_from
 from rl_train.runtime.reward_checks import check_weights, is_conversational, try_functions
 from rl_train.runtime.run_folder import claim, start_in
 from rl_train.runtime.workers import Builder, Workers
+from rl_train.tools.task_tools import tools_of_instances
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -153,8 +154,9 @@ class Trainer:
             )
         self._try_reward_functions(train)
         config = self.config.model_copy(update={"data": data})
+        tools = tools_of_instances(self._environments, self._tokenizer)
         sets = {"": held_out} if validates and held_out is not None else {}
-        loaders = DataLoaders(config, self._tokenizer, train=train, validation=sets)
+        loaders = DataLoaders(config, self._tokenizer, train=train, validation=sets, tools=tools)
         history: list[dict[str, float]] = []
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))

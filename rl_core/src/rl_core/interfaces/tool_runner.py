@@ -1,0 +1,162 @@
+"""Runs the tool calls of a batch concurrently, each with a timeout; a call that fails gives an error for the model to read."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic_core import to_json
+
+from rl_core.interfaces.messages import Message, ToolCall
+from rl_core.interfaces.tool_specs import Tool, ToolArgumentError
+
+
+class CallProblem(StrEnum):
+    """Why a call is invalid."""
+
+    MALFORMED = "malformed"
+    """The call cannot be parsed, for example because its arguments are not valid JSON."""
+    UNKNOWN_TOOL = "unknown_tool"
+    WRONG_ARGUMENTS = "wrong_arguments"
+    EXCEPTION = "exception"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallResult:
+    """What the model reads for a call.
+
+    Attributes:
+        content: The value as text, or the error.
+        problem: Why the call is invalid; None for a valid one.
+    """
+
+    content: str
+    problem: CallProblem | None = None
+
+    def message(self, call: ToolCall) -> Message:
+        """The result as a message."""
+        message = Message(role="tool", content=self.content)
+        if "id" in call:
+            message["tool_call_id"] = call["id"]
+        if call["function"]["name"]:
+            message["name"] = call["function"]["name"]
+        return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRunner:
+    """Runs calls of tools.
+
+    A plain function runs in a thread. When its timeout expires, the model reads an error and the thread is left behind, because
+    Python cannot stop it; an async function is cancelled.
+
+    Attributes:
+        tools: The tools, by name.
+        timeout_s: Timeout of a call in seconds, from its start.
+        max_concurrent: Number of calls that run at the same time.
+        max_chars: Longest content; a longer result is cut, and says so.
+    """
+
+    tools: Mapping[str, Tool]
+    timeout_s: float
+    max_concurrent: int
+    max_chars: int
+
+    def run(self, calls: Sequence[ToolCall]) -> list[CallResult]:
+        """Run the calls and return their results in the same order; no call raises."""
+        if not calls:
+            return []
+        with ThreadPoolExecutor(1) as own:  # the caller's thread may already run an event loop
+            return own.submit(asyncio.run, self._run(calls)).result()
+
+    async def _run(self, calls: Sequence[ToolCall]) -> list[CallResult]:
+        free = asyncio.Semaphore(self.max_concurrent)
+
+        async def one(call: ToolCall) -> CallResult:
+            async with free:
+                return await self._result(call)
+
+        return list(await asyncio.gather(*(one(call) for call in calls)))
+
+    async def _result(self, call: ToolCall) -> CallResult:
+        name = call["function"]["name"]
+        if "error" in call:
+            return CallResult(content=f"Error: {call['error']}", problem=CallProblem.MALFORMED)
+        tool = self.tools.get(name)
+        if tool is None:
+            known = f"Available tools: {', '.join(self.tools)}."
+            return CallResult(content=f"Error: there is no tool {name!r}. {known}", problem=CallProblem.UNKNOWN_TOOL)
+        try:
+            arguments = tool.read(call["function"]["arguments"])
+        except ToolArgumentError as error:
+            text = f"Error: wrong arguments of {name}: {error}"
+            return CallResult(content=self._cut(text), problem=CallProblem.WRONG_ARGUMENTS)
+        try:
+            value, raised = await asyncio.wait_for(_outcome(tool, arguments), self.timeout_s)
+        except TimeoutError:
+            text = f"Error: {name} did not finish within {self.timeout_s:g} seconds"
+            return CallResult(content=text, problem=CallProblem.TIMEOUT)
+        if raised is not None:
+            text = f"Error: {type(raised).__name__}: {raised}"
+            return CallResult(content=self._cut(_readable(text)), problem=CallProblem.EXCEPTION)
+        return CallResult(content=self._cut(_as_text(value)))
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self.max_chars:
+            return text
+        return f"{text[: self.max_chars]}... (cut: {len(text)} characters)"
+
+
+Outcome = tuple[Any, BaseException | None]
+"""The value of a function, and what it raised."""
+
+
+async def _outcome(tool: Tool, arguments: Mapping[str, Any]) -> Outcome:
+    if not inspect.iscoroutinefunction(tool.function):
+        return await _in_thread(tool, arguments)
+    try:
+        return await tool.function(**arguments), None
+    except Exception as error:
+        return None, error
+
+
+async def _in_thread(tool: Tool, arguments: Mapping[str, Any]) -> Outcome:
+    # Not asyncio.to_thread: its pool would wait at the end for a function that never returns.
+    loop = asyncio.get_running_loop()
+    finished: asyncio.Future[Outcome] = loop.create_future()
+
+    def report(outcome: Outcome) -> None:
+        if not finished.done():
+            finished.set_result(outcome)
+
+    def work() -> None:
+        try:
+            outcome: Outcome = (tool.function(**arguments), None)
+        except BaseException as error:  # a tool that calls sys.exit() must not end the thread without a result
+            outcome = (None, error)
+        try:
+            loop.call_soon_threadsafe(report, outcome)
+        except RuntimeError:  # the timeout has expired and the loop is closed
+            return
+
+    threading.Thread(target=work, name=f"tool {tool.name}", daemon=True).start()
+    return await finished
+
+
+def _as_text(value: Any) -> str:
+    """A text as it is, anything else as JSON."""
+    if isinstance(value, str):
+        return _readable(value)
+    return _readable(to_json(value, fallback=str, inf_nan_mode="constants").decode())
+
+
+def _readable(text: str) -> str:
+    """The text with half characters replaced, which no tokenizer can read."""
+    return text.encode(errors="replace").decode()
