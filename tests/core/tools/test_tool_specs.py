@@ -149,7 +149,10 @@ def unknown(a: "NoSuchType"): ...  # noqa: F821
     [
         (untyped, "parameter 'a' of the tool 'untyped' has no type hint"),
         (star, r"parameter '\*args: int', but models pass arguments by name"),
-        (tensor, "parameter 'a' of the tool 'tensor' has the type <class 'torch.Tensor'>, which has no JSON schema"),
+        (
+            tensor,
+            "parameter 'a' of the tool 'tensor' has the type <class 'torch.Tensor'>, which JSON schema cannot describe",
+        ),
         (recursive, "type 'Tree' of a tool's parameter contains itself"),
         (unknown, "type hints of the tool 'unknown' cannot be read: name 'NoSuchType' is not defined"),
         (lambda: 1, "cannot be a tool"),

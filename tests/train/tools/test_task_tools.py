@@ -7,7 +7,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, Tool, ToolEnvironment
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface, Tool, ToolEnvironment
 from rl_train.data.processors import prompt_datum
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import rollout_records
@@ -63,7 +63,7 @@ def test_rows_are_shown_their_own_tools_or_those_of_their_environment(tokenizer_
         tools.of_record({"task_name": "sums", "tools": [other]})
 
 
-def test_an_environment_that_reads_calls_gets_a_parser_even_without_tools_of_its_own(tokenizer_with):
+def test_an_environment_that_reads_calls_gets_a_parser_even_if_it_offers_no_tools(tokenizer_with):
     tools = tools_of_instances({"reads": Reads()}, tokenizer_with("mistral"))
     assert (tools.offered, tools.parsers["reads"].name) == ({}, "mistral")
 
@@ -76,7 +76,7 @@ def test_an_environment_with_tools_is_refused_if_no_parser_fits_the_chat_templat
     assert tools_of_instances({"deaf": Deaf()}, tokenizer_with("own")) == TaskTools()
 
 
-class Scripted:
+class Scripted(GenerationInterface):
     """Answers turn by turn with given texts; each sampled token has the log-probability -1."""
 
     def __init__(self, tokenizer, *texts):
@@ -97,10 +97,14 @@ class Scripted:
             }
         )
 
-    def prepare_for_generation(self):
+    def prepare_for_generation(self, *args, **kwargs):
         return True
 
-    finish_generation = prepare_for_generation
+    def finish_generation(self, *args, **kwargs):
+        return True
+
+    def shutdown(self):
+        return True
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'

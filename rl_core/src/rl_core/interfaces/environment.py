@@ -71,7 +71,7 @@ class EnvironmentInterface(ABC):
     def offered_tools(cls, config: Any = None) -> list[ToolSpec]:
         """The functions that the chat template shows in every row of this environment's tasks.
 
-        A row with `tools` of its own is shown those; each must be one of these functions. Called in the main process, without
+        A row that has `tools` is shown only those; each must be one of these functions. Called in the main process, without
         an instance.
 
         Args:

@@ -118,7 +118,7 @@ def _arguments_type(function: Callable[..., Any], described: Mapping[str, str]) 
             )
         if parameter.name not in hints:
             raise ConfigError(
-                f"The parameter {parameter.name!r} of the tool {name!r} has no type hint, so it has no JSON schema: add one."
+                f"The parameter {parameter.name!r} of the tool {name!r} has no type hint, so its schema is unknown: add one."
             )
         extra = {} if parameter.default in (parameter.empty, None) else {"default": parameter.default}
         schema_extra = extra if isinstance(extra.get("default"), str | int | float | bool) else None
@@ -136,13 +136,13 @@ def _check_type(hint: Any, parameter: str, tool: str) -> None:
         TypeAdapter(hint)
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
         raise ConfigError(
-            f"The parameter {parameter!r} of the tool {tool!r} has the type {hint!r}, which has no JSON schema. Use str, int, "
-            "float, bool, lists and dicts of these, Literal, an enum, a dataclass or a pydantic model."
+            f"The parameter {parameter!r} of the tool {tool!r} has the type {hint!r}, which JSON schema cannot describe. Use "
+            "str, int, float, bool, lists and dicts of these, Literal, an enum, a dataclass or a pydantic model."
         ) from error
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
-    """The schema with its definitions in place of references, because models and chat templates read it as it is."""
+    """The schema with its references replaced by definitions, because models and chat templates read it as it is."""
     if isinstance(schema, list):
         return [_inlined(each, definitions, inside) for each in schema]
     if not isinstance(schema, dict):

@@ -56,7 +56,7 @@ class TurnFormatter:
         return torch.tensor(ids, dtype=torch.int64)
 
     def _repeated_end(self, text: str, sampled_ids: torch.Tensor) -> str:
-        """The end of turn with which the text starts, if the sampled tokens already have it or another one in its place."""
+        """The end of turn with which the text starts, if the sampled tokens already have it or another one."""
         if not sampled_ids.numel():
             return ""
         last, eos = int(sampled_ids[-1]), self._tokenizer.eos_token or ""
