@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 from readable_model import LENGTH, batch_of
 
@@ -15,8 +16,10 @@ from rl_backends_vllm import VllmConfig, VllmGeneration, VllmGenerationWorker
 from rl_backends_vllm.config import VllmEngineConfig
 from rl_backends_vllm.engine_arguments import OWNED, known_engine_arguments
 from rl_backends_vllm.model_folder import ModelFiles
+from rl_backends_vllm.standalone import as_batch
 from rl_core.config.schema import TokenizerConfig
-from rl_core.errors import ConfigError, WorkerError
+from rl_core.data import BatchedDataDict
+from rl_core.errors import ConfigError, DataError, WeightSyncError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 
 pytestmark = pytest.mark.vllm
@@ -227,3 +230,40 @@ def test_an_invalid_plain_mapping_is_an_error():
         VllmGeneration()
     with pytest.raises(ConfigError, match="needs a model"):
         VllmGeneration(config={"max_new_tokens": 4})
+
+
+def test_a_worker_can_be_created_with_the_name_of_a_model():
+    worker = VllmGenerationWorker("some/model", max_new_tokens=7, max_model_len=64)
+    assert (worker._config.model_name, worker._config.max_new_tokens) == ("some/model", 7)
+    assert worker._config.vllm_cfg.max_model_len == 64
+    assert worker.context.run_in_process
+    assert VllmGenerationWorker(model_name="some/model")._config.model_name == "some/model"
+    with pytest.raises(ConfigError, match=r"VllmGenerationWorker has no argument 'max_tokens'\. Did you mean 'max_new_tokens'"):
+        VllmGenerationWorker("some/model", max_tokens=7)
+    with pytest.raises(ConfigError, match="VllmGenerationWorker needs a model"):
+        VllmGenerationWorker(max_new_tokens=7)
+
+
+def test_token_ids_become_a_batch_of_prompts():
+    ids = torch.tensor([[1, 2, 3], [4, 5, 0]])
+    assert as_batch(ids, {})["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    assert as_batch(ids, {"attention_mask": mask})["attention_mask"] is mask
+    with pytest.raises(DataError, match=r"input_ids has shape \[3\]: expected \[B, T\]"):
+        as_batch(ids[0], {})
+    with pytest.raises(DataError, match="attention_mask must be columns of the batch"):
+        as_batch(BatchedDataDict({"input_ids": ids}), {"attention_mask": mask})
+
+
+@pytest.mark.full("test_generation_contract.py covers the same engine; creating the worker is tested above")
+def test_a_worker_with_a_model_starts_at_the_first_call_and_stops(engines, readable):
+    engines.shutdown()
+    worker = VllmGenerationWorker(str(readable), max_new_tokens=4, precision="float32", max_model_len=LENGTH)
+    try:
+        output = worker.generate(torch.tensor([[5, 6, 7], [8, 9, 10]]), greedy=True)
+        assert output["output_ids"].shape[0] == 2
+        assert output["generation_lengths"].max() <= 4
+    finally:
+        worker.shutdown()
+    with pytest.raises(WeightSyncError, match="The engine is not running"):
+        worker.generate(torch.tensor([[5, 6, 7]]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from rl_backends_vllm.config import VllmConfig
 from rl_backends_vllm.device import (
     can_sleep,
@@ -19,6 +21,7 @@ from rl_backends_vllm.inflight import InFlightRequests
 from rl_backends_vllm.model_folder import ModelFiles, model_files
 from rl_backends_vllm.requests import SamplingSettings
 from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_files, replica_folder, unlink_openmp_page
+from rl_backends_vllm.standalone import as_batch, standalone_config, standalone_context
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, LengthLimits, Prompt, PromptReader, end_token_ids, to_output
 from rl_core.errors import ConfigError, DataError, RLCoreError, WeightSyncError
@@ -36,14 +39,30 @@ _INCOMPLETE_WEIGHTS = (
 class VllmGenerationWorker(GenerationWorker):
     """One replica; vLLM itself starts tensor and pipeline parallel processes.
 
+    `VllmGenerationWorker("path/to/model", max_new_tokens=64)` is a replica in this process, which starts its engine at the
+    first call of `generate`.
+
     Args:
-        context: index of the replica, device, and number of threads.
-        config: the section `policy.generation`.
+        context: index of the replica, device, and number of threads; or the name or folder of a model.
+        config: the section `policy.generation`; without a context, `model_name` and `fields` are used instead.
+        model_name: name or folder of the model.
+        **fields: any field of `VllmConfig` or of its `vllm_cfg`.
+
+    Raises:
+        ConfigError: a field does not exist or has a value that is not allowed.
     """
 
-    def __init__(self, context: WorkerContext, config: VllmConfig) -> None:
-        self.context = context
-        self._config = config
+    def __init__(
+        self,
+        context: WorkerContext | str | None = None,
+        config: VllmConfig | None = None,
+        *,
+        model_name: str | None = None,
+        **fields: Any,
+    ) -> None:
+        self._starts_itself = not isinstance(context, WorkerContext)
+        self.context = context if isinstance(context, WorkerContext) else standalone_context()
+        self._config = config or standalone_config(context if isinstance(context, str) else model_name, fields)
         self._engine: Engine | None = None
         self._calls = 0
         self._weight_version = NO_VERSION
@@ -90,7 +109,13 @@ class VllmGenerationWorker(GenerationWorker):
             "reads_text": files.tokenizer_path is not None,
         }
 
-    def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(
+        self, data: BatchedDataDict[Any] | torch.Tensor, *, greedy: bool = False, **columns: Any
+    ) -> BatchedDataDict[Any]:
+        """See `GenerationWorker.generate`; also takes `input_ids` [B, T] and further columns as arguments."""
+        data = as_batch(data, columns)
+        if self._starts_itself and self._engine is None:
+            self.setup()
         # A sleeping engine would never process a row.
         self.prepare_for_generation()
         self._check_weights()
@@ -189,7 +214,7 @@ class VllmGenerationWorker(GenerationWorker):
         return fingerprints[0]
 
     def shutdown(self) -> None:
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._starts_itself = self._engine, None, False
         if engine is None:
             return
         try:

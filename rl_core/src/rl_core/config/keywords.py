@@ -77,7 +77,7 @@ def _sorted_out(
     own_values = dict(given.pop(own, None) or {})
     values: dict[str, Any] = {}
     for key, value in given.items():
-        if key in model.model_fields:
+        if key in model.model_fields or key in getattr(model, "transformers_keys", ()):
             values[key] = value
         elif key in own_model.model_fields:
             own_values[key] = value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -105,6 +105,9 @@ class SequencePackingConfig(Section):
 class GenerationConfig(ComponentSection):
     """Base section of every generation backend (`policy.generation`)."""
 
+    transformers_keys: ClassVar[tuple[str, ...]] = ("do_sample", "pad_token_id", "eos_token_id")
+    """Keys of a Transformers generation config that are accepted if they agree with what every engine does."""
+
     backend: str
     """Generation component or dotted path."""
     model_name: Annotated[str | None, NAME_OR_PATH] = None
@@ -142,6 +145,29 @@ class GenerationConfig(ComponentSection):
     canary_tolerance: float | None = Field(default=None, gt=0.0)
     """Maximum allowed mean difference of those log-probabilities, in nats per token. Defaults to 0.001 if both sides compute in
     float32; otherwise to 0.1 at the first sync, and then to 1.5 times the error of the first sync."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_keys_that_agree(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not {*cls.transformers_keys} & given.keys():
+            return given
+        do_sample, pad, end = (given.get(key) for key in cls.transformers_keys)
+        if do_sample not in (None, True):
+            raise ValueError(
+                f"do_sample is {do_sample!r}, but an engine samples unless it is called with greedy=True. Remove the key; "
+                "validation is greedy with val_temperature: 0"
+            )
+        if pad not in (None, 0) or isinstance(pad, bool):
+            raise ValueError(
+                f"pad_token_id is {pad!r}, but completions are padded with 0, and their lengths say where the padding starts. "
+                "Remove the key"
+            )
+        if end is not None:
+            raise ValueError(
+                f"eos_token_id is {end!r}, but the end-of-sequence tokens of the model always end a completion. Remove the "
+                "key, or did you mean 'stop_token_ids', which adds further tokens?"
+            )
+        return {key: value for key, value in given.items() if key not in cls.transformers_keys}
 
     @model_validator(mode="after")
     def _validation_is_greedy_or_as_in_training(self) -> Self:

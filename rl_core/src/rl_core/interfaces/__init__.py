@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from rl_core.interfaces.policy import (
         ColocatablePolicyInterface,
         LogprobOutputSpec,
+        LogprobsSpec,
         PolicyInterface,
         ReferenceLogprobOutputSpec,
         TopkLogprobOutputSpec,
     )
     from rl_core.interfaces.tool_environment import ToolEnvironment
     from rl_core.interfaces.tool_specs import Tool
-    from rl_core.interfaces.trainable import TrainableInterface
+    from rl_core.interfaces.trainable import TrainableInterface, TrainingDatumSpec
     from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
     from rl_core.interfaces.weights import WeightTransport
 
@@ -39,6 +40,7 @@ _MODULE_OF = {
     "ImagePart": "rl_core.interfaces.messages",
     "Logger": "rl_core.interfaces.logger",
     "LogprobOutputSpec": "rl_core.interfaces.policy",
+    "LogprobsSpec": "rl_core.interfaces.policy",
     "LossFunction": "rl_core.interfaces.loss",
     "LossType": "rl_core.interfaces.loss",
     "Message": "rl_core.interfaces.messages",
@@ -53,6 +55,7 @@ _MODULE_OF = {
     "ToolSpec": "rl_core.interfaces.messages",
     "TopkLogprobOutputSpec": "rl_core.interfaces.policy",
     "TrainableInterface": "rl_core.interfaces.trainable",
+    "TrainingDatumSpec": "rl_core.interfaces.trainable",
     "ValueInterface": "rl_core.interfaces.value",
     "ValueOutputSpec": "rl_core.interfaces.value",
     "WeightTransport": "rl_core.interfaces.weights",
@@ -69,6 +72,7 @@ __all__ = [
     "ImagePart",
     "Logger",
     "LogprobOutputSpec",
+    "LogprobsSpec",
     "LossFunction",
     "LossType",
     "Message",
@@ -83,6 +87,7 @@ __all__ = [
     "ToolSpec",
     "TopkLogprobOutputSpec",
     "TrainableInterface",
+    "TrainingDatumSpec",
     "ValueInterface",
     "ValueOutputSpec",
     "WeightTransport",

@@ -24,6 +24,10 @@ class LogprobOutputSpec(TypedDict):
     padding."""
 
 
+LogprobsSpec = LogprobOutputSpec
+"""Another name of `LogprobOutputSpec`."""
+
+
 class ReferenceLogprobOutputSpec(TypedDict):
     """Log-probabilities under the reference policy."""
 
@@ -42,7 +46,7 @@ class TopkLogprobOutputSpec(TypedDict):
 
 
 class PolicyInterface(TrainableInterface):
-    """A trainable language model."""
+    """A trainable language model. Only `get_logprobs` and `train` are required; other methods have defaults."""
 
     checkpoint_conversions: ClassVar[Mapping[str, str]] = {}
     """Target format of a checkpoint conversion to its "module:function"; see `rl_core.interfaces.conversion`."""
@@ -55,18 +59,23 @@ class PolicyInterface(TrainableInterface):
             data: `input_ids` [B, T] and `input_lengths` [B]; other keys are ignored.
         """
 
-    @abstractmethod
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec]
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """Score every token of `data` under the frozen reference policy, at the sampling temperature.
 
         Raises:
-            NotSupportedError: the policy was built without a reference.
+            NotSupportedError: the policy has no reference.
         """
+        if type(self).get_reference_logprobs is not PolicyInterface.get_reference_logprobs:
+            return self.get_reference_logprobs(data)
+        raise NotSupportedError(
+            f"{type(self).__name__} does not implement `get_reference_policy_logprobs`, so it has no reference policy. Set the "
+            "KL penalty to 0, or use another policy backend."
+        )
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Alias of `get_reference_policy_logprobs`."""
+        """Alias of `get_reference_policy_logprobs`; a policy implements one of the two."""
         return self.get_reference_policy_logprobs(data)
 
     def get_topk_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], k: int) -> BatchedDataDict[TopkLogprobOutputSpec]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
 
 from rl_core.errors import NotSupportedError
 from rl_core.interfaces.loss import LossFunction
@@ -13,8 +15,24 @@ if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
 
 
+class TrainingDatumSpec(TypedDict):
+    """Rows to train on; a loss may read further columns (`rl_core.data.schema`)."""
+
+    input_ids: torch.Tensor
+    """[B, T] int64, right-padded."""
+    input_lengths: torch.Tensor
+    """[B] int64, tokens of each row."""
+    token_mask: torch.Tensor
+    """[B, T] float32, 1.0 on the tokens to train on."""
+    sample_mask: torch.Tensor
+    """[B] float32, 0.0 for rows that are not trained on."""
+
+
 class TrainableInterface(ABC):
-    """A trainable model."""
+    """A trainable model.
+
+    Only `train` is required. A run also needs `save_checkpoint`, unless `checkpointing.enabled` is false.
+    """
 
     @abstractmethod
     def train(
@@ -46,17 +64,23 @@ class TrainableInterface(ABC):
             NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are unchanged by that step.
         """
 
-    @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Move weights, gradients and optimizer state to the training device; calling it twice is fine."""
+        return None
 
-    @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Release memory that only training needs; calling it twice is fine."""
+        return None
 
-    @abstractmethod
     def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
-        """Write the weights to a folder, and the state to resume from: optimizer, scheduler, RNG of every rank."""
+        """Write the weights to a folder, and the state to resume from: optimizer, scheduler, RNG of every rank.
+
+        Raises:
+            NotSupportedError: the model cannot save checkpoints.
+        """
+        raise NotSupportedError(
+            f"{type(self).__name__} does not implement `save_checkpoint`. Set checkpointing.enabled: false."
+        )
 
     def find_non_finite(self) -> str | None:
         """The name of a weight or optimizer-state tensor with NaN or infinite values on any rank; None if all are finite.
@@ -78,9 +102,9 @@ class TrainableInterface(ABC):
         """
         raise NotSupportedError(f"{type(self).__name__} does not implement `load_checkpoint`, so runs cannot be resumed.")
 
-    @abstractmethod
     def shutdown(self) -> bool:
         """Stop the model and its processes; calling it twice is fine."""
+        return True
 
     @property
     def weight_version(self) -> int:

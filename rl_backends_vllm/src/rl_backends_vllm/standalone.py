@@ -1,0 +1,57 @@
+"""A generation worker without a group: the context and the config of `VllmGenerationWorker("path/to/model", ...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_backends_vllm.config import VllmConfig
+from rl_core.config.keywords import section_from_keywords
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError
+from rl_core.interfaces.worker_context import WorkerContext
+
+
+def standalone_context() -> WorkerContext:
+    """The context of a single worker in this process, on the GPU if there is one."""
+    return WorkerContext(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        node_rank=0,
+        master_address="127.0.0.1",
+        master_port=0,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        run_in_process=True,
+    )
+
+
+def standalone_config(model_name: str | None, fields: Mapping[str, Any]) -> VllmConfig:
+    """The section `policy.generation` of keyword arguments, which may also be fields of `vllm_cfg`.
+
+    Raises:
+        ConfigError: There is no model, a field does not exist, or a value is not allowed.
+    """
+    return section_from_keywords("VllmGenerationWorker", VllmConfig, own="vllm_cfg", fields=fields, model_name=model_name)
+
+
+def as_batch(data: BatchedDataDict[Any] | torch.Tensor, columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
+    """A batch of prompts; token ids [B, T] become one, without padding unless an `attention_mask` is given.
+
+    Args:
+        data: The batch, or its `input_ids`.
+        columns: Further columns of token ids, such as `attention_mask` or `max_new_tokens`.
+
+    Raises:
+        DataError: A batch and further columns were given, or the token ids are not [B, T].
+    """
+    if not isinstance(data, torch.Tensor):
+        if columns:
+            raise DataError(f"{', '.join(sorted(columns))} must be columns of the batch, not arguments of generate.")
+        return data
+    if data.dim() != 2:
+        raise DataError(f"input_ids has shape {list(data.shape)}: expected [B, T].")
+    lengths = {} if {"attention_mask", "input_lengths"} & columns.keys() else {"attention_mask": torch.ones_like(data)}
+    return BatchedDataDict({"input_ids": data, **lengths, **columns})
