@@ -3,11 +3,15 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Modules next to this file are for the tests of several folders.
+sys.path.insert(0, str(Path(__file__).parent))
 
 # A busy machine is slow, not wrong: no example has a deadline, and none is drawn too slowly.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -144,6 +148,30 @@ def local_ray(_shared_ray):
 def no_ray(_shared_ray):
     """The module starts its own Ray."""
     _shared_ray.let_go()
+
+
+@pytest.fixture
+def rlcore(monkeypatch, capfd):
+    """The command in this process, which saves seconds of imports: exit code and all output."""
+    from rlcore_cli.main import main
+
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # otherwise the command sets it permanently
+
+    def call(*arguments, folder=None):
+        if folder is not None:
+            monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["rlcore", *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        capfd.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code or 0
+        said = capfd.readouterr()
+        return code, said.out + said.err
+
+    return call
 
 
 @pytest.fixture

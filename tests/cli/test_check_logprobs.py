@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command_line import rlcore
 from typer.testing import CliRunner
 
 from rl_core.errors import UserError
@@ -63,7 +64,7 @@ def config(tmp_path, monkeypatch):
     return str(path)
 
 
-def rlcore(*arguments, environment=None):
+def rlcore_process(*arguments, environment=None):
     return subprocess.run(
         [sys.executable, "-m", "rlcore_cli.main", *arguments],
         capture_output=True,
@@ -110,7 +111,7 @@ def test_a_policy_that_scores_with_a_perturbed_tensor_fails(config, tmp_path):
 def test_over_ray_standard_output_has_only_json_and_no_process_remains(config, tmp_path):
     mark = uuid.uuid4().hex
     bfloat16 = "policy.generation.hf_cfg.precision=bfloat16"
-    result = rlcore("check", "logprobs", config, bfloat16, "--num-prompts", "7", "--json", environment={MARK: mark})
+    result = rlcore_process("check", "logprobs", config, bfloat16, "--num-prompts", "7", "--json", environment={MARK: mark})
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert (report["engine"], report["refit"], report["num_rows"]) == ("hf bfloat16", "shared_memory", 7)

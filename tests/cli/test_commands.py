@@ -8,15 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from command_line import rlcore
 
 from rlcore_cli.check import CHECKS
 from rlcore_cli.main import ALIASES, COMMANDS
-
-
-def rlcore(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "rlcore_cli.main", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

@@ -2,19 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
+from command_line import rlcore
 
 from rlcore_cli.compare.comparison import compare_runs
 from rlcore_cli.compare.terminal import better_runs
 from rlcore_cli.report.run_folder import read_run_folder
-
-
-def rlcore(*arguments):
-    command = [sys.executable, "-m", "rlcore_cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture

@@ -1,23 +1,16 @@
 """`rlcore explain`: meaning, type, bounds, default and reader of a key, and with a config its value and origin."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import rlcore
 
 GRPO = Path(__file__).parents[2] / "examples" / "grpo_addition.yaml"
 
 
 def explain(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "rlcore_cli.main", "explain", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return rlcore("explain", *arguments)
 
 
 def test_a_key_without_a_config():
@@ -112,12 +105,10 @@ def test_overrides_without_a_config_are_refused():
 
 def test_the_schema_is_written_to_a_file(tmp_path):
     target = tmp_path / "schema.json"
-    command = [sys.executable, "-m", "rlcore_cli.main", "schema", "--output", str(target), "--plugins", "core,hf"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = rlcore("schema", "--output", target, "--plugins", "core,hf")
     assert (result.returncode, target.read_text()[:1]) == (0, "{")
 
 
 def test_the_schema_of_an_unknown_plugin_is_refused():
-    command = [sys.executable, "-m", "rlcore_cli.main", "schema", "--plugins", "hff"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = rlcore("schema", "--plugins", "hff")
     assert (result.returncode, "Did you mean 'hf'?" in result.stderr) == (2, True)

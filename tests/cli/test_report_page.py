@@ -10,6 +10,7 @@ import time
 from html.parser import HTMLParser
 
 import pytest
+from command_line import rlcore
 
 from rl_core.errors import DataError
 from rlcore_cli.report.command import report
@@ -53,11 +54,6 @@ class Page(HTMLParser):
 
     def titles(self):
         return [attributes["aria-label"] for tag, attributes in self.elements if tag == "svg"]
-
-
-def rlcore(*arguments):
-    command = [sys.executable, "-m", "rlcore_cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import rlcore
 from typer.testing import CliRunner
 
 from rl_core.errors import RLCoreError
@@ -15,16 +16,6 @@ from rlcore_cli.main import app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GRPO = EXAMPLES / "grpo_addition.yaml"
-
-
-def rlcore(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "rlcore_cli.main", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def test_a_valid_config_is_summed_up():

@@ -36,29 +36,6 @@ def train(tmp_path):
 
 
 @pytest.fixture
-def rlcore(monkeypatch, capfd):
-    """The command in this process, which saves seconds of imports: exit code and all output."""
-    from rlcore_cli.main import main
-
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # otherwise the command sets it permanently
-
-    def call(*arguments, folder):
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", ["rlcore", *arguments])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        capfd.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as left:
-            code = left.code or 0
-        said = capfd.readouterr()
-        return code, said.out + said.err
-
-    return call
-
-
-@pytest.fixture
 def train_here(rlcore, tmp_path):
     """`rlcore train` with a changed tiny config in this process: exit code and all output."""
 

@@ -222,6 +222,7 @@ def test_a_config_is_validated_by_the_wheels_alone(environment):
     assert done.returncode == 0, done.stderr + done.stdout
 
 
+@pytest.mark.full("a test here compares the files of every wheel; the tests of a distribution import its components")
 def test_every_component_of_the_wheels_can_be_imported(environment):
     python, folder = environment
     done = run(python, folder, "-m", "rlcore_cli.main", "doctor", "--deep")

@@ -5,16 +5,17 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from ray import cloudpickle
 
-from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.generation_worker import HFGenerationWorker
 from rl_core.cluster import RayVirtualCluster
+from rl_core.config.schema import GenerationConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import DataError, NonFiniteError, RLCoreError, RunInterrupted
 from rl_train.runtime.launch import train
@@ -137,13 +138,29 @@ def test_a_run_that_breaks_in_a_step_names_the_phase(launch, tmp_path):
     assert ending.sentence.startswith("Failed in phase train, after ")
 
 
+class IdleWorker:
+    """A generation worker that does nothing."""
+
+    def __init__(self, context, config):
+        self.context = context
+
+    def setup(self):
+        return {}
+
+    def prepare_for_generation(self):
+        return True
+
+    def shutdown(self): ...
+
+
 def test_after_a_worker_was_replaced_the_processes_are_those_that_live(tmp_path, local_ray):
-    config = HFGenerationConfig(backend="hf", model_name=str(MODEL), num_workers=1)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    config = GenerationConfig(backend="idle", num_workers=1)
     with (
         RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=1) as cluster,
         Status(tmp_path, since=time.perf_counter()) as status,
     ):
-        engine = DistributedGeneration(worker_class=HFGenerationWorker, config=config, cluster=cluster)
+        engine = DistributedGeneration(worker_class=IdleWorker, config=config, cluster=cluster)
         try:
             engine.wait_ready()
             status.attend({"policy": None, "generation": engine}, phase=lambda: None, steps=1)

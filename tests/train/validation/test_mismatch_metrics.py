@@ -11,11 +11,12 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses import ClippedPGLossFn
 
 
-@pytest.fixture(params=["in this process", "over two ranks"])
+@pytest.fixture(params=["in this process", pytest.param("over two ranks", marks=pytest.mark.ray)])
 def trainer(request, policy):
     if request.param == "in this process":
         yield policy()
         return
+    request.getfixturevalue("local_ray")
     with RayVirtualCluster([2]) as cluster:
         made = HuggingFacePolicy(policy().config.model_name, cluster=cluster)
         yield made
