@@ -11,8 +11,8 @@ _COMPONENTS = {
     "rl-backends-openai": ((Kind.GENERATION, "openai"),),
     "rl-sandbox": ((Kind.SANDBOX, "local"),),
     "rl-envs": (
-        *((Kind.ENVIRONMENT, name) for name in ("math", "arithmetic", "guess", "reward_model", "weather", "judge")),
-        *((Kind.ENVIRONMENT, name) for name in ("instruction_following", "sliding_puzzle", "reasoning_gym")),
+        *((Kind.ENVIRONMENT, name) for name in ("math", "code", "arithmetic", "guess", "reward_model", "weather")),
+        *((Kind.ENVIRONMENT, name) for name in ("judge", "instruction_following", "sliding_puzzle", "reasoning_gym")),
         *((Kind.DATASET, name) for name in ("arithmetic", "guess", "sliding_puzzle", "reasoning_gym")),
     ),
     "rl-serve": ((Kind.COMMAND, "serve"),),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_envs.arithmetic.dataset import ArithmeticDataset
     from rl_envs.arithmetic.environment import ArithmeticEnvironment
+    from rl_envs.code.environment import CodeEnvironment
     from rl_envs.guess.dataset import GuessNumberDataset
     from rl_envs.guess.environment import GuessNumberEnvironment
     from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArithmeticDataset",
     "ArithmeticEnvironment",
+    "CodeEnvironment",
     "GuessNumberDataset",
     "GuessNumberEnvironment",
     "InstructionFollowingEnvironment",
@@ -39,6 +41,7 @@ __all__ = [
 _MODULES = {
     "ArithmeticDataset": "rl_envs.arithmetic.dataset",
     "ArithmeticEnvironment": "rl_envs.arithmetic.environment",
+    "CodeEnvironment": "rl_envs.code.environment",
     "GuessNumberDataset": "rl_envs.guess.dataset",
     "GuessNumberEnvironment": "rl_envs.guess.environment",
     "InstructionFollowingEnvironment": "rl_envs.instruction_following.environment",

@@ -10,13 +10,19 @@ INSTALL_REASONING_GYM = "pip install 'rl-envs[reasoning-gym]'"
 
 @hookimpl
 def rlcore_environments() -> list[Component]:
-    """Math, arithmetic, models as judges, verifiable instructions, games and generated reasoning tasks."""
+    """Math, code, arithmetic, models as judges, verifiable instructions, games and generated reasoning tasks."""
     return [
         Component(
             "math",
             target="rl_envs.math.environment:MathEnvironment",
             config="rl_envs.config:MathEnvironmentConfig",
             summary="Math: the boxed answer must equal the expected one, compared symbolically in separate processes",
+        ),
+        Component(
+            "code",
+            target="rl_envs.code.environment:CodeEnvironment",
+            config="rl_envs.code.config:CodeEnvironmentConfig",
+            summary="Code: the last code block must pass assertions or stdin/stdout tests, run in a sandbox",
         ),
         Component(
             "arithmetic",

@@ -1,0 +1,116 @@
+"""The environment `code`: the completion's program must pass the tests of its row."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_core.plugins import Kind
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_envs.code.config import CodeEnvironmentConfig
+from rl_envs.code.extraction import last_code_block
+from rl_envs.code.scoring import CodeOutcome, CodeScore, CodeTests, read_tests, score
+from rl_envs.config import read_section
+from rl_sandbox.config import SandboxConfig
+from rl_sandbox.interface import SandboxError, SandboxInterface
+
+_log = logging.getLogger("rlcore.code")
+
+
+class CodeEnvironment(EnvironmentInterface):
+    """Runs the last code block of a completion in a sandbox and compares its results with the row's tests. See `docs/code.md`.
+
+    Each row's metadata contains `tests` (assert lines, or functions with asserts, with `entry_point` for `check(candidate)`)
+    or `stdin_stdout` (pairs of `input` and `output`), or both. `step` adds `code_outcome` (`passed`, `failed`, `error`,
+    `timeout`, `killed` or `no_code`), `tests_passed` and `tests_total`. A row whose sandbox does not start is not scored.
+
+    Args:
+        config: `CodeEnvironmentConfig`, a dict of its keys, or None for its defaults.
+
+    Raises:
+        SandboxUnavailableError: The isolation of this machine is weaker than `sandbox.require`.
+    """
+
+    def __init__(self, config: CodeEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(CodeEnvironmentConfig, config)
+        self._sandbox = _open(self.config.sandbox)
+        self._threads = ThreadPoolExecutor(self.config.max_concurrency, thread_name_prefix="code")
+
+    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+        """Score B conversations by their last message; every row ends.
+
+        Returns:
+            Rewards [B] float32, named `all_passed` (1.0 or 0.0) or `passed_share` (0.0 to 1.0); `answers` has the programs.
+
+        Raises:
+            DataError: A row has no tests, or they do not have the documented form.
+        """
+        tests = [read_tests(row, info) for row, info in enumerate(metadata)]
+        codes = [last_code_block(str(log[-1].get("content") or "")) for log in message_log_batch]
+        scores = list(self._threads.map(self._score, codes, tests))
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": _summary(result)} for result in scores],
+            metadata=[{**info, **_facts(result)} for info, result in zip(metadata, scores, strict=True)],
+            next_stop_strings=[None] * len(scores),
+            rewards={self.config.reward: torch.tensor([self._reward(result) for result in scores], dtype=torch.float32)},
+            terminateds=torch.ones(len(scores)),
+            answers=codes,
+            scored=torch.tensor([result is not None for result in scores], dtype=torch.float32),
+        )
+
+    def _score(self, code: str | None, tests: CodeTests) -> CodeScore | None:
+        try:
+            return score(self._sandbox, code, tests)
+        except SandboxError as error:
+            _log.warning("code: a row is not scored, because its sandbox did not start: %s", error)
+            return None
+
+    def _reward(self, result: CodeScore | None) -> float:
+        if result is None:
+            return 0.0
+        if self.config.reward == "all_passed":
+            return float(result.outcome is CodeOutcome.PASSED)
+        return result.passed / result.total
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """`accuracy` (fraction of rows that passed all tests), `passed_share`, and the fraction of each other outcome."""
+        scored = [info for info in batch.get("extra_env_info", ()) if info.get("code_outcome")]
+        if not scored:
+            return batch, {}
+        outcomes = Counter(info["code_outcome"] for info in scored)
+        share = sum(info["tests_passed"] / info["tests_total"] for info in scored) / len(scored)
+        metrics: dict[str, float | int] = {"accuracy": outcomes[CodeOutcome.PASSED] / len(scored), "passed_share": share}
+        for outcome in CodeOutcome:
+            if outcome is not CodeOutcome.PASSED:
+                metrics[f"{outcome.value}_frac"] = outcomes[outcome] / len(scored)
+        return batch, metrics
+
+    def shutdown(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._sandbox.close()
+
+
+def _open(config: SandboxConfig) -> SandboxInterface:
+    component = Registry(discover()).find(Kind.SANDBOX, config.backend)
+    sandbox: SandboxInterface = component.load(expect=SandboxInterface)(config)
+    return sandbox
+
+
+def _summary(result: CodeScore | None) -> str:
+    return "not scored" if result is None else f"{result.passed} of {result.total} tests passed"
+
+
+def _facts(result: CodeScore | None) -> dict[str, Any]:
+    if result is None:
+        return {}
+    return {"code_outcome": result.outcome.value, "tests_passed": result.passed, "tests_total": result.total}
