@@ -173,6 +173,14 @@ def test_expected_values_are_not_in_the_process_of_the_program(run):
     assert "'heo'" not in "".join(split_tests("\n".join(MBPP["tests"]), None).statements)
     hidden = READS_THE_TESTS.replace('("heo", "bcd")', "(bytes([104, 101, 111]).decode(), bytes([98, 99, 100]).decode())")
     assert run((hidden, MBPP)) == [(0.0, "failed")]
+    # The control: in an expression that only the sandbox can evaluate, the program finds the expected value.
+    inside = {"tests": "assert (lambda found: found == 'heo')(remove_Occ('hello', 'l'))"}
+    assert run((hidden, inside)) == [(1.0, "passed")]
+
+
+def test_a_comparison_inside_of_the_sandbox_can_be_forged_as_documented(run):
+    inside = {"tests": "def same(a, b): return a == b\nassert same(remove_Occ('hello', 'l'), 'heo')"}
+    assert run((EQUALS_EVERYTHING, inside)) == [(1.0, "passed")]
 
 
 def test_objects_that_equal_everything_are_read_as_their_base_type(run):

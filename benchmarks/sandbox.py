@@ -1,0 +1,155 @@
+"""Programs per second in the sandbox, next to plain subprocesses on the same machine.
+
+Each program prints a number. A new session is a new isolation unit with a new interpreter; a warm session runs many programs.
+The plain subprocess (`python -I -S`, no isolation) is the reference: what a new interpreter costs alone.
+
+Usage:
+    python benchmarks/sandbox.py [--programs 200] [--threads 2] [--out benchmarks/results/sandbox.md]
+
+As root, both isolating levels are measured. CPU-seconds are those of this process and of all its descendants, including ended
+ones, so they hold on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl_sandbox.levels import Level
+from rl_sandbox.local import LocalSandbox
+from rl_sandbox.session import LocalSession
+
+PROGRAM = "print(sum(range(100)))"
+EXPECTED = "4950\n"
+NORMAL_USER = 61200
+_BATCH = 20
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds() -> float:
+    """CPU time of all living descendants of this process, with that of the children that they have waited for."""
+    parents, times = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(path.parent.name)] = int(fields[1])
+        times[int(path.parent.name)] = sum(map(int, fields[11:15])) / _TICKS
+    total = 0.0
+    for pid, seconds in times.items():
+        ancestor = pid
+        while ancestor not in (0, os.getpid()):
+            ancestor = parents.get(ancestor, 0)
+        total += seconds if ancestor == os.getpid() else 0.0
+    return total
+
+
+def measure(work: Callable[[int], None], count: int, threads: int) -> tuple[float, float]:
+    """Programs per second, and CPU-milliseconds per program."""
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))  # warm up
+        cpu, started = cpu_seconds(), time.perf_counter()
+        list(pool.map(work, range(count)))
+        elapsed = time.perf_counter() - started
+        return count / elapsed, (cpu_seconds() - cpu) / count * 1000
+
+
+def plain(_: int) -> None:
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stdout == EXPECTED
+
+
+@contextmanager
+def sandboxes() -> Iterator[list[LocalSandbox]]:
+    found = [LocalSandbox()]
+    if os.getuid() == 0:
+        found.append(LocalSandbox(level=Level.USER_NAMESPACE, drop_to=NORMAL_USER))
+    try:
+        yield found
+    finally:
+        for sandbox in found:
+            sandbox.close()
+
+
+def measure_new_sessions(sandbox: LocalSandbox, count: int, threads: int) -> tuple[float, float]:
+    """Like `measure`. Sessions are closed after the CPU time is read, because that of killed processes is lost."""
+
+    def start(_: int) -> LocalSession:
+        session = sandbox.open_session()
+        assert session.run_program(PROGRAM).stdout == EXPECTED
+        return session
+
+    elapsed = cpu = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(count // _BATCH):
+            before, started = cpu_seconds(), time.perf_counter()
+            sessions = list(pool.map(start, range(_BATCH)))
+            middle = time.perf_counter()
+            cpu += cpu_seconds() - before
+            closing = time.perf_counter()
+            list(pool.map(LocalSession.close, sessions))
+            elapsed += middle - started + time.perf_counter() - closing
+    programs = count // _BATCH * _BATCH
+    return programs / elapsed, cpu / programs * 1000
+
+
+@contextmanager
+def warm(sandbox: LocalSandbox, threads: int, method: str) -> Iterator[Callable[[int], None]]:
+    sessions = [sandbox.open_session() for _ in range(threads)]
+
+    def work(number: int) -> None:
+        assert getattr(sessions[number % threads], method)(PROGRAM).stdout == EXPECTED
+
+    try:
+        yield work
+    finally:
+        for session in sessions:
+            session.close()
+
+
+def table(programs: int, threads: int) -> list[str]:
+    rows = [("plain subprocess, not isolated", "", *measure(plain, programs, threads))]
+    with sandboxes() as found:
+        for sandbox in found:
+            level = f"`{sandbox.level.value}`" + (", cgroup" if sandbox.controllers else "")
+            measured = measure_new_sessions(sandbox, programs, threads)
+            rows.append(("new session and interpreter, one program", level, *measured))
+            for method, words in (("run_program", "warm session, a new process"), ("run", "warm session, its interpreter")):
+                with warm(sandbox, threads, method) as work:
+                    rows.append((words, level, *measure(work, 5 * programs, threads)))
+    lines = ["| what | level | programs per second | CPU-ms per program |", "|---|---|---|---|"]
+    return lines + [f"| {words} | {level} | {rate:.0f} | {cpu:.1f} |" for words, level, rate, cpu in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    lines = [
+        "# Programs per second in the sandbox",
+        "",
+        f"Commit {commit}, Python {platform.python_version()}, {os.cpu_count()} cores, {arguments.threads} threads, "
+        f"load average {os.getloadavg()[0]:.1f} at the start. Regenerate with `python benchmarks/sandbox.py --out "
+        "benchmarks/results/sandbox.md`.",
+        "",
+        *table(arguments.programs, arguments.threads),
+    ]
+    print("\n".join(lines))
+    if arguments.out:
+        arguments.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
