@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from rl_core.errors import DataError
@@ -102,6 +103,9 @@ TRAINED: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
     "tools": ([Q1, CALLS, RAIN, A1], TOOLS),
     "tools, 2 turns": ([Q1, CALLS, RAIN, A1, Q2, A2], TOOLS),
 }
+REFUSALS = (TemplateError, TypeError, ValueError)
+"""Exceptions of a template that does not support a conversation: its own `raise_exception`, an undefined name, or a filter that
+gets a value of another type."""
 LAST_ONLY = {"reasoning, last of 2"}
 
 
@@ -128,7 +132,7 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, header
                     call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         try:
             text: str = tokenizer.apply_chat_template(given, tools=tools, tokenize=False, add_generation_prompt=header)
-        except Exception:
+        except REFUSALS:
             continue
         if (tools and TOOLS[0]["function"]["description"] not in text) or "None" in text:
             continue

@@ -63,7 +63,7 @@ def test_the_quickstarts_model_is_sound(diagnose):
     result, found = diagnose()
     assert result.exit_code == 0, result.output
     assert list(found) == NAMES
-    assert {row["verdict"] for row in found.values()} == {"ok"}
+    assert {row["status"] for row in found.values()} == {"ok"}
     # Both sides are float32, which is found out and not assumed.
     assert found["engine_against_policy"]["details"]["threshold"] == 1.001
 
@@ -94,15 +94,15 @@ def test_a_template_whose_end_does_not_stop_the_engine_fails(diagnose):
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %} *{% endif %}{% endfor %}"
     result, found = diagnose(f"policy.tokenizer.chat_template={json.dumps(template)}")
     assert result.exit_code == 1, result.output
-    assert [name for name, row in found.items() if row["verdict"] == "failed"] == ["end_of_turn_stops"]
+    assert [name for name, row in found.items() if row["status"] == "failed"] == ["end_of_turn_stops"]
     assert found["end_of_turn_stops"]["remedy"].startswith("Set policy.generation.stop_token_ids: [17]")
 
 
 def test_an_engine_that_computes_another_distribution_than_the_policy_fails(diagnose):
     result, found = diagnose("++policy.generation.hf_cfg.config_overrides.rms_norm_eps=1.0")
     assert result.exit_code == 1, result.output
-    assert found["engine_against_policy"]["verdict"] == "failed"
-    assert found["length_limit"]["verdict"] == "ok"
+    assert found["engine_against_policy"]["status"] == "failed"
+    assert found["length_limit"]["status"] == "ok"
 
 
 def test_an_error_in_the_config_is_a_user_error(diagnose):

@@ -15,7 +15,7 @@ from rlcore_cli.main import main
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "addition" / "model")
 PAGE = (ROOT / "docs" / "nemo_rl_names.md").read_text()
-[DIRECT] = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+[DIRECT, WEATHER] = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 @pytest.fixture
@@ -52,6 +52,15 @@ def test_the_direct_vllm_config_is_valid_over_the_packaged_base(rlcore):
     assert "generation  vllm, up to 2048 new tokens" in out
     run = load_config(["grpo.yaml", "grpo_direct_vllm.yaml"]).run
     assert (run.policy.backend, run.policy.max_total_sequence_length) == ("hf", 4096)
+
+
+def test_the_weather_config_is_valid_over_the_packaged_base(folder, rlcore):
+    (folder / "grpo_weather.yaml").write_text(WEATHER.replace("path/to/model", MODEL))
+    for name in ("weather_train.jsonl", "weather_val.jsonl"):
+        (folder / name).write_text('{"question": "Observations: a clear sky.", "expected_answer": "sunny"}\n')
+    code, out, err = rlcore("validate", "--config", "grpo.yaml", "grpo_weather.yaml")
+    assert (code, err) == (0, "")
+    assert "env         weather (rl_envs.weather.environment.WeatherEnvironment)" in out
 
 
 @pytest.mark.usefixtures("folder")

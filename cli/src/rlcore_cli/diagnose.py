@@ -52,7 +52,7 @@ def diagnose(
     if as_json:
         print(json.dumps(plain([asdict(diagnosis) for diagnosis in found]), indent=2))
     ok, warnings, failed = (
-        sum(diagnosis.verdict is status for diagnosis in found)
+        sum(diagnosis.status is status for diagnosis in found)
         for status in (DiagnosisStatus.OK, DiagnosisStatus.WARNING, DiagnosisStatus.FAILED)
     )
     if not as_json:
@@ -62,7 +62,7 @@ def diagnose(
 
 
 def _print(diagnosis: Diagnosis) -> None:
-    print(f"{diagnosis.verdict.value:<8}{diagnosis.name}", flush=True)
+    print(f"{diagnosis.status.value:<8}{diagnosis.name}", flush=True)
     for text in (diagnosis.found, diagnosis.why, diagnosis.remedy):
         if text:
             indent = "        "

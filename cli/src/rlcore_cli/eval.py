@@ -60,7 +60,7 @@ def evaluate(
     prepare_process()
     ks = _numbers(k)
     if json_file is not None:
-        _refuse_unwritable(json_file)
+        _reject_unwritable(json_file)
     from rl_train.runtime.evaluate import plan_evaluation
     from rl_train.runtime.evaluation_report import default_path, prompts_path, write_results
 
@@ -96,7 +96,7 @@ def _numbers(text: str | None) -> list[int]:
         raise UserError(f"--k {text} is not a list of integers. Separate them with commas: --k 1,4,8.") from None
 
 
-def _refuse_unwritable(path: Path) -> None:
+def _reject_unwritable(path: Path) -> None:
     from rl_core.errors import UserError
 
     if path.is_dir():

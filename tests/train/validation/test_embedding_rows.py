@@ -20,7 +20,7 @@ def rows_of(changed, policy, tokenizer, *, used=()):
 def test_the_rows_of_the_quickstarts_model_are_trained(policy, tokenizer):
     weights = read_embeddings(policy(), by_reference=True)
     assert weights.input.shape == (18, 192)
-    assert check_untrained_embeddings(weights.input, tokenizer=tokenizer, used_ids=range(18)).verdict is DiagnosisStatus.OK
+    assert check_untrained_embeddings(weights.input, tokenizer=tokenizer, used_ids=range(18)).status is DiagnosisStatus.OK
 
 
 def test_zeroed_rows_are_a_warning_and_a_failure_if_the_run_uses_them(policy, tokenizer, changed_model):
@@ -29,11 +29,11 @@ def test_zeroed_rows_are_a_warning_and_a_failure_if_the_run_uses_them(policy, to
 
     model = changed_model(zero)
     unused = rows_of(model, policy, tokenizer, used=[ZERO])
-    assert unused.verdict is DiagnosisStatus.WARNING
+    assert unused.status is DiagnosisStatus.WARNING
     assert unused.found.startswith("all zero: 2 tokens (15 '*', 17 ' ')")
     assert [entry["id"] for entry in unused.details["all_zero"]] == [STAR, SPACE]
     used = rows_of(model, policy, tokenizer, used=[ZERO, STAR])
-    assert used.verdict is DiagnosisStatus.FAILED
+    assert used.status is DiagnosisStatus.FAILED
     assert used.found.startswith("this run uses 1 token (15 '*').")
     assert used.remedy
 
@@ -59,20 +59,20 @@ def test_other_rows_that_training_cannot_have_made(kind, row, policy, tokenizer,
     assert [entry["id"] for entry in found.details[kind]] == expected
     assert [name for name, ids in found.details.items() if name != "rows_beyond_the_tokenizer" and ids] == [kind]
     # A trained token may have an unusual norm, so this alone is not a failure.
-    assert found.verdict is (DiagnosisStatus.WARNING if kind == "odd_norm" else DiagnosisStatus.FAILED)
+    assert found.status is (DiagnosisStatus.WARNING if kind == "odd_norm" else DiagnosisStatus.FAILED)
 
 
 def test_rows_of_equal_norm_that_differ_are_not_equal(tokenizer):
     weight = torch.nn.functional.normalize(torch.randn(18, 32, generator=torch.Generator().manual_seed(0)))
     weight[4] = weight[3].flip(0)
-    assert check_untrained_embeddings(weight, tokenizer=tokenizer).verdict is DiagnosisStatus.OK
+    assert check_untrained_embeddings(weight, tokenizer=tokenizer).status is DiagnosisStatus.OK
 
 
 def test_rows_beyond_the_tokenizers_ids_are_counted_and_no_fault(tokenizer):
     weight = torch.zeros(24, 8)
     weight[:18] = torch.randn(18, 8, generator=torch.Generator().manual_seed(0))
     found = check_untrained_embeddings(weight, tokenizer=tokenizer)
-    assert (found.verdict, found.details["rows_beyond_the_tokenizer"]) == (DiagnosisStatus.OK, 6)
+    assert (found.status, found.details["rows_beyond_the_tokenizer"]) == (DiagnosisStatus.OK, 6)
 
 
 def test_a_long_list_is_cut_in_the_sentence_and_whole_in_the_details(tokenizer):
@@ -85,23 +85,23 @@ def test_a_long_list_is_cut_in_the_sentence_and_whole_in_the_details(tokenizer):
 
 def test_tying_that_the_config_and_the_weights_agree_on(policy, changed_model):
     tied = read_embeddings(policy(), by_reference=True)
-    assert (tied.are_tied, check_tied_embeddings(tied, declared=True).verdict) == (True, DiagnosisStatus.OK)
-    assert check_tied_embeddings(tied, declared=None).verdict is DiagnosisStatus.OK
+    assert (tied.are_tied, check_tied_embeddings(tied, declared=True).status) == (True, DiagnosisStatus.OK)
+    assert check_tied_embeddings(tied, declared=None).status is DiagnosisStatus.OK
 
     def untie(tensors):
         tensors["lm_head.weight"] = tensors[EMBEDDINGS] + 1.0
 
     untied = read_embeddings(policy(changed_model(untie, tie_word_embeddings=False)), by_reference=True)
     assert (untied.output_name, untied.are_equal) == ("lm_head.weight", False)
-    assert check_tied_embeddings(untied, declared=False).verdict is DiagnosisStatus.OK
+    assert check_tied_embeddings(untied, declared=False).status is DiagnosisStatus.OK
     wrong = check_tied_embeddings(untied, declared=True)
-    assert wrong.verdict is DiagnosisStatus.FAILED
+    assert wrong.status is DiagnosisStatus.FAILED
     assert wrong.found == "tie_word_embeddings is true in the model's config, and lm_head.weight is a separate matrix"
 
 
 def test_a_tied_model_whose_config_says_otherwise(policy):
     wrong = check_tied_embeddings(read_embeddings(policy(), by_reference=True), declared=False)
-    assert wrong.verdict is DiagnosisStatus.FAILED
+    assert wrong.status is DiagnosisStatus.FAILED
     assert "is false in the model's config, and the output matrix is the input embedding" in wrong.found
 
 
@@ -111,7 +111,7 @@ def test_two_equal_matrices_are_a_warning(policy, changed_model):
 
     weights = read_embeddings(policy(changed_model(double, tie_word_embeddings=False)), by_reference=True)
     for declared in (True, False):
-        assert check_tied_embeddings(weights, declared=declared).verdict is DiagnosisStatus.WARNING
+        assert check_tied_embeddings(weights, declared=declared).status is DiagnosisStatus.WARNING
 
 
 def test_a_policy_without_a_known_embedding_says_what_was_looked_for(policy, monkeypatch):

@@ -23,14 +23,14 @@ def model_of(engine):
 
 def test_an_engine_that_keeps_its_limit(engine, prompts):
     found = check_length_limit(engine(max_model_len=32), token_rows(prompts), limit=32)
-    assert found.verdict is DiagnosisStatus.OK
+    assert found.status is DiagnosisStatus.OK
     assert found.details["longest_row"] == 32
     assert found.details["rows_cut_at_the_limit"] > 0
 
 
 def test_an_engine_that_ignores_the_limit_of_the_run(engine, prompts):
     found = check_length_limit(engine(max_model_len=64), token_rows(prompts), limit=32)
-    assert found.verdict is DiagnosisStatus.FAILED
+    assert found.status is DiagnosisStatus.FAILED
     assert "tokens became a row of" in found.found
     assert "a prompt of 32 tokens, which leaves no room, was not refused" in found.found
     assert found.details["longest_row"] > 32
@@ -47,7 +47,7 @@ def test_an_engine_that_truncates_prompts_fails_the_length_limit(engine, prompts
 
     monkeypatch.setattr(careless, "generate", cutting)
     found = check_length_limit(careless, token_rows(prompts), limit=32)
-    assert found.verdict is DiagnosisStatus.FAILED
+    assert found.status is DiagnosisStatus.FAILED
     assert "came back changed" in found.found
     assert "was not refused" in found.found
 
@@ -55,7 +55,7 @@ def test_an_engine_that_truncates_prompts_fails_the_length_limit(engine, prompts
 def test_a_length_limit_that_no_row_reached_is_not_reported_as_ok(engine, prompts):
     # Every token ends a row, so no row is ever cut.
     found = check_length_limit(engine(max_model_len=32, stop_token_ids=list(range(18))), token_rows(prompts), limit=32)
-    assert found.verdict is DiagnosisStatus.WARNING
+    assert found.status is DiagnosisStatus.WARNING
     assert "the limit was not tested" in found.found
 
 
@@ -83,7 +83,7 @@ def never_ending(engine):
 def test_decoding_agrees_with_prefill_over_long_answers(engine, prompts):
     long = never_ending(engine(max_new_tokens=100, max_model_len=128))
     found = check_decode_against_prefill(long, prompts, threshold=1.001)
-    assert found.verdict is DiagnosisStatus.OK
+    assert found.status is DiagnosisStatus.OK
     assert found.details["last_position"] == 99
     assert found.details["same_token_frac"] == 1.0
     # float32 on both sides; sums of another order make some 1e-6 nats.
@@ -98,23 +98,23 @@ def test_a_layer_that_is_wrong_only_in_decoding_is_found(engine, prompts):
 
     model_of(broken).model.layers[0].mlp.register_forward_hook(spoil)
     found = check_decode_against_prefill(broken, prompts, threshold=1.05)
-    assert found.verdict is DiagnosisStatus.FAILED
+    assert found.status is DiagnosisStatus.FAILED
     assert found.details["multiplicative_error"] > 1.05
     assert "1.05 is allowed" in found.found
 
 
 def test_single_token_answers_cannot_check_decoding(engine, prompts):
     found = check_decode_against_prefill(engine(max_new_tokens=1), prompts, threshold=1.001)
-    assert found.verdict is DiagnosisStatus.WARNING
+    assert found.status is DiagnosisStatus.WARNING
 
 
 def test_the_policy_with_a_perturbed_tensor_fails(policy, engine, prompts, changed_model):
     def scale(tensors):
         tensors["model.norm.weight"] *= 1.3
 
-    assert check_engine_against_policy(policy(), engine(), prompts, threshold=1.001).verdict is DiagnosisStatus.OK
+    assert check_engine_against_policy(policy(), engine(), prompts, threshold=1.001).status is DiagnosisStatus.OK
     found = check_engine_against_policy(policy(changed_model(scale)), engine(), prompts, threshold=1.05)
-    assert found.verdict is DiagnosisStatus.FAILED
+    assert found.status is DiagnosisStatus.FAILED
     assert found.found.startswith("exp(mean |d|) is ")
 
 

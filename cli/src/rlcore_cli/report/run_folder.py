@@ -104,7 +104,7 @@ def read_run_folder(path: Path) -> RunFolder:
         UserError: The folder does not exist or is not a run folder.
         DataError: A file in it is corrupt.
     """
-    _refuse_other_folders(path)
+    _reject_other_folders(path)
     config = _read(path / CONFIG, yaml.safe_load)
     return RunFolder(
         path=path,
@@ -154,7 +154,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _refuse_other_folders(path: Path) -> None:
+def _reject_other_folders(path: Path) -> None:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}. Give a run folder, such as runs/NAME; `rlcore train` prints its run folder.")

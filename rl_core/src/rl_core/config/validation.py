@@ -63,7 +63,7 @@ class Validator:
             path: The section's key.
         """
         before = len(self.problems.found)
-        self._refuse_accidental_numbers(model, values, path=path)
+        self._reject_accidental_numbers(model, values, path=path)
         try:
             instance = model.model_validate(values)
         except ValidationError as error:
@@ -80,7 +80,7 @@ class Validator:
             return None
         return instance if len(self.problems.found) == before else None
 
-    def _refuse_accidental_numbers(self, model: Model, values: Mapping[str, Any], *, path: KeyPath) -> None:
+    def _reject_accidental_numbers(self, model: Model, values: Mapping[str, Any], *, path: KeyPath) -> None:
         """Reports values that pydantic would accept as numbers: true and false as 1 and 0, and NaN in a free mapping."""
         for leaf, value in _scalars(values):
             where = (*path, *leaf)

@@ -87,17 +87,17 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         return section
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
-        self._refuse_scalar_head()
+        self._reject_scalar_head()
         return self._score(data, "get_logprobs", reference=False)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec]
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        self._refuse_scalar_head()
+        self._reject_scalar_head()
         return BatchedDataDict({"reference_logprobs": self._score(data, "get_logprobs", reference=True)["logprobs"]})
 
     def get_topk_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], k: int) -> BatchedDataDict[TopkLogprobOutputSpec]:
-        self._refuse_scalar_head()
+        self._reject_scalar_head()
         vocab_size = self.facts.get("vocab_size", k)
         if not 1 <= k <= vocab_size:
             raise DataError(
@@ -113,9 +113,9 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
             )
         return self._score(data, "get_values")
 
-    def _refuse_unknown_tokens(self, candidates: torch.Tensor, key: str) -> None:
+    def _reject_unknown_tokens(self, candidates: torch.Tensor, key: str) -> None:
         """Checked before any rank starts, because ranks would wait for one that fails alone."""
-        self._refuse_scalar_head()
+        self._reject_scalar_head()
         vocab_size = self.facts["vocab_size"]
         outside = candidates[(candidates < 0) | (candidates >= vocab_size)]
         if outside.numel():
@@ -125,7 +125,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
                 "the policy's."
             )
 
-    def _refuse_scalar_head(self) -> None:
+    def _reject_scalar_head(self) -> None:
         if self.config.head == "scalar":
             raise NotSupportedError(
                 f"{self.config.model_name} has a scalar head (`head: scalar`), which does not score tokens: set "
@@ -162,7 +162,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         candidates = {loss_fn.candidates_key} if loss_fn.candidates_key is not None else set()
         rows = select_columns(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys | candidates)))
         for key in candidates:
-            self._refuse_unknown_tokens(rows[key], key)
+            self._reject_unknown_tokens(rows[key], key)
         gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit
         if rows.size % unit or gbs % unit:
             raise DataError(

@@ -63,7 +63,7 @@ class WorkerRestarter:
                 if isinstance(answer, WorkerDiedError):
                     cause = answer
                     continue
-                self._refuse_another(rank, facts[rank], answer)
+                self._reject_another(rank, facts[rank], answer)
                 waiting.remove(rank)
                 replaced.add(rank)
         return replaced
@@ -88,7 +88,7 @@ class WorkerRestarter:
             told = (self._group.describe_rank(rank), self.count, self._max_restarts, why)
             _log.warning("%s exited; restarting it (%d of %d)%s", *told)
 
-    def _refuse_another(self, rank: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def _reject_another(self, rank: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         changed = {
             key: (before.get(key), now.get(key)) for key in before.keys() | now.keys() if before.get(key) != now.get(key)
         }

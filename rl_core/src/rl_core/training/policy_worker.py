@@ -176,7 +176,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         return results
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
-        self._refuse_scalar_head("cannot generate text")
+        self._reject_scalar_head("cannot generate text")
         return self.sample(data, greedy=greedy)
 
     def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
@@ -196,7 +196,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
             self.load_training_state(Path(optimizer_path))
 
     def prepare_refit_info(self) -> dict[str, Any]:
-        self._refuse_scalar_head("has no weights for a generation engine")
+        self._reject_scalar_head("has no weights for a generation engine")
         return super().prepare_refit_info()
 
     def shutdown(self) -> None:
@@ -225,7 +225,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
                 "the reference policy."
             )
 
-    def _refuse_scalar_head(self, why: str) -> None:
+    def _reject_scalar_head(self, why: str) -> None:
         if self.config.head == "scalar":
             raise NotSupportedError(
                 f"{self.config.model_name} has a scalar head (`head: scalar`), which only computes values, so it {why}. Set "

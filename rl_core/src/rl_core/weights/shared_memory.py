@@ -47,7 +47,7 @@ class Segment:
         """
         self.size = size
         sweep(directory=directory)
-        _refuse_if_too_small(size, directory)
+        _reject_if_too_small(size, directory)
         self.path, descriptor = _create_locked(directory)
         self._unlink = weakref.finalize(self, _unlink_and_unlock, self.path, descriptor, os.getpid())
         try:
@@ -218,7 +218,7 @@ def _populate(mapping: mmap.mmap, advice: int) -> None:
             raise
 
 
-def _refuse_if_too_small(size: int, directory: Path) -> None:
+def _reject_if_too_small(size: int, directory: Path) -> None:
     space = os.statvfs(directory)
     if space.f_bavail * space.f_frsize < size:
         raise _too_small(size, directory)

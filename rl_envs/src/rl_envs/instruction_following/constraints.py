@@ -231,7 +231,7 @@ def _sections(answer: str, section_spliter: str, num_sections: int) -> bool:
 def _json(answer: str) -> bool:
     fenced = _FENCE.match(answer.strip())
     try:
-        found = json.loads(fenced.group(1) if fenced else answer, parse_constant=_refuse_constant)
+        found = json.loads(fenced.group(1) if fenced else answer, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return False
     return isinstance(found, dict | list)
@@ -301,5 +301,5 @@ def _no_comma(answer: str) -> bool:
     return not any(comma in answer for comma in ",，、")
 
 
-def _refuse_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")

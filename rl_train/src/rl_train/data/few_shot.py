@@ -21,13 +21,14 @@ Example = Mapping[str, Any]
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
-def normalized(value: Any) -> str:
+@lru_cache(maxsize=16_384)  # examples are compared with every row
+def normalized(value: str) -> str:
     r"""A text without differences that do not change a question: case, white space, quotes, `$` and other punctuation.
 
     Kept are letters, digits, symbols and the arithmetic signs, and points and commas within numbers, so that `2 + 2?` and
     `$2+2$` are equal, but `2-2` and `2+2` are not.
     """
-    text = unicodedata.normalize("NFKC", str(value)).casefold()
+    text = unicodedata.normalize("NFKC", value).casefold()
     kept = []
     for index, char in enumerate(text):
         category = unicodedata.category(char)
@@ -47,10 +48,10 @@ def asks_the_same(example: Example, question: Mapping[str, Any]) -> bool:
         question: The fields of the row that its prompt shows.
     """
     shared = [name for name in question if name in example]
-    if shared and all(normalized(example[name]) == normalized(question[name]) for name in shared):
+    if shared and all(normalized(str(example[name])) == normalized(str(question[name])) for name in shared):
         return True
-    asked = {normalized(value) for value in question.values()}
-    return bool(asked) and asked <= {normalized(value) for value in example.values()}
+    asked = {normalized(str(value)) for value in question.values()}
+    return bool(asked) and asked <= {normalized(str(value)) for value in example.values()}
 
 
 class FixedExamples:
@@ -115,11 +116,11 @@ class NearestExamples:
         """
         examples, search = _index(self._path, _modified(self._path), self._field, tuple(needed_fields(self._config)))
         wanted = self._config.retrieved_few_shots
-        key, seen = normalized(row[self._field]), set[str]()
+        key, seen = normalized(str(row[self._field])), set[str]()
         chosen: list[Example] = []
         for number in search.ranked(str(row[self._field])):
             example = examples[number]
-            own = normalized(example[self._field])
+            own = normalized(str(example[self._field]))
             if own == key or own in seen or asks_the_same(example, question):
                 continue
             seen.add(own)

@@ -115,7 +115,7 @@ test_generation_consistency.__test__ = False  # type: ignore[attr-defined]
 
 
 def _passed(diagnosis: Diagnosis) -> Diagnosis:
-    if diagnosis.verdict is DiagnosisStatus.FAILED:
+    if diagnosis.status is DiagnosisStatus.FAILED:
         raise AssertionError(str(diagnosis))
     return diagnosis
 

@@ -38,9 +38,9 @@ def check_chat_template(
         found = (
             "the tokenizer has no chat template: messages are joined as they are, and the end-of-sequence token ends an answer"
         )
-        return [Diagnosis(name=RENDERS, verdict=DiagnosisStatus.OK, found=found)]
+        return [Diagnosis(name=RENDERS, status=DiagnosisStatus.OK, found=found)]
     rendered = check_renders(tokenizer, question)
-    if rendered.verdict is DiagnosisStatus.FAILED:
+    if rendered.status is DiagnosisStatus.FAILED:
         return [rendered]
     return [
         rendered,
@@ -60,13 +60,13 @@ def check_renders(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
             text = _render(tokenizer, messages, header=header)
         except _TemplateFailed as error:
             found = f"the template cannot render messages of the roles {roles}: {error}"
-            return Diagnosis(name=RENDERS, verdict=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
+            return Diagnosis(name=RENDERS, status=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
         lost = [message["role"] for message in messages if message["content"].strip() not in text]
         if lost:
             found = f"of the roles {roles}, the rendered text lacks what these say: {lost}"
-            return Diagnosis(name=RENDERS, verdict=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
+            return Diagnosis(name=RENDERS, status=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
     found = f"conversations of one turn and of two are rendered, with all of their {len(_second_turn(question))} messages"
-    return Diagnosis(name=RENDERS, verdict=DiagnosisStatus.OK, found=found)
+    return Diagnosis(name=RENDERS, status=DiagnosisStatus.OK, found=found)
 
 
 def check_generation_prompt(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
@@ -78,26 +78,26 @@ def check_generation_prompt(tokenizer: Any, question: Sequence[Message]) -> Diag
     whole = _render(tokenizer, _answered(question), header=False)
     details = {"header": prompt[len(bare) :] if prompt.startswith(bare) else None}
     shared = get_first_index_that_differs(prompt, whole)
-    problem, verdict = None, DiagnosisStatus.FAILED
+    problem, status = None, DiagnosisStatus.FAILED
     if not prompt.startswith(bare):
         problem = _difference("with the header, the text before it changes", bare, prompt)
     elif shared < len(prompt) and shared >= len(bare) and prompt[shared:].strip():
         problem = f"the header opens the answer with {prompt[shared:]!r}, which the answered conversation does not begin with"
-        verdict = DiagnosisStatus.WARNING
+        status = DiagnosisStatus.WARNING
     elif shared < len(prompt):
         problem = _difference("the answered conversation does not begin with the prompt", prompt, whole)
     elif _encode(tokenizer, whole)[: len(_encode(tokenizer, prompt))] != _encode(tokenizer, prompt):
         problem = "the answered conversation begins with the prompt as text, and with other tokens"
     if problem is None:
         found = f"the header {details['header']!r} adds to the prompt and changes nothing in it"
-        return Diagnosis(name=HEADER, verdict=DiagnosisStatus.OK, found=found, details=details)
-    if verdict is DiagnosisStatus.WARNING:
+        return Diagnosis(name=HEADER, status=DiagnosisStatus.OK, found=found, details=details)
+    if status is DiagnosisStatus.WARNING:
         why = "Rollouts are right. Supervised training trains such an answer after a header without that text."
         remedy = "Train answers with reasoning, or set policy.tokenizer.chat_template_kwargs if the template has a switch."
     else:
         why = "The model would sample after one beginning and be trained, or asked in a second turn, after another."
         remedy = "Use a template that puts the same header before an assistant's message as it does for add_generation_prompt."
-    return Diagnosis(name=HEADER, verdict=verdict, found=problem, why=why, remedy=remedy, details=details)
+    return Diagnosis(name=HEADER, status=status, found=problem, why=why, remedy=remedy, details=details)
 
 
 def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
@@ -112,7 +112,7 @@ def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
         second = _tokens(tokenizer, _second_turn(question), header=True)
     except DataError as error:
         remedy = "Rollouts of one turn are not affected; for supervised training and several turns, use another template."
-        return Diagnosis(name=JOINS, verdict=DiagnosisStatus.WARNING, found=str(error), why=why, remedy=remedy)
+        return Diagnosis(name=JOINS, status=DiagnosisStatus.WARNING, found=str(error), why=why, remedy=remedy)
     if joined != together:
         place = get_first_index_that_differs(joined, together)
         found = (
@@ -120,7 +120,7 @@ def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
             f"{_text(tokenizer, together, place)}"
         )
         remedy = "Use a template whose header ends with a special token or a line break, across which nothing is merged."
-        return Diagnosis(name=JOINS, verdict=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
+        return Diagnosis(name=JOINS, status=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
     if second[: len(together)] != together:
         place = get_first_index_that_differs(together, second)
         found = (
@@ -128,11 +128,11 @@ def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
             f"{_text(tokenizer, together, place)} and is {_text(tokenizer, second, place)}"
         )
         remedy = "Rollouts of one turn are not affected; for several turns, use another template."
-        return Diagnosis(name=JOINS, verdict=DiagnosisStatus.WARNING, found=found, why=why, remedy=remedy)
+        return Diagnosis(name=JOINS, status=DiagnosisStatus.WARNING, found=found, why=why, remedy=remedy)
     found = (
         f"{len(together)} tokens of one turn are the same as a whole and joined, and a second turn leaves the first as it was"
     )
-    return Diagnosis(name=JOINS, verdict=DiagnosisStatus.OK, found=found)
+    return Diagnosis(name=JOINS, status=DiagnosisStatus.OK, found=found)
 
 
 def check_end_of_turn(
@@ -148,11 +148,11 @@ def check_end_of_turn(
     if ending is not None or stopped_by is not None:
         what = f"token {ending} ({_name(tokenizer, ending)!r})" if ending is not None else f"the stop string {stopped_by!r}"
         found = f"the template closes a turn with {closing!r}, and {what} ends a completion"
-        return Diagnosis(name=ENDS, verdict=DiagnosisStatus.OK, found=found, details=details)
+        return Diagnosis(name=ENDS, status=DiagnosisStatus.OK, found=found, details=details)
     if not closing.strip():
         return Diagnosis(
             name=ENDS,
-            verdict=DiagnosisStatus.WARNING,
+            status=DiagnosisStatus.WARNING,
             found=f"the template puts nothing after an answer that could end it ({closing!r})",
             why="Supervised training on such conversations does not teach where an answer ends.",
             remedy="Use a template that closes an assistant's message with the end-of-sequence token.",
@@ -161,7 +161,7 @@ def check_end_of_turn(
     stops = ", ".join(f"{token} {_name(tokenizer, token)!r}" for token in sorted(stop_ids)) or "there are none"
     return Diagnosis(
         name=ENDS,
-        verdict=DiagnosisStatus.FAILED,
+        status=DiagnosisStatus.FAILED,
         found=f"the template closes a turn with {closing!r} (token {tokens[0]}), and no stop token is in it ({stops})",
         why=why,
         remedy=f"Set policy.generation.stop_token_ids: [{tokens[0]}], or add it to eos_token_id in generation_config.json.",

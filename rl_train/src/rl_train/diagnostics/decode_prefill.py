@@ -72,10 +72,10 @@ def check_decode_against_prefill(
         "tokens are the same"
     )
     if error <= threshold:
-        return Diagnosis(name=DECODE, verdict=DiagnosisStatus.OK, found=found, details=details)
+        return Diagnosis(name=DECODE, status=DiagnosisStatus.OK, found=found, details=details)
     return Diagnosis(
         name=DECODE,
-        verdict=DiagnosisStatus.FAILED,
+        status=DiagnosisStatus.FAILED,
         found=f"{found}; {threshold:.6g} is allowed",
         why=_WHY,
         remedy="Switch off the engine's prefix cache, its compiled graphs and its attention kernel one after the other, and "
@@ -108,7 +108,7 @@ def check_engine_against_policy(
     if failures:
         return Diagnosis(
             name=POLICY,
-            verdict=DiagnosisStatus.FAILED,
+            status=DiagnosisStatus.FAILED,
             found="; ".join(failures),
             why=_WHY,
             remedy="`rlcore check logprobs` shows where the tokens are; docs/validation.md says what usually is behind it.",
@@ -116,7 +116,7 @@ def check_engine_against_policy(
         )
     return Diagnosis(
         name=POLICY,
-        verdict=DiagnosisStatus.OK,
+        status=DiagnosisStatus.OK,
         found=f"exp(mean |d|) is {agreement.multiplicative_error:.6f} over {agreement.num_tokens} tokens: "
         f"{first.multiplicative_error:.6f} at position {first.label} of the completion, "
         f"{last.multiplicative_error:.6f} at {last.label}",
@@ -151,7 +151,7 @@ def _too_short(decoded: BatchedDataDict[Any]) -> Diagnosis:
     details: Mapping[str, Any] = {"num_tokens": 0}
     return Diagnosis(
         name=DECODE,
-        verdict=DiagnosisStatus.WARNING,
+        status=DiagnosisStatus.WARNING,
         found=f"all {decoded.size} greedy answers are one token long, so nothing was decoded after a prefill",
         why=_WHY,
         remedy="Diagnose with prompts that are answered at length, or raise policy.generation.max_new_tokens.",

@@ -24,7 +24,7 @@ class Diagnosis:
 
     name: str
     """Name of the diagnosis, such as `length_limit`."""
-    verdict: DiagnosisStatus
+    status: DiagnosisStatus
     found: str
     """What was measured, with numbers."""
     why: str = ""
@@ -35,6 +35,6 @@ class Diagnosis:
     """All measurements as plain values, for programs."""
 
     def __str__(self) -> str:
-        lines = [f"{self.verdict.value}: {self.name}: {self.found}"]
+        lines = [f"{self.status.value}: {self.name}: {self.found}"]
         lines += [line for line in (self.why, self.remedy) if line]
         return "\n  ".join(lines)

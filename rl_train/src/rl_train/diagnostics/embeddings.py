@@ -41,14 +41,14 @@ def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids
     beyond = f" ({unused_rows} further rows are beyond the tokenizer's ids)" if unused_rows else ""
     if not any(kinds.values()):
         found = f"none of {num_tokens} rows is zero, of one value, equal to another, or of a norm far from the others{beyond}"
-        return Diagnosis(name=UNTRAINED, verdict=DiagnosisStatus.OK, found=found, details=details)
+        return Diagnosis(name=UNTRAINED, status=DiagnosisStatus.OK, found=found, details=details)
     broken = {token for kind, ids in kinds.items() if kind != "odd_norm" for token in ids} & set(used_ids)
     found = "; ".join(f"{kind.replace('_', ' ')}: {_listed(ids, tokenizer)}" for kind, ids in kinds.items() if ids)
     if broken:
         found = f"this run uses {_listed(sorted(broken), tokenizer)}. {found}"
     return Diagnosis(
         name=UNTRAINED,
-        verdict=DiagnosisStatus.FAILED if broken else DiagnosisStatus.WARNING,
+        status=DiagnosisStatus.FAILED if broken else DiagnosisStatus.WARNING,
         found=found + beyond,
         why="The model has never seen these tokens: its output for a prompt that contains one, and the probability with "
         "which it samples one, are meaningless.",
@@ -79,12 +79,12 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
         "input": weights.input_name,
         "output": weights.output_name,
     }
-    verdict = _tying_verdict(weights, declared)
-    if verdict is DiagnosisStatus.OK:
-        return Diagnosis(name=TIED, verdict=verdict, found=found, details=details)
+    status = _tying_status(weights, declared)
+    if status is DiagnosisStatus.OK:
+        return Diagnosis(name=TIED, status=status, found=found, details=details)
     return Diagnosis(
         name=TIED,
-        verdict=verdict,
+        status=status,
         found=found,
         why="Another program that reads the config would tie separate matrices, or separate tied ones: a saved model would "
         "then compute something else than the one that was trained.",
@@ -94,7 +94,7 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
     )
 
 
-def _tying_verdict(weights: EmbeddingWeights, declared: bool | None) -> DiagnosisStatus:
+def _tying_status(weights: EmbeddingWeights, declared: bool | None) -> DiagnosisStatus:
     if declared is None or declared == weights.are_tied:
         suspicious = declared is False and weights.are_equal
         return DiagnosisStatus.WARNING if suspicious else DiagnosisStatus.OK

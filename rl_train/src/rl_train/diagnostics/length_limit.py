@@ -46,7 +46,7 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
     if problems:
         return Diagnosis(
             name=NAME,
-            verdict=DiagnosisStatus.FAILED,
+            status=DiagnosisStatus.FAILED,
             found=f"the limit of {limit} tokens is not kept: " + "; ".join(problems),
             why=_WHY,
             remedy="Pass the limit on to the engine (its section's max_model_len), or lower policy.max_total_sequence_length.",
@@ -55,7 +55,7 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
     if not reached:
         return Diagnosis(
             name=NAME,
-            verdict=DiagnosisStatus.WARNING,
+            status=DiagnosisStatus.WARNING,
             found=f"all {len(rows)} rows ended by themselves before the limit of {limit} tokens, so the limit was not tested",
             why=_WHY,
             remedy="Diagnose again with other prompts (--num-prompts), or a higher temperature.",
@@ -63,7 +63,7 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
         )
     return Diagnosis(
         name=NAME,
-        verdict=DiagnosisStatus.OK,
+        status=DiagnosisStatus.OK,
         found=f"{reached} of {len(rows)} rows were cut at the limit of {limit} tokens, none is longer; a full one is refused",
         details=details,
     )

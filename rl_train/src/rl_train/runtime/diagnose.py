@@ -58,7 +58,7 @@ def _check_embeddings(pair: PolicyAndEngine, plan: PolicyAndEnginePlan, files: M
     except (NotSupportedError, WeightSyncError) as error:
         yield Diagnosis(
             name="embeddings",
-            verdict=DiagnosisStatus.WARNING,
+            status=DiagnosisStatus.WARNING,
             found=f"the policy's embeddings could not be read: {error}",
             why="Whether their rows were trained, and whether they are tied, is unknown.",
             remedy="Diagnose on the node where the policy's rank 0 runs, or with another policy backend.",

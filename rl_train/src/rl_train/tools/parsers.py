@@ -123,7 +123,7 @@ def split_thinking(text: str) -> tuple[str, str]:
 
 def _values(text: str) -> Iterator[tuple[Any, str | None]]:
     """The JSON values of a text, each with None, and the error at which reading stopped."""
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    decoder = json.JSONDecoder(parse_constant=_reject_constant)
     position, found = 0, False
     while position < len(text) or not found:
         try:
@@ -144,7 +144,7 @@ def _call_in(text: str) -> ToolCall:
 def _json(text: str) -> tuple[Any, str | None]:
     """The JSON value, and None; or None and why the text is not JSON."""
     try:
-        return json.loads(text.strip(), parse_constant=_refuse_constant), None
+        return json.loads(text.strip(), parse_constant=_reject_constant), None
     except (ValueError, RecursionError) as error:
         return None, _json_error(error)
 
@@ -153,7 +153,7 @@ def _json_error(error: Exception) -> str:
     return f"the tool call is not valid JSON: {error if isinstance(error, ValueError) else 'it is nested too deeply'}"
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
