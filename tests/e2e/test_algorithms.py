@@ -164,7 +164,7 @@ def test_preference_training_generalizes_to_unseen_pairs(name, tmp_path):
     assert steps[10]["validation/accuracy"] > 0.9
 
 
-@pytest.mark.full("test_resume_of_algorithms.py resumes dpo over two ranks, bit for bit")
+@pytest.mark.full("test_resume_of_algorithms.py resumes a run bit for bit")
 def test_the_resumed_preference_example_equals_an_uninterrupted_run(tmp_path):
     example = MODEL.parents[1] / "dpo_addition.yaml"
 

@@ -72,6 +72,7 @@ def test_a_policy_without_a_cluster_generates_scores_and_trains(policy):
     assert policy.train(rows, NLLLossFn())["loss"] > 0
 
 
+@pytest.mark.full("test_trainers.py trains a policy over two ranks as over one; backends_hf/test_policy_ranks.py")
 def test_the_same_policy_over_a_cluster_of_two_ranks_computes_the_same(policy, cluster):
     rows = training_rows(policy.generate(batch_of_prompts(), greedy=True))
     fresh = HuggingFacePolicy(str(MODEL))
@@ -124,6 +125,7 @@ def test_an_environment_called_with_generations_explains_the_arguments_of_step(p
         MathEnvironment().step(policy.generate(batch_of_prompts()))
 
 
+@pytest.mark.full("backends_hf/test_generation_engine.py has two replicas on a cluster")
 def test_a_generation_backend_prepares_generates_and_finishes(cluster):
     generator = HuggingFaceGeneration(model_name=str(MODEL), cluster=cluster, max_new_tokens=5)
     try:

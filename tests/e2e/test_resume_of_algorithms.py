@@ -80,8 +80,8 @@ def differing(one, other):
     return [name for name, tensor in one.items() if not tensor.equal(other[name])]
 
 
-FULL = pytest.mark.full("dpo over two ranks and grpo resume in make test, and test_ppo.py resumes ppo after a kill")
-ALWAYS = ("dpo", "grpo")
+FULL = pytest.mark.full("grpo and ppo (test_ppo.py) resume in make test; backends_hf/test_policy_ranks.py resumes two ranks")
+ALWAYS = ("grpo",)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_checkpoint_is_a_classifier_that_transformers_loads_with_the_same_scor
     assert max(pooled) - min(pooled) > 0.5
 
 
-@pytest.mark.full("test_resume_of_algorithms.py resumes runs bit for bit")
+@pytest.mark.full("test_resume_of_algorithms.py resumes a run bit for bit")
 def test_the_resumed_example_equals_an_uninterrupted_run(tmp_path):
     def trained(folder, steps, resume):
         changes = [f"rm.max_num_steps={steps}", "rm.val_period=2", "checkpointing.save_period=2", "cluster.backend=in_process"]

@@ -89,22 +89,19 @@ class _Driver:
         return self.process.wait(timeout=180)
 
 
-@pytest.fixture(scope="module")
-def drivers(tmp_path_factory):
-    """A running driver for each way to end. They start one after the other: six Rays that start at once can time out."""
-    script = tmp_path_factory.mktemp("drivers") / "driver.py"
+@pytest.fixture
+def driver(request, tmp_path):
+    """A running driver that ends in the way that the test names."""
+    script = tmp_path / "driver.py"
     script.write_text(_DRIVER)
-    made: dict[str, _Driver] = {}
+    made = _Driver(request.getfixturevalue("end"), script)
     try:
-        for end in _ENDS:
-            made[end] = _Driver(end, script)
-            made[end].wait_ready()
+        made.wait_ready()
         yield made
     finally:
-        for driver in made.values():
-            driver.process.kill()
-            driver.process.wait()
-            shutil.rmtree(driver.scratch, ignore_errors=True)
+        made.process.kill()
+        made.process.wait()
+        shutil.rmtree(made.scratch, ignore_errors=True)
 
 
 def described(process: psutil.Process) -> str:
@@ -115,18 +112,21 @@ def described(process: psutil.Process) -> str:
         return ""
 
 
-@pytest.mark.parametrize("end", list(_ENDS))
-def test_no_process_outlives_a_driver_that_ends_by(end, drivers):
+FULL = pytest.mark.full("in make test a driver ends by itself, by Ctrl-C and by kill")
+
+
+@pytest.mark.parametrize("end", [pytest.param(end, marks=FULL if end in ("exception", "sigterm") else ()) for end in _ENDS])
+def test_no_process_outlives_a_driver_that_ends_by(end, driver):
     sign, status = _ENDS[end]
-    started = drivers[end].descendants()
+    started = driver.descendants()
     names = [process.name() for process in started]
     assert names.count("sleep") == 2, names
-    returned = drivers[end].end(sign)
+    returned = driver.end(sign)
     assert returned == status if status is not None else returned != 0
     left = {process.pid: described(process) for process in started if lives(process)}
     wait_until(lambda: not any(map(lives, started)))
     assert {pid: name for pid, name in left.items() if lives(pid)} == {}
-    assert wait_until(lambda: glob.glob(f"{drivers[end].scratch}/rlcore-ray-*") == [])
+    assert wait_until(lambda: glob.glob(f"{driver.scratch}/rlcore-ray-*") == [])
 
 
 def test_a_ray_process_without_readable_environment_is_identified_by_its_logs(tmp_path):

@@ -147,12 +147,18 @@ def trained(folder: Path, env: dict[str, str], **keys) -> subprocess.CompletedPr
 
 
 @pytest.mark.slow
-def test_a_config_trains_on_a_hub_dataset_and_an_unknown_name_is_a_user_error(hub, tmp_path):
+def test_a_config_trains_on_a_hub_dataset(hub, tmp_path):
     env = environment(hub, tmp_path / "home")
     done = trained(tmp_path, env, path="someone/sums", subset="easy")
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
+
+
+@pytest.mark.full("the first two tests here have the same errors, without a command around them")
+@pytest.mark.slow
+def test_an_unknown_name_and_a_missing_copy_are_user_errors_of_the_command(hub, tmp_path):
+    env = environment(hub, tmp_path / "home")
     for more, keys, says in (
         ({}, {"path": "someone/nothing"}, "Dataset 'someone/nothing' doesn't exist"),
         ({"HF_HUB_OFFLINE": "1"}, {"path": "someone/lines"}, "HF_HUB_OFFLINE is set, and the cache has no copy of it"),

@@ -6,9 +6,14 @@ import os
 import signal
 from pathlib import Path
 
-from rl_backends_hf.generation_worker import HFGenerationWorker
+import torch
+from tiny_refit_workers import TinyEngine, TinyPolicy
+
+from rl_core.data.batched_data_dict import BatchedDataDict
 
 FOLDER = "RLCORE_TEST_DEATHS"
+END = 3
+"""The token after which a row ends."""
 
 
 def condemn(folder: Path, verb: str, rank: int, times: int = 1) -> None:
@@ -27,20 +32,57 @@ def die_if_condemned(verb: str, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class MortalWorker(HFGenerationWorker):
-    """Dies after the first row of a call has ended, while others are being decoded."""
+def next_token_logprobs(model, ids):
+    """Of each position: the log-distribution over the next token, which depends on this token alone, [..., V]."""
+    return torch.log_softmax(model.head(torch.tanh(model.q(model.embed(ids))) + model.norm), dim=-1)
+
+
+class ScoringPolicy(TinyPolicy):
+    """Scores tokens with the model that the workers sample from."""
+
+    def get_logprobs(self, data, **_):
+        ids, lengths = data["input_ids"], data["input_lengths"]
+        scored = next_token_logprobs(self.model, ids[:, :-1]).gather(2, ids[:, 1:, None])[..., 0]
+        inside = torch.arange(1, ids.shape[1]) < lengths.unsqueeze(1)
+        return BatchedDataDict(logprobs=torch.nn.functional.pad(scored * inside, (1, 0)).detach())
+
+
+class MortalWorker(TinyEngine):
+    """Samples rows one after the other, each from its own seed; dies after the first row of a call."""
+
+    def __init__(self, context, config):
+        super().__init__(context)
+        self.max_new_tokens = config.max_new_tokens
 
     def generate(self, data, *, greedy=False):
-        if (Path(os.environ[FOLDER]) / f"generate-{self.context.rank}").exists():
-            next(iter(self.stream(data, greedy=greedy)))
+        rows = []
+        for ids, length, seed in zip(data["input_ids"], data["input_lengths"].tolist(), data["sample_seeds"], strict=True):
+            rows.append(self.row(ids[:length], torch.Generator().manual_seed(int(seed)), greedy))
             die_if_condemned("generate", self.context.rank)
-        return super().generate(data, greedy=greedy)
+        return BatchedDataDict.from_batches(rows)
+
+    def row(self, ids, generator, greedy):
+        prompt, logprobs = len(ids), [0.0] * len(ids)
+        while len(ids) < prompt + self.max_new_tokens and (len(ids) == prompt or ids[-1] != END):
+            scores = next_token_logprobs(self.model, ids[-1]).detach()
+            token = scores.argmax() if greedy else torch.multinomial(scores.exp(), 1, generator=generator)[0]
+            ids, logprobs = torch.cat([ids, token[None]]), [*logprobs, float(scores[token])]
+        return BatchedDataDict(
+            output_ids=ids[None],
+            logprobs=torch.tensor([logprobs]),
+            generation_lengths=torch.tensor([len(ids) - prompt]),
+            unpadded_sequence_lengths=torch.tensor([len(ids)]),
+            truncated=ids[-1:] != END,
+            weight_version=torch.tensor([self.get_weight_version()]),
+        )
 
     def setup(self):
         die_if_condemned("setup", self.context.rank)
-        facts = super().setup()
         other = Path(os.environ[FOLDER]) / "other-model"
-        return {**facts, "vocab_size": 7} if other.exists() else facts
+        return {**super().setup(), "vocab_size": 7 if other.exists() else 32}
+
+    def prepare_for_generation(self):
+        return True
 
     def process(self):
         return os.getpid()

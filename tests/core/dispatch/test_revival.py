@@ -14,21 +14,23 @@ import torch
 from ray import cloudpickle
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1] / "weights"))
 import mortal_workers
-from mortal_workers import FOLDER, MortalWorker, condemn
+import tiny_refit_workers
+from mortal_workers import FOLDER, MortalWorker, ScoringPolicy, condemn
 
-from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.cluster import RayVirtualCluster, wait_together
+from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import DistributedGeneration, _of_one_version
+from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.weights.canary import make_canary
 from rl_core.weights.shared_memory import SharedMemoryTransport, sweep
 from rl_core.weights.synchronizer import WeightSynchronizer
 
 cloudpickle.register_pickle_by_value(mortal_workers)
-MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
+cloudpickle.register_pickle_by_value(tiny_refit_workers)
 
 
 def lives(pid):
@@ -45,22 +47,22 @@ def cluster(local_ray):
         yield made
 
 
+def make_engine(cluster, folder, replicas, max_restarts):
+    return DistributedGeneration(
+        worker_class=MortalWorker,
+        config=GenerationConfig(backend="tiny", max_new_tokens=8, num_workers=replicas, max_restarts=max_restarts),
+        cluster=cluster,
+        env_vars={FOLDER: str(folder)},
+    )
+
+
 @pytest.fixture
 def engine(cluster, tmp_path):
     """Engines whose workers die on request; at the end none of their processes may remain."""
     made = []
 
     def make(replicas=2, max_restarts=3):
-        made.append(
-            DistributedGeneration(
-                worker_class=MortalWorker,
-                config=HFGenerationConfig(
-                    backend="hf", model_name=str(MODEL), max_new_tokens=8, num_workers=replicas, max_restarts=max_restarts
-                ),
-                cluster=cluster,
-                env_vars={FOLDER: str(tmp_path)},
-            )
-        )
+        made.append(make_engine(cluster, tmp_path, replicas, max_restarts))
         return made[-1]
 
     yield make
@@ -72,13 +74,9 @@ def engine(cluster, tmp_path):
 
 @pytest.fixture
 def policy():
-    """A policy in this process whose weights are not those of the model's folder."""
-    made = HuggingFacePolicy(str(MODEL), generation={"backend": "hf"})
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        made.wait_ready()
-        for _, tensor in made.group.worker.iter_weights():
-            tensor.add_(0.02 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+    """A policy in this process whose weights are not the initial ones of the engines."""
+    made = DistributedPolicy(worker_class=ScoringPolicy, config=PolicyConfig(backend="tiny", model_name="tiny"), cluster=None)
+    made.group.run_all("step")
     yield made
     made.shutdown()
 
@@ -168,7 +166,18 @@ def test_a_restarted_single_replica_is_refitted_before_it_samples(engine, policy
     assert sweep() == []
 
 
-@pytest.mark.full("the test before this one proves that a replica without weights does not sample")
+def test_a_refit_that_sends_nothing_is_rejected(monkeypatch, tmp_path):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    one = make_engine(None, tmp_path, replicas=1, max_restarts=0)
+    one.wait_ready()
+    one._without_weights.add(0)  # as after a restart
+    one.refit_with(lambda: None)
+    with pytest.raises(WeightSyncError, match=r"still has no weights.*WeightSynchronizer\.sync"):
+        one.generate(prompts())
+    one.shutdown()
+
+
+@pytest.mark.full("the test before this one rejects such a refit without the restart")
 def test_a_refit_that_sends_nothing_to_a_new_replica_is_rejected(engine, policy, tmp_path):
     one = engine(replicas=1)
     synchronizer(policy, one).sync()
@@ -230,6 +239,7 @@ def test_a_replacement_that_loads_something_else_is_refused(engine, tmp_path):
         one.generate(prompts())
 
 
+@pytest.mark.full("the first test here comes to the limit of restarts")
 def test_without_restarts_a_dead_replica_fails_the_call(engine, tmp_path):
     one = engine(replicas=1, max_restarts=0)
     one.wait_ready()

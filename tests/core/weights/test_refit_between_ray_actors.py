@@ -91,6 +91,7 @@ def test_both_transports_send_every_step_to_every_replica(sides):
         sync.close()
 
 
+@pytest.mark.full("test_refit_between_processes.py has the faults of both sides, without Ray")
 def test_faults_in_actors_stop_the_run_and_name_the_tensor(sides):
     policy, engine = sides(PolicyThatRepeats, ForgetfulEngine)
     for transport in (SharedMemoryTransport, CollectiveTransport):
@@ -104,6 +105,7 @@ def test_a_tensor_that_one_replica_does_not_load_is_named(sides):
         synchronizer(policy, engine, SharedMemoryTransport).sync()
 
 
+@pytest.mark.full("test_revival_in_refit.py kills such a worker; test_refit_between_processes.py looks for what is left")
 def test_a_policy_actor_that_is_killed_in_the_middle_of_a_refit_is_named_and_leaves_nothing(sides):
     policy, engine = sides()
     victim = policy.group.pids()[0]
