@@ -42,6 +42,17 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma2": lambda: transformers.Gemma2Config(
         **_SHAPE, head_dim=8, final_logit_softcapping=2.0, sliding_window=8, query_pre_attn_scalar=8
     ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=256,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
     "granite": lambda: transformers.GraniteConfig(**_SHAPE, logits_scaling=4.0),
     "cohere": lambda: transformers.CohereConfig(**_SHAPE, logit_scale=0.25),
 }
@@ -49,7 +60,7 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Folder of a tiny float32 model of the kind: `llama`, `llama-tied`, `qwen2`, `qwen3`, `gemma2`, `granite`, `cohere`."""
+    """Folder of a tiny float32 model of the kind, such as `llama`, `llama-tied` or `gpt2`; see `_CONFIGS`."""
     made: dict[str, Path] = {}
 
     def folder(kind: str) -> str:
@@ -102,6 +113,17 @@ def make_rows(num_rows: int = 8, width: int = 20, *, seed: int = 5) -> BatchedDa
         sample_mask=(torch.arange(num_rows) != 1).float(),
         weights=torch.rand(num_rows, generator=generator) + 0.5,
     )
+
+
+def make_prompt_rows(num_prompts: int = 3, group: int = 4, *, seed: int = 5) -> BatchedDataDict:
+    """Rows of `num_prompts` prompts, in random order, with unequal lengths."""
+    rows = make_rows(num_prompts * group, 20, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.arange(num_prompts).repeat_interleave(group)[torch.randperm(num_prompts * group, generator=generator)]
+    shared = torch.randint(3, VOCAB_SIZE, (num_prompts, 10), generator=generator)[prompts]
+    rows["input_ids"][:, :10] = torch.where(rows["input_ids"][:, :10] > 0, shared, 0)
+    rows["prompt_id"] = prompts
+    return rows
 
 
 def counts_of(rows: BatchedDataDict, steps: int = 1) -> list[GlobalCounts]:

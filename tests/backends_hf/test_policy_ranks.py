@@ -11,7 +11,7 @@ from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.cluster.ports import free_port
 
 MODES = ("replicate", "fsdp2")
-WORKERS = 2 * (3 * 3 + 2)
+WORKERS = 2 * (3 * 3 + 2 + 2)
 PRECISIONS = ("float32", "bfloat16")
 
 
@@ -82,6 +82,15 @@ def test_two_ranks_have_the_gradients_of_one_plain_backward_pass(parts, model_fo
         assert parts.largest_relative_error(gradients, expected) < 1e-5
         assert rank["norm"] == pytest.approx(norm, rel=1e-5)
     assert found[0]["norm"] == found[1]["norm"]
+
+
+@pytest.mark.parametrize("form", ["by_count", "packed"])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_with_a_shared_prefix_have_the_gradients_of_one_plain_backward_pass(parts, model_folder, ranks, mode, form):
+    expected = parts.plain_gradients(model_folder("llama-tied"), parts.make_prompt_rows())
+    for rank in (each[form] for each in read(ranks, f"{mode}-shared")):
+        assert rank["shared"]
+        assert parts.largest_relative_error(parts.gradients_from(rank["before"], rank["after"]), expected) < 1e-5
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from conftest import NLL, SGD, counts_of, exit_rank, make_config, make_context, make_rows
+from conftest import NLL, SGD, counts_of, exit_rank, make_config, make_context, make_prompt_rows, make_rows
 
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.errors import NonFiniteError, NotSupportedError
@@ -73,6 +73,21 @@ class Rank:
                 worker.shutdown()
         torch.save(found, self.out / f"{self.mode}-gradients-{self.rank}.pt")
 
+    def shared_prefix(self) -> None:
+        """One step under SGD on rows that share their prompts' prefixes, by count and packed."""
+        found = {}
+        for form in ("by_count", "packed"):
+            section, plan = FORMS[form]
+            rows = make_prompt_rows()
+            worker = self.worker("llama-tied", **section, optimizer=SGD, max_grad_norm=None, train_micro_batch_size=2)
+            before = {name: tensor.clone() for name, tensor in worker.iter_weights()}
+            shards, _ = rows.shard_by_batch_size(2, keep_together="prompt_id", **plan)
+            worker.train(shards[self.rank], NLL(), counts=counts_of(rows))
+            after = {name: tensor.clone() for name, tensor in worker.iter_weights()}
+            found[form] = {"before": before, "after": after, "shared": worker._microbatcher.shares_prefixes}
+            worker.shutdown()
+        torch.save(found, self.out / f"{self.mode}-shared-{self.rank}.pt")
+
     def checkpoint(self) -> None:
         """Resume one rank's checkpoint, take a step, save, corrupt the state, and resume the saved checkpoint."""
         for precision in ("float32", "bfloat16"):
@@ -129,5 +144,6 @@ if __name__ == "__main__":
     for mode in ("replicate", "fsdp2"):
         me = Rank(number, ports, models, out, mode)
         me.gradients()
+        me.shared_prefix()
         me.checkpoint()
     exit_rank()

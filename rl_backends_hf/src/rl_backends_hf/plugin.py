@@ -24,6 +24,7 @@ def rlcore_policies() -> list[Component]:
                 "reference",
                 "scalar_head",
                 "topk_logprobs",
+                "shared_prefix",
                 *WEIGHT_TRANSPORTS,
             ),
         )

@@ -45,7 +45,7 @@ def probe_scoring(
     computed_in = computed_in or scoring.model.dtype
     ids, lengths = _tokens(scoring)
     is_token = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
-    with torch.no_grad(), _random_head(scoring):
+    with torch.no_grad(), random_head(scoring):
         padded = scoring.score(padded_input(ids, lengths, device=device, shift=scoring.shift))
         own, has_output = _model_outputs(scoring, ids.to(device), lengths)
         _compare(
@@ -63,6 +63,11 @@ def probe_scoring(
             _compare(scoring, padded, packed, is_token, computed_in, found=found, advice=_DISABLE_PACKING)
 
 
+def tolerance(computed_in: torch.dtype) -> float:
+    """Largest difference of two computations of the same numbers that is only rounding; see `_TOLERANCE`."""
+    return _TOLERANCE.get(computed_in, 0.25)
+
+
 def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, scoring.vocab_size, (2, 8), generator=generator)
@@ -74,7 +79,7 @@ def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @contextmanager
-def _random_head(scoring: ScoringModel) -> Iterator[None]:
+def random_head(scoring: ScoringModel) -> Iterator[None]:
     """Give a scalar head values of about 1 while the block runs: with an initial head of zeros, differences would not show."""
     if not isinstance(scoring, ValueScoring):
         yield
@@ -131,9 +136,9 @@ def _compare(
     advice: str,
 ) -> None:
     difference = float((own - ours).abs()[where.to(own.device)].max())
-    tolerance = _TOLERANCE.get(computed_in, 0.25)
-    if not difference <= tolerance:
+    allowed = tolerance(computed_in)
+    if not difference <= allowed:
         raise NotSupportedError(
             f"{type(scoring.model).__name__}: {found} ({scoring.column} of a test input differ by {difference:.3g}, "
-            f"{tolerance:g} is allowed), so training would be silently wrong. {advice}."
+            f"{allowed:g} is allowed), so training would be silently wrong. {advice}."
         )

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.lora import LoraAdapters
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.parallel import Parallel
@@ -57,6 +58,8 @@ class ReferencePolicy:
 
     def __init__(self, config: HFPolicyConfig, parallel: Parallel, *, temperature: float) -> None:
         model = load_model(config.model_name, options=config.hf_cfg, dtype=DTYPES[config.precision], device="cpu")
+        if parallel.device.type == "cpu":
+            use_cpu_sdpa(model)
         self._scoring = TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=temperature)
         self._parallel = parallel
         self._moves_to_device = not parallel.shards and config.hf_cfg.device_map is None and parallel.device.type != "cpu"

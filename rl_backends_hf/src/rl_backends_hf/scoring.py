@@ -1,7 +1,8 @@
 """Computes one number per token: the model's backbone, then its head on selected positions.
 
-`ScoringModel` is the module that is trained and the root of FSDP2. `ScoringInput` is one microbatch in one of two forms:
-*padded* [b, T], trimmed to its longest row, or *packed* [1, N], rows end to end with positions that restart.
+`ScoringModel` is the module that is trained and the root of FSDP2. `ScoringInput` is one microbatch in one of three forms:
+*padded* [b, T], trimmed to its longest row; *packed* [1, N], rows end to end with positions that restart; or *shared* [1, N]:
+rows of a prompt follow their common prefix, which comes once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_core.data.packed_layout import pack_rows
+from rl_core.data.shared_prefix import share_prefixes
 from rl_core.training.microbatches import scored_tokens
 
 
@@ -30,6 +32,8 @@ class ScoringInput:
         targets: [M] int64, the tokens; or [M, 1 + K], each token and K candidates for its position.
         output_index: [M] int64; index of the result in the flattened [b, T].
         shape: (b, T) of the original microbatch.
+        repeat: [M'] int64; which of the M results each of the M' entries of `output_index` gets, if rows share tokens; None if
+            M' is M and each gets its own.
     """
 
     input_ids: torch.Tensor
@@ -38,9 +42,12 @@ class ScoringInput:
     output_index: torch.Tensor
     shape: tuple[int, int]
     attention: Mapping[str, Any] = field(default_factory=dict)
+    repeat: torch.Tensor | None = None
 
     def scatter(self, numbers: torch.Tensor) -> torch.Tensor:
         """[b, T, ...] with the M entries of [M, ...] at their positions and 0 elsewhere; differentiable."""
+        if self.repeat is not None:
+            numbers = numbers.index_select(0, self.repeat)
         flat = numbers.new_zeros(self.shape[0] * self.shape[1], *numbers.shape[1:])
         return flat.index_put((self.output_index,), numbers).view(*self.shape, *numbers.shape[1:])
 
@@ -123,6 +130,55 @@ def packed_input(
         shape=(input_ids.shape[0], input_ids.shape[1]),
         attention=attention,
     )
+
+
+def shared_input(
+    input_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    prompt_ids: torch.Tensor,
+    *,
+    device: torch.device,
+    shift: int,
+    mask: torch.Tensor | None = None,
+) -> ScoringInput:
+    """Rows with the same prompt id as one sequence, with their common prefix once; see `share_prefixes`.
+
+    Args:
+        input_ids: [b, T] int64, right-padded.
+        lengths: [b] int64, tokens of each row.
+        prompt_ids: [b] int64.
+        device: device of the model.
+        shift: `ScoringModel.shift`.
+        mask: [b, T], tokens to score; all by default.
+    """
+    rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
+    shared = share_prefixes(input_ids, lengths, prompt_ids)
+    hidden, targets, repeat = shared.token_index[rows, columns - shift], input_ids[rows, columns], None
+    if mask is None:
+        # Tokens of a prefix are the same in all of its rows, so the head is applied to them once.
+        first, repeat = _distinct(torch.stack([hidden, targets], dim=1))
+        hidden, targets = hidden[first], targets[first]
+    return ScoringInput(
+        input_ids=shared.input_ids.to(device),
+        hidden_index=hidden.to(device),
+        targets=targets.to(device),
+        output_index=(rows * input_ids.shape[1] + columns).to(device),
+        shape=(input_ids.shape[0], input_ids.shape[1]),
+        # Transformers passes on a mask with four axes as it is, and would create one with N * N entries otherwise.
+        attention={
+            "position_ids": shared.position_ids.to(device),
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+            "shared_prefix": shared,
+        },
+        repeat=None if repeat is None else repeat.to(device),
+    )
+
+
+def _distinct(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of the first of each distinct row of `pairs` [M, 2], and [M] which of these each row equals."""
+    distinct, inverse = torch.unique(pairs, dim=0, return_inverse=True)
+    first = torch.full((len(distinct),), len(pairs), dtype=torch.int64)
+    return first.scatter_reduce(0, inverse, torch.arange(len(pairs)), "amin"), inverse
 
 
 class ScoringModel(nn.Module, ABC):

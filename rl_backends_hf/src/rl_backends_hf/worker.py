@@ -12,12 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
+from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.lora import LoraAdapters
 from rl_backends_hf.master_weights import MasterWeights
 from rl_backends_hf.microbatches import Microbatcher
 from rl_backends_hf.model import DTYPES, checkpoint_activations, is_quantized, load_model, load_model_with_exact_weights
 from rl_backends_hf.optimizer import build_optimizer
 from rl_backends_hf.parallel import Parallel, make_parallel
+from rl_backends_hf.prefix_support import SUPPORTED, why_not_shared
 from rl_backends_hf.probe import probe_scoring
 from rl_backends_hf.reference import FrozenBase, Reference, ReferencePolicy
 from rl_backends_hf.scalar_head import ValueScoring
@@ -65,6 +67,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         hf, head = self.config.hf_cfg, self.config.head
         self._parallel: Parallel = make_parallel(self.context, hf.data_parallel, dtype=self._dtype)
         model = self._load_model()
+        use_cpu_sdpa(model)
         if hf.device_map is not None:
             # Tokens go to the device on which the map has placed the embeddings.
             self._parallel.device = model.get_input_embeddings().weight.device
@@ -80,6 +83,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         self._scoring = self._make_scoring(model)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._probe_scoring(model)
+        unshared = why_not_shared(self._scoring, self.config, device=device)
+        self._microbatcher.shares_prefixes = unshared is None
         if self.config.activation_checkpointing:
             checkpoint_activations(model)
         self._parallel.distribute(self._scoring)
@@ -90,6 +95,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             "num_trained_parameters": num_trained if self._state is not None else 0,
             "device": str(device),
             "vocab_size": self._scoring.vocab_size,
+            "shared_prefix": unshared is None,
+            "shared_prefix_reason": unshared or SUPPORTED,
         }
 
     def _load_model(self) -> PreTrainedModel:

@@ -227,6 +227,9 @@ class PolicyConfig(ComponentSection):
     """Form microbatches with a token budget."""
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
     """Form microbatches by packing several rows into one sequence."""
+    shared_prefix: Literal["auto", "off"] = "auto"
+    """Whether to compute the prompt of several rows only once, in scoring and training. `auto` does so if the backend and the
+    model support it and it saves at least a tenth of the tokens; the log says what was chosen, and why."""
     activation_checkpointing: bool = False
     """Whether to recompute activations in the backward pass. Uses less memory and takes a third more time."""
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)

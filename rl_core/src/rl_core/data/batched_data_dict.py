@@ -20,6 +20,7 @@ from rl_core.data.microbatches import (
     shard_by_token_budget,
 )
 from rl_core.data.padding import cat_right_padded
+from rl_core.data.prompt_microbatches import PromptRows, shard_by_prompt
 from rl_core.data.schema import pad_value
 from rl_core.data.transfer import BorrowedColumn, pack_columns, unpack_columns
 from rl_core.errors import DataError
@@ -231,6 +232,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
         rows_per_unit: int = 1,
+        keep_together: str | None = None,
     ) -> list[SlicedDataDict[DictT]] | tuple[list[SlicedDataDict[DictT]], list[int]]:
         """Split the batch over shards: each global batch of `batch_size` rows is divided among all of them.
 
@@ -245,9 +247,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             sequence_packing_args: Microbatches of packed rows.
             rows_per_unit: Rows that a loss reads together, from row 0 on: they stay adjacent, in order, within one shard
                 and one microbatch. Without a plan, the caller must ensure that shards are multiples of it.
+            keep_together: Key of a column [B] int64, such as `prompt_id`: rows with equal values become adjacent and, as far as
+                they fit, share a microbatch. Token budgets then count a common prefix of such rows once, and no padding.
 
         Returns:
-            `list[SlicedDataDict]`, one per shard; with a token budget or packing `(shards, sorted_indices)`: row j of
+            `list[SlicedDataDict]`, one per shard; with a plan or `keep_together` `(shards, sorted_indices)`: row j of
             `from_batches(shards)` was row `sorted_indices[j]`, so that `reorder_data(sorted_indices)` restores the order.
 
         Raises:
@@ -255,7 +259,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise DataError("dynamic batching and sequence packing are mutually exclusive: use one of them")
-        if dynamic_batching_args is not None:
+        if keep_together is not None:
+            plans = shard_by_prompt(
+                self,
+                PromptRows(prompt_ids=self[keep_together], rows_per_unit=rows_per_unit),
+                shards,
+                batch_size=batch_size,
+                allow_uneven=allow_uneven_shards,
+                args=dynamic_batching_args or sequence_packing_args,
+            )
+        elif dynamic_batching_args is not None:
             plans = shard_by_token_budget(
                 self[dynamic_batching_args["input_lengths_key"]].tolist(),
                 shards,

@@ -100,7 +100,7 @@ def shard_by_count(rows: int, shards: int, *, batch_size: int | None, allow_unev
         DataError: The rows do not split evenly, and `allow_uneven` is false.
     """
     plans = [ShardPlan() for _ in range(shards)]
-    for start, end in _global_batches(rows, batch_size, allow_short=allow_uneven):
+    for start, end in global_batches(rows, batch_size, allow_short=allow_uneven):
         share, more = divmod(end - start, shards)
         if more and not allow_uneven:
             raise DataError(
@@ -163,9 +163,9 @@ def shard_by_token_budget(
         ]
 
     plans = [ShardPlan() for _ in range(shards)]
-    for start, end in _global_batches(len(lengths), batch_size):
+    for start, end in global_batches(len(lengths), batch_size):
         # Sorted by width: adjacent microbatches cost the same, so shard s takes every shards-th one.
-        _deal(plan_one(start, end), plans)
+        deal(plan_one(start, end), plans)
     return plans
 
 
@@ -194,7 +194,7 @@ def shard_by_packing(
     padded = [_round_up(length, args.get("sequence_length_pad_multiple", 1)) for length in lengths]
     whole = [sum(padded[row] for row in unit) for unit in units]
     plans = [ShardPlan() for _ in range(shards)]
-    for start, end in _global_batches(len(lengths), batch_size):
+    for start, end in global_batches(len(lengths), batch_size):
         first = start // rows_per_unit
         bins = [
             Microbatch(
@@ -203,7 +203,7 @@ def shard_by_packing(
             )
             for group in packer.pack(whole[first : end // rows_per_unit])
         ]
-        _deal(sorted(bins, key=lambda microbatch: -microbatch.length), plans)
+        deal(sorted(bins, key=lambda microbatch: -microbatch.length), plans)
     return plans
 
 
@@ -215,13 +215,29 @@ def runs_of(size: int, rows: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + rows, size)
 
 
-def _global_batches(rows: int, batch_size: int | None, *, allow_short: bool = False) -> Iterator[tuple[int, int]]:
+def global_batches(rows: int, batch_size: int | None, *, allow_short: bool = False) -> Iterator[tuple[int, int]]:
+    """The (start, end) rows of each global batch.
+
+    Args:
+        rows: number of rows.
+        batch_size: rows of a global batch; None for all.
+        allow_short: allow a shorter last global batch.
+
+    Raises:
+        DataError: there are no rows, or they do not divide evenly.
+    """
     if rows == 0:
         raise DataError("a batch of 0 rows cannot be sharded: skip empty batches")
     batch_size = rows if batch_size is None else batch_size
     if batch_size < 1 or (rows % batch_size and not allow_short):
         raise DataError(f"{rows} rows do not make whole global batches of {batch_size}: use a divisor of {rows}")
     return runs_of(rows, batch_size)
+
+
+def deal(microbatches: Sequence[Microbatch], plans: Sequence[ShardPlan]) -> None:
+    """Deal the microbatches of one global batch to the shards in turn; their number must be a multiple of the shards."""
+    for shard, plan in enumerate(plans):
+        plan.add_global_batch(microbatches[shard :: len(plans)])
 
 
 def _units(rows: int, batch_size: int | None, rows_per_unit: int) -> list[range]:
@@ -256,8 +272,3 @@ def _split_to_multiple(microbatches: list[list[int]], shards: int) -> None:
         split = microbatches[place]
         half = (len(split) + 1) // 2
         microbatches[place : place + 1] = [split[:half], split[half:]]
-
-
-def _deal(microbatches: Sequence[Microbatch], plans: Sequence[ShardPlan]) -> None:
-    for shard, plan in enumerate(plans):
-        plan.add_global_batch(microbatches[shard :: len(plans)])

@@ -118,6 +118,13 @@ _TABLE = (
     _rows("scored", "bool", "", "environments", "False if the row could not be scored; it then counts in no statistic."),
     _tokens("token_penalties", "float32", "reward", "algorithms", "Penalty of each token: the KL, if it is in the reward."),
     _rows("group_ids", "int64", "", "rollouts", "Group id, shared by the samples of one prompt."),
+    _rows(
+        "prompt_id",
+        "int64",
+        "",
+        "rollouts, data",
+        "Id of one occurrence of a prompt: rows with the same id begin with the same tokens, which may be computed once.",
+    ),
     _rows("sample_seeds", "int64", "", "rollouts", "Random seed of the sample."),
     _rows("session_ids", "list", "", "rollouts", "str or None: conversation that the row continues."),
     _rows("stop_strings", "list", "", "data, environments", "list[str] or None: strings that end a completion."),

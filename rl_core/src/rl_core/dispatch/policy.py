@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.optimizer_steps import rows_per_optimizer_step
 from rl_core.config.schema import DeadlineConfig, PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.prefix_sharing import PROMPT, PrefixSharing
 from rl_core.dispatch.rows import pad_rows_to_multiple, select_columns
 from rl_core.dispatch.text import TextGeneration
 from rl_core.dispatch.training_rows import TrainingRows
@@ -65,6 +67,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         env_vars: Mapping[str, str] | None = None,
         name: str = "policy",
     ) -> None:
+        self._name = name
         super().__init__(
             worker_class=worker_class,
             config=config,
@@ -135,7 +138,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
     def _score(self, data: BatchedDataDict[Any], method: str, **kwargs: Any) -> BatchedDataDict[Any]:
         """The ranks' results, in the order and width of `data`."""
         self.wait_ready()
-        rows = select_columns(data, SCORING_KEYS)
+        rows = select_columns(data, (*SCORING_KEYS, *self._sharing.columns(data)))
         shards, order = self._shards(pad_rows_to_multiple(rows, self.data_ranks), None, training=False)
         results = self.group.run_sharded(method, shards, deadline_s=self._deadlines.train_s, **kwargs)
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
@@ -160,7 +163,9 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
             )
         self.wait_ready()
         candidates = {loss_fn.candidates_key} if loss_fn.candidates_key is not None else set()
-        rows = select_columns(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys | candidates)))
+        # With dropout, rows would share the dropped elements of their prefix.
+        shared = () if loss_fn.allows_dropout else self._sharing.columns(data)
+        rows = select_columns(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys | candidates | set(shared))))
         for key in candidates:
             self._reject_unknown_tokens(rows[key], key)
         gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit
@@ -174,9 +179,9 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         chosen = TrainingRows.all_of(rows, rows_per_step)
         if not eval_mode:
             chosen = chosen.with_gradient(loss_fn, multiple_of=self.data_ranks * unit)
-        shards, _ = self._shards(chosen.rows, chosen.rows_per_step, training=True, rows_per_unit=unit)
         if unit > 1:
             mbs = max((mbs or self.config.train_micro_batch_size) // unit, 1) * unit
+        shards, _ = self._shards(chosen.rows, chosen.rows_per_step, training=True, rows_per_unit=unit, mbs=mbs)
         try:
             results: list[list[StepResult]] = self.group.run_sharded(
                 "train", shards, loss_fn, counts=chosen.counts, eval_mode=eval_mode, mbs=mbs, deadline_s=self._deadlines.train_s
@@ -187,10 +192,20 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
             raise
         return chosen.combine(results, loss_fn)
 
+    @cached_property
+    def _sharing(self) -> PrefixSharing:
+        return PrefixSharing(self.config, self.facts, name=self._name)
+
     def _shards(
-        self, rows: BatchedDataDict[Any], batch_size: int | None, *, training: bool, rows_per_unit: int = 1
+        self,
+        rows: BatchedDataDict[Any],
+        batch_size: int | None,
+        *,
+        training: bool,
+        rows_per_unit: int = 1,
+        mbs: int | None = None,
     ) -> tuple[Sequence[BatchedDataDict[Any]], list[int] | None]:
-        """Split `rows` over the data axis, with the microbatch plan of the config."""
+        """Split `rows` over the data axis, with the microbatch plan of the config, and the order of rows if it has changed."""
         packing, dynamic = self.config.sequence_packing, self.config.dynamic_batching
         plan: dict[str, Any] = {}
         if packing.enabled:
@@ -208,6 +223,10 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
                 "input_key": "input_ids",
                 "input_lengths_key": "input_lengths",
             }
+        fixed = (mbs or self.config.train_micro_batch_size) if training else self.config.logprob_batch_size
+        rows = self._sharing.select(rows, rows_per_microbatch=None if plan else fixed)
+        if PROMPT in rows:
+            plan["keep_together"] = PROMPT
         sharded: Any = rows.shard_by_batch_size(self.data_ranks, batch_size=batch_size, rows_per_unit=rows_per_unit, **plan)
         return sharded if plan else (sharded, None)
 

@@ -13,6 +13,9 @@ from rl_core.data.padding import with_input_lengths
 from rl_core.errors import DataError
 from rl_core.interfaces.worker import GlobalCounts
 
+PADDING_PROMPT = -1
+"""`prompt_id` of padding rows."""
+
 
 def select_columns(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDataDict[Any]:
     """Only the columns that the ranks need.
@@ -58,6 +61,8 @@ def padding_rows(rows: BatchedDataDict[Any], row: int, count: int) -> BatchedDat
     for mask in ("token_mask", "sample_mask"):
         if mask in filler:
             filler[mask] = torch.zeros_like(filler[mask])
+    if "prompt_id" in filler:
+        filler["prompt_id"] = torch.full_like(filler["prompt_id"], PADDING_PROMPT)
     return filler
 
 

@@ -62,7 +62,13 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def setup(self) -> Mapping[str, Any]:
-        """Load model and optimizer, join the process group. Returns `num_parameters`, `device` and `vocab_size`."""
+        """Load model and optimizer, join the process group.
+
+        Returns:
+            `num_parameters`, `device` and `vocab_size`. A backend with the capability `shared_prefix` adds `shared_prefix`:
+            whether this model computes rows with the same `prompt_id` as one sequence, and `shared_prefix_reason`: why, or why
+            not. Batches have the column `prompt_id` only if this is true and saves work.
+        """
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[Any], *, reference: bool = False) -> BatchedDataDict[Any]:

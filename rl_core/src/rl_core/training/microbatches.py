@@ -21,11 +21,13 @@ class MicrobatchRows:
         input_ids: [b, T] int64.
         lengths: [b] int64, tokens of each row; on the CPU.
         mask: [b, T]; above 0 where a token counts; None if all do.
+        prompt_ids: [b] int64, on the CPU; None unless rows with equal ids should be computed as one sequence.
     """
 
     input_ids: torch.Tensor
     lengths: torch.Tensor
     mask: torch.Tensor | None
+    prompt_ids: torch.Tensor | None = None
 
 
 class MicrobatchCutter:
@@ -59,7 +61,8 @@ class MicrobatchCutter:
         """The columns that the model reads.
 
         Args:
-            microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
+            microbatch: `input_ids`, `input_lengths`, for training `token_mask` and `sample_mask`, and `prompt_id` if rows of a
+                prompt should be computed as one sequence.
             training: count only tokens with `token_mask * sample_mask`; otherwise all.
 
         Raises:
@@ -75,7 +78,8 @@ class MicrobatchCutter:
                 "the row."
             )
         mask = microbatch["token_mask"] * microbatch["sample_mask"].unsqueeze(1) if training else None
-        return MicrobatchRows(input_ids=ids, lengths=lengths, mask=mask)
+        prompt_ids = microbatch["prompt_id"].to("cpu", torch.int64) if "prompt_id" in microbatch else None
+        return MicrobatchRows(input_ids=ids, lengths=lengths, mask=mask, prompt_ids=prompt_ids)
 
 
 def scored_tokens(

@@ -81,6 +81,8 @@ def critic_rows(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     """The rows to train the critic on: `token_mask` is 1 at the positions of the values of trained tokens' states."""
     columns = ("input_ids", "input_lengths", "sample_mask", "returns", "prev_values")
     rows: BatchedDataDict[Any] = BatchedDataDict({key: batch[key] for key in columns})
+    if "prompt_id" in batch:
+        rows["prompt_id"] = batch["prompt_id"]
     rows["token_mask"] = as_targets(batch["token_mask"])
     return rows
 

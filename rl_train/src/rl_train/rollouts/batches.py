@@ -86,6 +86,7 @@ class PreferenceBatches(TrainingBatches):
                 "input_ids": flat["token_ids"],
                 "input_lengths": lengths,
                 "token_mask": flat["token_loss_mask"].to(torch.float32),
+                "prompt_id": torch.arange(len(weights)).repeat_interleave(2),
                 # A pair is dropped if one of its answers is too long.
                 "sample_mask": weights.repeat_interleave(2),
                 "margins": torch.as_tensor(batch["margin"], dtype=torch.float32).repeat_interleave(2),

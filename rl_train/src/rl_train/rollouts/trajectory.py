@@ -146,6 +146,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             "reward_parts": [row.reward_parts for row in trajectories],
             "reward_weights": [dict(row.reward_weights) for row in trajectories],
             "scored": torch.tensor([row.scored for row in trajectories], dtype=torch.bool),
+            "prompt_id": torch.tensor([row.ordinal for row in trajectories], dtype=torch.int64),
             "group_ids": torch.tensor([row.group_id for row in trajectories], dtype=torch.int64),
             "token_versions": _padded([_per_token(row, _version) for row in trajectories], "token_versions"),
             "weight_version": torch.tensor([row.weight_version for row in trajectories], dtype=torch.int64),

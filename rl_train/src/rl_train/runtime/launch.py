@@ -231,16 +231,21 @@ def _report_end(run: Run, manager: PluginManager) -> Iterator[None]:
 
 @contextmanager
 def _logging_to(folder: Path, redact: Callable[[str], str]) -> Iterator[None]:
-    """Write rlcore's warnings to the screen and all messages to logs/driver.log, without the config's secrets."""
+    """Write rlcore's warnings to the screen, and all of its messages to logs/driver.log, without the config's secrets."""
     (folder / "logs").mkdir(exist_ok=True)
     file = _LogFile(folder / "logs" / "driver.log", encoding="utf-8")
     file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
     handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _Screen(redact)) for name in ("rlcore", "rl_core"))]
     for logger, handler in handlers:
         logger.addHandler(handler)
+    levels = {name: logging.getLogger(name).level for name in ("rl_core", "rl_train")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.INFO)
     try:
         yield
     finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
         for logger, handler in handlers:
             logger.removeHandler(handler)
             with suppress(OSError):  # on a full disk the last lines are lost, but the error of the run is still reported

@@ -1,0 +1,214 @@
+"""Attention on CPUs: rows with a shared prefix.
+
+The function is registered with Transformers and takes the layout of a `SharedPrefixBatch` as the keyword argument
+`shared_prefix`, which models pass on to their attention function. Each prompt is computed in three calls of the flash kernel:
+
+1. the prefix attends to itself (causal);
+2. all later tokens attend to the prefix (no mask);
+3. the later tokens of each row attend to the row's own (causal, one batch element per row).
+
+2 and 3 are merged by their log-sum-exp, as in blockwise attention: with outputs o2 and o3, o = w2 o2 + w3 o3 and
+w_i = exp(lse_i - lse), lse = log(exp(lse2) + exp(lse3)). In the backward pass, each call gets the merged output and
+log-sum-exp, with which the kernel computes its share of the gradient (https://arxiv.org/abs/2205.14135, algorithm 4). No mask
+is materialized, so memory grows linearly with the number of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rl_core.data.shared_prefix import Segment, SharedPrefixBatch
+from rl_core.errors import NotSupportedError
+
+CPU_SDPA: Final = "rlcore_cpu_sdpa"
+"""Name of the attention function in Transformers' registry."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_PLAIN: Final = frozenset(
+    {"scaling", "dropout", "is_causal", "use_cache", "output_attentions", "position_ids", "past_key_values"}
+)
+"""Keyword arguments of attention that do not change its result here, or that are supported."""
+
+
+def cpu_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    shared_prefix: SharedPrefixBatch | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """SDPA with the signature that Transformers expects; with `shared_prefix`, rows share their prefix.
+
+    Args:
+        module: the attention layer.
+        query: [B, query heads, N, D]; B is 1 with `shared_prefix`.
+        key: [B, key heads, N, D].
+        value: [B, key heads, N, D].
+        attention_mask: as Transformers creates it; ignored with `shared_prefix`.
+        shared_prefix: layout of the N tokens.
+        **kwargs: as Transformers passes them; `scaling` is the factor of the scores.
+
+    Returns:
+        [B, N, query heads, D].
+
+    Raises:
+        NotSupportedError: with `shared_prefix`, for attention with a window, a soft cap, a bias, sinks or dropout.
+    """
+    if shared_prefix is None:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return output, None
+    other = [name for name, given in kwargs.items() if name not in _PLAIN and given is not None]
+    if other or kwargs.get("dropout") or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise NotSupportedError(
+            f"{type(module).__name__} is not plain causal attention ({', '.join(other) or 'mask or dropout'})"
+        )
+    merged: torch.Tensor = _SharedPrefixAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, shared_prefix.segments, kwargs.get("scaling")
+    )
+    return merged.transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(CPU_SDPA, cpu_sdpa)
+ALL_MASK_ATTENTION_FUNCTIONS.register(CPU_SDPA, sdpa_mask)
+
+
+def use_cpu_sdpa(model: PreTrainedModel) -> bool:
+    """Use `cpu_sdpa` instead of SDPA in `model`, if it is on a CPU and allows it; returns whether it is used."""
+    if model.device.type != "cpu" or model.config._attn_implementation not in ("sdpa", CPU_SDPA):
+        return False
+    if not model._can_set_attn_implementation():
+        return False
+    model.set_attn_implementation(CPU_SDPA)
+    return bool(model.config._attn_implementation == CPU_SDPA)
+
+
+class _SharedPrefixAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: tuple[Segment, ...],
+        scale: float | None,
+    ) -> torch.Tensor:
+        dtype = query.dtype
+        # Merging in bfloat16 would round twice, and the kernel's backward pass is slow in bfloat16.
+        q, k, v = (_computed(each) for each in (query, key, value))
+        batch, heads, tokens, width = q.shape
+        output = q.new_empty(batch, tokens, heads, width).transpose(1, 2)
+        lse = q.new_empty(batch, heads, tokens)
+        for segment in segments:
+            _attend(segment, q, k, v, output, lse, scale)
+        ctx.save_for_backward(query, key, value, output.to(dtype), lse)
+        ctx.segments, ctx.scale = segments, scale
+        return output.to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, output, lse = ctx.saved_tensors
+        dtype = q.dtype
+        q, k, v, output, grad = (_computed(each) for each in (q, k, v, output, grad))
+        gradients = tuple(torch.empty_like(each) for each in (q, k, v))
+        for segment in ctx.segments:
+            _differentiate(segment, grad, q, k, v, output, lse, gradients, ctx.scale)
+        return *(each.to(dtype) for each in gradients), None, None
+
+
+def _computed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _attend(
+    segment: Segment,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float | None,
+) -> None:
+    """Set `output` [1, heads, N, D] and `lse` [1, heads, N] of the segment's tokens."""
+    prefix, later = slice(segment.start, segment.start + segment.prefix), slice(segment.start + segment.prefix, segment.end)
+    if segment.prefix:
+        output[:, :, prefix], lse[:, :, prefix] = _flash(
+            q[:, :, prefix], k[:, :, prefix], v[:, :, prefix], 0.0, True, scale=scale
+        )
+    if later.start == later.stop:
+        return
+    rows, row_lse = _flash(_by_row(q, segment), _by_row(k, segment), _by_row(v, segment), 0.0, True, scale=scale)
+    own, own_lse = _by_token(rows, segment), _by_token(row_lse.unsqueeze(-1), segment)
+    if segment.prefix:
+        seen, seen_lse = _flash(q[:, :, later], k[:, :, prefix], v[:, :, prefix], 0.0, False, scale=scale)
+        seen_lse = seen_lse.unsqueeze(-1)
+        whole = torch.logaddexp(own_lse, seen_lse)
+        own = own * (own_lse - whole).exp() + seen * (seen_lse - whole).exp()
+        own_lse = whole
+    output[:, :, later], lse[:, :, later] = own, own_lse.squeeze(-1)
+
+
+def _differentiate(
+    segment: Segment,
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    gradients: tuple[torch.Tensor, ...],
+    scale: float | None,
+) -> None:
+    """Set `gradients` of q, k and v at the segment's tokens."""
+    prefix, later = slice(segment.start, segment.start + segment.prefix), slice(segment.start + segment.prefix, segment.end)
+    if segment.prefix:
+        one = (each[:, :, prefix] for each in (grad, q, k, v, output, lse))
+        for total, found in zip(gradients, _flash_backward(*one, 0.0, True, scale=scale), strict=True):
+            total[:, :, prefix] = found
+    if later.start == later.stop:
+        return
+    # A padded token repeats its row's last one, so its log-sum-exp is finite; without a gradient it has no effect.
+    padded = torch.ones(segment.own.numel(), dtype=torch.bool)
+    padded[segment.own_tokens] = False
+    row_grad = _by_row(grad, segment).masked_fill(padded.view(segment.own.shape[0], 1, -1, 1), 0.0)
+    row_lse = _by_row(lse.unsqueeze(-1), segment).squeeze(-1)
+    rows = (_by_row(each, segment) for each in (q, k, v, output))
+    for total, found in zip(gradients, _flash_backward(row_grad, *rows, row_lse, 0.0, True, scale=scale), strict=True):
+        total[:, :, later] = _by_token(found, segment)
+    if segment.prefix:
+        found = _flash_backward(
+            grad[:, :, later],
+            q[:, :, later],
+            k[:, :, prefix],
+            v[:, :, prefix],
+            output[:, :, later],
+            lse[:, :, later],
+            0.0,
+            False,
+            scale=scale,
+        )
+        for total, share, where in zip(gradients, found, (later, prefix, prefix), strict=True):
+            total[:, :, where] += share
+
+
+def _by_row(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """[1, heads, N, D] of the segment's own tokens as [R, heads, C, D]."""
+    rows, length = segment.own.shape
+    picked = tensor[0].index_select(1, segment.own.flatten())
+    return picked.view(tensor.shape[1], rows, length, tensor.shape[3]).transpose(0, 1)
+
+
+def _by_token(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """[R, heads, C, D] as [1, heads, tokens, D], without padding."""
+    flat = tensor.transpose(0, 1).flatten(1, 2)
+    return flat.index_select(1, segment.own_tokens).unsqueeze(0)
