@@ -116,7 +116,7 @@ def share_prefixes(input_ids: torch.Tensor, lengths: torch.Tensor, prompt_ids: t
     for group in prefix_groups(input_ids, lengths, prompt_ids):
         segments.append(_lay_out(group, lengths, token_index, start=end))
         end = segments[-1].end
-    # Of the rows that share a token, each writes the same values.
+    # Rows that share a token write the same values.
     rows, columns = (token_index >= 0).nonzero(as_tuple=True)
     index = token_index[rows, columns]
     tokens, positions = (torch.zeros(end, dtype=torch.int64) for _ in range(2))
