@@ -11,6 +11,7 @@ CHECKS = {
         "rlcore_cli.check_logprobs:check_logprobs",
         "Compare the log-probabilities of policy and generation backend.",
     ),
+    "env": ("rlcore_cli.check_env:check_env", "Check an environment without a model: types, isolation, determinism, scores."),
     "model": ("rlcore_cli.diagnose:diagnose", "Check model, tokenizer and backends before a run."),
 }
 """Check name: import path of its function, and its line in `rlcore check --help`."""
@@ -33,7 +34,7 @@ app = typer.Typer(
 
 @app.callback()
 def check() -> None:
-    """Check policy, generation backend, model and tokenizer of a config by running them.
+    """Check policy, generation backend, model, tokenizer or environment by running them.
 
     `rlcore validate` checks a config without running anything, and `rlcore doctor` checks the installation. Aliases:
     `rlcore check-logprobs` for `rlcore check logprobs`, `rlcore diagnose` for `rlcore check model`.
@@ -41,4 +42,5 @@ def check() -> None:
     Example:
         rlcore check logprobs config.yaml
         rlcore check model config.yaml
+        rlcore check env sliding_puzzle
     """

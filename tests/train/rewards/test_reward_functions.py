@@ -10,7 +10,7 @@ from rl_core.errors import ConfigError, DataError, RLCoreError
 from rl_core.interfaces.environment_checks import step_checked
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
-from rl_train.rewards.functions import reward_function
+from rl_train.rewards.functions import RewardFunctionError, reward_function
 
 PROMPT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
 
@@ -150,7 +150,7 @@ def test_an_object_with_an_async_call_is_a_function():
     ],
 )
 def test_wrong_results_are_errors_that_say_what_was_returned(function, says):
-    with pytest.raises(RLCoreError) as caught:
+    with pytest.raises((RLCoreError, RewardFunctionError)) as caught:
         score(function, ["a", "b"])
     assert says in str(caught.value)
     assert "reward function <lambda>" in str(caught.value)

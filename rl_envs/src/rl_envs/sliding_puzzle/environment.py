@@ -61,7 +61,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
             next_stop_strings=[None] * len(moves),
             rewards={
                 "solved": torch.tensor(done, dtype=torch.float32),
-                "illegal_moves": torch.tensor([-penalty if move is None else 0.0 for move in moves]),
+                "illegal_moves": torch.tensor([0.0 - penalty if move is None else 0.0 for move in moves]),
             },
             terminateds=torch.tensor(
                 [won or state["moves"] >= self.config.max_moves for won, state in zip(done, states, strict=True)]

@@ -48,7 +48,8 @@ class FunctionEnvironment(EnvironmentInterface):
 
         Raises:
             DataError: the metadata of a row is not a mapping.
-            RLCoreError: a function raised, or returned something that is not a reward.
+            RewardFunctionError: a function raised.
+            RLCoreError: a function returned something that is not a reward.
         """
         rows = [row_of(log, info) for log, info in zip(message_log_batch, metadata, strict=True)]
         scores = self._score(rows)

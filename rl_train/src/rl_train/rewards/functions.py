@@ -27,6 +27,10 @@ BATCH_ARGUMENTS = ("prompts", "completions")
 _EXPECTED = "Return a number, a dict of named numbers, or None if the function does not apply to the row."
 
 
+class RewardFunctionError(Exception):
+    """A reward function raised; names the function and the line. The step is repeated, since the reason may be temporary."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A conversation to score."""
@@ -94,7 +98,8 @@ class RewardFunction:
 
         Raises:
             ConfigError: a row lacks a field that the function requires.
-            RLCoreError: the function raised, or returned something else.
+            RewardFunctionError: the function raised.
+            RLCoreError: it returned something else.
         """
         found = []
         for arguments in self._calls(rows, as_messages=as_messages):
@@ -124,9 +129,9 @@ class RewardFunction:
     def _accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if self.accepted is None or name in self.accepted}
 
-    def _failure(self, error: Exception) -> RLCoreError:
+    def _failure(self, error: Exception) -> RewardFunctionError:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        return RLCoreError(f"{self.label} raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {error}")
+        return RewardFunctionError(f"{self.label} raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {error}")
 
     def _results(self, found: Sequence[Any], rows: int) -> list[Rewards | None]:
         return self._rows_of(found[0], rows) if self.is_batched else [self.rewards_of(value) for value in found]

@@ -13,7 +13,7 @@ from rl_train.data.conversations import without_answer
 from rl_train.data.holdout import place_of
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import load_functions, row_of
-from rl_train.rewards.functions import RewardFunction
+from rl_train.rewards.functions import RewardFunction, RewardFunctionError
 from rl_train.runtime.data import Source
 from rl_train.runtime.late_errors import with_key
 
@@ -36,7 +36,7 @@ def settle_reward_functions(config: RunConfig, *sources: Source | None) -> RunCo
     for task, section in config.env.items():
         if not isinstance(section, FunctionEnvironmentConfig):
             continue
-        source = _first_source(task, sources, tasks=list(config.env))
+        source = first_source(task, sources, tasks=list(config.env))
         as_messages = source is not None and is_conversational(source.records)
         if section.completion_format == "auto":
             section = section.model_copy(update={"completion_format": "messages" if as_messages else "text"})
@@ -108,12 +108,12 @@ def _try(function: RewardFunction, source: Source, *, as_messages: bool) -> set[
             found = function.score(rows, as_messages=as_messages)
     except ConfigError:
         raise
-    except RLCoreError as error:
+    except (RLCoreError, RewardFunctionError) as error:
         raise ConfigError(f"{error} The function was tried with {place_of(source.records, 0)} of the data.") from error
     return {name for rewards in found for name in rewards or ()}
 
 
-def _first_source(task: str, sources: Sequence[Source | None], *, tasks: Sequence[str]) -> Source | None:
+def first_source(task: str, sources: Sequence[Source | None], *, tasks: Sequence[str]) -> Source | None:
     """The first dataset with records of a task; None if there is none."""
     for source in _members(sources):
         if not len(source.records) or "messages" not in source.records[0]:

@@ -171,7 +171,7 @@ class Builder:
         name = section.env_cls or section.name or task
         worker_class = self.registry.find("environment", name).load()
         config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
-        kwargs = _first_argument(worker_class, config)
+        kwargs = first_argument(worker_class, config)
         deadline_s = self.run.cluster.deadlines.environment_s
         if self.cluster is None:
             pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")
@@ -335,7 +335,7 @@ def _check_device(use_gpus: bool | None) -> None:
     raise ConfigError(f"`cluster.use_gpus: {str(use_gpus).lower()}` with `cluster.backend: in_process`: {what}")
 
 
-def _first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:
+def first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:
     """The config as a keyword argument for the first parameter of the class; empty if it has no parameters."""
     parameters = [p for p in inspect.signature(plain_class(worker_class)).parameters.values() if p.kind is not p.VAR_KEYWORD]
     return {parameters[0].name: config} if parameters else {}

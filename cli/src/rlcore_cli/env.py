@@ -1,0 +1,38 @@
+"""`rlcore env`: commands for developing environments."""
+
+from __future__ import annotations
+
+import typer
+
+from rlcore_cli.lazy import LazyGroup
+
+ENV_COMMANDS = {
+    "play": ("rlcore_cli.env_play:play_env", "Play one rollout against an environment and print each turn and reward."),
+    "rescore": ("rlcore_cli.env_rescore:rescore_run", "Score the stored rollouts of a run again and print the differences."),
+}
+"""Command name: import path of its function, and its line in `rlcore env --help`."""
+
+
+class EnvCommands(LazyGroup):
+    """The commands of `rlcore env`."""
+
+    builtin = ENV_COMMANDS
+
+
+app = typer.Typer(
+    cls=EnvCommands,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+
+@app.callback()
+def env() -> None:
+    """Develop an environment without a model or a run. `rlcore check env` checks it.
+
+    Example:
+        rlcore env play guess
+        rlcore env rescore runs/config
+    """

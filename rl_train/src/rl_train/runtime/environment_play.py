@@ -1,0 +1,89 @@
+"""Plays rollouts against an environment without a model (`rlcore env play`): a person, a script or a random player answers."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.environment_checks import step_checked
+from rl_train.runtime.environment_trial import TrialRow
+
+Player = Callable[[Sequence[Mapping[str, Any]]], str | None]
+"""Returns the next answer to a conversation, or None to stop."""
+
+_PIECE = re.compile(r"[A-Za-z]+|-?\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedTurn:
+    """One turn of a rollout."""
+
+    answer: str
+    rewards: Mapping[str, float]
+    """Rewards of this turn by name."""
+    scored: bool
+    parsed: str | None
+    """The answer that the environment extracted."""
+    ended: bool
+    replies: Sequence[Mapping[str, Any]]
+    """What the model would read next; empty if the row has ended."""
+
+
+def play(
+    environment: EnvironmentInterface, task: str, row: TrialRow, player: Player, *, max_turns: int
+) -> Iterator[PlayedTurn]:
+    """Yields each turn until the environment ends the rollout, `max_turns` is reached, or the player stops.
+
+    Args:
+        environment: scores and replies.
+        task: task name, for errors.
+        row: the prompt and its metadata.
+        player: answers.
+        max_turns: maximum number of turns.
+    """
+    log: list[Any] = copy.deepcopy(list(row.messages))
+    metadata = copy.deepcopy(row.metadata)
+    for _ in range(max_turns):
+        answer = player(log)
+        if answer is None:
+            return
+        log.append({"role": "assistant", "content": answer})
+        made = step_checked(environment, task, [copy.deepcopy(log)], [metadata])
+        named = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
+        ended = bool(made.terminateds[0])
+        observation: Any = made.observations[0]
+        replies = [] if ended else observation if isinstance(observation, list) else [observation]
+        log.extend(replies)
+        metadata = made.metadata[0] if made.metadata[0] is not None else metadata
+        yield PlayedTurn(
+            answer=answer,
+            rewards={name: float(values[0]) for name, values in named.items()},
+            scored=made.scored is None or bool(made.scored[0]),
+            parsed=made.answers[0] if made.answers is not None else None,
+            ended=ended,
+            replies=replies,
+        )
+        if ended:
+            return
+
+
+def scripted(answers: Sequence[str]) -> Player:
+    """A player that gives these answers and then stops."""
+    remaining = iter(answers)
+    return lambda log: next(remaining, None)
+
+
+def at_random(seed: int) -> Player:
+    """A player that answers with a random word or number of the conversation."""
+    draw = random.Random(seed)
+
+    def answer(log: Sequence[Mapping[str, Any]]) -> str:
+        pieces = _PIECE.findall(" ".join(str(message["content"]) for message in log if message["role"] != "assistant"))
+        return draw.choice(pieces) if pieces else ""
+
+    return answer

@@ -1,0 +1,161 @@
+"""Scores the stored rollouts of a run again (`rlcore env rescore`)."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.config.schema import RunConfig
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.environment_checks import step_checked
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.config.loader import load_config
+from rl_train.data.conversations import without_answer
+from rl_train.metrics.jsonl import read_jsonl
+from rl_train.runtime.build import read_sources
+from rl_train.runtime.data import Source
+from rl_train.runtime.reward_checks import settle_reward_functions
+from rl_train.runtime.run_provenance import CONFIG
+from rl_train.runtime.workers import Builder
+
+ROUNDING = 1e-5
+"""Rewards are equal if they differ by at most this, relative to their size: the stored ones are float32."""
+_STEP_FILE = re.compile(r"step_(\d{6,})\.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rescored:
+    """A stored rollout and its new rewards."""
+
+    step: int
+    task: str
+    index: int
+    """Index of the prompt in its dataset."""
+    sample: int
+    completion: str
+    before: Mapping[str, float]
+    """Stored rewards by name, without weights."""
+    after: Mapping[str, float]
+    """New ones."""
+    was_scored: bool
+    is_scored: bool
+
+    @property
+    def differs(self) -> bool:
+        """Whether a reward, or whether the row was scored, is different."""
+        return self.was_scored != self.is_scored or any(
+            abs(self.before.get(name, 0.0) - self.after.get(name, 0.0)) > ROUNDING * max(1.0, abs(self.before.get(name, 0.0)))
+            for name in {*self.before, *self.after}
+        )
+
+
+def rescore(
+    folder: Path, overrides: Sequence[str] = (), *, config: Path | None = None, steps: Sequence[int] | None = None
+) -> Iterator[Rescored]:
+    """Score the rollouts of a run folder again, with the environments of its config.
+
+    The metadata of the rows is read from the data of the config; the prompts must be the same.
+
+    Args:
+        folder: the run folder.
+        overrides: changes of the config, `key=value`.
+        config: another config than that of the run.
+        steps: only these steps; all by default. Step 0 is the validation before the first step.
+
+    Raises:
+        ConfigError: the folder has no rollouts, or the config has no such environment.
+        DataError: the data of the config is not that of the run.
+    """
+    files = {
+        int(match.group(1)): path
+        for path in sorted(folder.glob("rollouts/step_*.jsonl"))
+        if (match := _STEP_FILE.fullmatch(path.name))
+    }
+    wanted = sorted(files if steps is None else set(steps))
+    missing = [step for step in wanted if step not in files]
+    if missing or not files:
+        what = f"no rollouts of step {missing[0]}" if missing else "no rollouts"
+        raise ConfigError(f"{folder} has {what}: give the folder of a run, which has rollouts/step_000001.jsonl.")
+    registry = Registry(discover())
+    run = load_config(config or folder / CONFIG, list(overrides), registry=registry).run
+    train, validation = read_sources(run, registry)
+    run = settle_reward_functions(run, train, *validation.values())
+    with ExitStack() as exits:
+        environments = Builder(run=run, registry=registry, exits=exits, cluster=None).environments()
+        for step in wanted:
+            yield from _of_step(
+                step, read_jsonl(files[step]), list(validation.values()) if step == 0 else [train], environments, run
+            )
+
+
+def _of_step(
+    step: int,
+    records: Sequence[Mapping[str, Any]],
+    sources: Sequence[Source | None],
+    environments: Mapping[str, EnvironmentInterface],
+    run: RunConfig,
+) -> Iterator[Rescored]:
+    by_task: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for record in records:
+        by_task[record["task"]].append(record)
+    for task, rows in by_task.items():
+        if task not in environments:
+            raise ConfigError(f"The rollouts have the task {task!r}, but `env` only has {', '.join(run.env) or 'none'}.")
+        scored = _replay(environments[task], task, rows, [_metadata(row, sources, step) for row in rows])
+        for row, (after, is_scored) in zip(rows, scored, strict=True):
+            yield Rescored(
+                step=step,
+                task=task,
+                index=row["index"],
+                sample=row["sample"],
+                completion=row["completion"],
+                before=row["reward_parts"],
+                after=after,
+                was_scored=row.get("scored", True),
+                is_scored=is_scored,
+            )
+
+
+def _metadata(record: Mapping[str, Any], sources: Sequence[Source | None], step: int) -> Any:
+    """The metadata of a rollout's prompt, from the first dataset that has this prompt at this index."""
+    index = record["index"]
+    for source in sources:
+        found = source.records[index] if source is not None and index < len(source.records) else None
+        prompt = [message["content"] for message in without_answer(found["messages"])] if found is not None else None
+        if prompt and prompt == [message["content"] for message in record["messages"][: len(prompt)]]:
+            return copy.deepcopy(found.get("extra_env_info"))
+    names = ", ".join(source.name for source in sources if source is not None) or "the config, which has no such data"
+    raise DataError(
+        f"Row {index} of {names} is not the prompt of a rollout of step {step}: the data has changed since the run, or bad "
+        "rows were skipped. Rollouts can only be scored again with the same data."
+    )
+
+
+def _replay(
+    environment: EnvironmentInterface, task: str, rows: Sequence[Mapping[str, Any]], metadata: list[Any]
+) -> list[tuple[dict[str, float], bool]]:
+    """The rewards of each rollout, summed over its turns, and whether all of them were scored."""
+    ends = [
+        [i + 1 for i, message in enumerate(row["messages"]) if message["role"] == "assistant"][-row["turns"] :] for row in rows
+    ]
+    rewards: list[dict[str, float]] = [{} for _ in rows]
+    is_scored = [True] * len(rows)
+    for turn in range(max(len(each) for each in ends)):
+        active = [row for row in range(len(rows)) if turn < len(ends[row])]
+        logs: Any = [list(rows[row]["messages"][: ends[row][turn]]) for row in active]
+        made = step_checked(environment, task, logs, [metadata[row] for row in active])
+        named = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
+        for position, row in enumerate(active):
+            for name, values in named.items():
+                rewards[row][name] = rewards[row].get(name, 0.0) + float(values[position])
+            is_scored[row] = is_scored[row] and (made.scored is None or bool(made.scored[position]))
+            metadata[row] = made.metadata[position] if made.metadata[position] is not None else metadata[row]
+    return list(zip(rewards, is_scored, strict=True))

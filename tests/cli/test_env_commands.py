@@ -1,0 +1,52 @@
+"""`rlcore check env`, `rlcore env play` and `rlcore env rescore` print what they found."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rlcore_cli.main import app
+
+
+def run(*words, typed=None):
+    return CliRunner().invoke(app, list(words), input=typed)
+
+
+def test_check_env_prints_each_check_and_fails_if_one_does(tmp_path, monkeypatch):
+    done = run("check", "env", "guess", "max_guesses=3")
+    assert done.exit_code == 0, done.output
+    assert "ok      determinism: equal calls" in done.output
+    assert "up to 3 turns" in done.output
+    (tmp_path / "random_rewards_here.py").write_text("import random\n\ndef f(completion):\n    return random.random()\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = run("check", "env", "random_rewards_here.f", "--rows", str(tmp_path / "rows.jsonl"), "--json")
+    assert done.exit_code == 1
+    assert {"name": "determinism", "status": "failed"}.items() <= json.loads(done.output)[2 + 1].items()
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        (["--script", "answers.txt"], None),
+        (["--player", "person"], "1\n9\n"),
+    ],
+)
+def test_env_play_prints_turns_messages_and_rewards(tmp_path, monkeypatch, words, typed):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "answers.txt").write_text("1\n9\n")
+    done = run("env", "play", "guess", "data.lowest=5", "data.highest=5", *words, typed=typed)
+    assert done.exit_code == 0, done.output
+    for text in ("from 5 to 5", "turn 1: reward 0; parsed answer '1'", "environment: higher", "environment: lower"):
+        assert text in done.output
+    assert "total reward 0 after 2 turns" in done.output
+
+
+def test_wrong_options_of_env_play_are_refused():
+    for words, says in (
+        (["--player", "script"], "belong together"),
+        (["--row", "5000"], "there are only 1024 rows"),
+    ):
+        done = run("env", "play", "guess", *words)
+        assert done.exit_code != 0
+        assert says in str(done.exception)

@@ -1,0 +1,227 @@
+"""Environments without a model: the checks find typical mistakes, rollouts are played, and stored rollouts are scored again."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train.runtime.environment_check import CheckStatus, check_environment
+from rl_train.runtime.environment_play import at_random, play, scripted
+from rl_train.runtime.environment_rescore import rescore
+from rl_train.runtime.environment_trial import open_trial
+
+MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
+
+
+class Lengths(EnvironmentInterface):
+    """Rewards long answers; subclasses make one mistake each."""
+
+    def rewards(self, texts):
+        return [float(len(text)) for text in texts]
+
+    def step(self, message_log_batch, metadata):
+        texts = [log[-1]["content"] for log in message_log_batch]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""}] * len(texts),
+            metadata=[{**info, "seen": True} for info in metadata],
+            next_stop_strings=[None] * len(texts),
+            rewards=torch.tensor(self.rewards(texts)),
+            terminateds=torch.ones(len(texts)),
+        )
+
+
+class Changes(Lengths):
+    def step(self, message_log_batch, metadata):
+        for info in metadata:
+            info["turn"] = info.get("turn", 0) + 1
+        return super().step(message_log_batch, metadata)
+
+
+class Draws(Lengths):
+    def rewards(self, texts):
+        return [random.random() for _ in texts]
+
+
+class Remembers(Lengths):
+    def __init__(self, config):
+        self.start = random.random()
+
+    def rewards(self, texts):
+        return [self.start for _ in texts]
+
+
+class Compares(Lengths):
+    def rewards(self, texts):
+        longest = max(len(text) for text in texts)
+        return [float(len(text) == longest) for text in texts]
+
+
+class Wrong(Lengths):
+    def rewards(self, texts):
+        return [0.0]
+
+
+class Holds(Lengths):
+    def step(self, message_log_batch, metadata):
+        made = super().step(message_log_batch, metadata)
+        return made._replace(metadata=[{"key": lambda: 0} for _ in metadata])
+
+
+MISTAKES = {
+    "Changes": ("metadata and messages", "changed the metadata"),
+    "Draws": ("determinism", "two equal calls had different results"),
+    "Remembers": ("determinism", "a new instance had other results"),
+    "Compares": ("independence of rows", "in a batch and"),
+    "Wrong": ("step", "was called with 3 rows but returned 1"),
+    "Holds": ("pickling", "pickle"),
+}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question": f"{n}+1=", "expected_answer": f"{n + 1}", "n": n}) + "\n" for n in range(3))
+    )
+    return path
+
+
+def checked(name, rows, *settings):
+    """Status and detail of each check."""
+    trial = open_trial(name, settings, rows=rows)
+    return {result.name: (result.status, result.detail) for result in check_environment(trial)}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_typical_mistake_is_found_by_its_check(name, rows, monkeypatch):
+    check, says = MISTAKES[name]
+    found = checked(f"{__name__}.{name}", rows)
+    assert next(each for each, (status, _) in found.items() if status is CheckStatus.FAILED) == check
+    assert says in found[check][1]
+
+
+def test_an_environment_without_mistakes_passes_and_its_right_answers_are_compared(rows):
+    found = checked("math", rows)
+    assert {status for status, _ in found.values()} == {CheckStatus.OK, CheckStatus.NOTE}
+    assert "as '\\\\boxed{ANSWER}', 3 of 3 expected answers" in found["right answers"][1]
+    assert "accuracy 0" in found["metrics"][1]
+
+
+def test_right_answers_without_a_higher_reward_and_a_failed_constructor_are_reported(rows):
+    found = checked("rl_envs.arithmetic.environment.ArithmeticEnvironment", rows, "format_reward=-1")
+    assert list(found) == ["construction"]
+    assert found["construction"][0] is CheckStatus.FAILED
+    (rows.parent / "constant_reward.py").write_text("def nothing(completion):\n    return 0.0\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(rows.parent))
+        found = checked("constant_reward.nothing", rows)
+    assert found["right answers"][0] is CheckStatus.FAILED
+    assert "no form of the expected answer" in found["right answers"][1]
+
+
+def test_rows_come_from_a_file_a_config_or_the_dataset_of_the_same_name(rows):
+    trial = open_trial("math", rows=rows, limit=2)
+    assert [row.metadata for row in trial.rows] == [{"expected_answer": "1", "n": 0}, {"expected_answer": "2", "n": 1}]
+    assert trial.rows[0].messages == [{"role": "user", "content": "0+1="}]
+    trial = open_trial("sliding_puzzle", ["max_moves=3", "data.size=2"], limit=2)
+    assert (trial.max_turns, len(trial.rows), len(trial.rows[0].metadata["board"])) == (3, 2, 2)
+    for name, settings, says in (
+        ("math", (), "There are no rows for 'math'"),
+        ("sliding_puzzle", ("max_move=3",), "Did you mean 'max_moves'"),
+        ("sliding_puzzle", ("data.sizes=3",), "Did you mean 'size'"),
+        ("sliding_puzzle", ("max_moves",), "write key=value"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            open_trial(name, settings)
+    rows.write_text('{"text": "x"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the row has \['text'\]"):
+        open_trial("math", rows=rows)
+
+
+def test_a_rollout_is_played_turn_by_turn_until_the_script_or_the_game_ends():
+    trial = open_trial("guess", ["data.lowest=5", "data.highest=5"], limit=1)
+    turns = list(play(trial.make(), "guess", trial.rows[0], scripted(["1", "9", "5", "5"]), max_turns=7))
+    assert [turn.answer for turn in turns] == ["1", "9", "5"]
+    assert [turn.rewards["reward"] for turn in turns] == [0.0, 0.0, 1.0]
+    assert [message["content"] for turn in turns for message in turn.replies] == ["higher", "lower"]
+    assert turns[-1].ended
+    assert len(list(play(trial.make(), "guess", trial.rows[0], scripted(["1"]), max_turns=7))) == 1
+    assert trial.rows[0].metadata["guesses"] == 0
+
+
+def test_a_random_player_answers_with_a_piece_of_the_conversation_by_its_seed():
+    log = [{"role": "user", "content": "up 12 down"}, {"role": "assistant", "content": "never"}]
+    said = [at_random(seed)(log) for seed in range(20)]
+    assert set(said) == {"up", "12", "down"}
+    assert said == [at_random(seed)(log) for seed in range(20)]
+    assert at_random(0)([]) == ""
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run folder with four stored rollouts of two prompts."""
+    data = {"dataset_name": "arithmetic", "num_samples": 16, "min_digits": 2}
+    config = {
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
+        "policy": {
+            "backend": "hf",
+            "model_name": str(MODEL),
+            "max_total_sequence_length": 16,
+            "generation": {"backend": "hf", "max_new_tokens": 5},
+        },
+        "data": {"train": data},
+        "env": {"sums": {"name": "arithmetic", "format_reward": 0.0}},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    records = []
+    for index in (3, 7):
+        record = ArithmeticDataset({key: value for key, value in data.items() if key != "dataset_name"})[index]
+        for sample, text in enumerate((str(record["extra_env_info"]["expected_answer"]), "-1")):
+            messages = [*record["messages"], {"role": "assistant", "content": text}]
+            records.append(
+                {
+                    "task": "sums",
+                    "index": index,
+                    "sample": sample,
+                    "completion": text,
+                    "messages": messages,
+                    "turns": 1,
+                    "reward": 1.0 - sample,
+                    "reward_parts": {"reward": 1.0 - sample},
+                    "scored": True,
+                }
+            )
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_000001.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return tmp_path
+
+
+def test_stored_rollouts_have_the_same_rewards_again_and_others_after_a_change(run_folder):
+    rows = list(rescore(run_folder))
+    assert [(row.step, row.index, row.sample, row.differs) for row in rows] == [
+        (1, 3, 0, False),
+        (1, 3, 1, False),
+        (1, 7, 0, False),
+        (1, 7, 1, False),
+    ]
+    changed = list(rescore(run_folder, ["env.sums.format_reward=0.5"], steps=[1]))
+    assert [row.differs for row in changed] == [True] * 4
+    assert [row.after["reward"] for row in changed] == [1.5, 0.5, 1.5, 0.5]
+
+
+def test_other_data_and_missing_steps_are_refused(run_folder):
+    with pytest.raises(DataError, match="Row 3 of arithmetic is not the prompt of a rollout of step 1"):
+        list(rescore(run_folder, ["data.train.seed=1"]))
+    with pytest.raises(ConfigError, match="has no rollouts of step 2"):
+        list(rescore(run_folder, steps=[2]))
+    config = yaml.safe_load((run_folder / "config.yaml").read_text())
+    config["env"] = {"other": config["env"]["sums"]}
+    (run_folder / "other.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError, match="have the task 'sums', but `env` only has other"):
+        list(rescore(run_folder, config=run_folder / "other.yaml"))
