@@ -146,22 +146,22 @@ class HttpClient:
                 left = self.limits.deadline_s - (time.monotonic() - started)
                 found = await self._attempt(path, body, timeout_s=min(left, self.limits.timeout_s))
                 seconds = time.monotonic() - started
-                if not isinstance(found, _Failure):
+                if isinstance(found, tuple):
                     self.counts.requests += 1
                     return JsonResponse(status=found[0], body=found[1], attempts=attempt, seconds=seconds)
-                pause = self._pause(found, attempt)
-                if not found.is_temporary or attempt > self.limits.max_retries or seconds + pause >= self.limits.deadline_s:
+                failure, pause = found, self._pause(found, attempt)
+                if not failure.is_temporary or attempt > self.limits.max_retries or seconds + pause >= self.limits.deadline_s:
                     break
                 self.counts.retries += 1
-                _log.info("%s: attempt %d failed (%s); next attempt in %.1f s", self.base_url, attempt, found.reason, pause)
+                _log.info("%s: attempt %d failed (%s); next attempt in %.1f s", self.base_url, attempt, failure.reason, pause)
                 await self.sleep(pause)
         self.counts.requests += 1
         self.counts.failures += 1
         tries = "1 attempt" if attempt == 1 else f"{attempt} attempts"
         raise HttpError(
-            f"POST {self.base_url.rstrip('/')}/{path} failed after {tries} in {seconds:.1f} s: {found.reason}",
-            status=found.status,
-            is_temporary=found.is_temporary,
+            f"POST {self.base_url.rstrip('/')}/{path} failed after {tries} in {seconds:.1f} s: {failure.reason}",
+            status=failure.status,
+            is_temporary=failure.is_temporary,
         )
 
     async def close(self) -> None:
@@ -209,4 +209,4 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         return max(0.0, float(value))
     except ValueError:
         parsed = email.utils.parsedate_tz(value)
-        return 0.0 if parsed is None else max(0.0, email.utils.mktime_tz(parsed) - time.time())
+        return 0.0 if parsed is None else max(0.0, float(email.utils.mktime_tz(parsed)) - time.time())

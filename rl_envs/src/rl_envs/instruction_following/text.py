@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _WORD = re.compile(r"\w+(?:['’.,-]\w+)*")
 _SENTENCE_END = re.compile(r"[.!?…]+[\"'”’)\]*_]*(?=\s|$)")
@@ -75,7 +75,7 @@ def compare(count: int, relation: str, threshold: int) -> bool:
     return RELATIONS[relation](count, threshold)
 
 
-RELATIONS = {
+RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "at least": lambda count, threshold: count >= threshold,
     "less than": lambda count, threshold: count < threshold,
     "at most": lambda count, threshold: count <= threshold,

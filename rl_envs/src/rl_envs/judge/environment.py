@@ -75,7 +75,7 @@ class JudgeEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """Of the scored rows: `score_mean`; sums of `input_tokens`, `output_tokens` and `retries`; `cost`; `accuracy`."""
+        """Over the scored rows: `score_mean`; sums of `input_tokens`, `output_tokens` and `retries`; `cost`; `accuracy`."""
         judged = [info[JUDGE_KEY] for info in batch["extra_env_info"]]
         sums = {name: sum(each[name] for each in judged) for name in ("input_tokens", "output_tokens", "retries")}
         metrics: dict[str, float | int] = {"score_mean": sum(each["score"] for each in judged) / len(judged), **sums}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -196,7 +196,7 @@ class _CheckFailedError(Exception):
     """A check found a mistake in the environment."""
 
 
-def _result(name: str, check: Callable[[], str], *, passed: CheckStatus = CheckStatus.OK) -> Iterator[CheckResult]:
+def _result(name: str, check: Callable[[], str], *, passed: CheckStatus = CheckStatus.OK) -> Generator[CheckResult, None, bool]:
     """Yields the result of a check, and returns whether it passed; an exception is a failure."""
     try:
         detail = check()
