@@ -7,13 +7,16 @@ a dataset's `DatasetConfig`, an algorithm's `AlgorithmConfig`, a loss's `LossCon
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rl_core.config.algorithm_section import AlgorithmConfig as AlgorithmConfig
+from rl_core.config.data_sections import DataConfig as DataConfig
+from rl_core.config.data_sections import DatasetConfig as DatasetConfig
+from rl_core.config.data_sections import PromptConfig as PromptConfig
+from rl_core.config.data_sections import SplitConfig as SplitConfig
 from rl_core.config.durations import parse_duration
-from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
 from rl_core.config.policy_sections import (
     DynamicBatchingConfig as DynamicBatchingConfig,
 )
@@ -106,136 +109,6 @@ class EnvironmentConfig(ComponentSection):
         if self.name is not None and self.env_cls is not None:
             raise ValueError("name and env_cls both select the environment: keep one of them")
         return self
-
-
-class DatasetConfig(ComponentSection):
-    """Base section of every dataset (`data.train`, `data.validation`)."""
-
-    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = None
-    """Whether records are conversations (including prompts) or pairs of a chosen and a rejected answer; None if it depends on
-    the data."""
-
-    dataset_name: str
-    """Dataset component or dotted path."""
-    task_name: str | None = None
-    """Name of the environment (task) that scores the records. Used for records whose dataset does not set a task."""
-    processor: str | None = None
-    """Dotted path of a function that converts a record to a tokenized row, replacing the built-in one; see `docs/data.md` for
-    its signature."""
-    weight: float | None = Field(default=None, gt=0.0)
-    """In `data.mix`: sampling weight of this dataset, relative to the other datasets; 1 by default."""
-    val_period: int | None = Field(default=None, ge=1)
-    """In `data.validation_sets`: number of steps between validations on this dataset; by default the algorithm's
-    `val_period`."""
-
-
-_PROMPT_KEYS = {"prompt_config": "prompt", "system_prompt": "system_prompt", "examples_type": "examples_type"}
-"""Keys of `data.prompt`, and the keys of a dataset that they are the defaults of."""
-
-
-class PromptConfig(Section):
-    """How records become messages, for all datasets that do not configure this themselves (`data.prompt`)."""
-
-    prompt_config: Annotated[str | None, NAME_OR_PATH] = None
-    """Prompt config: the name of a packaged one such as `generic/math`, or a path."""
-    system_prompt: str | None = None
-    """System message; defaults to the one of the prompt config."""
-    examples_type: Annotated[str | None, NAME_OR_PATH] = None
-    """Few-shot examples: the name of a packaged list such as `math_worked`, or the path of a YAML or JSON Lines file. Defaults
-    to the examples of the prompt config."""
-
-
-class SplitConfig(Section):
-    """Holds out rows of the training data for validation (`data.split`)."""
-
-    validation: float = Field(gt=0.0, lt=1.0)
-    """Fraction of rows to hold out. Each row is selected with this probability, by its prompt and not by its position."""
-    seed: int = 0
-    """Seed that determines which rows are held out."""
-
-
-class DataConfig(Section):
-    """Training and validation data (`data`)."""
-
-    train: DatasetConfig | None = None
-    """Training data."""
-    mix: dict[str, DatasetConfig] = Field(default_factory=dict)
-    """Training data from several datasets, used instead of `train`. Keys are names of your choice; each dataset has a
-    `weight`."""
-    split: SplitConfig | None = None
-    """Hold out validation data from the training data, used instead of `validation`."""
-    validation: DatasetConfig | None = None
-    """Validation data."""
-    validation_sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")], DatasetConfig] = Field(
-        default_factory=dict
-    )
-    """More validation data. Keys are names of your choice; the metrics of each set are `validation/<name>/...`, and its rows
-    are scored by the environment of their task. `val_at_start` and `val_at_end` apply to all sets."""
-    train_data_path: Annotated[str | None, INPUT_PATH] = None
-    """Short for `train: {dataset_name: jsonl, path: ...}`."""
-    val_data_path: Annotated[str | None, INPUT_PATH] = None
-    """Short for `validation: {dataset_name: jsonl, path: ...}`."""
-    prompt: PromptConfig | None = None
-    """How records become messages."""
-    max_input_seq_length: int | None = Field(default=None, ge=1)
-    """Maximum number of prompt tokens. Defaults to the policy's `max_total_sequence_length` minus one."""
-    on_long_prompt: Literal["error", "drop"] = "error"
-    """Whether longer prompts are an error or are dropped and counted."""
-    check_rows: int = Field(default=2000, ge=0)
-    """Number of training rows and of validation rows to tokenize before the run starts, in the order in which they are drawn.
-    A row among them that is too long, or that the chat template cannot render, ends the run at once. 0 checks only the first
-    row."""
-    shuffle: bool = True
-    """Whether to shuffle the training data each epoch."""
-
-    @model_validator(mode="after")
-    def _one_source_each(self) -> DataConfig:
-        if self.train is not None and self.train_data_path is not None:
-            raise ValueError("train and train_data_path both define the training data: keep one of them")
-        if self.mix and (self.train is not None or self.train_data_path is not None):
-            raise ValueError("mix and train both define the training data: keep one of them")
-        if self.validation is not None and self.val_data_path is not None:
-            raise ValueError("validation and val_data_path both define the validation data: keep one of them")
-        if self.split is not None and (self.validation is not None or self.val_data_path is not None):
-            raise ValueError("split and validation both define the validation data: keep one of them")
-        for key, section in self.sections().items():
-            if section.weight is not None and not key.startswith("mix."):
-                raise ValueError(f"{key}.weight has no effect: weights apply only to the datasets of mix")
-            if section.val_period is not None and not key.startswith("validation_sets."):
-                raise ValueError(f"{key}.val_period has no effect: it applies only to the datasets of validation_sets")
-        return self
-
-    @model_validator(mode="after")
-    def _prompts_are_filled_by_somebody(self) -> DataConfig:
-        for name, section in self.sections().items():
-            for asked, key in _PROMPT_KEYS.items():
-                if self.prompt is None or getattr(self.prompt, asked) is None:
-                    continue
-                has_no_template = key != "system_prompt" and getattr(section, "record_fn", None)
-                if key not in type(section).model_fields or has_no_template:
-                    raise ValueError(
-                        f"prompt.{asked} applies to all datasets, but {name} ({section.dataset_name}) has no template: set "
-                        f"`{key}` in the sections of the datasets that do"
-                    )
-        return self
-
-    @property
-    def has_training_data(self) -> bool:
-        """Whether training data is configured."""
-        return self.train is not None or bool(self.mix)
-
-    @property
-    def has_validation_data(self) -> bool:
-        """Whether validation data is configured."""
-        return bool(self.validation or self.validation_sets) or (self.split is not None and self.has_training_data)
-
-    def sections(self) -> dict[str, DatasetConfig]:
-        """The sections of all datasets, by their keys within `data`."""
-        own = {"train": self.train, "validation": self.validation}
-        named = {key: section for key, section in own.items() if section is not None}
-        for group, members in (("mix", self.mix), ("validation_sets", self.validation_sets)):
-            named |= {f"{group}.{name}": section for name, section in members.items()}
-        return named
 
 
 class DeadlineConfig(Section):
