@@ -1,8 +1,8 @@
 """Packs the weights of linear layers for oneDNN while a model samples on a CPU.
 
-Decoding multiplies a few rows by every weight once per token. torch's plain float32 product packs the weight again each time,
-which costs more than the product itself; here it is packed once per call and freed afterwards. Results are equal up to the
-order of float32 sums.
+Decoding multiplies a few rows by every weight once per token. torch's plain product packs the weight again each time, which in
+float32 costs more than the product itself; here it is packed once per call and freed afterwards. Results are equal up to the
+order of float32 sums, in which bfloat16 products are summed too.
 """
 
 from __future__ import annotations
@@ -38,10 +38,14 @@ def packed_linears(model: nn.Module, *, rows: int, steps: int) -> Iterator[None]
         if steps >= _MIN_STEPS and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
             budget = _MAX_PACKED_BYTES
             for module in model.modules():
-                if _can_be_packed(module) and 4 * module.weight.numel() <= budget:
-                    budget -= 4 * module.weight.numel()
-                    weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach().float(), rows)
-                    bias = None if module.bias is None else module.bias.detach().float()
+                if not _can_be_packed(module):
+                    continue
+                dtype = _packed_dtype(module)
+                num_bytes = dtype.itemsize * module.weight.numel()
+                if num_bytes <= budget:
+                    budget -= num_bytes
+                    weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach().to(dtype), rows)
+                    bias = None if module.bias is None else module.bias.detach().to(dtype)
                     module.forward = partial(_packed_forward, weight, bias)  # type: ignore[method-assign]
                     packed.append(module)
         yield
@@ -51,8 +55,14 @@ def packed_linears(model: nn.Module, *, rows: int, steps: int) -> Iterator[None]
 
 
 def _packed_forward(weight: torch.Tensor, bias: torch.Tensor | None, input: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input.float(), weight, bias, "none", [], "")
+    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input.to(weight.dtype), weight, bias, "none", [], "")
     return output.to(input.dtype)
+
+
+def _packed_dtype(module: nn.Linear) -> torch.dtype:
+    """The weight's own type; float32 for bfloat16 on a CPU without its instructions."""
+    is_native = module.weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return module.weight.dtype if is_native else torch.float32
 
 
 def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -60,5 +70,4 @@ def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     if type(module.weight) is not nn.Parameter or module._forward_hooks or module._forward_pre_hooks:
         return False
-    emulated = module.weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return module.weight.dtype == torch.float32 or emulated
+    return module.weight.dtype in (torch.float32, torch.bfloat16)
