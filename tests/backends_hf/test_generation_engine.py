@@ -131,7 +131,7 @@ def test_after_a_refit_by_reference_the_engine_samples_from_the_policy_s_weights
 
 
 async def one_by_one(engine, batch):
-    """The rows, each of its own call; the later ones join while the first ones run."""
+    """The rows, one call for each; the later ones join while the first ones run."""
 
     async def ask(row):
         await asyncio.sleep(0.02 * row)

@@ -129,7 +129,7 @@ class DecodeLoop:
         return taken
 
     def _plans(self, groups: list[PromptGroup]) -> list[PrefillPlan]:
-        """One prefill for groups that start anew, and others for those that continue a session."""
+        """One prefill for groups that start from their prompt, and others for those that continue a session."""
         fresh, resumed = list[PromptGroup](), list[PrefillPlan]()
         for group in groups:
             prefix = self._prefix_of(group)

@@ -38,7 +38,7 @@ class RowsInFlight:
         self._sessions = SessionCache(session_bytes)
         self._loop = sampler.decode_loop(capacity=sampler.settings.max_batch_rows, sessions=self._sessions)
         self._prepared = ExitStack()
-        # A generator that is still open when the interpreter exits would fail while modules are being torn down.
+        # A generator that is still open when the interpreter exits would fail while modules are unloaded.
         weakref.finalize(self, self._prepared.close)
         self._is_prepared = self._is_paused = False
 

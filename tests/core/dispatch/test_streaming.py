@@ -54,7 +54,7 @@ _prompts = itertools.count()
 
 
 def rows(*ticks, first=3, prompt=None, sessions=None):
-    """Rows with prompts of their own, or all with the same one."""
+    """Rows with different prompts, or all with the same one."""
     second = [next(_prompts) if prompt is None else prompt for _ in ticks]
     batch = BatchedDataDict(
         input_ids=torch.tensor([[first, number] for number in second]),
