@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_core.cluster.pool import InProcessPool, Pool
+from rl_core.cluster.pool import ActorKey, InProcessPool, Pool
 from rl_core.errors import RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.rollouts import collect
@@ -151,6 +151,7 @@ class RecordingPool(Pool):
 
     num_actors = 2
     max_concurrency = 1
+    actors = (ActorKey(0, 0), ActorKey(1, 1))
 
     def __init__(self, environment):
         self.environment, self.calls = environment, []

@@ -6,6 +6,7 @@ calls to actors, so calls may be submitted from any thread, and none waits for c
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -21,7 +22,7 @@ import ray
 from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines, exceeded
 from rl_core.cluster.isolation import runtime_env_of
-from rl_core.cluster.pool import Pool, class_path
+from rl_core.cluster.pool import ActorKey, Pool, class_path
 from rl_core.cluster.pool_slots import Slot, SubmittedCall
 from rl_core.cluster.ray_calls import collect
 from rl_core.cluster.ray_runtime import RayLease
@@ -100,7 +101,8 @@ class ActorPool(Pool):
         self._changed = threading.Condition()
         self._waiting: deque[SubmittedCall] = deque()
         self._ready: deque[Any] = deque()
-        self._closed = False
+        self._arrived = self._closed = False
+        self._generations = itertools.count()
         self._thread: threading.Thread | None = None
         self._slots: list[Slot] = []
         # Hold a separate lease on Ray, because the cluster may be shut down before the pool.
@@ -124,16 +126,29 @@ class ActorPool(Pool):
     def max_concurrency(self) -> int:
         return self._max_concurrency
 
+    @property
+    def actors(self) -> list[ActorKey]:
+        return [slot.key for slot in self._slots]
+
     def pids(self) -> list[int]:
         """The process id of each actor, on its host."""
         return [slot.actor.identity.pid for slot in self._slots if slot.actor.identity is not None]
 
-    def submit(self, method: str, *args: Any, deadline_s: float | None = None, max_restarts: int | None = None) -> Future[Any]:
-        return self._submit(method, args, f"{method}()", deadline_s, max_restarts)
+    def submit(
+        self,
+        method: str,
+        *args: Any,
+        deadline_s: float | None = None,
+        max_restarts: int | None = None,
+        on: ActorKey | None = None,
+    ) -> Future[Any]:
+        return self._submit(self._call(method, args, f"{method}()", deadline_s, max_restarts=max_restarts, on=on))
 
     def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
         futures = [
-            self._submit(method, call if isinstance(call, tuple) else (call,), f"call {i} of {method}()", deadline_s, None)
+            self._submit(
+                self._call(method, call if isinstance(call, tuple) else (call,), f"call {i} of {method}()", deadline_s)
+            )
             for i, call in enumerate(calls)
         ]
         try:
@@ -171,21 +186,32 @@ class ActorPool(Pool):
             wait_gone([slot.actor for slot in slots])
         self._lease.release()
 
-    def _submit(
-        self, method: str, args: tuple[Any, ...], label: str, deadline_s: float | None, max_restarts: int | None
-    ) -> Future[Any]:
-        call = SubmittedCall(
+    def _call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        label: str,
+        deadline_s: float | None,
+        *,
+        max_restarts: int | None = None,
+        on: ActorKey | None = None,
+    ) -> SubmittedCall:
+        return SubmittedCall(
             method=method,
             args=args,
             deadline_s=self._deadline_s if deadline_s is None else deadline_s,
             max_restarts=self._max_restarts if max_restarts is None else max_restarts,
             label=label,
+            on=on,
         )
+
+    def _submit(self, call: SubmittedCall) -> Future[Any]:
         daemons.raise_if_dead()
         with self._changed:
             if self._closed:
-                raise UserError(f"pool '{self._name}' was shut down; {method}() cannot run on it")
+                raise UserError(f"pool '{self._name}' was shut down; {call.method}() cannot run on it")
             self._waiting.append(call)
+            self._arrived = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"rlcore-pool-{self._name}", daemon=True)
                 self._thread.start()
@@ -226,21 +252,41 @@ class ActorPool(Pool):
             num_threads=int(self._env["OMP_NUM_THREADS"]),
         )
         flight = actor.build(self._packed, context, self._env)
-        return Slot(actor, flight, time.monotonic() + self._deadlines.start_s, tries)
+        return Slot(actor, ActorKey(index, next(self._generations)), flight, time.monotonic() + self._deadlines.start_s, tries)
 
     def _dispatch(self) -> None:
         for index, slot in enumerate(self._slots):
             if slot.failed and self._waiting:
                 self._refill(index, tries=1)
-        while self._waiting:
-            free = [s for s in self._slots if s.building is None and not s.failed and len(s.running) < self._max_concurrency]
-            if not free:
-                return
-            slot, call = min(free, key=lambda s: len(s.running)), self._waiting.popleft()
-            if call.starts():
-                flight = slot.actor.call(call.method, ((), {}), *call.args)
-                slot.running[flight.ref] = call, flight, time.monotonic() + call.deadline_s
-                self._announce(flight.ref)
+        with self._changed:
+            self._arrived = False
+            calls = deque(self._waiting)
+            self._waiting.clear()
+        unassigned: list[SubmittedCall] = []
+        try:
+            while calls:
+                if not self._assigned(calls[0]):
+                    unassigned.append(calls[0])
+                calls.popleft()
+        finally:  # also if Ray died: the calls that were not assigned then end with that error
+            with self._changed:
+                self._waiting.extendleft(reversed([*unassigned, *calls]))
+
+    def _assigned(self, call: SubmittedCall) -> bool:
+        """Start a call on a free actor; False if it has to wait."""
+        if call.on is not None and call.on not in self.actors:
+            call.settle(error=WorkerDiedError(f"pool '{self._name}': the actor that {call.label} must run on has died"))
+            return True
+        free = [slot for slot in self._slots if self._has_room(slot) and call.on in (None, slot.key)]
+        if free and call.starts():
+            slot = min(free, key=lambda slot: len(slot.running))
+            flight = slot.actor.call(call.method, ((), {}), *call.args)
+            slot.running[flight.ref] = call, flight, time.monotonic() + call.deadline_s
+            self._announce(flight.ref)
+        return bool(free)
+
+    def _has_room(self, slot: Slot) -> bool:
+        return slot.building is None and not slot.failed and len(slot.running) < self._max_concurrency
 
     def _announce(self, ref: Any) -> None:
         """Wake the pool's thread when `ref` is ready."""
@@ -258,8 +304,7 @@ class ActorPool(Pool):
         untils = [slot.until for slot in self._slots if slot.building is not None]
         untils += [until for slot in self._slots for _, _, until in slot.running.values()]
         with self._changed:
-            idle = not self._ready and not self._closed and not (self._waiting and self._has_room())
-            if idle:
+            if not (self._ready or self._closed or self._arrived):
                 self._changed.wait(max(min([now + _LOOK_S, *untils]) - now, 0.0))
             ready = [self._ready.popleft() for _ in range(len(self._ready))]
         daemons.raise_if_dead()
@@ -267,9 +312,6 @@ class ActorPool(Pool):
             self._landed(ref)
         for index in range(len(self._slots)):
             self._check_deadlines(index)
-
-    def _has_room(self) -> bool:
-        return any(slot.failed or (slot.building is None and len(slot.running) < self._max_concurrency) for slot in self._slots)
 
     def _landed(self, ref: Any) -> None:
         for index, slot in enumerate(self._slots):

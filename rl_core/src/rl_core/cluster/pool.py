@@ -6,10 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.remote_actor import plain_class
+
+
+class ActorKey(NamedTuple):
+    """Identifies one process of a pool; the process that replaces it has another generation."""
+
+    index: int
+    generation: int
 
 
 class Pool(ABC):
@@ -31,8 +38,20 @@ class Pool(ABC):
     def max_concurrency(self) -> int:
         """Number of calls that an actor runs at the same time."""
 
+    @property
     @abstractmethod
-    def submit(self, method: str, *args: Any, deadline_s: float | None = None, max_restarts: int | None = None) -> Future[Any]:
+    def actors(self) -> list[ActorKey]:
+        """The current actors."""
+
+    @abstractmethod
+    def submit(
+        self,
+        method: str,
+        *args: Any,
+        deadline_s: float | None = None,
+        max_restarts: int | None = None,
+        on: ActorKey | None = None,
+    ) -> Future[Any]:
         """Run `method(*args)` on the next free actor; returns without waiting.
 
         Args:
@@ -40,6 +59,7 @@ class Pool(ABC):
             args: Its arguments.
             deadline_s: Deadline from the start of the call; the pool's by default.
             max_restarts: Maximum number of retries after the actor died or exceeded the deadline; the pool's by default.
+            on: Only run it on this actor; if it has died, the call fails with a WorkerDiedError.
 
         The future raises:
             WorkerError: The call raised.
@@ -98,7 +118,18 @@ class InProcessPool(Pool):
     def max_concurrency(self) -> int:
         return self._max_concurrency
 
-    def submit(self, method: str, *args: Any, deadline_s: float | None = None, max_restarts: int | None = None) -> Future[Any]:
+    @property
+    def actors(self) -> list[ActorKey]:
+        return [ActorKey(0, 0)]
+
+    def submit(
+        self,
+        method: str,
+        *args: Any,
+        deadline_s: float | None = None,
+        max_restarts: int | None = None,
+        on: ActorKey | None = None,
+    ) -> Future[Any]:
         if self._threads is not None:
             return self._threads.submit(self._run, method, args)
         future: Future[Any] = Future()

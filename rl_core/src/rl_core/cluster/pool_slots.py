@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_core.cluster.pool import ActorKey
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor
 
 
@@ -19,6 +20,8 @@ class SubmittedCall:
     max_restarts: int
     label: str
     """Names the call in errors."""
+    on: ActorKey | None = None
+    """The only actor that may run it."""
     future: Future[Any] = field(default_factory=Future)
     tries: int = 0
 
@@ -41,6 +44,7 @@ class Slot:
     """One slot of the pool: its actor, and the actor's current calls."""
 
     actor: RemoteActor
+    key: ActorKey
     building: ActorCall | None
     """The start of the actor; None once it is ready."""
     until: float

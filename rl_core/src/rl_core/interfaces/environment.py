@@ -49,7 +49,7 @@ class EnvironmentInterface(ABC):
     """Scores completions and plays the other side of a conversation.
 
     An environment runs as a pool of processes that share no state, so what must be remembered about a row belongs in its
-    metadata.
+    metadata, or in a session (`reset`).
     """
 
     min_turns: ClassVar[int] = 1
@@ -92,6 +92,28 @@ class EnvironmentInterface(ABC):
         a reward that is not finite, or invalid Unicode ends the run with an error that names task and class.
         """
 
+    def reset(self, metadata: dict[str, Any]) -> Observation | None:
+        """Begin a session: the state of one rollout, kept by this object between its steps. Optional.
+
+        If a class overrides this method or `close`, all calls of a rollout run in the same process, and its metadata have the
+        name of the session as `session_id`, in `step` too. If the process dies, the rollout starts again in another session.
+
+        Args:
+            metadata: the record's `extra_env_info`, and `session_id`.
+
+        Returns:
+            Messages that are added to the prompt, or None.
+        """
+        return None
+
+    def close(self, session: str) -> None:
+        """End a session. Called for every session whose process lives, also if its rollout was truncated or failed.
+
+        Args:
+            session: its `session_id`; `reset` may have failed for it.
+        """
+        return None
+
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
@@ -108,6 +130,14 @@ class EnvironmentInterface(ABC):
     def shutdown(self) -> None:
         """Release processes and files; calling it twice is fine."""
         return None
+
+
+def keeps_sessions(environment_class: type) -> bool:
+    """Whether a class overrides `reset` or `close` of `EnvironmentInterface`."""
+    base = EnvironmentInterface
+    return issubclass(environment_class, base) and (
+        environment_class.reset is not base.reset or environment_class.close is not base.close
+    )
 
 
 def _with_arguments_checked(step: Callable[..., EnvironmentReturn]) -> Callable[..., EnvironmentReturn]:

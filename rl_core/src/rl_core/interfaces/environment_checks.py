@@ -10,7 +10,7 @@ import torch
 
 from rl_core.errors import DataError, RLCoreError
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
-from rl_core.interfaces.messages import MESSAGE_KEYS, Message, text_of
+from rl_core.interfaces.messages import MESSAGE_KEYS, Message, Observation, text_of
 
 _FIELDS = EnvironmentReturn._fields
 _REQUIRED = len(_FIELDS) - len(EnvironmentReturn._field_defaults)
@@ -79,6 +79,18 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
     _check_finite(made, who)
     _check_rows(made, who)
     return made._replace(observations=_observations(made, who))
+
+
+def checked_observation(found: Any, *, task_name: str) -> Observation:
+    """The messages that `reset` returned, with text as content.
+
+    Raises:
+        RLCoreError: they are not messages.
+    """
+    who, what = f"The environment of task {task_name!r}", "observation of reset()"
+    if isinstance(found, tuple | list) and found:
+        return [_message(each, f"message {i} of the {what}", who) for i, each in enumerate(found)]
+    return _message(found, what, who)
 
 
 def checked_metrics(found: Any, *, task_name: str, environment_class: str) -> tuple[Any, dict[str, float]]:

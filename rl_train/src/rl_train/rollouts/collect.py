@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,13 +99,28 @@ class Collector:
     async def _play_one(
         self, row: Trajectory, driver: RolloutDriver, engine: RolloutEngine, queues: Mapping[str, StepQueue]
     ) -> None:
-        session = Session(queues[row.task_name], retries=self.retries) if queues else None
-        try:
-            await driver.run(row, engine, session)
-        except StepFailedError as error:
-            row.fail(error.headline, str(error))
-        if session is not None:
-            row.retries = session.repeated
+        if not queues:
+            await driver.run(row, engine, None)
+            return
+        queue, start = queues[row.task_name], engine.name
+        # A session cannot be continued after a failure: the rollout starts again, in another session.
+        prompt = copy.deepcopy(row) if queue.keeps_sessions else None
+        while True:
+            session = Session(queue, name=f"{start}-{row.retries}", retries=self.retries)
+            try:
+                await driver.run(row, engine, session)
+            except StepFailedError as error:
+                if prompt is not None and row.retries < self.retries:
+                    row.restart(prompt)
+                    engine = engine.restarted()
+                    continue
+                row.fail(error.headline, str(error))
+            finally:
+                closing = session.close()
+                row.retries += session.repeated
+            if closing is not None:
+                await asyncio.wait([closing])
+            return
 
     def _sampler(self, rollouts: int, greedy: bool) -> TurnSampler:
         pad_token_id: int = self.tokenizer.pad_token_id

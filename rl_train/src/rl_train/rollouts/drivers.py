@@ -6,7 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from rl_core.errors import DataError
+from rl_core.interfaces.messages import Observation, messages_of
+from rl_train.data.messages import get_formatted_message_log
 from rl_train.rollouts.engines import RolloutEngine
+from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.sessions import Session, StepResult
 from rl_train.rollouts.trajectory import Trajectory
 from rl_train.rollouts.turns import TurnFormatter
@@ -56,6 +60,9 @@ class EnvironmentDriver(RolloutDriver):
     async def run(self, prompt: Trajectory, engine: RolloutEngine, session: Session | None) -> Trajectory:
         """See `RolloutDriver`. Without a session, a rollout is one answer without a reward."""
         rollout = prompt
+        if session is not None:
+            rollout.metadata, observation = await session.open(rollout.metadata)
+            self._add_to_prompt(rollout, observation)
         while not rollout.done:
             sampled = await engine.sample(rollout.token_ids(), stop_strings=rollout.stop_strings)
             [text] = decode_answers(self._tokenizer, [sampled.token_ids])
@@ -72,6 +79,21 @@ class EnvironmentDriver(RolloutDriver):
             else:
                 self._continue(rollout, await session.step(rollout.conversation(), rollout.metadata))
         return rollout
+
+    def _add_to_prompt(self, rollout: Trajectory, observation: Observation | None) -> None:
+        """Render the prompt again with the messages of the environment."""
+        if observation is None:
+            return
+        messages = [*rollout.conversation(), *messages_of(observation)]
+        log = get_formatted_message_log(messages, self._tokenizer, add_generation_prompt=True, tools=rollout.tools, trained=())
+        rollout.message_log = [{**message, "token_ids": part["token_ids"]} for message, part in zip(messages, log, strict=True)]
+        if rollout.num_tokens() >= self._max_total_length:
+            raise StepFailedError(
+                DataError(
+                    f"the prompt with the messages of `reset` has {rollout.num_tokens()} tokens, which leaves no space for an "
+                    f"answer within {self._max_total_length} (policy.max_total_sequence_length)"
+                )
+            )
 
     def _continue(self, rollout: Trajectory, result: StepResult) -> None:
         rollout.add_rewards(result.rewards)

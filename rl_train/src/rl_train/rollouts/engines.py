@@ -121,6 +121,7 @@ class BatchSampler(TurnSampler):
         asyncio.get_running_loop().call_soon(self._run_if_complete)
 
     def _run_if_complete(self) -> None:
+        self._waiting = [entry for entry in self._waiting if not entry[1].done()]  # others were cancelled
         if not self._waiting or len(self._waiting) < self._active:
             return
         waiting, self._waiting = sorted(self._waiting, key=lambda entry: entry[0].position), []
@@ -155,6 +156,22 @@ class RolloutEngine:
         self._sampler, self._run_seed, self._stream = sampler, run_seed, stream
         self._ordinal, self._sample, self._position = ordinal, sample, position
         self._turn = 0
+
+    @property
+    def name(self) -> str:
+        """Identifies the rollout within a step."""
+        return f"{self._stream.name.lower()}-{self._ordinal}-{self._sample}"
+
+    def restarted(self) -> RolloutEngine:
+        """The engine for the same rollout from its first turn, with the same seeds."""
+        return RolloutEngine(
+            self._sampler,
+            run_seed=self._run_seed,
+            stream=self._stream,
+            ordinal=self._ordinal,
+            sample=self._sample,
+            position=self._position,
+        )
 
     async def sample(self, token_ids: torch.Tensor, *, stop_strings: list[str] | None = None) -> SampledTurn:
         """Sample the next turn.

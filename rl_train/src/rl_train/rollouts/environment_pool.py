@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl_core.cluster.pool import Pool
+from rl_core.cluster.pool import ActorKey, Pool
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_core.interfaces.environment_checks import checked_metrics, checked_return
@@ -21,9 +21,11 @@ class EnvironmentPool(EnvironmentInterface):
         pool: the instances.
         task_name: used in errors.
         deadline_s: timeout in seconds for a turn of the whole batch.
+        keeps_sessions: whether the environment has `reset` or `close`, see `keeps_sessions`.
     """
 
-    def __init__(self, pool: Pool, *, task_name: str, deadline_s: float) -> None:
+    def __init__(self, pool: Pool, *, task_name: str, deadline_s: float, keeps_sessions: bool = False) -> None:
+        self.keeps_sessions = keeps_sessions
         self._pool = pool
         self._task_name = task_name
         self._deadline_s = deadline_s
@@ -38,12 +40,29 @@ class EnvironmentPool(EnvironmentInterface):
         """Number of calls that a worker runs at the same time."""
         return self._pool.max_concurrency
 
-    def submit_step(self, message_log_batch: list[Any], metadata: list[Any]) -> Future[EnvironmentReturn]:
+    @property
+    def workers(self) -> list[ActorKey]:
+        """The current workers."""
+        return self._pool.actors
+
+    def submit(self, method: str, *args: Any, on: ActorKey | None = None) -> Future[Any]:
+        """Call a method of one worker, without waiting; a call that dies or exceeds the timeout is not repeated.
+
+        Args:
+            method: the environment's method.
+            args: its arguments.
+            on: the worker; any one by default.
+        """
+        return self._pool.submit(method, *args, deadline_s=self._deadline_s, max_restarts=0, on=on)
+
+    def submit_step(
+        self, message_log_batch: list[Any], metadata: list[Any], *, on: ActorKey | None = None
+    ) -> Future[EnvironmentReturn]:
         """Call `step` of one worker for these rows, without waiting; the future has the checked return value.
 
         A call whose worker dies or exceeds the timeout is not repeated: rollouts repeat their own steps.
         """
-        call = self._pool.submit("step", message_log_batch, metadata, deadline_s=self._deadline_s, max_restarts=0)
+        call = self.submit("step", message_log_batch, metadata, on=on)
         checked: Future[EnvironmentReturn] = Future()
         checked.set_running_or_notify_cancel()  # so that an event loop that gives up on it cannot cancel it
 

@@ -1,18 +1,25 @@
-"""The environment as one rollout sees it. Steps of rollouts that are ready at the same moment share a call."""
+"""The environment as one rollout sees it: its steps, and its session if the environment keeps state between them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
-from rl_core.interfaces.environment_checks import step_checked
+from rl_core.cluster.pool import ActorKey
+from rl_core.errors import DataError, WorkerDiedError
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, keeps_sessions
+from rl_core.interfaces.environment_checks import checked_observation, step_checked
 from rl_core.interfaces.messages import Message, Observation
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import StepFailedError, may_be_retried
+
+_KEY = "session_id"
+_log = logging.getLogger("rlcore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +44,7 @@ class StepQueue:
     """Passes the steps of rollouts to one environment, as many calls at a time as it has workers.
 
     While all workers are busy, ready rows wait and then share calls. An environment with `max_concurrency` above 1 gets a call
-    per row.
+    per row. A row of a session only shares calls with rows of the same worker.
 
     Args:
         environment: a pool, or an environment in this process, whose calls block.
@@ -45,26 +52,49 @@ class StepQueue:
     """
 
     def __init__(self, environment: EnvironmentInterface, task_name: str) -> None:
-        self._environment, self._task_name = environment, task_name
-        self._slots, self._one_row_per_call = 1, False
+        self.environment, self.task_name = environment, task_name
+        self._slots, self._per_worker = 1, 1
+        self.keeps_sessions = keeps_sessions(type(environment))
         if isinstance(environment, EnvironmentPool):
-            self._slots, self._one_row_per_call = environment.slots, environment.max_concurrency > 1
+            self._slots, self._per_worker = environment.slots, environment.max_concurrency
+            self.keeps_sessions = environment.keeps_sessions
         self._waiting: list[_Step] = []
-        self._running = 0
+        self._running: Counter[ActorKey | None] = Counter()
+        self._sessions: Counter[ActorKey] = Counter()
         self._is_scheduled = False
 
-    async def step(self, conversation: list[Message], metadata: Any, *, alone: bool = False) -> StepResult:
+    async def step(
+        self, conversation: list[Message], metadata: Any, *, alone: bool = False, worker: ActorKey | None = None
+    ) -> StepResult:
         """The environment's response; raises what the call raised.
 
         Args:
             conversation: the messages so far.
             metadata: state of the environment for this rollout.
             alone: do not share a call with other rows.
+            worker: the worker of the session; None without one.
         """
-        step = _Step(conversation, metadata, asyncio.get_running_loop().create_future(), alone)
+        step = _Step(conversation, metadata, asyncio.get_running_loop().create_future(), alone, worker)
         self._waiting.append(step)
         self._schedule()
         return await step.future
+
+    def call(self, method: str, *args: Any, worker: ActorKey) -> asyncio.Future[Any]:
+        """Call a method for one session."""
+        if isinstance(self.environment, EnvironmentPool):
+            return asyncio.wrap_future(self.environment.submit(method, *args, on=worker))
+        return asyncio.wrap_future(_run_here(getattr(self.environment, method), *args))
+
+    def lease(self) -> ActorKey:
+        """The worker with the fewest sessions."""
+        workers = self.environment.workers if isinstance(self.environment, EnvironmentPool) else [ActorKey(0, 0)]
+        worker = min(workers, key=lambda worker: self._sessions[worker])
+        self._sessions[worker] += 1
+        return worker
+
+    def release(self, worker: ActorKey) -> None:
+        """A session of this worker has ended."""
+        self._sessions[worker] -= 1
 
     def _schedule(self) -> None:
         """Start calls once all rollouts that are ready now have added their rows."""
@@ -74,26 +104,30 @@ class StepQueue:
 
     def _start_calls(self) -> None:
         self._is_scheduled = False
-        self._waiting = [step for step in self._waiting if not step.future.done()]  # others were cancelled
-        free = self._slots - self._running
-        if not self._waiting or not free:
-            return
-        shared = [] if self._one_row_per_call else [step for step in self._waiting if not step.alone]
-        rows = -(-len(shared) // free) if shared else 1
+        waiting = [step for step in self._waiting if not step.future.done()]  # others were cancelled
+        self._waiting = []
+        for worker in dict.fromkeys(step.worker for step in waiting):
+            free = (self._slots if worker is None else self._per_worker) - self._running[worker]
+            calls = self._divided([step for step in waiting if step.worker == worker], free)
+            for steps in calls[:free]:
+                self._start(steps)
+            self._waiting += [step for steps in calls[free:] for step in steps]
+
+    def _divided(self, steps: list[_Step], free: int) -> list[list[_Step]]:
+        """The rows of each call, if `free` calls can be started."""
+        shared = [step for step in steps if not step.alone and self._per_worker == 1]
+        rows = -(-len(shared) // max(free, 1)) if shared else 1
         calls = [shared[start : start + rows] for start in range(0, len(shared), rows)]
-        calls += [[step] for step in self._waiting if self._one_row_per_call or step.alone]
-        self._waiting = [step for call in calls[free:] for step in call]
-        for steps in calls[:free]:
-            self._start(steps)
+        return calls + [[step] for step in steps if step.alone or self._per_worker > 1]
 
     def _start(self, steps: list[_Step]) -> None:
-        self._running += 1
-        loop = asyncio.get_running_loop()
-        call = self._call([step.conversation for step in steps], [step.metadata for step in steps])
-        asyncio.wrap_future(call, loop=loop).add_done_callback(lambda ended: self._finish(steps, ended))
+        worker = steps[0].worker
+        self._running[worker] += 1
+        call = self._call([step.conversation for step in steps], [step.metadata for step in steps], worker)
+        asyncio.wrap_future(call).add_done_callback(lambda ended: self._finish(steps, ended))
 
     def _finish(self, steps: list[_Step], ended: asyncio.Future[EnvironmentReturn]) -> None:
-        self._running -= 1
+        self._running[steps[0].worker] -= 1
         error = None if ended.cancelled() else ended.exception()
         for row, step in enumerate(steps):
             if step.future.done():
@@ -106,15 +140,12 @@ class StepQueue:
                 step.future.set_result(_result(ended.result(), row))
         self._schedule()
 
-    def _call(self, conversations: list[list[Message]], metadata: list[Any]) -> Future[EnvironmentReturn]:
-        if isinstance(self._environment, EnvironmentPool):
-            return self._environment.submit_step(conversations, metadata)
-        future: Future[EnvironmentReturn] = Future()
-        try:
-            future.set_result(step_checked(self._environment, self._task_name, conversations, metadata))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    def _call(
+        self, conversations: list[list[Message]], metadata: list[Any], worker: ActorKey | None
+    ) -> Future[EnvironmentReturn]:
+        if isinstance(self.environment, EnvironmentPool):
+            return self.environment.submit_step(conversations, metadata, on=worker)
+        return _run_here(step_checked, self.environment, self.task_name, conversations, metadata)
 
 
 @dataclass(eq=False)
@@ -123,6 +154,7 @@ class _Step:
     metadata: Any
     future: asyncio.Future[StepResult]
     alone: bool
+    worker: ActorKey | None
 
 
 class Session:
@@ -130,15 +162,46 @@ class Session:
 
     Args:
         steps: the queue of the environment.
-        retries: how often a step that fails is repeated, without other rows in its call.
+        name: `session_id` of the rollout, if the environment keeps sessions.
+        retries: how often a step that fails is repeated, without other rows in its call. Steps of sessions are not repeated,
+            because the failed one may have changed their state.
 
     Attributes:
         repeated: Number of repeated steps.
     """
 
-    def __init__(self, steps: StepQueue, *, retries: int = 0) -> None:
-        self._steps, self._retries = steps, retries
+    def __init__(self, steps: StepQueue, *, name: str = "", retries: int = 0) -> None:
+        self._steps, self._name = steps, name
+        self._retries = 0 if steps.keeps_sessions else retries
+        self._worker: ActorKey | None = None
         self.repeated = 0
+
+    async def open(self, metadata: Any) -> tuple[Any, Observation | None]:
+        """Begin the session, if the environment keeps sessions.
+
+        Args:
+            metadata: the record's, a mapping or None.
+
+        Returns:
+            The metadata with `session_id`, and messages that are added to the prompt.
+
+        Raises:
+            StepFailedError: `reset` raised, its worker died or exceeded its timeout.
+        """
+        if not self._steps.keeps_sessions:
+            return metadata, None
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise DataError(
+                f"The environment of task {self._steps.task_name!r} keeps sessions, so the metadata of a row must be a "
+                f"dictionary, found {type(metadata).__name__}."
+            )
+        self._worker = self._steps.lease()
+        metadata = {**(metadata or {}), _KEY: self._name}
+        try:
+            found = await self._steps.call("reset", metadata, worker=self._worker)
+        except Exception as error:
+            raise _failed(error) from error
+        return metadata, None if found is None else checked_observation(found, task_name=self._steps.task_name)
 
     async def step(self, conversation: list[Message], metadata: Any) -> StepResult:
         """Respond to one turn.
@@ -150,16 +213,44 @@ class Session:
         Raises:
             StepFailedError: the environment raised, its worker died or exceeded its timeout, in every attempt.
         """
+        if self._worker is not None:
+            metadata = {**metadata, _KEY: self._name}
         for attempt in range(self._retries + 1):
             try:
-                return await self._steps.step(conversation, metadata, alone=attempt > 0)
+                return await self._steps.step(conversation, metadata, alone=attempt > 0, worker=self._worker)
             except Exception as error:
-                if not may_be_retried(error):
-                    raise
-                if attempt == self._retries:
-                    raise StepFailedError(error) from error
+                if attempt == self._retries or not may_be_retried(error):
+                    raise _failed(error) from error
                 self.repeated += 1
         raise AssertionError("unreachable")
+
+    def close(self) -> asyncio.Future[Any] | None:
+        """End the session, if one was begun; returns the pending call. Its errors are logged."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return None
+        self._steps.release(worker)
+        ended = self._steps.call("close", self._name, worker=worker)
+        ended.add_done_callback(self._log_error)
+        return ended
+
+    def _log_error(self, ended: asyncio.Future[Any]) -> None:
+        error = None if ended.cancelled() else ended.exception()
+        if error is not None and not isinstance(error, WorkerDiedError):  # the session has ended with its worker
+            _log.warning("env.%s: close() failed for session %s: %s", self._steps.task_name, self._name, error)
+
+
+def _failed(error: Exception) -> Exception:
+    return StepFailedError(error) if may_be_retried(error) else error
+
+
+def _run_here(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(function(*args))
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def _result(found: EnvironmentReturn, row: int) -> StepResult:

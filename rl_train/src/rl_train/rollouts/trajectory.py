@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -119,6 +120,16 @@ class Trajectory:
         for name, value in rewards.items():
             self.reward_parts[name] = self.reward_parts.get(name, 0.0) + value
         self.reward = sum(self.reward_weights.get(name, 1.0) * value for name, value in self.reward_parts.items())
+
+    def restart(self, prompt: Trajectory) -> None:
+        """Go back to the prompt; counts as a retry.
+
+        Args:
+            prompt: a copy of this rollout from before it was run.
+        """
+        retries = self.retries + 1
+        vars(self).update(vars(copy.deepcopy(prompt)))
+        self.retries = retries
 
     def fail(self, headline: str, details: str) -> None:
         """End it as a row that could not be scored."""

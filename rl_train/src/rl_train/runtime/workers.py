@@ -20,7 +20,7 @@ from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.worker_facade import WorkerFacade, device_here
 from rl_core.errors import ConfigError
-from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.logger import Logger
 from rl_core.interfaces.policy import ColocatablePolicyInterface
@@ -185,7 +185,12 @@ class Builder:
                 max_concurrency=section.max_concurrency,
                 name=f"env.{task}",
             )
-        environment = EnvironmentPool(pool, task_name=task, deadline_s=min(deadline_s, section.step_timeout_s))
+        environment = EnvironmentPool(
+            pool,
+            task_name=task,
+            deadline_s=min(deadline_s, section.step_timeout_s),
+            keeps_sessions=keeps_sessions(plain_class(worker_class)),
+        )
         self.exits.callback(environment.shutdown)
         return environment
 

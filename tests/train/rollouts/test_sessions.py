@@ -1,0 +1,178 @@
+"""Environments that keep state between the steps of a rollout."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from rl_core.cluster import ActorPool
+from rl_core.errors import DataError, RLCoreError
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_core.interfaces.environment import keeps_sessions
+from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.environment_pool import EnvironmentPool
+from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.trajectory import Trajectory, to_batch
+
+
+class Notebook(EnvironmentInterface):
+    """Each session counts its steps in this object; `fails` steps of a record raise, over all sessions."""
+
+    def __init__(self):
+        self.open, self.closed, self.failures = {}, [], {}
+
+    def reset(self, metadata):
+        self.open[metadata["session_id"]] = 0
+        if "greeting" not in metadata:
+            return None
+        return {"role": "environment", "content": metadata["greeting"]}
+
+    def step(self, message_log_batch, metadata):
+        for state in metadata:
+            if self.failures.setdefault(state["name"], state.get("fails", 0)):
+                self.failures[state["name"]] -= 1
+                raise ValueError("the kernel is gone")
+            self.open[state["session_id"]] += 1
+        counts = [self.open[state["session_id"]] for state in metadata]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": f"{count}"} for count in counts],
+            metadata=[{key: value for key, value in state.items() if key != "session_id"} for state in metadata],
+            next_stop_strings=[None] * len(counts),
+            rewards=torch.tensor([float(count) for count in counts]),
+            terminateds=torch.tensor([count == state["turns"] for count, state in zip(counts, metadata, strict=True)]),
+            answers=[str(os.getpid())] * len(counts),
+        )
+
+    def close(self, session):
+        self.closed.append(session)
+        del self.open[session]
+
+
+def play(tokenizer, engine, environment, records, *, longest=200, retries=0, turns=4):
+    rows = [
+        Trajectory(
+            message_log=[{"role": "user", "content": "q", "token_ids": torch.tensor(tokenizer("<u>q\n<a>")["input_ids"])}],
+            metadata=record,
+            task_name="notebook",
+            group_id=number,
+            index=number,
+            ordinal=number,
+            sample=0,
+        )
+        for number, record in enumerate(records)
+    ]
+    collector = Collector(
+        generation=engine,
+        environments={"notebook": environment},
+        tokenizer=tokenizer,
+        seed=7,
+        max_turns={"notebook": turns},
+        max_total_length=longest,
+        retries=retries,
+    )
+    collector.collect(rows, stream=SampleStream.TRAINING)
+    return rows
+
+
+@pytest.fixture
+def engine(engine_for):
+    return engine_for(lambda _: ("ok[EOS]", False))
+
+
+def test_only_classes_with_reset_or_close_keep_sessions(environments):
+    assert keeps_sessions(Notebook)
+    assert not keeps_sessions(type(environments["count"]))
+
+
+def test_each_rollout_has_a_session_that_is_closed_when_it_ends(tokenizer, engine):
+    notebook = Notebook()
+    rows = play(tokenizer, engine, notebook, [{"name": "a", "turns": 2}, {"name": "b", "turns": 3}])
+    assert [row.reward for row in rows] == [1 + 2, 1 + 2 + 3]
+    assert notebook.closed == ["training-0-0-0", "training-1-0-0"]
+    assert notebook.open == {}
+
+
+def test_the_session_of_a_truncated_rollout_is_closed(tokenizer, engine):
+    notebook = Notebook()
+    [row] = play(tokenizer, engine, notebook, [{"name": "a", "turns": 4}], longest=12)
+    assert row.truncated
+    assert len(notebook.closed) == 1
+
+
+def test_the_messages_of_reset_are_part_of_the_prompt(tokenizer, engine):
+    rows = play(tokenizer, engine, Notebook(), [{"name": "a", "turns": 1, "greeting": "hello"}, {"name": "b", "turns": 1}])
+    assert engine.asked[0]["texts"] == ["<u>q\n<u>hello\n<a>", "<u>q\n<a>"]
+    assert [message["role"] for message in rows[0].conversation()] == ["user", "environment", "assistant"]
+    batch = to_batch(rows)
+    assert batch["token_mask"].sum(-1).tolist() == [3, 3]
+
+
+def test_a_prompt_that_leaves_no_space_after_reset_is_not_scored(tokenizer, engine):
+    rows = play(
+        tokenizer, engine, Notebook(), [{"name": "a", "turns": 1, "greeting": "h" * 40}, {"name": "b", "turns": 1}], longest=30
+    )
+    assert [row.scored for row in rows] == [False, True]
+    assert "leaves no space for an answer within 30" in rows[0].failure
+
+
+def test_a_rollout_whose_session_fails_starts_again_in_another_session(tokenizer, engine):
+    notebook = Notebook()
+    [row] = play(tokenizer, engine, notebook, [{"name": "a", "turns": 2, "fails": 1}], retries=1)
+    assert (row.scored, row.reward, row.turns, row.retries) == (True, 3.0, 2, 1)
+    assert [message["role"] for message in row.conversation()] == ["user", "assistant", "environment", "assistant"]
+    assert notebook.closed == ["training-0-0-0", "training-0-0-1"]
+    # The same seeds as in the first attempt.
+    assert engine.asked[0]["seeds"] == engine.asked[1]["seeds"]
+
+
+def test_a_session_that_fails_in_every_attempt_is_not_scored_and_is_closed(tokenizer, engine):
+    notebook = Notebook()
+    rows = play(tokenizer, engine, notebook, [{"name": "a", "turns": 2, "fails": 9}, {"name": "b", "turns": 1}], retries=2)
+    assert rows[0].failure == "ValueError: the kernel is gone"
+    assert notebook.open == {}
+
+
+def test_an_error_of_close_is_logged(tokenizer, engine, caplog):
+    class Stuck(Notebook):
+        def close(self, session):
+            raise OSError("device busy")
+
+    [row] = play(tokenizer, engine, Stuck(), [{"name": "a", "turns": 1}])
+    assert row.scored
+    assert "env.notebook: close() failed for session training-0-0-0: device busy" in caplog.text
+
+
+def test_sessions_need_metadata_with_names(tokenizer, engine):
+    with pytest.raises(DataError, match="must be a dictionary, found str"):
+        play(tokenizer, engine, Notebook(), ["text"])
+
+
+def test_what_reset_returns_is_checked(tokenizer, engine):
+    with pytest.raises(RLCoreError, match=r"'notebook' returned 3 as content of the observation of reset\(\)"):
+        play(tokenizer, engine, Notebook(), [{"name": "a", "turns": 1, "greeting": "x"}, {"name": "b", "greeting": 3}])
+
+
+class Mortal(Notebook):
+    """Kills its process in the second step of the first session of one record."""
+
+    def step(self, message_log_batch, metadata):
+        for state in metadata:
+            if state.get("kills") and state["session_id"].endswith("-0") and self.open[state["session_id"]] == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(message_log_batch, metadata)
+
+
+@pytest.mark.ray
+def test_all_steps_of_a_session_run_in_one_process_and_end_with_it(local_ray, tokenizer, engine_for):
+    engine = engine_for(lambda _: ("ok[EOS]", False))
+    with ActorPool(None, Mortal, 2, name="env.notebook") as pool:
+        environment = EnvironmentPool(pool, task_name="notebook", deadline_s=60.0, keeps_sessions=True)
+        plain = [{"name": str(n), "turns": 3} for n in range(4)]
+        rows = play(tokenizer, engine, environment, plain, retries=1)
+        # Two sessions per process, and each counts its own steps there.
+        assert [row.reward for row in rows] == [6.0] * 4
+        assert sorted(row.answer for row in rows) == sorted(str(pid) for pid in [*pool.pids()] * 2)
+        rows = play(tokenizer, engine, environment, [{"name": "k", "turns": 3, "kills": 1}, *plain[1:]], retries=1)
+        assert [row.reward for row in rows] == [6.0] * 4
+        assert {row.retries for row in rows} == {0, 1}
