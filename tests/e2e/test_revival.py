@@ -34,6 +34,12 @@ MORTAL = textwrap.dedent(
             die_once(where)
             return super().generate(data, greedy=greedy)
 
+        def poll(self, arrivals, **options):
+            ended = super().poll(arrivals, **options)
+            if ended:
+                die_once(f"poll-{{self.get_weight_version()}}-{{self.context.rank}}")
+            return ended
+
         def load_weights(self, tensors):
             super().load_weights(tensors)
             self.loads = getattr(self, "loads", 0) + 1
@@ -93,6 +99,34 @@ def test_a_run_whose_generation_workers_are_killed_takes_the_steps_of_an_undistu
         assert found[step] == pytest.approx(expected[step], rel=1e-3, abs=1e-6)
     assert "exited; restarting it" in (folder / "runs" / "run" / "logs" / "driver.log").read_text()
     assert_nothing_is_left_of(run, folder)
+
+
+GUESS = {
+    "data": {
+        "train": {"dataset_name": "guess", "num_samples": 64, "lowest": 10, "highest": 99, "question": "{lowest}-{highest}="}
+    },
+    "env": {"arithmetic": None, "guess": {"max_guesses": 3, "higher": "+", "lower": "-", "unreadable": "*"}},
+    "policy": {"max_total_sequence_length": 64},
+}
+
+
+@pytest.mark.full(
+    "train/rollouts/test_concurrent_rollouts.py restarts a replica between the turns of rollouts without a run around it"
+)
+def test_a_replica_that_is_killed_between_turns_does_not_change_the_rollouts(train, tmp_path):
+    changes = {**GUESS, "cluster": {"workers_per_node": 2}, "grpo": {"max_num_steps": 2}}
+    undisturbed = train(changes, folder=tmp_path / "undisturbed")
+    folder = tmp_path / "killed"
+    mortal(folder, "poll-1-1")
+    code, output = train(changes, BACKEND, folder=folder).wait()
+    assert code == 0, output
+    assert (folder / "poll-1-1").exists()
+    code, output = undisturbed.wait()
+    assert code == 0, output
+    assert [metrics_of(folder)[step]["generation/restarts"] for step in (1, 2)] == [0, 1]
+    assert metrics_of(folder)[2]["rollout/turns"] > 1
+    for step in (1, 2):
+        assert samples_of(folder, step) == samples_of(tmp_path / "undisturbed", step)
 
 
 @pytest.mark.full(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import WorkerDiedError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_train.rollouts.seeds import SampleStream, rollout_seed
 
@@ -59,7 +60,8 @@ _sessions = itertools.count()
 class RowSampler(TurnSampler):
     """Samples each turn by itself; the engine runs the turns that are in progress together.
 
-    A rollout is a session of the engine, which samples its turns on one replica and may keep keys and values between them.
+    Turns of a replica that dies are sampled again. A rollout is a session of the engine, which samples its turns on one replica
+    and may keep keys and values between them.
 
     Args:
         generation: an engine with `generate_async`.
@@ -72,6 +74,16 @@ class RowSampler(TurnSampler):
         self._name = f"rollouts-{next(_sessions)}"
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
+        while True:
+            restarts = self._generation.restarts
+            try:
+                return await self._sample_once(request)
+            except WorkerDiedError as error:
+                # All turns of a dead replica fail, and the first of them restarts it; the engine then refits it.
+                if self._generation.restarts == restarts and not self._generation.restart_dead(error):
+                    raise
+
+    async def _sample_once(self, request: TurnRequest) -> SampledTurn:
         batch = _prompts([request], self._pad_token_id)
         batch["session_ids"] = [self._session(request.position)]
         rows: Any = self._generation.generate_async(batch, greedy=self._greedy)
