@@ -133,6 +133,20 @@ def test_a_session_that_fails_in_every_attempt_is_not_scored_and_is_closed(token
     assert notebook.open == {}
 
 
+def test_an_error_that_ends_the_run_closes_the_sessions_of_the_other_rollouts(tokenizer, engine):
+    class Strict(Notebook):
+        def step(self, message_log_batch, metadata):
+            if len(self.open) == 3:
+                raise DataError("the records have no solutions")
+            return super().step(message_log_batch, metadata)
+
+    notebook = Strict()
+    with pytest.raises(DataError, match="no solutions"):
+        play(tokenizer, engine, notebook, [{"name": str(n), "turns": 2} for n in range(3)], retries=2)
+    assert notebook.open == {}
+    assert len(notebook.closed) == 3
+
+
 def test_an_error_of_close_is_logged(tokenizer, engine, caplog):
     class Stuck(Notebook):
         def close(self, session):

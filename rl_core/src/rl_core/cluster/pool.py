@@ -15,7 +15,7 @@ from rl_core.cluster.remote_actor import plain_class
 class ActorKey(NamedTuple):
     """Identifies one process of a pool; the process that replaces it has another generation."""
 
-    index: int
+    rank: int
     generation: int
 
 

@@ -19,6 +19,7 @@ from rl_core.config.schema import (
     EnvironmentConfig,
     LossConfig,
     PolicyConfig,
+    RolloutConfig,
     RunConfig,
 )
 from rl_core.config.source_tree import dotted
@@ -69,6 +70,7 @@ class Trainer:
         tokenizer: the policy's tokenizer; loaded from its `model_name` by default.
         folder: folder of metrics.jsonl, rollouts and checkpoints; None writes to a temporary folder.
         checkpointing: the section `checkpointing`; disabled by default.
+        rollout: the section `rollout`.
         loggers: additional loggers.
 
     Raises:
@@ -93,6 +95,7 @@ class Trainer:
         tokenizer: Any = None,
         folder: str | Path | None = None,
         checkpointing: CheckpointingConfig | Mapping[str, Any] | None = None,
+        rollout: RolloutConfig | Mapping[str, Any] | None = None,
         loggers: Sequence[Logger] = (),
     ) -> None:
         self.policy, self.generation, self.cluster, self.folder, self.loggers = policy, generation, cluster, folder, loggers
@@ -107,7 +110,7 @@ class Trainer:
         )
         self._reward_weights = dict(reward_weights or {})
         self._loss_fn, loss_section = self._loss(loss_fn)
-        self.config = self._run_config(config, loss_section, checkpointing)
+        self.config = self._run_config(config, loss_section, checkpointing, rollout)
         if self.config.checkpointing.enabled and folder is None:
             raise ConfigError("checkpointing needs a folder: pass `folder` to the trainer")
         self._check_conflicts()
@@ -209,7 +212,7 @@ class Trainer:
         loss_fn: LossFunction = component.load()(section)
         return loss_fn, section
 
-    def _run_config(self, config: Any, loss_section: LossConfig, checkpointing: Any) -> RunConfig:
+    def _run_config(self, config: Any, loss_section: LossConfig, checkpointing: Any, rollout: Any) -> RunConfig:
         model = self._registry.find("algorithm", self.algorithm).load_config()
         policy = getattr(self.policy, "config", None)
         if not isinstance(policy, PolicyConfig):
@@ -228,6 +231,7 @@ class Trainer:
             teacher=_companion_section(self.teacher),
             data=DataConfig(),
             env={task: EnvironmentConfig(reward_weights=self._reward_weights) for task in self._environments},
+            rollout=section_from(RolloutConfig, rollout or {}, "rollout"),
             checkpointing=section_from(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
         )
 
