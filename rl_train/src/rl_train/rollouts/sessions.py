@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -254,7 +254,7 @@ def _run_here(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 def _result(found: EnvironmentReturn, row: int) -> StepResult:
-    rewards: Mapping[str, Sequence[Any]] = found.rewards if isinstance(found.rewards, Mapping) else {"reward": found.rewards}
+    rewards: Mapping[str, Any] = found.rewards if isinstance(found.rewards, Mapping) else {"reward": found.rewards}
     return StepResult(
         observation=found.observations[row],
         metadata=found.metadata[row],
