@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
+import sys
 
 import pytest
 
@@ -12,7 +15,7 @@ from rl_envs.code.assertions import Observation, holds, split_tests
 from rl_envs.code.environment import CodeEnvironment
 from rl_envs.code.extraction import last_code_block
 from rl_envs.code.scoring import same_output
-from rl_sandbox.interface import SandboxError, SandboxUnavailableError
+from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SandboxUnavailableError, SessionInterface
 
 from .conftest import answered
 
@@ -259,6 +262,51 @@ def test_a_row_whose_sandbox_does_not_start_is_not_scored(environment, monkeypat
 )
 def test_the_last_fenced_block_is_the_program(completion, code):
     assert last_code_block(completion) == code
+
+
+class TrustingSession(SessionInterface):
+    """A sandbox of a plugin; this one runs programs in its own process."""
+
+    def run(self, code, *, timeout_s=None):
+        raise NotImplementedError
+
+    def run_program(self, code, *, stdin="", timeout_s=None):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, {"input": lambda: stdin})
+        return Result(
+            outcome=Outcome.OK,
+            exit_code=0,
+            stdout=printed.getvalue(),
+            stderr="",
+            truncated=False,
+            seconds=0.0,
+            state_lost=False,
+        )
+
+    def close(self):
+        pass
+
+
+class TrustingSandbox(SandboxInterface):
+    def __init__(self, config):
+        assert config.options == {"trust": True}
+
+    def open_session(self):
+        return TrustingSession()
+
+    def close(self):
+        pass
+
+
+def test_another_sandbox_can_be_chosen_by_its_path(monkeypatch):
+    monkeypatch.setitem(sys.modules, "acme_sandbox", sys.modules[__name__])
+    chosen = {"backend": "acme_sandbox.TrustingSandbox", "options": {"trust": True}}
+    environment = CodeEnvironment({"sandbox": chosen})
+    doubled = {"stdin_stdout": [{"input": "21", "output": "42"}]}
+    result = environment.step([answered("```\nprint(2 * int(input()))\n```")], [doubled])
+    environment.shutdown()
+    assert result.rewards["all_passed"].tolist() == [1.0]
 
 
 def test_outputs_are_equal_apart_from_trailing_white_space():

@@ -91,9 +91,14 @@ class Cgroups:
                 owner = folder.name.removeprefix(PREFIX).partition("_")[0]
                 if owner.isdigit() and not _runs(int(owner)):
                     with contextlib.suppress(OSError):
-                        for process in (folder / "cgroup.procs").read_text().split():
-                            os.kill(int(process), signal.SIGKILL)
+                        for process in _processes(folder):
+                            os.kill(process, signal.SIGKILL)
                         remove([folder])
+
+
+def _processes(cgroup: Path) -> list[int]:
+    file = cgroup / "cgroup.procs"
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
 
 
 def _runs(process: int) -> bool:

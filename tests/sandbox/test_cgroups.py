@@ -1,0 +1,72 @@
+"""Cgroup folders of both versions, on copies of the kernel's file trees; the attacks use the real ones."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rl_sandbox.cgroups import PREFIX, Cgroups
+
+LIMITS = {"memory": 1000, "pids": 10}
+
+
+@pytest.fixture
+def unified(tmp_path):
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
+    (tmp_path / "cgroup.subtree_control").write_text("")
+    return tmp_path
+
+
+@pytest.fixture
+def hierarchies(tmp_path):
+    for controller in ("memory", "pids", "cpu"):
+        (tmp_path / controller / "job").mkdir(parents=True)
+    return tmp_path
+
+
+def files_appear(monkeypatch, *names):
+    """The kernel fills a new cgroup with files."""
+    make = os.mkdir
+
+    def mkdir(path, *args, **kwargs):
+        make(path, *args, **kwargs)
+        for name in names:
+            (path / name).write_text("")
+
+    monkeypatch.setattr("pathlib.os.mkdir", mkdir)
+
+
+def test_version_2_enables_the_controllers_and_limits_memory_without_swap(unified, monkeypatch):
+    files_appear(monkeypatch, "memory.max", "memory.swap.max", "pids.max")
+    cgroups = Cgroups(unified, "0::/user.slice\n")
+    assert (unified / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+    [folder] = cgroups.create(f"{PREFIX}1_1", LIMITS)
+    written = {file.name: file.read_text() for file in folder.iterdir()}
+    assert written == {"memory.max": "1000", "memory.swap.max": "0", "pids.max": "10"}
+
+
+def test_version_1_limits_each_hierarchy_below_the_cgroup_of_the_process(hierarchies, monkeypatch):
+    files_appear(monkeypatch, "memory.limit_in_bytes", "pids.max")
+    cgroups = Cgroups(hierarchies, "5:cpu,cpuacct:/\n4:memory:/job\n3:pids:/job\n2:devices:/\n")
+    folders = cgroups.create(f"{PREFIX}1_1", LIMITS)
+    assert {folder.parent for folder in folders} == {hierarchies / "cpu", hierarchies / "memory/job", hierarchies / "pids/job"}
+    assert (hierarchies / f"memory/job/{PREFIX}1_1/memory.limit_in_bytes").read_text() == "1000"
+    assert (hierarchies / f"pids/job/{PREFIX}1_1/pids.max").read_text() == "10"
+
+
+def test_without_the_memory_controller_there_is_no_cgroup(hierarchies, unified):
+    (unified / "cgroup.controllers").write_text("cpu pids\n")
+    assert Cgroups(unified, "0::/\n").parents == {}
+    (unified / "cgroup.controllers").unlink()
+    assert Cgroups(hierarchies, "3:pids:/job\n").parents == {}
+
+
+def test_cgroups_of_launchers_that_ended_are_removed(hierarchies):
+    cgroups = Cgroups(hierarchies, "4:memory:/job\n3:pids:/job\n")
+    abandoned = hierarchies / "memory/job" / f"{PREFIX}999999999_1"
+    running = hierarchies / "memory/job" / f"{PREFIX}{os.getpid()}_1"
+    for folder in (abandoned, running):
+        folder.mkdir()
+    cgroups.remove_abandoned()
+    assert (abandoned.exists(), running.exists()) == (False, True)
