@@ -39,7 +39,7 @@ class Batches(HuggingFaceGeneration):
 
 
 class Unsteady(HuggingFaceGeneration):
-    """Turns begin in another order than they are asked for."""
+    """Turns begin in another order than they are requested."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -23,7 +23,7 @@ from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines, exceeded
 from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.pool import ActorKey, Pool, class_path
-from rl_core.cluster.pool_slots import Slot, SubmittedCall
+from rl_core.cluster.pool_slots import Slot, SubmittedCall, gave_up
 from rl_core.cluster.ray_calls import collect
 from rl_core.cluster.ray_runtime import RayLease
 from rl_core.cluster.remote_actor import (
@@ -345,7 +345,7 @@ class ActorPool(Pool):
             self._replace(index, error, tries=tries + 1)
             return
         self._slots[index].failed, self._slots[index].building = True, None
-        self._fail_waiting(self._gave_up("building the actor", tries, self._max_restarts, error))
+        self._fail_waiting(gave_up(self._name, "building the actor", tries, self._max_restarts, error))
 
     def _check_deadlines(self, index: int) -> None:
         """Handle calls or an actor's start that exceeded the deadline."""
@@ -384,15 +384,7 @@ class ActorPool(Pool):
             if call.tries <= call.max_restarts:
                 self._waiting.appendleft(call)
             else:
-                call.settle(error=self._gave_up(call.label, call.tries, call.max_restarts, error))
-
-    def _gave_up(
-        self, what: str, tries: int, max_restarts: int, error: WorkerDiedError | DeadlineExceededError
-    ) -> WorkerDiedError | DeadlineExceededError:
-        return type(error)(
-            f"pool '{self._name}': {what} failed {tries} {'time' if tries == 1 else 'times, each in a fresh process'} "
-            f"(max_restarts={max_restarts}); the last error:\n{error}"
-        )
+                call.settle(error=gave_up(self._name, call.label, call.tries, call.max_restarts, error))
 
     def _fail_waiting(self, error: WorkerError | DeadlineExceededError) -> None:
         """No actor could be started for the calls that wait, unless others run."""

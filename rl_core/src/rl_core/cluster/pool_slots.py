@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_core.cluster.pool import ActorKey
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor
+from rl_core.errors import DeadlineExceededError, WorkerDiedError
 
 
 @dataclass(eq=False, kw_only=True)
@@ -55,3 +56,13 @@ class Slot:
     """Whether the start failed; the next call starts another actor."""
     running: dict[Any, tuple[SubmittedCall, ActorCall, float]] = field(default_factory=dict)
     """By reference: the call, its flight, its deadline."""
+
+
+def gave_up(
+    pool: str, what: str, tries: int, max_restarts: int, error: WorkerDiedError | DeadlineExceededError
+) -> WorkerDiedError | DeadlineExceededError:
+    """The error of a call, or of starting an actor, that failed too often; contains the last error."""
+    return type(error)(
+        f"pool '{pool}': {what} failed {tries} {'time' if tries == 1 else 'times, each in a fresh process'} "
+        f"(max_restarts={max_restarts}); the last error:\n{error}"
+    )
