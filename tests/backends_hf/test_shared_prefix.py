@@ -184,6 +184,24 @@ def test_attention_in_bfloat16_has_a_smaller_error_than_sdpa():
         assert (one - true).norm() <= (other - true).norm()
 
 
+@pytest.mark.parametrize("length", [20, 128])
+def test_short_rows_in_bfloat16_have_the_outputs_of_sdpa_and_gradients_with_a_smaller_error(length):
+    tensors = random_heads(length, 2, torch.bfloat16)
+    sees = torch.ones(length, length, dtype=torch.bool).tril()
+    exact = outputs_and_gradients(lambda *qkv: dense(*qkv, sees), [each.detach().double().requires_grad_() for each in tensors])
+
+    def sdpa(*qkv):
+        return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, scale=0.3, enable_gqa=True)
+
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    ours = outputs_and_gradients(lambda *qkv: cpu_sdpa(module, *qkv, None, scaling=0.3)[0].transpose(1, 2), tensors)
+    plain = outputs_and_gradients(sdpa, tensors)
+    assert torch.equal(ours[0], plain[0])
+    for one, other, true in zip(ours[1:], plain[1:], exact[1:], strict=True):
+        assert (one - true).norm() <= (other - true).norm()
+
+
 FORMS = {
     "by_count": {"train_micro_batch_size": 4, "logprob_batch_size": 4},
     "token_budget": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 60, "logprob_mb_tokens": 60}},

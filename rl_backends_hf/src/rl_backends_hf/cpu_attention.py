@@ -1,4 +1,4 @@
-"""Attention on CPUs: rows with a shared prefix.
+"""Attention on CPUs: rows with a shared prefix, and a faster backward pass for short rows in bfloat16.
 
 The function is registered with Transformers and takes the layout of a `SharedPrefixBatch` as the keyword argument
 `shared_prefix`, which models pass on to their attention function. Each prompt is computed in three calls of the flash kernel:
@@ -11,10 +11,14 @@ The function is registered with Transformers and takes the layout of a `SharedPr
 w_i = exp(lse_i - lse), lse = log(exp(lse2) + exp(lse3)). In the backward pass, each call gets the merged output and
 log-sum-exp, with which the kernel computes its share of the gradient (https://arxiv.org/abs/2205.14135, algorithm 4). No mask
 is materialized, so memory grows linearly with the number of tokens.
+
+Without a shared prefix, the forward pass is SDPA. In bfloat16, the backward pass of short rows is computed in float32, because
+the kernel is several times as slow in bfloat16 there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -29,6 +33,10 @@ from rl_core.errors import NotSupportedError
 
 CPU_SDPA: Final = "rlcore_cpu_sdpa"
 """Name of the attention function in Transformers' registry."""
+
+SHORT: Final = 16384
+"""Row length times head width up to which the backward pass in bfloat16 is replaced by one in float32. With AMX, forward and
+backward together take 0.32 of the time at 64 tokens with heads of width 64, 0.40 at 128, 0.76 at 256 and 0.96 at 1024."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -65,13 +73,16 @@ def cpu_sdpa(
         NotSupportedError: with `shared_prefix`, for attention with a window, a soft cap, a bias, sinks or dropout.
     """
     if shared_prefix is None:
+        if attention_mask is None and _has_short_rows(query, key, value) and _is_plain(module, kwargs):
+            short: torch.Tensor = _Float32Backward.apply(  # type: ignore[no-untyped-call]
+                query, key, value, kwargs.get("scaling")
+            )
+            return short.transpose(1, 2).contiguous(), None
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
-    other = [name for name, given in kwargs.items() if name not in _PLAIN and given is not None]
-    if other or kwargs.get("dropout") or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
-        raise NotSupportedError(
-            f"{type(module).__name__} is not plain causal attention ({', '.join(other) or 'mask or dropout'})"
-        )
+    if not _is_plain(module, kwargs):
+        passed = ", ".join(sorted(name for name, value in kwargs.items() if value is not None))
+        raise NotSupportedError(f"{type(module).__name__} is not plain causal attention (it passes {passed})")
     merged: torch.Tensor = _SharedPrefixAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, shared_prefix.segments, kwargs.get("scaling")
     )
@@ -90,6 +101,39 @@ def use_cpu_sdpa(model: PreTrainedModel) -> bool:
         return False
     model.set_attn_implementation(CPU_SDPA)
     return bool(model.config._attn_implementation == CPU_SDPA)
+
+
+def _is_plain(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the attention is causal, without a window, soft cap, bias, sinks or dropout."""
+    other = [name for name, value in kwargs.items() if name not in _PLAIN and value is not None]
+    causal = kwargs.get("is_causal")
+    return not other and not kwargs.get("dropout") and bool(getattr(module, "is_causal", True) if causal is None else causal)
+
+
+def _has_short_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether rows in bfloat16 attend to themselves and have a gradient that is faster to compute in float32."""
+    length, width = query.shape[2:]
+    same = key.shape[2] == length and value.shape[3] == width and torch.is_grad_enabled() and query.requires_grad
+    return same and query.dtype == torch.bfloat16 and query.device.type == "cpu" and length * width <= SHORT
+
+
+class _Float32Backward(torch.autograd.Function):
+    """Causal attention with the forward pass of SDPA, and a backward pass in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+        output, lse = _flash(query, key, value, 0.0, True, scale=scale)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.scale = scale
+        result: torch.Tensor = output
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *tensors, lse = ctx.saved_tensors
+        found = _flash_backward(*(each.float() for each in (grad, *tensors)), lse, 0.0, True, scale=ctx.scale)
+        return *(each.to(grad.dtype) for each in found), None
 
 
 class _SharedPrefixAttention(torch.autograd.Function):
