@@ -154,7 +154,7 @@ class DecodeLoop:
         logits, prefilled = prefill(self._model, plan)
         sources = [source for source, group in enumerate(plan.groups) for _ in group.rows]
         rows = [row for group in plan.groups for row in group.rows]
-        self._slots_for(rows).add(prefilled, sources=sources, lengths=[len(row.sequence) for row in rows], past=plan.past)
+        self._slots_for(rows).add(prefilled, sources=sources, lengths=[row.num_tokens for row in rows], past=plan.past)
         for row in rows:
             if not row.tokens:
                 row.weight_version = self.weight_version
@@ -169,7 +169,7 @@ class DecodeLoop:
         known = [*self._active, *rows, *(row for group in self._waiting for row in group.rows)]
         max_columns = max(row.longest for row in known)
         if self._cache is None:
-            first_columns = max(len(row.sequence) for row in known) + _FIRST_NEW_COLUMNS
+            first_columns = max(row.num_tokens for row in known) + _FIRST_NEW_COLUMNS
             self._cache = SlotCache(
                 num_layers=self._layout.num_layers,
                 capacity=min(self._capacity, len(known)),
@@ -205,7 +205,7 @@ class DecodeLoop:
         for slot, (row, token, logprob) in enumerate(zip(rows, drawn.tolist(), logprobs.tolist(), strict=True), start=first):
             if not math.isfinite(logprob):
                 row.error = NonFiniteError(
-                    f"Row {row.prompt.number}: the logits after {len(row.sequence)} tokens are NaN or infinite "
+                    f"Row {row.prompt.number}: the logits after {row.num_tokens} tokens are NaN or infinite "
                     f"(log-probability {logprob}). The weights are invalid, or bfloat16 overflowed. Check the previous step."
                 )
                 ended.append(row)
@@ -248,7 +248,7 @@ class DecodeLoop:
         order = _compacted(remaining)
         self._active = [self._active[slot] for slot in order]
         if self._active and self._cache is not None:
-            self._cache.keep(order, width=max(len(row.sequence) - 1 for row in self._active))
+            self._cache.keep(order, width=max(row.num_tokens - 1 for row in self._active))
         else:
             self._cache = None
         index = self._tensor(order)

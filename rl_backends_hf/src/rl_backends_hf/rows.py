@@ -30,6 +30,11 @@ class Row(SampledRow):
     error: RLCoreError | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and completion so far."""
+        return len(self.prompt.tokens) + len(self.tokens)
+
+    @property
     def longest(self) -> int:
         """Maximum number of tokens of prompt and completion."""
         return len(self.prompt.tokens) + self.prompt.limit
