@@ -69,7 +69,8 @@ def play_env(
     total, number = 0.0, 0
     try:
         for number, turn in enumerate(
-            play(environment, trial.task, chosen, players[kind], max_turns=turns or trial.max_turns), start=1
+            play(environment, trial.task, chosen, players[kind], max_turns=turns or trial.max_turns, on_open=_print_messages),
+            start=1,
         ):
             if kind is not PlayerKind.PERSON:
                 print(f"assistant: {turn.answer}")

@@ -163,6 +163,39 @@ def test_a_random_player_answers_with_a_piece_of_the_conversation_by_its_seed():
     assert at_random(0)([]) == ""
 
 
+class Counts(Lengths):
+    """Keeps the number of steps of each session, and opens with a message."""
+
+    def __init__(self, config):
+        self.steps = {}
+
+    def reset(self, metadata):
+        self.steps[metadata["session_id"]] = 0
+        return {"role": "environment", "content": "start"}
+
+    def close(self, session):
+        del self.steps[session]
+
+    def step(self, message_log_batch, metadata):
+        assert all(log[1]["content"] == "start" for log in message_log_batch)
+        for info in metadata:
+            self.steps[info["session_id"]] += 1
+        counts = torch.tensor([float(self.steps[info["session_id"]]) for info in metadata])
+        made = super().step(message_log_batch, metadata)
+        return made._replace(rewards=counts, terminateds=counts >= 2)
+
+
+def test_sessions_are_opened_and_closed(rows):
+    found = checked(f"{__name__}.Counts", rows, "max_rollout_turns=3")
+    assert [name for name, (status, _) in found.items() if status is CheckStatus.FAILED] == ["right answers"]
+    trial = open_trial(f"{__name__}.Counts", ["max_rollout_turns=3"], rows=rows)
+    environment, opened = trial.make(), []
+    turns = list(play(environment, "x", trial.rows[0], at_random(0), max_turns=trial.max_turns, on_open=opened.extend))
+    assert [turn.rewards["reward"] for turn in turns] == [1.0, 2.0]
+    assert opened == [{"role": "environment", "content": "start"}]
+    assert environment.steps == {}
+
+
 @pytest.fixture
 def run_folder(tmp_path):
     """A run folder with four stored rollouts of two prompts."""

@@ -18,7 +18,7 @@ from rl_core.interfaces.messages import Message, Observation
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import StepFailedError, may_be_retried
 
-_KEY = "session_id"
+SESSION_KEY = "session_id"
 _log = logging.getLogger("rlcore")
 
 
@@ -196,7 +196,7 @@ class Session:
                 f"dictionary, found {type(metadata).__name__}."
             )
         self._worker = self._steps.lease()
-        metadata = {**(metadata or {}), _KEY: self._name}
+        metadata = {**(metadata or {}), SESSION_KEY: self._name}
         try:
             found = await self._steps.call("reset", metadata, worker=self._worker)
         except Exception as error:
@@ -214,7 +214,7 @@ class Session:
             StepFailedError: the environment raised, its worker died or exceeded its timeout, in every attempt.
         """
         if self._worker is not None:
-            metadata = {**metadata, _KEY: self._name}
+            metadata = {**metadata, SESSION_KEY: self._name}
         for attempt in range(self._retries + 1):
             try:
                 return await self._steps.step(conversation, metadata, alone=attempt > 0, worker=self._worker)

@@ -15,6 +15,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.environment_checks import metrics_checked, step_checked
 from rl_train.rollouts.records import expected_answer
+from rl_train.runtime.environment_sessions import LocalSession
 from rl_train.runtime.environment_trial import EnvironmentTrial
 
 ANSWER_FORMS = ("{0}", "\\boxed{{{0}}}", "<answer>{0}</answer>", "Prediction: {0}", "The answer is {0}.")
@@ -86,7 +87,14 @@ class _EnvironmentCheck:
             [*copy.deepcopy(list(row.messages)), {"role": "assistant", "content": answer}]
             for row, answer in zip(chosen, answers, strict=True)
         ]
-        return step_checked(environment, self._trial.task, logs, [copy.deepcopy(row.metadata) for row in chosen])
+        sessions = [LocalSession(environment, f"check-{number}") for number in range(len(chosen))]
+        try:
+            begun = [each.open(copy.deepcopy(row.metadata)) for each, row in zip(sessions, chosen, strict=True)]
+            logs = [[*log[:-1], *first, log[-1]] for log, (_, first) in zip(logs, begun, strict=True)]
+            return step_checked(environment, self._trial.task, logs, [metadata for metadata, _ in begun])
+        finally:
+            for each in sessions:
+                each.close()
 
     def _all(self, environment: EnvironmentInterface) -> EnvironmentReturn:
         return self._call(environment, self._answers, range(len(self._answers)))
@@ -100,10 +108,15 @@ class _EnvironmentCheck:
 
     def _isolation(self) -> str:
         row = self._trial.rows[0]
-        logs: Any = [[*copy.deepcopy(list(row.messages)), {"role": "assistant", "content": answer}] for answer in self._answers]
-        shared = copy.deepcopy(row.metadata)
-        before = copy.deepcopy((logs, shared))
-        step_checked(self._environment, self._trial.task, logs, [shared] * len(logs))
+        session = LocalSession(self._environment, "check")
+        try:
+            shared, first = session.open(copy.deepcopy(row.metadata))
+            answer = {"role": "assistant", "content": self._answers[0]}
+            logs: Any = [[*copy.deepcopy(list(row.messages)), *first, answer]]
+            before = copy.deepcopy((logs, shared))
+            step_checked(self._environment, self._trial.task, logs, [shared])
+        finally:
+            session.close()
         if not _equal((logs, shared), before):
             raise _CheckFailedError(
                 "step() changed the metadata or the messages that it was passed. Return new metadata: {**info, 'key': value}."

@@ -11,10 +11,13 @@ from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.environment_checks import step_checked
+from rl_train.runtime.environment_sessions import LocalSession
 from rl_train.runtime.environment_trial import TrialRow
 
 Player = Callable[[Sequence[Mapping[str, Any]]], str | None]
 """Returns the next answer to a conversation, or None to stop."""
+
+OnOpen = Callable[[Sequence[Mapping[str, Any]]], None]
 
 _PIECE = re.compile(r"[A-Za-z]+|-?\d+")
 
@@ -35,7 +38,13 @@ class PlayedTurn:
 
 
 def play(
-    environment: EnvironmentInterface, task: str, row: TrialRow, player: Player, *, max_turns: int
+    environment: EnvironmentInterface,
+    task: str,
+    row: TrialRow,
+    player: Player,
+    *,
+    max_turns: int,
+    on_open: OnOpen = lambda messages: None,
 ) -> Iterator[PlayedTurn]:
     """Yields each turn until the environment ends the rollout, `max_turns` is reached, or the player stops.
 
@@ -45,15 +54,33 @@ def play(
         row: the prompt and its metadata.
         player: answers.
         max_turns: maximum number of turns.
+        on_open: called with the messages that the environment adds to the prompt.
     """
-    log: list[Any] = copy.deepcopy(list(row.messages))
-    metadata = copy.deepcopy(row.metadata)
+    session = LocalSession(environment, "play")
+    metadata, first = session.open(copy.deepcopy(row.metadata))
+    log: list[Any] = [*copy.deepcopy(list(row.messages)), *first]
+    try:
+        on_open(first)
+        yield from _turns(environment, task, log, metadata, player, session, max_turns)
+    finally:
+        session.close()
+
+
+def _turns(
+    environment: EnvironmentInterface,
+    task: str,
+    log: list[Any],
+    metadata: Any,
+    player: Player,
+    session: LocalSession,
+    max_turns: int,
+) -> Iterator[PlayedTurn]:
     for _ in range(max_turns):
         answer = player(log)
         if answer is None:
             return
         log.append({"role": "assistant", "content": answer})
-        made = step_checked(environment, task, [copy.deepcopy(log)], [metadata])
+        made = step_checked(environment, task, [copy.deepcopy(log)], [session.named(metadata)])
         named = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
         ended = bool(made.terminateds[0])
         observation: Any = made.observations[0]

@@ -22,9 +22,10 @@ from rl_train.data.conversations import without_answer
 from rl_train.metrics.jsonl import read_jsonl
 from rl_train.runtime.build import read_sources
 from rl_train.runtime.data import Source
+from rl_train.runtime.environment_sessions import LocalSession
+from rl_train.runtime.environment_trial import constructor
 from rl_train.runtime.reward_checks import settle_reward_functions
 from rl_train.runtime.run_provenance import CONFIG
-from rl_train.runtime.workers import Builder
 
 ROUNDING = 1e-5
 """Rewards are equal if they differ by at most this, relative to their size: the stored ones are float32."""
@@ -89,7 +90,9 @@ def rescore(
     train, validation = read_sources(run, registry)
     run = settle_reward_functions(run, train, *validation.values())
     with ExitStack() as exits:
-        environments = Builder(run=run, registry=registry, exits=exits, cluster=None).environments()
+        environments = {task: constructor(section, task, registry)() for task, section in run.env.items()}
+        for environment in environments.values():
+            exits.callback(environment.shutdown)
         for step in wanted:
             yield from _of_step(
                 step, read_jsonl(files[step]), list(validation.values()) if step == 0 else [train], environments, run
@@ -148,14 +151,18 @@ def _replay(
     ]
     rewards: list[dict[str, float]] = [{} for _ in rows]
     is_scored = [True] * len(rows)
+    sessions = [LocalSession(environment, f"rescore-{row}") for row in range(len(rows))]
+    metadata = [session.open(info)[0] for session, info in zip(sessions, metadata, strict=True)]
     for turn in range(max(len(each) for each in ends)):
         active = [row for row in range(len(rows)) if turn < len(ends[row])]
         logs: Any = [list(rows[row]["messages"][: ends[row][turn]]) for row in active]
-        made = step_checked(environment, task, logs, [metadata[row] for row in active])
+        made = step_checked(environment, task, logs, [sessions[row].named(metadata[row]) for row in active])
         named = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
         for position, row in enumerate(active):
             for name, values in named.items():
                 rewards[row][name] = rewards[row].get(name, 0.0) + float(values[position])
             is_scored[row] = is_scored[row] and (made.scored is None or bool(made.scored[position]))
             metadata[row] = made.metadata[position] if made.metadata[position] is not None else metadata[row]
+    for session in sessions:
+        session.close()
     return list(zip(rewards, is_scored, strict=True))

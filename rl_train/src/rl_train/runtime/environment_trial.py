@@ -91,11 +91,24 @@ def open_trial(
         found = read_rows(rows, limit=limit)
     if not found:
         raise ConfigError(f"There are no rows for {name!r}: give --rows FILE (JSON Lines), or --config FILE of a run.")
-    component = _component(section.env_cls or section.name or name, registry)
-    worker_class = component.load()
-    given: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
-    make = partial(plain_class(worker_class), **first_argument(worker_class, given))
+    make = constructor(section, name, registry)
+    plain: Any = make.func
+    if plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()):
+        raise ConfigError(
+            f"The environment {name!r} has tools, whose calls are parsed from the tokens of a model. Run it with one."
+        )
     return EnvironmentTrial(task=name, section=section, make=make, rows=found)
+
+
+def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> partial[EnvironmentInterface]:
+    """Creates instances of a task's environment in this process.
+
+    Raises:
+        UserError: there is no such environment, or it lacks a requirement.
+    """
+    worker_class = _component(section.env_cls or section.name or task, registry).load()
+    given: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
+    return partial(plain_class(worker_class), **first_argument(worker_class, given))
 
 
 def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
