@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rl_envs.reward_model.environment import RewardModelEnvironment
     from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
     from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
+    from rl_envs.tools.environment import ToolsEnvironment
     from rl_envs.weather.environment import WeatherEnvironment
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "RewardModelEnvironment",
     "SlidingPuzzleDataset",
     "SlidingPuzzleEnvironment",
+    "ToolsEnvironment",
     "WeatherEnvironment",
 ]
 
@@ -52,6 +54,7 @@ _MODULES = {
     "RewardModelEnvironment": "rl_envs.reward_model.environment",
     "SlidingPuzzleDataset": "rl_envs.sliding_puzzle.dataset",
     "SlidingPuzzleEnvironment": "rl_envs.sliding_puzzle.environment",
+    "ToolsEnvironment": "rl_envs.tools.environment",
     "WeatherEnvironment": "rl_envs.weather.environment",
 }
 

@@ -37,6 +37,12 @@ def rlcore_environments() -> list[Component]:
             summary="A multi-turn game: guess a secret number with higher/lower hints",
         ),
         Component(
+            "tools",
+            target="rl_envs.tools.environment:ToolsEnvironment",
+            config="rl_envs.tools.config:ToolsEnvironmentConfig",
+            summary="Tools: a calculator, Python in a sandbox and other functions; the final answer is compared as by `math`",
+        ),
+        Component(
             "reward_model",
             target="rl_envs.reward_model.environment:RewardModelEnvironment",
             config="rl_envs.config:RewardModelEnvironmentConfig",

@@ -1,0 +1,94 @@
+"""The environment `tools`: the model calls tools, and its final answer is compared with the expected one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+from typing import Any, ClassVar
+
+import torch
+
+from rl_core.config.tool_section import ToolEnvironmentConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import ConfigError
+from rl_core.interfaces.environment import Conversation, EnvironmentReturn
+from rl_core.interfaces.tool_environment import ToolEnvironment
+from rl_core.plugins.component import did_you_mean, is_path
+from rl_core.plugins.import_path import resolve
+from rl_envs.math.environment import MathEnvironment
+from rl_envs.math.grading import Outcome
+from rl_envs.tools.calculator import calculator
+from rl_envs.tools.config import ToolsEnvironmentConfig
+from rl_envs.tools.python import SandboxedPython
+
+BUILT_IN = ("calculator", "python")
+
+
+class ToolsEnvironment(ToolEnvironment):
+    r"""Reward 1.0 if the answer after the tool calls equals the expected one, compared as by the environment `math`.
+
+    Each row's metadata contains `expected_answer` (or `ground_truth`). A rollout that still calls tools after
+    `max_tool_turns`, or ends without an answer, gets 0.0.
+
+    Args:
+        config: `ToolsEnvironmentConfig`, a dict of its keys, or None for its defaults.
+
+    Raises:
+        ConfigError: A tool does not exist, or a function cannot be a tool.
+        SandboxUnavailableError: The tool `python` is listed, and no isolation level works that `sandbox.require` allows.
+    """
+
+    config_class: ClassVar[type[ToolEnvironmentConfig]] = ToolsEnvironmentConfig
+    config: ToolsEnvironmentConfig
+
+    def __init__(self, config: ToolsEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._math = MathEnvironment({"require_box": self.config.require_box, "timeout_s": self.config.grading_timeout_s})
+        self._grading = Lock()
+        owners = [getattr(tool.function, "__self__", None) for tool in self.tools.values()]
+        self._sandboxes = [owner for owner in owners if isinstance(owner, SandboxedPython)]
+        for sandbox in self._sandboxes:
+            sandbox.start()
+
+    @classmethod
+    def functions_of(cls, config: ToolsEnvironmentConfig) -> Sequence[Callable[..., Any]]:
+        """The functions of `tools`."""
+        return [_function(name, config) for name in config.tools]
+
+    def finish(self, message_log_batch: list[Conversation], metadata: list[Any]) -> EnvironmentReturn:
+        """Grade B answers; every row ends."""
+        with self._grading:
+            graded = self._math.step(message_log_batch, metadata)
+        assert isinstance(graded.rewards, torch.Tensor)
+        calls_tools = torch.tensor([bool(log[-1].get("tool_calls")) for log in message_log_batch])
+        return graded._replace(rewards=graded.rewards.masked_fill(calls_tools, 0.0))
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """`accuracy`, `answered_frac`, and the metrics of tool calls."""
+        batch, metrics = super().global_post_process_and_metrics(batch)
+        outcomes = [info.get("grading") if isinstance(info, Mapping) else None for info in batch["extra_env_info"]]
+        answered = [outcome for outcome in outcomes if outcome not in (None, Outcome.NO_ANSWER)]
+        return batch, {
+            "accuracy": outcomes.count(Outcome.RIGHT) / len(outcomes),
+            "answered_frac": len(answered) / len(outcomes),
+            **metrics,
+        }
+
+    def shutdown(self) -> None:
+        for sandbox in self._sandboxes:
+            sandbox.close()
+        self._math.shutdown()
+
+
+def _function(name: str, config: ToolsEnvironmentConfig) -> Callable[..., Any]:
+    if name == "calculator":
+        return calculator
+    if name == "python":
+        return SandboxedPython(config.sandbox).python
+    if not is_path(name):
+        hint = did_you_mean(name, [*BUILT_IN])
+        raise ConfigError(f"tools: unknown tool {name!r}.{hint} Use {', '.join(BUILT_IN)}, or the path of a function.")
+    function: Callable[..., Any] = resolve(name, key="tools")
+    return function
