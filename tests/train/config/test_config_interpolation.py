@@ -33,6 +33,13 @@ def test_a_whole_section_can_be_interpolated(files, good):
     assert files.load(text).run.data.validation == files.load(text).run.data.train
 
 
+def test_a_file_of_a_package_can_be_named(files, good):
+    loaded = files.load(f"{good}\nlogger: {{log_dir: '${{package:rl_core/py.typed}}'}}\n")
+    assert str(loaded.run.logger.log_dir).endswith("rl_core/py.typed")
+    [error] = files.errors(f"{good}\nlogger: {{log_dir: '${{package:rl_core/no.file}}'}}\n")
+    assert "the package 'rl_core' has no file 'no.file'" in error
+
+
 def test_the_environment_can_be_read(files, good, monkeypatch):
     monkeypatch.setenv("RLCORE_TEST_TOKENS", "32")
     text = with_length(good, "${oc.env:RLCORE_TEST_TOKENS}")

@@ -15,6 +15,7 @@ from rl_core.config.diagnostics import Problems, nearest
 from rl_core.config.introspection import NOTHING
 from rl_core.config.secrets import escaped
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
+from rl_train.config import package_files as package_files  # registers `${package:...}`
 
 _MISSING = "???"
 _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*(?:\.\w+)+)\s*\}")
