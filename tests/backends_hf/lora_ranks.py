@@ -1,6 +1,6 @@
-"""One of two ranks that train adapters together, run as a program by test_lora.py, which compares the output.
+"""Two ranks that train adapters together, run as a program by test_lora.py, which compares the output.
 
-Arguments: rank, the model's folder, folder for results, port.
+Arguments: the model's folder, folder for results, port.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from conftest import NLL, counts_of, exit_rank, make_config, make_context, make_rows
+sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
+from conftest import NLL, counts_of, make_config, make_context, make_rows
+from rank_processes import fork_ranks
 
 from rl_backends_hf.worker import HFPolicyWorker
 
 FIELDS = {"hf": {"lora": {"rank": 4}}, "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05}}, "max_grad_norm": None}
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    rank, model, out, port = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+
+def work(rank: int) -> None:
+    """Three steps of one rank, and a checkpoint."""
+    model, out, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     # Ranks with different generators must still start with the same adapters.
     torch.manual_seed(rank)
     worker = HFPolicyWorker(make_context(rank, 2, port), make_config(model, **FIELDS))
@@ -32,4 +35,8 @@ if __name__ == "__main__":
     weights = {name: tensor.clone() for name, tensor in worker.iter_weights()}
     torch.save({"norms": norms, "weights": weights}, out / f"rank-{rank}.pt")
     worker.shutdown()
-    exit_rank()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    fork_ranks(2, work)

@@ -141,7 +141,7 @@ async def one_by_one(engine, batch):
     return await asyncio.gather(*(ask(row) for row in range(batch.size)))
 
 
-def test_two_replicas_on_a_cluster_give_the_rows_of_one(model_folder):
+def test_two_replicas_on_a_cluster_give_the_rows_of_one(model_folder, local_ray):
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
     prompts = [[5, 6, 7], [9], [5, 6, 7], [11, 12], [9]]

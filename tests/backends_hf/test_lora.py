@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from rank_processes import RankProgram
 from safetensors.torch import load_file
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
@@ -422,26 +423,11 @@ def test_two_ranks_train_the_adapters_of_one(peft, parts, model_folder, tmp_path
     sys.path.insert(0, str(Path(__file__).parent))
     from lora_ranks import FIELDS
 
-    program, port = Path(__file__).with_name("lora_ranks.py"), free_port("127.0.0.1")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), model_folder("qwen2"), str(tmp_path), str(port)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        alone = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("qwen2"), **FIELDS))
-        alone.setup()
-        norms = [result.grad_norm for result in train(alone, parts, 5, 5, 5)]
-        said = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    program = Path(__file__).with_name("lora_ranks.py")
+    RankProgram(program, model_folder("qwen2"), tmp_path, free_port("127.0.0.1")).wait()
+    alone = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("qwen2"), **FIELDS))
+    alone.setup()
+    norms = [result.grad_norm for result in train(alone, parts, 5, 5, 5)]
     found = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2)]
     assert_same(found[0]["weights"], found[1]["weights"])
     for rank in found:

@@ -1,11 +1,9 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from rank_processes import RankProgram
 
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.cluster.ports import free_port
@@ -43,26 +41,9 @@ def ranks(parts, model_folder, tmp_path_factory):
     for kind in ("llama-tied", "qwen2", "qwen3"):
         (models / kind).symlink_to(model_folder(kind))
     alone = {precision: one_rank(parts, model_folder("llama-tied"), precision, out / precision) for precision in PRECISIONS}
-    program = str(Path(__file__).with_name("two_ranks.py"))
-    ports = {str(free_port("127.0.0.1")) for _ in range(40)}
+    ports = {free_port("127.0.0.1") for _ in range(40)}
     assert len(ports) >= WORKERS
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), str(models), str(out), *sorted(ports)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    RankProgram(Path(__file__).with_name("two_ranks.py"), models, out, *sorted(ports)).wait()
     return out, alone
 
 

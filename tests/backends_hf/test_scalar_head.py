@@ -1,12 +1,10 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 import transformers
+from rank_processes import RankProgram
 from safetensors.torch import load_file
 
 from rl_backends_hf import HuggingFacePolicy
@@ -243,21 +241,8 @@ def test_a_bfloat16_base_has_a_float32_head_and_adapters(parts, model_folder, st
 def two_ranks(classifier_folder, tmp_path_factory):
     """The results of two ranks, by sharding and rank."""
     out = tmp_path_factory.mktemp("value-ranks")
-    ports = [str(free_port()) for _ in range(2)]
     program = Path(__file__).with_name("value_ranks.py")
-    command = [sys.executable, str(program)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), classifier_folder("llama-tied"), str(out), *ports],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=240)
-        assert rank.returncode == 0, errors
+    RankProgram(program, classifier_folder("llama-tied"), out, *(free_port() for _ in range(2))).wait()
     return {(mode, rank): torch.load(out / f"{mode}-{rank}.pt") for mode in ("replicate", "fsdp2") for rank in range(2)}
 
 

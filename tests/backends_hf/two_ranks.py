@@ -1,7 +1,6 @@
-"""One of two ranks that train together, run as a program by test_policy_ranks.py, which compares the output.
+"""Two ranks that train together, run as a program by test_policy_ranks.py, which compares the output.
 
-Arguments: rank, folder of models by kind, folder for results, and a free port for each worker to be: a meeting point that was
-left is not safely met at again.
+Arguments: folder of models by kind, folder for results, and a free port for each worker to be: ports are not reused.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from conftest import NLL, SGD, counts_of, exit_rank, make_config, make_context, make_prompt_rows, make_rows
+sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
+from conftest import NLL, SGD, counts_of, make_config, make_context, make_prompt_rows, make_rows
+from rank_processes import fork_ranks
 
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.errors import NonFiniteError, NotSupportedError
@@ -137,13 +138,16 @@ class Rank:
         return "yes"
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    number, models, out = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-    ports = map(int, sys.argv[4:])
+def work(rank: int) -> None:
+    """All checks of one rank."""
+    ports = map(int, sys.argv[3:])
     for mode in ("replicate", "fsdp2"):
-        me = Rank(number, ports, models, out, mode)
+        me = Rank(rank, ports, Path(sys.argv[1]), Path(sys.argv[2]), mode)
         me.gradients()
         me.shared_prefix()
         me.checkpoint()
-    exit_rank()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    fork_ranks(2, work)

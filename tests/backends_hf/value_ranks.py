@@ -1,6 +1,6 @@
-"""One of two ranks that train a scalar head together, run as a program by test_scalar_head.py, which compares the output.
+"""Two ranks that train a scalar head together, run as a program by test_scalar_head.py, which compares the output.
 
-Arguments: rank, the model's folder, folder for results, a port for each way of sharing the model.
+Arguments: the model's folder, folder for results, a port for each way of sharing the model.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
-from conftest import VALUE_FIELDS, SquaredValues, counts_of, exit_rank, make_config, make_context, make_rows
+sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
+from conftest import VALUE_FIELDS, SquaredValues, counts_of, make_config, make_context, make_rows
+from rank_processes import fork_ranks
 
 from rl_backends_hf.worker import HFPolicyWorker
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    rank, model, out, ports = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), list(map(int, sys.argv[4:]))
+
+def work(rank: int) -> None:
+    """Steps and a checkpoint of one rank, for each way of sharing the model."""
+    model, out, ports = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
     # Ranks with different generators must still start with the same head.
     torch.manual_seed(rank)
     for mode, port in zip(("replicate", "fsdp2"), ports, strict=True):
@@ -33,4 +36,8 @@ if __name__ == "__main__":
         after = worker.train(shard, SquaredValues(), counts=counts_of(rows))[0].grad_norm
         torch.save({"norms": [*norms, after], "values": values}, out / f"{mode}-{rank}.pt")
         worker.shutdown()
-    exit_rank()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    fork_ranks(2, work)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1]))
+sys.path.insert(2, str(Path(__file__).parents[1] / "e2e"))
 
 from megatron_cases import KINDS, VALUE_KINDS, make_model, make_value_model
-from megatron_launch import run_ranks
 from megatron_layouts import jobs
+from rank_processes import RankProgram
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +29,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def out(request, models, tmp_path_factory) -> Path:
-    """The output of runs with four, two and one processes: one launch each, because importing Megatron takes long."""
+    """The output of runs with four, two and one processes, forks of one program, because importing Megatron takes long."""
     folder = tmp_path_factory.mktemp("ranks")
     full = any(item.get_closest_marker("full") and "out" in item.fixturenames for item in request.session.items)
-    for world in (4, 2, 1):
-        run_ranks("megatron_ranks.py", world, models, folder, jobs(world, full=full))
+    launches = [f"{world}={','.join(jobs(world, full=full))}" for world in (4, 2, 1)]
+    RankProgram(Path(__file__).with_name("megatron_ranks.py"), models, folder, *launches).wait()
     return folder

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import policy_cases
 import torch
 import transformers
+from policy_cases import NLL, SGD, TINY_SHAPE, counts_of, largest_relative_error, make_context, plain_logprobs, plain_loss
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.worker import GlobalCounts
-from rl_core.interfaces.worker_context import WorkerContext
+
+__all__ = ["NLL", "SGD", "counts_of", "largest_relative_error", "make_context", "plain_logprobs", "plain_loss"]
 
 VOCAB_SIZE = 161
 """Odd, so that the vocabulary is padded wherever it is divided."""
 
-_SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    # Wide enough that log-probabilities differ by whole nats, so that errors are visible.
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_SHAPE = {**TINY_SHAPE, "vocab_size": VOCAB_SIZE, "num_hidden_layers": 4}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -100,18 +87,6 @@ def make_model(kind: str, folder: Path) -> None:
             if parameter.ndim == 1:
                 parameter.data += 0.3 * torch.randn_like(parameter)
     model.save_pretrained(folder)
-
-
-class NLL(LossFunction):
-    """Weighted negative log-likelihood a token; independent of the losses that the core has."""
-
-    required_keys = frozenset({"weights"})
-    metric_reductions = {"lowest": "min"}  # noqa: RUF012
-
-    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
-        mask = data["token_mask"] * data["sample_mask"].unsqueeze(1)
-        loss = -(next_token_logprobs * mask * data["weights"].unsqueeze(1)).sum() / global_valid_toks
-        return loss, {"nll": loss.detach(), "lowest": (next_token_logprobs * mask).min().detach()}
 
 
 class SquaredError(LossFunction):
@@ -186,19 +161,8 @@ def plain_values(folder, rows):
 
 
 def make_rows(num_rows: int = 8, width: int = 21, *, seed: int = 5) -> BatchedDataDict:
-    """Rows of unequal lengths with prompts that are not trained, one of them masked out."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(4, width - 2, (num_rows,), generator=generator)
-    column = torch.arange(width)
-    token_mask = (column >= 2) & (column < lengths.unsqueeze(1))
-    ids = torch.randint(3, VOCAB_SIZE, (num_rows, width), generator=generator)
-    return BatchedDataDict(
-        input_ids=torch.where(column < lengths.unsqueeze(1), ids, 0),
-        input_lengths=lengths,
-        token_mask=token_mask.float(),
-        sample_mask=(torch.arange(num_rows) != 1).float(),
-        weights=torch.rand(num_rows, generator=generator) + 0.5,
-    )
+    """Rows for these models."""
+    return policy_cases.make_rows(num_rows, width, seed=seed, vocab_size=VOCAB_SIZE)
 
 
 def make_prompts() -> BatchedDataDict:
@@ -216,52 +180,8 @@ def plain_completions(model, prompts) -> list[list[int]]:
     return rows
 
 
-def counts_of(rows: BatchedDataDict) -> list[GlobalCounts]:
-    """Counts of the rows as one global batch."""
-    toks = (rows["token_mask"] * rows["sample_mask"].unsqueeze(1)).sum()
-    return [GlobalCounts(valid_seqs=float(rows["sample_mask"].sum()), valid_toks=float(toks))]
-
-
-def make_context(rank: int = 0, world_size: int = 1, port: int = 0) -> WorkerContext:
-    """One CPU rank in a separate process."""
-    return WorkerContext(
-        rank=rank, world_size=world_size, local_rank=rank, node_rank=0, master_address="127.0.0.1", master_port=port
-    )
-
-
-def exit_rank() -> None:
-    """End a rank program whose results are written, without finalizing the interpreter.
-
-    A gloo process group that something still references outlives `destroy_process_group`. A thread of the group that has not
-    yet freed the tensors of the last collective then needs the GIL of a finalizing interpreter, and the process aborts
-    ("terminate called without an active exception"). Ray ends real workers in the same way, without finalizing.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1e4}}
-"""A step so large that the change of a weight is its gradient to seven digits."""
-
 FLAT_ADAM = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e12, "eps": 1e8, "weight_decay": 0.0}}
 """The same step, 1e4 times the gradient, by Adam: its first is lr * g / (|g| + eps)."""
-
-
-def plain_logprobs(model, rows, *, temperature: float = 1.0) -> torch.Tensor:
-    """The reference: all logits of every row alone, log-softmax in float32, [B, T]."""
-    columns = []
-    for ids, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True):
-        logits = model(ids[None, :length], use_cache=False).logits[0, :-1].float() / temperature
-        picked = torch.log_softmax(logits, dim=-1).gather(1, ids[1:length, None])[:, 0]
-        columns.append(torch.nn.functional.pad(picked, (1, len(ids) - length)))
-    return torch.stack(columns)
-
-
-def plain_loss(model, rows, *, temperature: float = 1.0) -> torch.Tensor:
-    """The loss of `NLL` over all rows, by Transformers and autograd alone."""
-    mask = rows["token_mask"] * rows["sample_mask"].unsqueeze(1)
-    return -(plain_logprobs(model, rows, temperature=temperature) * mask * rows["weights"].unsqueeze(1)).sum() / mask.sum()
 
 
 def plain_model(folder) -> torch.nn.Module:
@@ -307,9 +227,3 @@ def _experts_apart(config, name, tensor):
             yield f"{base}.experts.{expert}.{block[3]}.weight", down
     else:
         yield name, tensor
-
-
-def largest_relative_error(found, expected) -> float:
-    """Over all tensors: norm of the difference by norm of the expected."""
-    assert found.keys() == expected.keys()
-    return max(float((found[k] - expected[k]).norm() / expected[k].norm().clamp(min=1e-6)) for k in expected)

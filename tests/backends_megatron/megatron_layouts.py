@@ -30,7 +30,7 @@ SMALL_STEPS = {
     "kwargs": {"lr": 8e4, "eps": 1e8, "betas": [0.0, 0.999], "weight_decay": 0.0},
 }
 """Steps of 8e-4 times the gradient, by Adam: far below the distance of two neighbours in bfloat16."""
-STEPS = 10
+STEPS = 5
 TRAINING = {
     "optimizer": ADAM,
     "scheduler": {"name": "linear", "kwargs": {"num_warmup_steps": 3, "num_training_steps": 40}},
@@ -160,16 +160,40 @@ RESUMES = [
 
 COVER = {
     "check": {
-        "tp2-qwen2", "tp2-budget", "tp2-sp-gemma", "pp2-uneven", "interleaved-packed", "dp2-distributed", "cp2",
-        "ep2-mixtral-packed", "tp2-pp2-packed", "pp2-dp2", "tp2-cp2-packed", "tp2-ep2",
+        "tp2-qwen2", "tp2-budget", "tp2-sp-gemma", "pp2-uneven", "interleaved", "interleaved-packed", "dp2-distributed",
+        "dp2-overlap", "cp2", "ep2-mixtral-packed", "tp2-pp2", "tp2-pp2-packed", "pp2-dp2", "tp2-cp2-packed", "tp2-ep2",
     },
     "candidates": {"tp2-sp-packed", "interleaved", "cp2", "tp2-pp2-packed"},
     "masters": {"interleaved-distributed", "ep2-distributed", "tp2-pp2-tied", "tp2-dp2-distributed", "value-pp2"},
     "resume": {("tp2-pp2-tied", "one"), ("tp2-dp2-distributed", "one-distributed"), ("moe-dp2", "ep2")},
     "values": {"value-tp2", "value-interleaved", "value-dp2-distributed"},
 }  # fmt: skip
-"""What `make test` runs: every way of division, with every form of microbatch and most other ways; together on four ranks."""
-FULL = pytest.mark.full("every way of division is in the pairwise cover, `COVER`, that runs in make test")
+"""What `make test` runs. `check` has every pair of settings of its full matrix, `PARITY`; the others have examples."""
+
+
+def settings_of(layout: Layout) -> dict[str, Any]:
+    """What a layout chooses, by name: one way of division, of batching, of recomputation and so on."""
+    megatron = layout.megatron
+    pipeline = megatron.get("pipeline_model_parallel_size", 1)
+    if "num_layers_in_first_pipeline_stage" in megatron:
+        pipeline = "uneven"
+    elif "virtual_pipeline_model_parallel_size" in megatron:
+        pipeline = "interleaved"
+    optimizer = "distributed" if megatron.get("use_distributed_optimizer") else "whole"
+    return {
+        "tensor": megatron.get("tensor_model_parallel_size", 1),
+        "sequence": megatron.get("sequence_parallel", False),
+        "pipeline": pipeline,
+        "context": megatron.get("context_parallel_size", 1),
+        "expert": megatron.get("expert_model_parallel_size", 1),
+        "data": grid_of(layout).get_axis_size("data"),
+        "optimizer": "overlapped" if megatron.get("overlap_grad_reduce") else optimizer,
+        "form": layout.form,
+        "recompute": megatron.get("recompute_granularity", "full" if layout.fields.get("activation_checkpointing") else None),
+    }
+
+
+FULL = pytest.mark.full("every pair of settings is in the cover, `COVER`, that runs in make test")
 
 
 def tiered(verb: str, names: Iterable[Any]) -> list[Any]:

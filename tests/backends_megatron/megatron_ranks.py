@@ -1,6 +1,6 @@
-"""One of several ranks that train a model together, run as a program; tests compare the output.
+"""Ranks that train a model together, run as a program; tests compare the output.
 
-Arguments: rank, ranks in all, folder of models by kind, folder for results, names of what to do (comma-separated).
+Arguments: folder of models by kind, folder for results, and for each launch `RANKS=JOB,JOB...`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
+sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
 from megatron.core.parallel_state import get_data_parallel_group, get_expert_data_parallel_group
 from megatron_cases import (
     FLAT_ADAM,
@@ -23,13 +25,13 @@ from megatron_cases import (
     SquaredError,
     WeightedCandidates,
     counts_of,
-    exit_rank,
     make_candidates,
     make_context,
     make_prompts,
     make_rows,
 )
 from megatron_layouts import FORMS, LAYOUTS, SCALAR, SMALL_STEPS, STEPS, TRAINING, Layout, grid_of
+from rank_processes import fork_ranks
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
@@ -129,7 +131,7 @@ class Rank:
         return shards[named.get_worker_coords(self.rank)["data"]], order
 
     def check(self, name: str) -> None:
-        """Scores, one gradient, and ten steps of one layout."""
+        """Scores, one gradient, and some steps of one layout."""
         layout = LAYOUTS[name]
         found: dict[str, Any] = {}
         one = FLAT_ADAM if layout.megatron.get("use_distributed_optimizer") else SGD
@@ -298,12 +300,17 @@ class Rank:
         return worker.train(self.shard(layout, rows)[0], NLL(), counts=counts_of(rows))[0]
 
 
+def work(rank: int, world: int, jobs: str) -> None:
+    """All jobs of one rank."""
+    me = Rank(rank, world, Path(sys.argv[1]), Path(sys.argv[2]))
+    for job in jobs.split(","):
+        verb, *arguments = job.split(":")
+        getattr(me, verb)(*arguments)
+        print("done", job, flush=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    names = sys.argv[5].split(",")
-    me = Rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
-    for each in names:
-        verb, *arguments = each.split(":")
-        getattr(me, verb)(*arguments)
-        print("done", each, flush=True)
-    exit_rank()
+    for launch in sys.argv[3:]:
+        ranks, _, names = launch.partition("=")
+        fork_ranks(int(ranks), partial(work, world=int(ranks), jobs=names))

@@ -1,10 +1,7 @@
 """`rlcore convert` to Megatron weights and back: lossless, complete, and equal to Transformers."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import megatron_cases as cases
@@ -15,26 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from rl_backends_megatron import hf_folder
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
-from rl_train.algorithms import NLLLossFn
-from rl_train.checkpoints.state import Checkpoints
-from rl_train.checkpoints.store import CheckpointStore
 from rl_train.runtime.convert import convert
 
 pytestmark = pytest.mark.megatron
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "addition" / "model"
-
-
-def rlcore(*arguments, timeout=120):
-    return subprocess.run(
-        [sys.executable, "-m", "rlcore_cli.main", *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
 
 
 def tensors(folder):
@@ -121,10 +104,10 @@ def test_a_policy_loads_what_was_converted_and_scores_as_transformers_does(model
     assert float((before - expected).abs().max()) > 0.1
 
 
-def test_the_command_keeps_the_tokenizer_and_lists_the_files_written(tmp_path):
-    result = rlcore("convert", MODEL, tmp_path / "out", "--to", "megatron")
-    assert result.returncode == 0, result.stderr
-    assert "by the policy backend megatron" in result.stdout
+def test_the_command_keeps_the_tokenizer_and_lists_the_files_written(rlcore, tmp_path):
+    code, output = rlcore("convert", MODEL, tmp_path / "out", "--to", "megatron")
+    assert code == 0, output
+    assert "by the policy backend megatron" in output
     assert_same_bits(tensors(tmp_path / "out"), tensors(MODEL))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (MODEL / name).read_bytes(), name
@@ -178,13 +161,13 @@ def test_a_folder_that_cannot_be_converted_completely_is_rejected(models, tmp_pa
     convert(models / "llama-tied", tmp_path / "out", to="megatron")
 
 
-def test_the_command_ends_with_code_2_for_a_model_without_a_table(tmp_path):
+def test_the_command_ends_with_code_2_for_a_model_without_a_table(rlcore, tmp_path):
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=8)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
-    result = rlcore("convert", tmp_path / "gpt2", tmp_path / "out", "--to", "megatron")
-    assert result.returncode == 2
-    assert "has model type 'gpt2', but the Megatron backend supports" in result.stderr
-    assert "Traceback" not in result.stderr
+    code, output = rlcore("convert", tmp_path / "gpt2", tmp_path / "out", "--to", "megatron")
+    assert code == 2
+    assert "has model type 'gpt2', but the Megatron backend supports" in output
+    assert "Traceback" not in output
     assert not (tmp_path / "out").exists()
 
 
@@ -195,11 +178,11 @@ def test_the_command_ends_with_code_2_for_a_model_without_a_table(tmp_path):
         (("--model", "elsewhere"), "`--model` applies only to adapters, but .*contains full weights"),
     ],
 )
-def test_the_command_rejects_options_that_do_not_apply_to_full_weights(models, tmp_path, options, says):
-    result = rlcore("convert", models / "llama", tmp_path / "out", "--to", "megatron", *options)
-    assert result.returncode == 2
-    assert re.search(says, " ".join(result.stderr.split()))
-    assert "Traceback" not in result.stderr
+def test_the_command_rejects_options_that_do_not_apply_to_full_weights(rlcore, models, tmp_path, options, says):
+    code, output = rlcore("convert", models / "llama", tmp_path / "out", "--to", "megatron", *options)
+    assert code == 2
+    assert re.search(says, " ".join(output.split()))
+    assert "Traceback" not in output
     assert not (tmp_path / "out").exists()
 
 
@@ -238,50 +221,19 @@ def test_an_invalid_index_is_reported_as_an_incomplete_folder(models, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
-def rows_of(vocab_size):
+def plain_scores(folder):
     rows = cases.make_rows(width=14)
-    rows["input_ids"] %= vocab_size
-    return rows
-
-
-def plain_scores(folder, rows):
+    rows["input_ids"] %= transformers.AutoConfig.from_pretrained(MODEL).vocab_size
     with torch.no_grad():
         return cases.plain_logprobs(cases.plain_model(folder), rows)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_checkpoint_of_two_tensor_parallel_ranks_scores_in_transformers_as_the_ranks_did(tmp_path):
-    from rl_backends_megatron import MegatronPolicy
-
-    rows = rows_of(transformers.AutoConfig.from_pretrained(MODEL).vocab_size)
-    fields = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "optimizer": {"kwargs": {"lr": 1e-2}}}
-    policy = MegatronPolicy(str(MODEL), **fields)
-    try:
-        policy.prepare_for_training()
-        policy.train(rows, NLLLossFn())
-        expected = policy.get_logprobs(rows)["logprobs"]
-        checkpoints = Checkpoints(
-            store=CheckpointStore(tmp_path / "checkpoints"),
-            models={"policy": policy},
-            parts={},
-            config={"policy": {"backend": "megatron", "model_name": str(MODEL)}},
-            algorithm="sft",
-            save_optimizer=True,
-            tokenizer=transformers.AutoTokenizer.from_pretrained(MODEL),
-        )
-        step = checkpoints.save(1, {})
-    finally:
-        policy.shutdown()
-    convert(step, tmp_path / "model", to="hf")
-    assert float((plain_scores(tmp_path / "model", rows) - expected).abs().max()) < 1e-5
-    assert float((plain_scores(MODEL, rows) - expected).abs().max()) > 0.1
-
-
-@pytest.mark.full("the test before this one converts a checkpoint of two ranks")
+@pytest.mark.full("test_ray_ranks.py converts a checkpoint of two ranks")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_checkpoint_of_a_run_over_two_ranks_becomes_a_model_of_transformers_and_weights_of_megatron(tmp_path):
+def test_a_checkpoint_of_a_run_over_two_ranks_becomes_a_model_of_transformers_and_weights_of_megatron(
+    rlcore, tmp_path, local_ray
+):
     config = {
         "sft": {"max_num_steps": 2, "global_batch_size": 8},
         "policy": {
@@ -296,14 +248,13 @@ def test_a_checkpoint_of_a_run_over_two_ranks_becomes_a_model_of_transformers_an
         "logger": {"log_dir": str(tmp_path / "run")},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
-    trained = rlcore("train", tmp_path / "run.yaml", timeout=200)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
+    code, output = rlcore("train", tmp_path / "run.yaml")
+    assert code == 0, output
     (step,) = (tmp_path / "run").rglob("step_000002")
-    result = rlcore("convert", step, tmp_path / "model", "--to", "hf")
-    assert result.returncode == 0, result.stderr
+    code, output = rlcore("convert", step, tmp_path / "model", "--to", "hf")
+    assert code == 0, output
     vocabulary = transformers.AutoTokenizer.from_pretrained(MODEL).get_vocab()
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == vocabulary
-    rows = rows_of(transformers.AutoConfig.from_pretrained(MODEL).vocab_size)
-    assert float((plain_scores(tmp_path / "model", rows) - plain_scores(MODEL, rows)).abs().max()) > 0.1
+    assert float((plain_scores(tmp_path / "model") - plain_scores(MODEL)).abs().max()) > 0.1
     convert(step, tmp_path / "megatron", to="megatron")
     assert_same_bits(tensors(tmp_path / "megatron"), tensors(tmp_path / "model"))

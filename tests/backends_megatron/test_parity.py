@@ -1,4 +1,6 @@
-"""Every parallel layout equals Transformers: log-probabilities, gradients, ten optimizer steps, weights."""
+"""Every parallel layout equals Transformers: log-probabilities, gradients, optimizer steps, weights."""
+
+from itertools import combinations
 
 import megatron_cases as cases
 import megatron_layouts as layouts
@@ -36,7 +38,7 @@ def plain(models):
 
 @pytest.fixture(scope="module")
 def trained(models):
-    """By kind: weights and norms after ten steps of the backend on Transformers, one rank, microbatches by count."""
+    """By kind: weights and norms after some steps of the backend on Transformers, one rank, microbatches by count."""
     made = {}
 
     def of(kind):
@@ -68,6 +70,17 @@ def in_order(layout, found, key):
     rows = torch.cat([found[rank][key] for rank in firsts])
     order = found[0]["order"]
     return rows if order is None else rows[torch.tensor(order).argsort()]
+
+
+def pairs_of_settings(names):
+    """Every two settings that some of the layouts have together."""
+    return {pair for name in names for pair in combinations(layouts.settings_of(layouts.LAYOUTS[name]).items(), 2)}
+
+
+def test_the_layouts_of_make_test_have_every_pair_of_settings_of_the_full_matrix():
+    cover = layouts.COVER["check"]
+    assert cover <= set(layouts.PARITY)
+    assert pairs_of_settings(layouts.PARITY) - pairs_of_settings(cover) == set()
 
 
 @pytest.mark.parametrize("name", layouts.tiered("check", layouts.PARITY))
@@ -106,7 +119,7 @@ def test_every_rank_samples_what_transformers_samples_greedily(out, plain, name)
 
 
 @pytest.mark.parametrize("name", layouts.tiered("check", layouts.PARITY))
-def test_ten_steps_equal_those_of_the_transformers_backend(out, trained, name):
+def test_optimizer_steps_equal_those_of_the_transformers_backend(out, trained, name):
     layout, found = read(out, name)
     results, weights = trained(layout.kind)
     for rank in found:

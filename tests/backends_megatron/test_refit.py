@@ -11,7 +11,13 @@ from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_core.weights.synchronizer import WeightSynchronizer
 from rl_train.algorithms import NLLLossFn
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("local_ray"),
+    pytest.mark.full("test_parity.py exports the experts of ranks; backends_vllm/test_refit.py refits with experts"),
+]
 
 LENGTH = 48
 SIZES = {
@@ -37,10 +43,7 @@ MIXTURES = {
 }
 
 
-FULL = pytest.mark.full("experts of qwen3-moe are sent in make test; test_convert.py covers the names of mixtral")
-
-
-@pytest.fixture(scope="module", params=["qwen3-moe", pytest.param("mixtral", marks=FULL)])
+@pytest.fixture(scope="module", params=["qwen3-moe", "mixtral"])
 def mixture(request, tmp_path_factory):
     """A policy on two ranks with half of the experts each, after one step; its folder, and where that step is saved."""
     from rl_backends_megatron import MegatronPolicy

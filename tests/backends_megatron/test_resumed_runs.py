@@ -87,11 +87,10 @@ def weights(folder):
     return found
 
 
-FULL = pytest.mark.full("a run in bfloat16 resumes in make test; test_checkpoints.py resumes other layouts")
-ALWAYS = ("dpo in bfloat16",)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ALWAYS else FULL) for name in RUNS])
+@pytest.mark.full(
+    "test_checkpoints.py resumes ranks bit for bit in both precisions; e2e/test_resume_of_algorithms.py resumes runs"
+)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_equals_an_uninterrupted_run(name, teacher, tmp_path):
     config = dict(RUNS[name])
     if "teacher" in config:

@@ -71,7 +71,7 @@ class TestOverRanks:
         assert not before.any()
         trained_values = in_order(layout, found, "trained_values")
         assert float(after.abs().max()) > 0.01
-        # Ten steps of Adam, which divides small gradients by their own size, rounding included.
+        # Steps of Adam, which divides small gradients by their own size, rounding included.
         assert float((trained_values - after).abs().max()) < 2e-4
         for rank in found:
             assert [step.grad_norm for step in rank["fresh"]] == pytest.approx([s.grad_norm for s in results], rel=1e-4)

@@ -33,7 +33,7 @@ def die_if_condemned(verb: str, rank: int) -> None:
 
 
 def next_token_logprobs(model, ids):
-    """Of each position: the log-distribution over the next token, which depends on this token alone, [..., V]."""
+    """The log-distribution over the token that follows each token, which depends on that token alone, [..., V]."""
     return torch.log_softmax(model.head(torch.tanh(model.q(model.embed(ids))) + model.norm), dim=-1)
 
 
