@@ -335,7 +335,7 @@ def shared_memory():
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(local_ray):
     with RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=1) as made:
         yield made
 
@@ -403,6 +403,7 @@ async def refit_beside(generator, batch, sync):
     return await asyncio.gather(asyncio.to_thread(sync.sync), collected(generator, batch))
 
 
+@pytest.mark.full("all engines of conftest.py are configured by a mapping; the test before this one has a cluster")
 @pytest.mark.slow
 def test_a_plain_mapping_configures_a_replica_on_a_cluster(cluster, readable):
     vllm_config = {

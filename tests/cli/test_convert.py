@@ -2,13 +2,11 @@
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import rlcore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_backends_hf.config import HFPolicyConfig
@@ -63,17 +61,6 @@ def adapted(peft, tmp_path_factory):
     """A checkpoint of a run that trained adapters on a bfloat16 base."""
     lora = {"rank": 4, "alpha": 32, "target_modules": ["q_proj", "up_proj"]}
     return short_run(tmp_path_factory.mktemp("adapted"), {"hf_cfg": {"lora": lora}, "precision": "bfloat16"})
-
-
-def rlcore(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "rlcore_cli.main", *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def files(folder):

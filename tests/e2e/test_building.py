@@ -25,19 +25,17 @@ def test_ctrl_c_during_startup_ends_the_run_with_a_message(train, tmp_path):
     run.assert_gone()
 
 
-def test_a_worker_that_cannot_read_its_model_fails_the_building_with_its_name_and_its_error(train, tmp_path):
+def test_a_worker_that_cannot_read_its_model_fails_the_building_with_its_name_and_its_error(train_here, tmp_path, local_ray):
     incomplete = tmp_path / "model"
     shutil.copytree(MODEL, incomplete)
     weights = incomplete / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    run = train({"policy": {"model_name": str(incomplete), "generation": {"model_name": str(MODEL)}}})
-    code, output = run.wait()
+    code, output = train_here({"policy": {"model_name": str(incomplete), "generation": {"model_name": str(MODEL)}}})
     assert code != 0, output
     status = status_of(tmp_path)
     assert (status["state"], status["during"]) == ("failed", "building")
     assert "rank 0" in status["error"]
     assert "'policy'" in status["error"]
-    run.assert_gone()
 
 
 @pytest.mark.full("the test before this one fails in the same place; backends_vllm/test_config.py has the words of the engine")

@@ -43,14 +43,13 @@ def run_here(folder, changes, name="run"):
     return metrics_of(folder, name)
 
 
-@pytest.mark.full("GAE and both losses are proved in tests/train/algorithms; other tests here compare the steps of whole runs")
 def test_ppo_generalizes_to_unseen_sums(tmp_path):
     steps = run_here(
         tmp_path,
         {
             "ppo": {
                 "num_prompts_per_step": 256,
-                "max_num_steps": 15,
+                "max_num_steps": 7,
                 "critic_warmup_steps": 2,
                 "val_at_start": True,
                 "val_at_end": True,
@@ -69,13 +68,14 @@ def test_ppo_generalizes_to_unseen_sums(tmp_path):
             },
         },
     )
-    assert steps[15]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.15
+    # 0.61 of the held-out sums are right at first; the standard error of 256 answers is 0.03.
+    assert steps[7]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.1
     # A zero head explains no variance; after the warm-up it is better than a constant.
     assert steps[1]["value/explained_variance"] == 0.0
-    assert sum(steps[step]["value/explained_variance"] for step in range(6, 16)) > 0.0
-    assert steps[15]["loss/value"] < 0.5 * steps[1]["loss/value"]
+    assert sum(steps[step]["value/explained_variance"] for step in range(3, 8)) > 0.0
+    assert steps[7]["loss/value"] < 0.5 * steps[1]["loss/value"]
     # Only the critic is trained during its warm-up: policy metrics start afterwards.
-    assert [step for step in sorted(steps) if "loss/policy" in steps[step]] == list(range(3, 16))
+    assert [step for step in sorted(steps) if "loss/policy" in steps[step]] == list(range(3, 8))
     assert steps[3]["num_optimizer_steps"] == steps[1]["value/num_optimizer_steps"] == 4
     assert steps[3]["staleness/mean"] == 0
 
@@ -102,6 +102,9 @@ def test_a_killed_run_resumes_to_the_result_of_an_uninterrupted_run(train, train
     assert {path.name for path in checkpoint.iterdir()} >= {"policy", "value"}
 
 
+@pytest.mark.full(
+    "backends_megatron/test_ray_ranks.py has actor and critic on two ranks of Ray; test_runs.py two ranks in a run"
+)
 def test_two_ranks_of_policy_and_critic_over_ray_take_the_steps_of_one(train_here, tmp_path, local_ray):
     here = run_here(tmp_path, {"ppo": {"max_num_steps": 2}})
     two = {"cluster": {"backend": "ray", "workers_per_node": 2}, "checkpointing": {"enabled": False}}
