@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import ConfigError
+from rl_sandbox.agent_source import agent_source
 from rl_sandbox.cgroups import PREFIX
 from rl_sandbox.config import SandboxConfig
 from rl_sandbox.interface import Outcome, SandboxError, SandboxUnavailableError
@@ -134,6 +135,14 @@ def test_another_interpreter_can_be_chosen():
         pytest.skip("there is no /usr/bin/python3")
     with open_sandbox({"python": str(other)}) as sandbox, sandbox.open_session() as session:
         assert session.run_program("import sys; print(sys.prefix)").stdout == "/usr\n"
+
+
+def test_an_interpreter_with_other_bytecode_gets_the_source(monkeypatch):
+    agent_source.cache_clear()
+    monkeypatch.setattr("importlib.util.MAGIC_NUMBER", b"other")
+    with LocalSandbox({"require": "rlimits"}, level=Level.RLIMITS) as sandbox, sandbox.open_session() as session:
+        assert session.run_program("print(3)").stdout == "3\n"
+    agent_source.cache_clear()
 
 
 def test_an_interpreter_that_does_not_run_is_refused():

@@ -13,11 +13,12 @@ from pathlib import Path
 from rl_sandbox.interface import SandboxUnavailableError
 
 _QUERY = """
-import json, os, sys, sysconfig
+import importlib.util, json, os, sys, sysconfig
 paths = sysconfig.get_paths()
 print(json.dumps({
     "executable": os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable),
     "version": sys.version_info[:2],
+    "bytecode": importlib.util.MAGIC_NUMBER.hex(),
     "roots": [sys.base_prefix, sys.base_exec_prefix, paths["stdlib"], paths["platstdlib"]],
     "packages": [paths["purelib"], paths["platlib"]],
 }))
@@ -31,11 +32,13 @@ class Interpreter:
 
     Attributes:
         executable: The real file, outside of any virtual environment.
+        bytecode: Version of its bytecode, in hexadecimal.
         folders: Folders that it needs, other than those below `/usr`.
         package_folders: Its `site-packages` folders, the ones of the virtual environment if it is in one.
     """
 
     executable: str
+    bytecode: str
     folders: tuple[str, ...]
     package_folders: tuple[str, ...]
 
@@ -69,6 +72,7 @@ def find_interpreter(python: str | None) -> Interpreter:
             )
     return Interpreter(
         executable=facts["executable"],
+        bytecode=facts["bytecode"],
         folders=tuple(map(str, folders)),
         package_folders=tuple(dict.fromkeys(facts["packages"])),
     )

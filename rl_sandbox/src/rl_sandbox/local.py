@@ -111,7 +111,7 @@ class LocalSandbox(SandboxInterface):
             "bwrap": shutil.which("bwrap"),
             "machine": platform.machine(),
             "python": found.executable,
-            "agent": agent_source(),
+            "agent": agent_source(found.bytecode),
             "arguments": {
                 "memory": memory,
                 "processes": config.max_processes,
