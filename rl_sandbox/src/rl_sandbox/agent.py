@@ -265,5 +265,6 @@ def main(arguments: list[str]) -> None:
     if settings.contained and os.getppid() != 1:
         sys.exit("This process is not in its own process namespace, so it would kill processes of the host.")
     bind_to_parent()
+    compile("", "", "exec")  # prepares the types of the syntax tree, which each fork would do again
     protect(True)
     Agent(settings).serve(int(arguments[0]))
