@@ -115,9 +115,13 @@ def interpret(done: int) -> int:
     while header := _read(stdin, 4):
         file = f"<call {len(sources) + 1}>"
         sources[file] = _read(stdin, struct.unpack("!I", header)[0])
-        status = _flushed(_guarded(lambda code=sources[file], file=file: _execute(ast, code, main.__dict__, file), sources))
+        status = _flushed(_guarded(_piece(ast, sources[file], main.__dict__, file), sources))
         os.write(done, b"0" if status == 0 else b"1")
     return 0
+
+
+def _piece(ast: Any, code: bytes, namespace: dict[str, Any], file: str) -> Callable[[], None]:
+    return lambda: _execute(ast, code, namespace, file)
 
 
 def _execute(ast: Any, code: bytes, namespace: dict[str, Any], file: str) -> None:

@@ -25,8 +25,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     for function in (abs, all, any, float, int, isinstance, len, list, max, min, round, set, sorted, str, sum, tuple)
 }
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-_UNARY = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}
-_ARITHMETIC = {
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -120,7 +120,8 @@ def _split(node: ast.expr, observed: list[ast.expr]) -> ast.expr:
         observed.append(node)
         return ast.Name(f"{_VALUE}{len(observed) - 1}", ast.Load())
     replaced = {id(child): _split(child, observed) for child in children}
-    return _Replacer(replaced).generic_visit(node) if replaced else node
+    _Replacer(replaced).generic_visit(node)
+    return node
 
 
 class _Replacer(ast.NodeTransformer):
