@@ -150,17 +150,17 @@ import os, signal, socket
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 children = []
 for _ in range(5):
-    ours, theirs = socket.socketpair()
+    outer, inner = socket.socketpair()
     if os.fork() == 0:
-        ours.close()
+        outer.close()
         data = bytearray(b"x") * (80 << 20)
-        theirs.send(b"1")
-        theirs.recv(1)
-        theirs.send(b"2")
-        theirs.recv(1)
+        inner.send(b"1")
+        inner.recv(1)
+        inner.send(b"2")
+        inner.recv(1)
         os._exit(0)
-    theirs.close()
-    children.append(ours)
+    inner.close()
+    children.append(outer)
 def answers():
     for child in children:
         try:

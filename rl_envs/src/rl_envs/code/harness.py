@@ -65,7 +65,7 @@ _LONGEST_LINE = 1 << 20
 def harness(code: str, tests: SplitTests) -> tuple[str, str]:
     """The program to run, and the mark of its lines with observations.
 
-    The mark keeps the program's own output apart. It is no secret: a program that finds it can only write other values, and it
+    The mark keeps the program's own output apart. It is not secret: a program that finds it can only write other values, and it
     would have to know the expected ones.
     """
     nonce = f"observed-{secrets.token_hex(8)}"
