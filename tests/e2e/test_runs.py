@@ -3,11 +3,18 @@
 import json
 import os
 import signal
-import textwrap
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from e2e_runs import MODEL, metrics_of
+from ray import cloudpickle
+
+from rl_backends_hf import HuggingFaceGeneration
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.generation_worker import HFGenerationWorker
+from rl_envs import ArithmeticEnvironment
 
 pytestmark = pytest.mark.slow
 IN_PROCESS = {"cluster": {"backend": "in_process"}}
@@ -52,8 +59,8 @@ def test_the_epochs_end_a_run_that_would_have_more_steps(train_here, tmp_path):
     assert "3 steps done" in output
 
 
-def test_plain_lines_are_printed_when_piped(train):
-    code, output = train({**IN_PROCESS, "grpo": {"max_num_steps": 2}}).wait()
+def test_plain_lines_are_printed_when_piped(train_here):
+    code, output = train_here({**IN_PROCESS, "grpo": {"max_num_steps": 2}})
     assert code == 0, output
     steps = [line for line in output.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["1/2", "2/2"]
@@ -80,51 +87,49 @@ def test_a_wrong_config_ends_with_exit_code_2_and_no_traceback(train_here, chang
     assert "Traceback" not in output
 
 
-def test_the_command_with_a_wrong_config_prints_only_the_error(train):
-    code, output = train({**IN_PROCESS, "policy": {"modle_name": "x"}}).wait()
+def test_the_command_with_a_wrong_config_prints_only_the_error(train_here):
+    code, output = train_here({**IN_PROCESS, "policy": {"modle_name": "x"}})
     assert code == 2, output
     assert output.startswith("error: "), output
     assert "Did you mean 'model_name'" in output
 
 
-SLOW_ENVIRONMENT = textwrap.dedent(
-    """
-    import os, time
-    from pathlib import Path
-    from rl_envs import ArithmeticEnvironment
-
-    class SlowEnvironment(ArithmeticEnvironment):
-        def __init__(self, cfg):
-            super().__init__({})
-            self.folder = Path(cfg["folder"])
-
-        def step(self, message_log_batch, metadata):
-            with (self.folder / "called").open("a") as file:
-                file.write(f"{os.getpid()}\\n")
-            if not (self.folder / "killed").exists():
-                time.sleep(3600)
-            return super().step(message_log_batch, metadata)
-    """
-)
+@pytest.fixture
+def importable(monkeypatch):
+    """Classes of this module are importable from `components` in configs, and travel to workers by value."""
+    monkeypatch.setitem(sys.modules, "components", sys.modules[__name__])
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def test_kill_9_of_an_environment_worker_in_the_middle_of_a_step_completes_the_step(train, tmp_path):
-    (tmp_path / "slow_environment.py").write_text(SLOW_ENVIRONMENT)
-    env = {"arithmetic": {"env_cls": "slow_environment.SlowEnvironment", "num_workers": 2, "folder": str(tmp_path)}}
-    run = train({"env": env, "grpo": {"max_num_steps": 1}})
-    called = tmp_path / "called"
-    run.wait_for(lambda: called.exists() and len(called.read_text().splitlines()) == 2)
-    victims = [int(line) for line in called.read_text().splitlines()]
-    (tmp_path / "killed").touch()
-    for victim in victims:
-        os.kill(victim, signal.SIGKILL)
-    code, output = run.wait()
+class MortalEnvironment(ArithmeticEnvironment):
+    """The processes of the first two calls die when both calls have begun."""
+
+    def __init__(self, cfg):
+        super().__init__({})
+        self.called = Path(cfg["folder"]) / "called"
+
+    def step(self, message_log_batch, metadata):
+        with self.called.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        while len(calls := self.called.read_text().split()) < 2:
+            time.sleep(0.02)
+        if str(os.getpid()) in calls[:2]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(message_log_batch, metadata)
+
+
+@pytest.mark.usefixtures("importable", "local_ray")
+def test_kill_9_of_an_environment_worker_in_the_middle_of_a_step_completes_the_step(train_here, tmp_path):
+    env = {"arithmetic": {"env_cls": "components.MortalEnvironment", "num_workers": 2, "folder": str(tmp_path)}}
+    code, output = train_here({"env": env, "grpo": {"max_num_steps": 1}})
     assert code == 0, output
     assert metrics_of(tmp_path)[1]["rollout/rows"] == 16.0
-    calls = called.read_text().splitlines()
+    calls = (tmp_path / "called").read_text().split()
+    assert len(set(calls[:2])) == 2
     assert len(calls) == 2 + 16  # after a failed call, each of its rows is repeated in a separate one
-    assert not set(calls[2:]) & {str(victim) for victim in victims}
-    run.assert_gone()
+    assert not set(calls[2:]) & set(calls[:2])
 
 
 def test_two_data_parallel_ranks_take_the_same_steps_as_one(train_here, tmp_path, local_ray):
@@ -140,44 +145,37 @@ def test_two_data_parallel_ranks_take_the_same_steps_as_one(train_here, tmp_path
         assert two[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-3, abs=1e-6)
 
 
-def test_a_tensor_corrupted_during_a_refit_stops_the_run(train, tmp_path):
-    (tmp_path / "poison.py").write_text(
-        textwrap.dedent(
-            """
-            import rl_backends_hf.generation as room
-            from rl_backends_hf.config import HFGenerationConfig
-            from rl_backends_hf.generation import HuggingFaceGeneration
-            from rl_backends_hf.generation_worker import HFGenerationWorker
+class PoisonedWorker(HFGenerationWorker):
+    """Changes one number of one tensor in the second refit."""
 
-            class PoisonedWorker(HFGenerationWorker):
-                def update_weights(self, ipc_handles):
-                    super().update_weights(ipc_handles)
-                    if ipc_handles["weight_version"] == 2:
-                        name, tensor = next(iter(self.named_weights().items()))
-                        tensor.data.view(-1)[7] += 1.0e-3
+    def update_weights(self, ipc_handles):
+        super().update_weights(ipc_handles)
+        if ipc_handles["weight_version"] == 2:
+            _, tensor = next(iter(self.named_weights().items()))
+            tensor.data.view(-1)[7] += 1.0e-3
 
-            class PoisonedGeneration(HuggingFaceGeneration):
-                capabilities = ("shared_memory", "collective", "by_reference")
 
-                def __init__(self, *, config, **options):
-                    room.HFGenerationWorker = PoisonedWorker
-                    super().__init__(config=HFGenerationConfig(**config.model_dump()), **options)
-            """
-        )
-    )
-    run = train(
+class PoisonedGeneration(HuggingFaceGeneration):
+    capabilities = ("shared_memory", "collective", "by_reference")
+
+    def __init__(self, *, config, **options):
+        super().__init__(config=HFGenerationConfig(**config.model_dump()), **options)
+
+
+@pytest.mark.usefixtures("importable", "local_ray")
+def test_a_tensor_corrupted_during_a_refit_stops_the_run(train_here, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_backends_hf.generation.HFGenerationWorker", PoisonedWorker)
+    code, output = train_here(
         {
             "policy": {"train_global_batch_size": 16},
             "grpo": {"max_num_steps": 6},
             "logger": {"loggers": {}},
         },
-        "policy.generation.backend=poison.PoisonedGeneration",
+        "policy.generation.backend=components.PoisonedGeneration",
     )
-    code, output = run.wait()
     assert code == 1, output
     assert "differ from the policy's at version 2" in output, output
     assert sorted(metrics_of(tmp_path)) == [1, 2]
-    run.assert_gone()
 
 
 def test_multi_turn_rollouts_train_only_on_sampled_tokens(train_here, tmp_path):
