@@ -198,7 +198,7 @@ class HttpClient:
         return f"{what}: {text[:_EXCERPT]}{'...' if len(text) > _EXCERPT else ''}" if text else what
 
     def _pause(self, failure: _Failure, attempt: int) -> float:
-        longest = min(self.limits.backoff_s * 2 ** (attempt - 1), self.limits.max_backoff_s)
+        longest: float = min(self.limits.backoff_s * 2.0 ** (attempt - 1), self.limits.max_backoff_s)
         return max(failure.retry_after_s, longest * random.uniform(0.5, 1.0))
 
 
