@@ -133,7 +133,7 @@ def _metadata(record: Mapping[str, Any], sources: Sequence[Source | None], step:
     for source in sources:
         found = source.records[index] if source is not None and index < len(source.records) else None
         prompt = [message["content"] for message in without_answer(found["messages"])] if found is not None else None
-        if prompt and prompt == [message["content"] for message in record["messages"][: len(prompt)]]:
+        if found is not None and prompt and prompt == [message["content"] for message in record["messages"][: len(prompt)]]:
             return copy.deepcopy(found.get("extra_env_info"))
     names = ", ".join(source.name for source in sources if source is not None) or "the config, which has no such data"
     raise DataError(
