@@ -1,5 +1,6 @@
 """Whole runs: their output, rejected configs, and recovery from failures."""
 
+import gzip
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ def test_the_run_folder_records_config_metrics_and_environment(train_here, tmp_p
     code, output = train_here(
         {
             **IN_PROCESS,
+            "profiling": {"steps": [2]},
             "grpo": {"max_num_steps": 2, "val_at_start": True, "val_at_end": True, "max_val_samples": 8},
             "data": {"validation": {"dataset_name": "arithmetic", "num_samples": 8, "split": "validation"}},
         }
@@ -42,6 +44,8 @@ def test_the_run_folder_records_config_metrics_and_environment(train_here, tmp_p
     assert {"prompt", "completion", "tokens", "logprobs", "advantage", "reward", "weight_version"} <= set(rollouts[0])
     assert [row["weight_version"] for row in rollouts] == [0] * 16
     assert (folder / "config.yaml").is_file()
+    assert [each.name for each in (folder / "profile").iterdir()] == ["step_000002.json.gz"]
+    assert b"AddmmBackward" in gzip.decompress((folder / "profile" / "step_000002.json.gz").read_bytes())
     assert (folder / "logs" / "driver.log").is_file()
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -21,6 +21,7 @@ from rl_core.weights.synchronizer import WeightSynchronizer
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.metrics.recorder import Recorder
+from rl_train.profiling import profiled
 from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.source import RolloutSource
@@ -98,8 +99,9 @@ class Run:
         last = self.config.algorithm.max_num_steps
         for step in range(self.first_step + 1, last + 1):
             started = time.perf_counter()
-            yield step
-            self.metrics.add({"time/step_s": time.perf_counter() - started})
+            with profiled(step, self.config.profiling, self.folder):
+                yield step
+                self.metrics.add({"time/step_s": time.perf_counter() - started})
             self.metrics.add(self._throughput())
             numbers = self.flush(step)
             self._watch_time(started)

@@ -204,6 +204,14 @@ class RolloutConfig(Section):
         return min(max(2, -(-group_size // 2)), group_size) if self.min_scored is None else self.min_scored
 
 
+class ProfilingConfig(Section):
+    """Steps to profile (`profiling`)."""
+
+    steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    """Numbers of the steps whose `torch.profiler` trace is written to `profile/` of the run folder, such as `[3, 5]`. Requires
+    `cluster.backend: in_process`. Profiled steps take longer."""
+
+
 class LoggerConfig(ComponentSection):
     """Base section of every logger (`logger.loggers.<name>`)."""
 
@@ -242,6 +250,7 @@ class RunConfig(Section):
     env: dict[str, EnvironmentConfig] = Field(default_factory=dict)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
     logger: LoggingConfig = Field(default_factory=LoggingConfig)
 

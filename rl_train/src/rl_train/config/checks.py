@@ -17,7 +17,7 @@ from rl_train.config.component_checks import Finding, component_conflicts, model
 from rl_train.config.data_checks import data_conflicts, validates
 from rl_train.config.lr_schedule_checks import schedule_conflicts
 from rl_train.config.optimizer_checks import optimizer_conflicts, unused_by_frozen
-from rl_train.config.resource_checks import in_process_conflicts
+from rl_train.config.resource_checks import in_process_conflicts, profiling_conflicts
 from rl_train.config.section_resolver import COMPANIONS, ConfigLayout
 from rl_train.config.tool_checks import tool_parser_conflicts
 from rl_train.config.transport_checks import transport_conflicts
@@ -35,6 +35,7 @@ def cross_check(run: RunConfig, layout: ConfigLayout, registry: Registry) -> Ite
     yield from _missing_sections(run)
     yield from section_conflicts(run, registry)
     yield from in_process_conflicts(run)
+    yield from profiling_conflicts(run)
     yield from data_conflicts(run)
     yield from transport_conflicts(run, registry)
     yield from _unmet_requirements(run, layout)

@@ -213,6 +213,7 @@ def _build_run(sections: Mapping[KeyPath, BaseModel], layout: ConfigLayout) -> R
         env={str(path[1]): cast(EnvironmentConfig, it) for path, it in sections.items() if path[0] == "env"},
         cluster=of["cluster"],
         rollout=of["rollout"],
+        profiling=of["profiling"],
         checkpointing=of["checkpointing"],
         logger=of["logger"],
     )

@@ -13,6 +13,19 @@ from rl_train.config.component_checks import models_of
 _IN_PROCESS = "cluster.backend is in_process, which runs one worker of each kind in this process"
 
 
+def profiling_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Steps to profile that the run does not have, and models in other processes, which a trace would not show."""
+    steps, last = run.profiling.steps, run.algorithm.max_num_steps
+    if late := [step for step in steps if step > last]:
+        yield ("profiling", "steps"), f"contains {late[0]}, but the run ends after step {last}. Remove it."
+    if steps and run.cluster.backend != "in_process":
+        yield (
+            ("profiling", "steps"),
+            "requires cluster.backend: in_process, because the trace only shows this process, and with "
+            f"{run.cluster.backend} the models are in others. Set cluster.backend: in_process, or remove it.",
+        )
+
+
 def in_process_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     """Numbers of workers, threads and interpreters that `cluster.backend: in_process` does not support."""
     cluster = run.cluster

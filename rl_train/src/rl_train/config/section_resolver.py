@@ -34,6 +34,7 @@ SECTIONS: dict[str, Model | None] = {
     "env": None,
     "cluster": schema.ClusterConfig,
     "rollout": schema.RolloutConfig,
+    "profiling": schema.ProfilingConfig,
     "checkpointing": schema.CheckpointingConfig,
     "logger": schema.LoggingConfig,
 }
@@ -155,7 +156,7 @@ def choose_parts(values: Mapping[str, Any], *, written: Node, registry: Registry
     resolver.companions()
     resolver.data()
     resolver.environments()
-    for name in ("cluster", "rollout", "checkpointing", "logger"):
+    for name in ("cluster", "rollout", "profiling", "checkpointing", "logger"):
         resolver.own(name)
     resolver.loggers()
     return ConfigLayout(parts=resolver.parts, algorithm=algorithm, slots=frozenset(resolver.slots))
