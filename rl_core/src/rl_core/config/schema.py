@@ -7,7 +7,7 @@ a dataset's `DatasetConfig`, an algorithm's `AlgorithmConfig`, a loss's `LossCon
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
