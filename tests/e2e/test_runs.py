@@ -1,6 +1,5 @@
 """Whole runs: their output, rejected configs, and recovery from failures."""
 
-import gzip
 import json
 import os
 import signal
@@ -45,7 +44,6 @@ def test_the_run_folder_records_config_metrics_and_environment(train_here, tmp_p
     assert [row["weight_version"] for row in rollouts] == [0] * 16
     assert (folder / "config.yaml").is_file()
     assert [each.name for each in (folder / "profile").iterdir()] == ["step_000002.json.gz"]
-    assert b"AddmmBackward" in gzip.decompress((folder / "profile" / "step_000002.json.gz").read_bytes())
     assert (folder / "logs" / "driver.log").is_file()
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
     from transformers import AutoModelForCausalLM, AutoTokenizer
