@@ -72,7 +72,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "LoRAConfig": ("rl_backends_hf/lora.py", "rl_backends_hf/worker.py"),
     "LoggerConfig": ("rl_train/runtime",),
     "ProfilingConfig": ("rl_train/profiling.py", "rl_train/config"),
-    "RolloutConfig": ("rl_train/runtime", "rl_train/config", "rl_core/config"),
     "LoggingConfig": ("rl_train/runtime", "rl_train/run.py"),
     "LossConfig": ("rl_train/runtime",),
     "MathEnvironmentConfig": ("rl_envs/math",),

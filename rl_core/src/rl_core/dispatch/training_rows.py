@@ -68,7 +68,7 @@ class TrainingRows:
         for step, part in enumerate(by_step):
             first = step * self.rows_per_step
             kept += [self.rows.select_indices(part + first), padding_rows(self.rows, first, rows_per_step - len(part))]
-        rows = BatchedDataDict.from_batches([each for each in kept if each.size])
+        rows: BatchedDataDict[Any] = BatchedDataDict.from_batches([each for each in kept if each.size])
         computed = [count.valid_toks for count in global_counts(rows, rows_per_step)]
         return TrainingRows(rows=rows, rows_per_step=rows_per_step, counts=self.counts, computed_toks=computed)
 

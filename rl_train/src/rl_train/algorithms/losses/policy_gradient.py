@@ -78,7 +78,8 @@ class ClippedPGLossFn(LossFunction):
         if self.has_kl_penalty or any(getattr(type(self), name) is not getattr(ClippedPGLossFn, name) for name in _TERMS):
             return None
         trained = (data["token_mask"] * data["sample_mask"].unsqueeze(-1)) > 0
-        return ((data["advantages"] != 0) & trained).any(dim=-1)
+        needed: torch.Tensor = ((data["advantages"] != 0) & trained).any(dim=-1)
+        return needed
 
     def __call__(
         self,
