@@ -1,4 +1,4 @@
-"""A run over Ray saves a checkpoint when its process group is terminated; if Ray dies, the error names the daemon."""
+"""A run over Ray saves a checkpoint when it is interrupted; if a policy worker or Ray dies, the error names it."""
 
 import json
 import os
@@ -19,13 +19,43 @@ def status_of(folder):
     return json.loads((folder / "runs" / "run" / "status.json").read_text())
 
 
+LONG = {
+    "grpo": {"max_num_steps": 500},
+    "policy": {"scheduler": None},
+    "checkpointing": {"save_period": 400, "keep_latest_k": 2},
+}
+
+
+def test_ctrl_c_saves_and_a_resumed_run_names_the_policy_worker_that_dies(train, tmp_path):
+    run = train(LONG)
+    run.wait_for(lambda: steps_of(tmp_path) >= 1)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does; Ray's daemons must live until the checkpoint is written
+    code, output = run.wait()
+    assert code == 130, output
+    done = steps_of(tmp_path)
+    assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{done:06d}").is_dir(), output
+    assert status_of(tmp_path).items() >= {"state": "interrupted", "reason": "Ctrl-C"}.items()
+    run.assert_gone()
+
+    run = train(LONG)
+    run.wait_for(lambda: steps_of(tmp_path) > done)
+    [worker] = status_of(tmp_path)["workers"]["policy"]
+    os.kill(worker, signal.SIGKILL)
+    code, output = run.wait()
+    assert code == 1, output
+    assert f"{done} steps done" in output
+    said = " ".join(output.split())
+    assert f"rank 0 (data=0) of 'policy', host {os.uname().nodename}, pid {worker}" in said
+    assert "Traceback" not in output
+    assert status_of(tmp_path)["state"] == "failed"
+    run.assert_gone()
+
+
+@pytest.mark.full(
+    "the test before this one interrupts a run; core/cluster/test_dead_daemons.py kills the daemons under a driver"
+)
 def test_sigterm_to_the_process_group_saves_and_a_resumed_run_names_the_ray_daemon_that_dies(train, tmp_path):
-    long = {
-        "grpo": {"max_num_steps": 500},
-        "policy": {"scheduler": None},
-        "checkpointing": {"save_period": 400, "keep_latest_k": 2},
-    }
-    run = train(long)
+    run = train(LONG)
     run.wait_for(lambda: steps_of(tmp_path) >= 1)
     os.killpg(run.process.pid, signal.SIGTERM)  # as `timeout` does; Ray's daemons must live until the checkpoint is written
     code, output = run.wait()
@@ -35,7 +65,7 @@ def test_sigterm_to_the_process_group_saves_and_a_resumed_run_names_the_ray_daem
     assert status_of(tmp_path).items() >= {"state": "interrupted", "reason": "SIGTERM"}.items()
     run.assert_gone()
 
-    run = train(long)
+    run = train(LONG)
     run.wait_for(lambda: steps_of(tmp_path) > done)
     [raylet] = [child.pid for child in psutil.Process(run.process.pid).children(recursive=True) if child.name() == "raylet"]
     os.kill(raylet, signal.SIGKILL)
