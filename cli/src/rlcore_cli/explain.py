@@ -218,7 +218,9 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
     from rl_core.config.diagnostics import nearest
     from rl_core.errors import ConfigError
 
-    same_end = sorted(name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2])
+    same_end = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    # Those in the same section first.
+    same_end.sort(key=lambda name: (name.partition(".")[0] != key.partition(".")[0], name))
     meant = same_end[0] if same_end else nearest(key, known)
     hint = f" Did you mean {meant}?" if meant else ""
     return ConfigError(f"{where}: unknown key {key}.{hint}")
