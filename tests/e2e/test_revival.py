@@ -117,10 +117,10 @@ def test_a_replica_that_is_killed_between_turns_does_not_change_the_rollouts(tra
     changes = {**GUESS, "cluster": {"workers_per_node": 2}, "grpo": {"max_num_steps": 2}}
     undisturbed = train(changes, folder=tmp_path / "undisturbed")
     folder = tmp_path / "killed"
-    mortal(folder, "poll-2-0")  # all prompts of the game are equal, so replica 0 has all rows
+    mortal(folder, "poll-2-1")
     code, output = train(changes, BACKEND, folder=folder).wait()
     assert code == 0, output
-    assert (folder / "poll-2-0").exists()
+    assert (folder / "poll-2-1").exists()
     code, output = undisturbed.wait()
     assert code == 0, output
     assert [metrics_of(folder)[step]["generation/restarts"] for step in (1, 2)] == [0, 1]

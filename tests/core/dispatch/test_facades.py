@@ -8,7 +8,8 @@ import torch
 from rl_core.cluster import InProcessPool, NamedSharding
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.generation import DistributedGeneration, _by_prompt
+from rl_core.dispatch.affinity import prompt_keys, split_by_prompt
+from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.rows import global_counts, pad_rows_to_multiple, select_columns
 from rl_core.errors import ConfigError, DataError, NonFiniteError, NotSupportedError, RLCoreError
@@ -164,7 +165,7 @@ def test_padding_rows_have_no_weight():
 def test_rows_of_a_prompt_stay_together_and_shards_are_even():
     ids = torch.tensor([[1, 0], [2, 0], [1, 0], [2, 0], [3, 0], [3, 9]])
     data = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([1, 1, 1, 1, 1, 2])})
-    parts = _by_prompt(data, 3)
+    parts = split_by_prompt(prompt_keys(data), 3)
     assert sorted(row for part in parts for row in part) == list(range(6))
     assert sorted(map(len, parts)) == [2, 2, 2]
     for together in ({0, 2}, {1, 3}):

@@ -1,14 +1,37 @@
-"""Chooses a replica for each row of a streaming engine, so that common prefixes are computed once."""
+"""Places rows on the replicas of an engine, so that the rows of one prompt share a replica and thus their prefill."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Final
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 
 _MAX_SESSIONS: Final = 100_000
 """Number of sessions whose replica is remembered if callers do not close them."""
+
+
+PromptKey = int | bytes
+
+
+def prompt_keys(rows: BatchedDataDict[Any]) -> list[PromptKey]:
+    """The identity of each row's prompt: its `prompt_id`, or the tokens of the prompt if the batch has no such column."""
+    if "prompt_id" in rows:
+        return [int(prompt) for prompt in rows["prompt_id"]]
+    ids, lengths = rows["input_ids"], rows["input_lengths"]
+    return [ids[row, : int(lengths[row])].numpy().tobytes() for row in range(rows.size)]
+
+
+def split_by_prompt(prompts: Iterable[PromptKey], num_parts: int) -> list[list[int]]:
+    """Row indices of at most `num_parts` non-empty parts of similar size; rows with equal keys are in one part."""
+    groups: dict[PromptKey, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(row)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for members in sorted(groups.values(), key=len, reverse=True):
+        min(parts, key=len).extend(members)
+    return [part for part in parts if part]
 
 
 class ReplicaAffinity:
@@ -19,8 +42,8 @@ class ReplicaAffinity:
     """
 
     def __init__(self, replicas: int) -> None:
-        self._rows: dict[str, tuple[int, bytes]] = {}
-        self._prompts: list[Counter[bytes]] = [Counter() for _ in range(replicas)]
+        self._rows: dict[str, tuple[int, PromptKey]] = {}
+        self._prompts: list[Counter[PromptKey]] = [Counter() for _ in range(replicas)]
         self._sessions: dict[str, int] = {}
 
     @property
@@ -30,7 +53,7 @@ class ReplicaAffinity:
 
     def place(self, name: str, row: BatchedDataDict[Any]) -> int:
         """The replica for a row (a batch of one), which is in progress there until `release`."""
-        prompt = row["input_ids"][0, : int(row["input_lengths"][0])].numpy().tobytes()
+        [prompt] = prompt_keys(row)
         session = row["session_ids"][0] if "session_ids" in row else None
         rank = self._sessions.pop(session, None) if session is not None else None
         if rank is None:

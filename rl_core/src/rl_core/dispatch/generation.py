@@ -10,6 +10,7 @@ from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, read_prompts, refuse_text
+from rl_core.dispatch.affinity import prompt_keys, split_by_prompt
 from rl_core.dispatch.rows import select_columns
 from rl_core.dispatch.streaming import RowStream
 from rl_core.dispatch.text import TextGeneration
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ROW_KEYS = ("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens", "session_ids")
+ROW_KEYS = ("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens", "session_ids", "prompt_id")
 
 
 class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
@@ -294,7 +295,8 @@ def _ask(
     group: WorkerGroup, rows: BatchedDataDict[Any], wanted: list[int], *, greedy: bool, deadline_s: float
 ) -> tuple[list[_Answer], list[WorkerDiedError]]:
     """The outputs of the `wanted` rows, spread over all ranks, and the deaths of ranks without output."""
-    parts = [[wanted[row] for row in part] for part in _by_prompt(rows.select_indices(wanted), group.world_size)]
+    prompts = prompt_keys(rows.select_indices(wanted))
+    parts = [[wanted[row] for row in part] for part in split_by_prompt(prompts, group.world_size)]
     shards = {rank: (rows.select_indices(part),) for rank, part in enumerate(parts)}
     outcomes = group.submit_some("generate", shards, greedy=greedy).settle(deadline_s)
     deaths = [outcome for outcome in outcomes if isinstance(outcome, WorkerDiedError)]
@@ -328,15 +330,3 @@ def _one_of(answers: Sequence[Any], method: str) -> Any:
             f"The {len(answers)} generation replicas do not have the same weights ({method} differs): a refit was incomplete."
         )
     return answers[0]
-
-
-def _by_prompt(rows: BatchedDataDict[Any], num_parts: int) -> list[list[int]]:
-    """Row indices of at most `num_parts` non-empty parts; the rows of one prompt share a part and thus its prefill."""
-    ids, lengths = rows["input_ids"], rows["input_lengths"]
-    prompts: dict[bytes, list[int]] = {}
-    for row in range(rows.size):
-        prompts.setdefault(ids[row, : int(lengths[row])].numpy().tobytes(), []).append(row)
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for members in sorted(prompts.values(), key=len, reverse=True):
-        min(parts, key=len).extend(members)
-    return [part for part in parts if part]

@@ -33,6 +33,8 @@ class GenerationDatumSpec(TypedDict):
     session_ids: NotRequired[list[str | None]]
     """Name of the conversation that each row continues. `generate_async` samples all turns of a session on one replica, which
     may keep its keys and values between turns until `close_sessions`; the output does not depend on it."""
+    prompt_id: NotRequired[torch.Tensor]
+    """[B] int64; rows with equal ids are samples of one prompt and run on one replica. If absent, rows with equal tokens do."""
 
 
 class GenerationOutputSpec(TypedDict):

@@ -25,6 +25,8 @@ class TurnRequest:
     """[T] int64, all tokens so far."""
     stop_strings: list[str] | None
     seed: int
+    prompt_id: int
+    """Shared by the rollouts of one prompt."""
     position: int
     """The rollout's index among those that run together."""
 
@@ -195,7 +197,13 @@ class RolloutEngine:
         seed = rollout_seed(self._run_seed, self._stream, ordinal=self._ordinal, sample=self._sample, turn=self._turn)
         self._turn += 1
         return await self._sampler.sample(
-            TurnRequest(token_ids=token_ids, stop_strings=stop_strings, seed=seed, position=self._position)
+            TurnRequest(
+                token_ids=token_ids,
+                stop_strings=stop_strings,
+                seed=seed,
+                prompt_id=self._ordinal,
+                position=self._position,
+            )
         )
 
 
@@ -207,6 +215,7 @@ def _prompts(requests: Sequence[TurnRequest], pad_token_id: int) -> BatchedDataD
             "input_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
             "stop_strings": [request.stop_strings for request in requests],
             "sample_seeds": torch.tensor([request.seed for request in requests], dtype=torch.int64),
+            "prompt_id": torch.tensor([request.prompt_id for request in requests], dtype=torch.int64),
         }
     )
 
