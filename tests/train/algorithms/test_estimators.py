@@ -211,13 +211,13 @@ class Constant(AdvantageEstimator):
 def test_an_estimator_may_be_given_by_its_path(monkeypatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "somebodys_estimators", sys.modules[__name__])
-    found = estimate(batch_of([1.0], [0]), name="somebodys_estimators.Constant", kwargs={"worth": 2.0})
+    monkeypatch.setitem(sys.modules, "acme_estimators", sys.modules[__name__])
+    found = estimate(batch_of([1.0], [0]), name="acme_estimators.Constant", kwargs={"worth": 2.0})
     assert found.tolist() == [[2.0, 2.0, 2.0]]
     with pytest.raises(WrongKindError, match="is not a AdvantageEstimator"):
-        make_estimator(AdvantageConfig(name="somebodys_estimators.batch_of"))
+        make_estimator(AdvantageConfig(name="acme_estimators.batch_of"))
     with pytest.raises(ComponentImportError):
-        make_estimator(AdvantageConfig(name="nobodys_estimators.Constant"))
+        make_estimator(AdvantageConfig(name="missing_estimators.Constant"))
 
 
 REFUSED = {

@@ -21,4 +21,5 @@ def test_an_unknown_parser_of_tool_calls_is_refused(files, good, parser, says):
 
 @pytest.mark.parametrize("parser", ["hermes", "response_template", "rl_train.tools.parsers.MistralParser", "null"])
 def test_known_parsers_are_accepted(files, good, parser):
-    files.load(good.replace("arithmetic: {}", f"arithmetic: {{tool_parser: {parser}}}"))
+    run = files.load(good.replace("arithmetic: {}", f"arithmetic: {{tool_parser: {parser}}}")).run
+    assert run.env["arithmetic"].tool_parser == (None if parser == "null" else parser)

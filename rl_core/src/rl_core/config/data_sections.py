@@ -108,7 +108,7 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _prompts_are_filled_by_somebody(self) -> DataConfig:
+    def _prompt_settings_have_a_template(self) -> DataConfig:
         for name, section in self.sections().items():
             for asked, key in _PROMPT_KEYS.items():
                 if self.prompt is None or getattr(self.prompt, asked) is None:
