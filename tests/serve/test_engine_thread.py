@@ -1,12 +1,15 @@
 """The thread that runs the engine: batches of several requests, cancellation, and its end."""
 
 import asyncio
+import json
 import threading
 
 import pytest
 
 from rl_core.errors import NotSupportedError
+from rl_serve.app import create_app
 from rl_serve.engine import EngineClosedError, EngineThread, SamplingRow
+from rl_serve.sampling import Limits
 
 ROWS = [SamplingRow(prompt=[4, 13, 5, 16], seed=seed, max_new_tokens=4) for seed in range(3)]
 
@@ -92,3 +95,40 @@ def test_a_closed_engine_rejects_rows(model):
     thread.close()
     with pytest.raises(EngineClosedError, match="the engine was shut down"):
         asyncio.run(all_of(thread, ROWS))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_cancels_its_rows(model, stream):
+    entered, cancelled = threading.Event(), threading.Event()
+
+    class Endless:
+        def prepare_for_generation(self):
+            return True
+
+        async def generate_async(self, data, greedy=False):
+            entered.set()
+            try:
+                await asyncio.sleep(3600)
+                yield
+            finally:
+                cancelled.set()
+
+    thread = EngineThread(Endless())
+    app = create_app(model, thread, limits=Limits())
+    body = json.dumps({"prompt": "1", "stream": stream}).encode()
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+    messages = [{"type": "http.request", "body": body}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await asyncio.to_thread(entered.wait, 60)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        return None
+
+    asyncio.run(app(scope, receive, send))
+    assert cancelled.wait(60)
+    thread.close()
