@@ -70,7 +70,7 @@ class LocalSandbox(SandboxInterface):
             reasons.append("Only for programs that you trust: `sandbox.require: rlimits` limits resources, without isolation.")
         listed = "\n".join(reasons)
         raise SandboxUnavailableError(
-            f"The sandbox does not work here as strongly as required (sandbox.require: {self.config.require}):\n{listed}"
+            f"No sandbox of the required strength works on this machine (sandbox.require: {self.config.require}):\n{listed}"
         )
 
     def _try(self, level: Level) -> LauncherClient:
