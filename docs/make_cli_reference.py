@@ -34,6 +34,7 @@ There is one check for each purpose:
 | the installation | `rlcore doctor` |
 | whether policy and generation backend agree on log-probabilities | `rlcore check logprobs` (alias `rlcore check-logprobs`) |
 | model, tokenizer and backends | `rlcore check model` (alias `rlcore diagnose`) |
+| an environment, without a model | `rlcore check env` |
 
 | command | description |
 |---|---|

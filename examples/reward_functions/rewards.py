@@ -2,12 +2,12 @@
 
 
 def exact(completion: str, expected_answer: str) -> float:
-    """1.0 for the right number and nothing else."""
+    """1.0 for the correct number and nothing else."""
     return float(completion.strip() == expected_answer)
 
 
 def digits(completion: str, expected_answer: str) -> float | None:
-    """The fraction of right digits, counted from the right; does not apply to a completion that is not a number."""
+    """The fraction of correct digits, counted from the right; does not apply to a completion that is not a number."""
     given = completion.strip()
     if not given.isdecimal():
         return None

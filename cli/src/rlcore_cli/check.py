@@ -11,7 +11,10 @@ CHECKS = {
         "rlcore_cli.check_logprobs:check_logprobs",
         "Compare the log-probabilities of policy and generation backend.",
     ),
-    "env": ("rlcore_cli.check_env:check_env", "Check an environment without a model: types, isolation, determinism, scores."),
+    "env": (
+        "rlcore_cli.check_env:check_env",
+        "Check an environment without a model: types, unchanged arguments, determinism, scores.",
+    ),
     "model": ("rlcore_cli.diagnose:diagnose", "Check model, tokenizer and backends before a run."),
 }
 """Check name: import path of its function, and its line in `rlcore check --help`."""

@@ -11,7 +11,7 @@ _COMPONENTS = {
     "rl-backends-openai": ((Kind.GENERATION, "openai"),),
     "rl-sandbox": ((Kind.SANDBOX, "local"),),
     "rl-envs": (
-        *((Kind.ENVIRONMENT, name) for name in ("math", "code", "arithmetic", "guess", "reward_model", "weather")),
+        *((Kind.ENVIRONMENT, name) for name in ("math", "code", "arithmetic", "guess", "reward_model", "weather", "tools")),
         *((Kind.ENVIRONMENT, name) for name in ("judge", "instruction_following", "sliding_puzzle", "reasoning_gym")),
         *((Kind.DATASET, name) for name in ("arithmetic", "guess", "sliding_puzzle", "reasoning_gym")),
     ),
@@ -33,5 +33,5 @@ def rlcore_known_components() -> list[KnownComponent]:
 def _how_to_install(distribution: str) -> str:
     # None of the distributions is published on a package index.
     if distribution in _PLANNED:
-        return f"{distribution} is planned and does not exist yet"
+        return f"{distribution} does not exist yet. Use another backend, such as hf or vllm"
     return f"{distribution} is not published; in a checkout of the repository, pip install ./{distribution.replace('-', '_')}"

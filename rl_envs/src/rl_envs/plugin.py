@@ -66,7 +66,7 @@ def rlcore_environments() -> list[Component]:
             "sliding_puzzle",
             target="rl_envs.sliding_puzzle.environment:SlidingPuzzleEnvironment",
             config="rl_envs.sliding_puzzle.config:SlidingPuzzleEnvironmentConfig",
-            summary="A multi-turn game: bring the tiles of a board in order",
+            summary="A multi-turn game: put the tiles of a board in order",
         ),
         Component(
             "judge",

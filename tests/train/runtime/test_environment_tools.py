@@ -109,7 +109,7 @@ def test_a_typical_mistake_is_found_by_its_check(name, rows, monkeypatch):
 def test_an_environment_without_mistakes_passes_and_its_right_answers_are_compared(rows):
     found = checked("math", rows)
     assert {status for status, _ in found.values()} == {CheckStatus.OK, CheckStatus.NOTE}
-    assert "as '\\\\boxed{ANSWER}', 3 of 3 expected answers" in found["right answers"][1]
+    assert "as '\\\\boxed{ANSWER}', 3 of 3 expected answers" in found["correct answers"][1]
     assert "accuracy 0" in found["metrics"][1]
 
 
@@ -121,8 +121,8 @@ def test_right_answers_without_a_higher_reward_and_a_failed_constructor_are_repo
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(rows.parent))
         found = checked("constant_reward.nothing", rows)
-    assert found["right answers"][0] is CheckStatus.FAILED
-    assert "no form of the expected answer" in found["right answers"][1]
+    assert found["correct answers"][0] is CheckStatus.FAILED
+    assert "no form of the expected answer" in found["correct answers"][1]
 
 
 def test_rows_come_from_a_file_a_config_or_the_dataset_of_the_same_name(rows):
@@ -187,7 +187,7 @@ class Counts(Lengths):
 
 def test_sessions_are_opened_and_closed(rows):
     found = checked(f"{__name__}.Counts", rows, "max_rollout_turns=3")
-    assert [name for name, (status, _) in found.items() if status is CheckStatus.FAILED] == ["right answers"]
+    assert [name for name, (status, _) in found.items() if status is CheckStatus.FAILED] == ["correct answers"]
     trial = open_trial(f"{__name__}.Counts", ["max_rollout_turns=3"], rows=rows)
     environment, opened = trial.make(), []
     turns = list(play(environment, "x", trial.rows[0], at_random(0), max_turns=trial.max_turns, on_open=opened.extend))

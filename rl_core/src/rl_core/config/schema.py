@@ -73,14 +73,15 @@ class EnvironmentConfig(ComponentSection):
     """Maximum number of turns in a rollout of this task. Defaults to the algorithm's `max_rollout_turns`, or, if that is null,
     to the number of turns that the environment needs."""
     step_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Timeout of one call to a worker, in seconds. A worker that exceeds it is replaced, and the call is repeated."""
+    """Timeout of one call to a worker, in seconds. A worker that exceeds it is replaced, and the call is repeated up to
+    `rollout.retries` times."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weights of the named rewards in the reward of a row, 1 by default. A name that the environment does not return is
     refused."""
     max_concurrency: int = Field(default=1, ge=1)
     """Number of calls that a worker runs at the same time. With 1, rows that are ready at the same moment share a call, and
-    later rows wait until a worker is free. Above 1, each row is a separate call in a thread, so a slow row delays no other;
-    `step` must then be thread-safe."""
+    later rows wait until a worker is free. Above 1, each row is a separate call in a thread, so a slow row does not delay the
+    others; `step` must then be thread-safe."""
     tool_parser: str | None = None
     """Parser of the model's tool calls: `response_template` (the tokenizer's own), `hermes`, `llama3`, `mistral`, or the dotted
     path of a class. For environments with tools, null selects the one that fits tokenizer and chat template; for others, null

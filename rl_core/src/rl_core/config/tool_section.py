@@ -14,11 +14,11 @@ class ToolEnvironmentConfig(EnvironmentConfig):
     """Maximum number of turns with tool calls in a rollout. One more turn is for the final answer; if it calls tools again, the
     rollout ends without an answer."""
     call_timeout_s: float = Field(default=30.0, gt=0.0)
-    """Timeout of one tool call, in seconds. When it expires, the model reads an error."""
+    """Timeout of one tool call, in seconds. When it expires, the result is an error message."""
     max_concurrent_calls: int = Field(default=16, ge=1)
     """Maximum number of tool calls that run at the same time in a worker process."""
     max_result_chars: int = Field(default=4000, ge=1)
-    """Longest tool result in characters. A longer one is cut, and the model reads that it was."""
+    """Longest tool result in characters. A longer one is cut, and its original length is appended."""
     invalid_call_penalty: float = Field(default=0.0, ge=0.0)
     """Value subtracted from the reward for every invalid call: one that cannot be parsed, names an unknown tool, has wrong
     arguments, raises an exception or times out."""
@@ -26,6 +26,10 @@ class ToolEnvironmentConfig(EnvironmentConfig):
     @property
     def turns_needed(self) -> int:
         return self.max_tool_turns + 1
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        return ("invalid_calls",) if self.invalid_call_penalty else ()
 
     @property
     def min_turns(self) -> int:

@@ -61,7 +61,7 @@ class CallRunner:
         tools: The tools, by name.
         timeout_s: Timeout of a call in seconds, from its start.
         max_concurrent: Number of calls that run at the same time.
-        max_chars: Longest content; a longer result is cut, and says so.
+        max_chars: Longest content; a longer result is cut, and its length is appended.
     """
 
     tools: Mapping[str, Tool]
@@ -158,5 +158,5 @@ def _as_text(value: Any) -> str:
 
 
 def _readable(text: str) -> str:
-    """The text with half characters replaced, which no tokenizer can read."""
+    """The text with unpaired surrogates replaced, because tokenizers cannot read them."""
     return text.encode(errors="replace").decode()

@@ -52,11 +52,12 @@ class JudgeEnvironmentConfig(EnvironmentConfig):
     """Maximum number of retries after a timeout, a connection error, or a status such as 429 or 503. Pauses between attempts
     grow from 0.5 to 30 seconds, or are as long as the server requests."""
     max_failures: int = Field(default=32, ge=1)
-    """Number of consecutive requests that fail after all retries which is an error. Until then their rows are not scored."""
+    """Number of consecutive failed requests (after all retries) that makes the environment step fail. Below it, only the rows
+    of the failed requests are not scored."""
     input_price: float = Field(default=0.0, ge=0.0)
-    """Price of a million input tokens, for the metric `cost`."""
+    """Price per million input tokens, for the metric `cost`."""
     output_price: float = Field(default=0.0, ge=0.0)
-    """Price of a million output tokens, for the metric `cost`."""
+    """Price per million output tokens, for the metric `cost`."""
 
     @field_validator("prompt")
     @classmethod

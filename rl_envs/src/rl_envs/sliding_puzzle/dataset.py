@@ -14,7 +14,7 @@ from rl_envs.sliding_puzzle.config import SlidingPuzzleDatasetConfig
 
 TASK = "sliding_puzzle"
 QUESTION = (
-    "Bring the tiles of this board in order: 1 to {last} row by row, then the gap (_). In each turn, name one tile next to "
+    "Put the tiles of this board in order: 1 to {last} row by row, then the gap (_). In each turn, name one tile next to "
     "the gap to move it into the gap, or the direction in which a tile moves into it (up, down, left or right), as "
     "<move>{example}</move>.\n\n{board}"
 )
