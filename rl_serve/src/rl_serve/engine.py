@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NotSupportedError, RLCoreError
+from rl_core.event_loop import EventLoopThread
 from rl_core.interfaces.generation import GenerationInterface
 
 _log = logging.getLogger(__name__)
@@ -64,11 +63,10 @@ class EngineThread:
 
     def __init__(self, generation: GenerationInterface) -> None:
         self._generation = generation
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rl-serve-engine", daemon=True)
+        self._loop = EventLoopThread("rl-serve-engine")
         self._batches: WholeBatches | None = None
-        self._thread.start()
-        self._on_loop(self._prepare()).result()
+        self._is_closed = False
+        self._loop.run(self._prepare())
 
     async def sample(self, rows: Sequence[SamplingRow], *, greedy: bool) -> AsyncGenerator[tuple[int, SampledRow], None]:
         """Yield (index in `rows`, completion) as each row finishes. Closing the iterator cancels unfinished rows.
@@ -84,7 +82,9 @@ class EngineThread:
         def put(item: Any) -> None:
             here.call_soon_threadsafe(queue.put_nowait, item)
 
-        future = self._on_loop(self._sample(rows, greedy, put))
+        if self._is_closed:
+            raise EngineClosedError("the engine was shut down")
+        future = self._loop.start(self._sample(rows, greedy, put))
         future.add_done_callback(lambda done: put((_END, None if done.cancelled() else done.exception())))
         try:
             while True:
@@ -100,18 +100,10 @@ class EngineThread:
 
     def close(self) -> None:
         """Cancel all rows and stop the thread; the backend itself is not shut down. Idempotent."""
-        if not self._thread.is_alive():
-            return
-        self._on_loop(self._cancel_all()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _on_loop(self, coroutine: Any) -> Future[Any]:
-        if not self._thread.is_alive():
-            coroutine.close()
-            raise EngineClosedError("the engine was shut down")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.run(self._cancel_all())
+            self._loop.close()
 
     async def _prepare(self) -> None:
         self._generation.prepare_for_generation()

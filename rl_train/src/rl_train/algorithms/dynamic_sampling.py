@@ -21,6 +21,7 @@ from rl_train.rollouts.source import Rollouts, RolloutSource
 Batch = BatchedDataDict[Any]
 _SUMMED = ("rollout/rows", "rollout/failed_rows", "rollout/repeated_steps", "rollout/replaced_groups")
 _LARGEST = ("length/max",)
+_ABSENT_IF_ZERO = ("rollout/unscored_frac",)
 
 
 def draw_rollouts(
@@ -132,5 +133,6 @@ def _over_draws(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
         if name in _LARGEST:
             joined[name] = max(values)
         else:
-            joined[name] = sum(values) / (1 if name in _SUMMED else len(values))
+            draws = len(metrics) if name in _ABSENT_IF_ZERO else len(values)
+            joined[name] = sum(values) / (1 if name in _SUMMED else draws)
     return joined

@@ -58,8 +58,9 @@ def _merge_results(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) 
         "grad_norm": mean([result["grad_norm"] for result in results]),
         "lr": results[-1]["lr"],
         **{
-            name: sum(result.get(name, 0) for result in results)
-            for name in ("num_optimizer_steps", "global_valid_seqs", "global_valid_toks", "skipped_valid_toks")
+            name: sum(result[name] for result in results)
+            for name in ("num_optimizer_steps", "global_valid_seqs", "global_valid_toks")
         },
+        "skipped_valid_toks": sum(result.get("skipped_valid_toks", 0) for result in results),
         "metrics": metrics,
     }

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.schema import RunConfig
+from rl_core.config.schema import RolloutConfig, RunConfig
 from rl_core.config.source_tree import KeyPath
 
 
 def unused_sections(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Sections that a training run would ignore: the engine or environments of an algorithm that never samples."""
+    """Sections that a training run would ignore: those of rollouts, for an algorithm that never samples."""
     if run.algorithm.runtime_needs.samples:
         return
     name = run.algorithm_name
@@ -21,6 +21,11 @@ def unused_sections(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         yield (
             ("env",),
             f"{name} does not sample or score, so the section has no effect. {remedy.format(key='env.<task>')}",
+        )
+    if run.rollout != RolloutConfig():
+        yield (
+            ("rollout",),
+            f"{name} does not sample, so the section has no effect. {remedy.format(key='rollout.retries')}",
         )
     if run.policy.generation is not None:
         yield (

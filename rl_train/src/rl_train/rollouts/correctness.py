@@ -26,7 +26,7 @@ def judge(
 ) -> Accuracy:
     """Whether each rollout is right: its environment reports an `accuracy` of 1 for it.
 
-    The environment is called because a reward single does not show correctness (it may reward the format of a wrong answer). It
+    The environment is called because a reward alone does not show correctness (it may reward the format of a wrong answer). It
     is called for all rows with equal rewards at once, and row by row only if the accuracy of those is neither 0 nor 1.
 
     Args:

@@ -142,14 +142,15 @@ class BatchSampler(TurnSampler):
         requests = [request for request, _ in waiting]
         try:
             output = self._generation.generate(_prompts(requests, self._pad_token_id), greedy=self._greedy)
-        except Exception as error:
+            turns = [_turn(output, row, len(request.token_ids)) for row, request in enumerate(requests)]
+        except Exception as error:  # an exception of this callback would only be logged, and the rollouts would wait forever
             for _, future in waiting:
                 if not future.done():
                     future.set_exception(error)
             return
-        for row, (request, future) in enumerate(waiting):
+        for (_, future), turn in zip(waiting, turns, strict=True):
             if not future.done():
-                future.set_result(_turn(output, row, len(request.token_ids)))
+                future.set_result(turn)
 
 
 class RolloutEngine:

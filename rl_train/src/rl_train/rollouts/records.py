@@ -28,20 +28,22 @@ def rollout_records(
     records = []
     for row, trajectory in enumerate(trajectories):
         sampled = [message for message in trajectory.message_log if "generation_logprobs" in message]
-        first = next(i for i, message in enumerate(trajectory.message_log) if "generation_logprobs" in message)
+        log = trajectory.message_log
+        # A rollout whose `reset` failed has no sampled message.
+        first = next((i for i, message in enumerate(log) if "generation_logprobs" in message), len(log))
         records.append(
             {
                 "task": trajectory.task_name,
                 "index": trajectory.index,
                 "group": trajectory.group_id,
                 "sample": trajectory.sample,
-                "prompt": "".join(message["content"] for message in trajectory.message_log[:first]),
+                "prompt": "".join(message["content"] for message in log[:first]),
                 "completion": "".join(message.get("sampled_text", message["content"]) for message in sampled),
                 "messages": trajectory.conversation(),
                 "answer": trajectory.answer,
                 "expected_answer": expected_answer(trajectory.metadata),
-                "prompt_tokens": torch.cat([m["token_ids"] for m in trajectory.message_log[:first]]).tolist(),
-                "tokens": torch.cat([message["token_ids"] for message in sampled]).tolist(),
+                "prompt_tokens": torch.cat([m["token_ids"] for m in log[:first]]).tolist(),
+                "tokens": [token for message in sampled for token in message["token_ids"].tolist()],
                 "logprobs": [round(x, 6) for m in sampled for x in m["generation_logprobs"].tolist()],
                 "policy_logprobs": None if policy_logprobs is None else _sampled_only(policy_logprobs[row], trajectory),
                 "reward": trajectory.reward,

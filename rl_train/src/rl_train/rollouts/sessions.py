@@ -123,7 +123,11 @@ class StepQueue:
     def _start(self, steps: list[_Step]) -> None:
         worker = steps[0].worker
         self._running[worker] += 1
-        call = self._call([step.conversation for step in steps], [step.metadata for step in steps], worker)
+        try:
+            call = self._call([step.conversation for step in steps], [step.metadata for step in steps], worker)
+        except Exception as error:  # an exception of this callback would only be logged, and the rollouts would wait forever
+            call = Future()
+            call.set_exception(error)
         asyncio.wrap_future(call).add_done_callback(lambda ended: self._finish(steps, ended))
 
     def _finish(self, steps: list[_Step], ended: asyncio.Future[EnvironmentReturn]) -> None:

@@ -60,7 +60,7 @@ def check_environment(trial: EnvironmentTrial) -> Iterator[CheckResult]:
     finally:
         for environment in environments:
             environment.shutdown()
-            environment.shutdown()
+            environment.shutdown()  # the interface allows it twice
 
 
 class _EnvironmentCheck:
@@ -181,10 +181,10 @@ class _EnvironmentCheck:
         rows = [row for row in range(len(self._trial.rows)) if expected_answer(self._trial.rows[row].metadata) is not None]
         if not rows:
             yield CheckResult(
-                status=CheckStatus.NOTE, name="right answers", detail="the rows have no expected answer, so none was tried"
+                status=CheckStatus.NOTE, name="correct answers", detail="the rows have no expected answer, so none was tried"
             )
             return
-        yield from _result("right answers", lambda: self._compare(rows))
+        yield from _result("correct answers", lambda: self._compare(rows))
 
     def _compare(self, rows: Sequence[int]) -> str:
         expected = [expected_answer(self._trial.rows[row].metadata) for row in rows]

@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.environment_checks import step_checked
+from rl_core.interfaces.messages import messages_of
 from rl_train.runtime.environment_sessions import LocalSession
 from rl_train.runtime.environment_trial import TrialRow
 
@@ -83,8 +84,7 @@ def _turns(
         made = step_checked(environment, task, [copy.deepcopy(log)], [session.named(metadata)])
         named = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
         ended = bool(made.terminateds[0])
-        observation: Any = made.observations[0]
-        replies = [] if ended else observation if isinstance(observation, list) else [observation]
+        replies = [] if ended else [*messages_of(made.observations[0])]
         log.extend(replies)
         metadata = made.metadata[0] if made.metadata[0] is not None else metadata
         yield PlayedTurn(

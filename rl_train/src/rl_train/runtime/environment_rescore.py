@@ -147,13 +147,16 @@ def _replay(
 ) -> list[tuple[dict[str, float], bool]]:
     """The rewards of each rollout, summed over its turns, and whether all of them were scored."""
     ends = [
-        [i + 1 for i, message in enumerate(row["messages"]) if message["role"] == "assistant"][-row["turns"] :] for row in rows
+        [i + 1 for i, message in enumerate(row["messages"]) if message["role"] == "assistant"][-row["turns"] :]
+        if row["turns"]
+        else []
+        for row in rows
     ]
     rewards: list[dict[str, float]] = [{} for _ in rows]
     is_scored = [True] * len(rows)
     sessions = [LocalSession(environment, f"rescore-{row}") for row in range(len(rows))]
     metadata = [session.open(info)[0] for session, info in zip(sessions, metadata, strict=True)]
-    for turn in range(max(len(each) for each in ends)):
+    for turn in range(max((len(each) for each in ends), default=0)):
         active = [row for row in range(len(rows)) if turn < len(ends[row])]
         logs: Any = [list(rows[row]["messages"][: ends[row][turn]]) for row in active]
         made = step_checked(environment, task, logs, [sessions[row].named(metadata[row]) for row in active])

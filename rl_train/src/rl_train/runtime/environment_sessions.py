@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
+from rl_core.interfaces.environment_checks import checked_observation
+from rl_core.interfaces.messages import messages_of
 from rl_train.rollouts.sessions import SESSION_KEY
 
 
@@ -26,8 +28,10 @@ class LocalSession:
         if not self._is_kept:
             return metadata, []
         metadata = self.named(metadata or {})
-        found: Any = self._environment.reset(metadata)
-        return metadata, [] if found is None else found if isinstance(found, list) else [found]
+        found = self._environment.reset(metadata)
+        if found is None:
+            return metadata, []
+        return metadata, [*messages_of(checked_observation(found, task_name=type(self._environment).__name__))]
 
     def named(self, metadata: Any) -> Any:
         """Metadata for the next step, with the name of the session."""

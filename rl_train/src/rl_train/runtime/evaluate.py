@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rl_train.rollouts.summary import ask_environments
 from rl_train.runtime.build import make_collector
 from rl_train.runtime.checkpoint_paths import CheckpointPaths, find_weights
 from rl_train.runtime.data import Source, prompt_loader, read_data
+from rl_train.runtime.reward_checks import settle_reward_functions
 from rl_train.runtime.workers import Builder, make_cluster
 from rl_train.tools.task_tools import TaskTools, tools_of_run
 
@@ -233,6 +234,8 @@ def plan_evaluation(
             f"The validation data ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
             "preference pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
         )
+    config = settle_reward_functions(config, source)
+    loaded = replace(loaded, run=config)
     tools = tools_of_run(config, registry, tokenizer)
     prompts = prompt_loader(source, config, tokenizer, batch_size=config.algorithm.val_batch_size, shuffle=False, tools=tools)
     return EvaluationPlan(

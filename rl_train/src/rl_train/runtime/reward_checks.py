@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from rl_core.config.schema import RunConfig
 from rl_core.errors import ConfigError, RLCoreError
+from rl_core.event_loop import EventLoopThread
 from rl_core.plugins.component import did_you_mean
 from rl_train.data.conversations import without_answer
 from rl_train.data.holdout import place_of
@@ -103,7 +104,8 @@ def _try(function: RewardFunction, source: Source, *, as_messages: bool) -> set[
     rows = [row_of([*prompt, {"role": "assistant", "content": text}], info) for text in texts]
     try:
         if function.is_async:
-            found = asyncio.run(function.score_async(rows, as_messages=as_messages))
+            with closing(EventLoopThread("trial of reward functions")) as loop:  # a notebook runs a loop in this thread
+                found = loop.run(function.score_async(rows, as_messages=as_messages))
         else:
             found = function.score(rows, as_messages=as_messages)
     except ConfigError:

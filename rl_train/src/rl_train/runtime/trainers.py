@@ -52,6 +52,17 @@ if TYPE_CHECKING:
 TASK = "default"
 
 
+class _GivenEnvironment(EnvironmentConfig):
+    """The section of an environment that was passed in Python."""
+
+    names: tuple[str, ...] = ()
+    """Names of the rewards of its functions."""
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        return self.names
+
+
 class Trainer:
     """Runs an algorithm with existing components.
 
@@ -230,7 +241,10 @@ class Trainer:
             value=_companion_section(self.value),
             teacher=_companion_section(self.teacher),
             data=DataConfig(),
-            env={task: EnvironmentConfig(reward_weights=self._reward_weights) for task in self._environments},
+            env={
+                task: _GivenEnvironment(reward_weights=self._reward_weights, names=self._reward_names())
+                for task in self._environments
+            },
             rollout=section_from(RolloutConfig, rollout or {}, "rollout"),
             checkpointing=section_from(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
         )
@@ -252,8 +266,21 @@ class Trainer:
                 f"{self.algorithm} has a critic: pass `value`, a model with head='scalar', to {type(self).__name__}."
             )
         self._check_temperatures()
+        self._check_turns()
         if found := [f"{dotted(path)}: {message}" for path, message in section_conflicts(self.config, self._registry)]:
             raise ConfigError("\n".join(found))
+
+    def _reward_names(self) -> tuple[str, ...]:
+        return () if self._functions is None else tuple(function.name for function in self._functions.functions)
+
+    def _check_turns(self) -> None:
+        for task, environment in self._environments.items():
+            allowed, needed = self.config.max_turns[task], environment.min_turns
+            if allowed < needed:
+                raise ConfigError(
+                    f"Rollouts have at most {allowed} turn(s), but {type(environment).__name__} needs {needed} to give a "
+                    f"reward. Set `max_rollout_turns` of the algorithm to {needed} or more."
+                )
 
     def _check_teacher(self) -> None:
         wanted = "teacher" in self.config.algorithm.runtime_needs.companions

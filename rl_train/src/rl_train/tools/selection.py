@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,12 +117,22 @@ def parse_message(parser: ToolCallParser, message: SampledMessage, earlier: Sequ
     made = [call for each in earlier for call in each.get("tool_calls") or ()]
     taken = {call.get("id") for call in made}
     named: list[ToolCall] = []
-    for number, call in enumerate(parsed.calls, start=len(made)):
+    for number, found in enumerate(parsed.calls, start=len(made)):
+        call = _encodable(found)
         own = call.get("id")
         call_id = own if own is not None and own not in taken else f"call{number:05}"
         taken.add(call_id)
         named.append({**call, "id": call_id})
     return ParsedMessage(content=parsed.content, calls=named)
+
+
+def _encodable(call: ToolCall) -> ToolCall:
+    """The call, or an invalid one if it has an unpaired surrogate, which cannot be tokenized or written as UTF-8."""
+    try:
+        json.dumps(call, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return _unreadable("the tool call has an unpaired surrogate, which is not a valid character")
+    return call
 
 
 def _probe(tokenizer: Any) -> SampledMessage:
