@@ -27,7 +27,7 @@ from rl_core.weights.manifest import manifest_of
 from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_core.weights.sink import WeightSink
 from rl_core.weights.source import WeightSource
-from rl_core.weights.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "RLCORE_BENCHMARK_DEVICE"

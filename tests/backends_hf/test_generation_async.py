@@ -171,7 +171,7 @@ def refitted(folder, tmp_path):
     from rl_backends_hf.plugin import rlcore_generations, rlcore_policies
     from rl_backends_hf.policy import HuggingFacePolicy
     from rl_core.weights.by_reference import ByReferenceTransport
-    from rl_core.weights.synchronizer import WeightSynchronizer
+    from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
     with torch.random.fork_rng():
         torch.manual_seed(77)

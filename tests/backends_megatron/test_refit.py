@@ -6,10 +6,10 @@ import torch
 import transformers
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.weights.canary import make_canary
 from rl_core.weights.shared_memory import SharedMemoryTransport
-from rl_core.weights.synchronizer import WeightSynchronizer
 from rl_train.algorithms import NLLLossFn
+from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 pytestmark = [
     pytest.mark.megatron,

@@ -30,7 +30,7 @@ from rl_core.cluster import RayVirtualCluster
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.weights.shared_memory import SharedMemoryTransport
-from rl_core.weights.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 pytestmark = pytest.mark.vllm
 

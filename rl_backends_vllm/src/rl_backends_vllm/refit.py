@@ -2,8 +2,8 @@
 
 A weight is received (its digest is computed then, over the bytes that vLLM will read); vLLM fuses, shards and, on a CPU, packs
 it into an opaque handle; the engine computes with the result. The last step is verified per layer: every layer must have
-received its tensors in this refit, and every packed handle must be new. Afterwards, `rl_core.weights.canary` compares the
-log-probabilities of a canary prompt.
+received its tensors in this refit, and every packed handle must be new. Afterwards, the canary of the weight synchronizer
+compares the log-probabilities of its prompts.
 
 vLLM keeps references to tensors of incomplete layers, so the remaining tensors of a bucket are cloned before its memory is
 reused. The reload does not update the packed copy of a tied output layer, so it is packed again here. On a CPU, vLLM packs the

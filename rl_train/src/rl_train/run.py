@@ -17,7 +17,6 @@ from rl_core.interfaces.logger import Logger
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.value import ValueInterface
-from rl_core.weights.synchronizer import WeightSynchronizer
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.metrics.recorder import Recorder
@@ -26,6 +25,7 @@ from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.source import RolloutSource
 from rl_train.rollouts.validation_set import ValidationSet
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 
 @dataclass(kw_only=True)

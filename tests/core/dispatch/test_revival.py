@@ -25,9 +25,9 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import DistributedGeneration, _of_one_version
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
-from rl_core.weights.canary import make_canary
 from rl_core.weights.shared_memory import SharedMemoryTransport, sweep
-from rl_core.weights.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 cloudpickle.register_pickle_by_value(mortal_workers)
 cloudpickle.register_pickle_by_value(tiny_refit_workers)

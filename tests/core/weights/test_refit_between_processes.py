@@ -25,7 +25,7 @@ from tiny_refit_workers import (
 from rl_core.errors import WeightSyncError
 from rl_core.weights.collective import CollectiveTransport, WeightCollective, abort_rendezvous
 from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
-from rl_core.weights.synchronizer import WeightSynchronizer, free_loopback_port
+from rl_train.weight_sync.synchronizer import WeightSynchronizer, free_loopback_port
 
 LIMIT_S = 120.0
 """Far below the deadlines of these refits, of which none may be waited for."""

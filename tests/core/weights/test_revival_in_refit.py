@@ -21,7 +21,7 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WorkerDiedError
 from rl_core.weights.collective import CollectiveTransport
 from rl_core.weights.shared_memory import SharedMemoryTransport, sweep
-from rl_core.weights.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 FOLDER = "RLCORE_TEST_DEATHS"
 REPLICAS = 2

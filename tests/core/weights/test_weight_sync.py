@@ -30,7 +30,7 @@ from rl_core.weights.collective import CollectiveTransport
 from rl_core.weights.disk import DiskTransport
 from rl_core.weights.refit_progress import RefitProgress
 from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
-from rl_core.weights.synchronizer import WeightSynchronizer, choose_transport
+from rl_train.weight_sync.synchronizer import WeightSynchronizer, choose_transport
 
 ALL = [ByReferenceTransport, SharedMemoryTransport, CollectiveTransport, DiskTransport]
 NAMES = [transport.name for transport in ALL]

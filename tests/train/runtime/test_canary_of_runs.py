@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import WeightSyncError
-from rl_core.weights.canary import CanaryCalibration
 from rl_train.runtime.launch import train
+from rl_train.weight_sync.canary import CanaryCalibration
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "addition" / "model")
 CONFIG = {

@@ -27,13 +27,13 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import Component
 from rl_core.plugins.registry import Registry
-from rl_core.weights.canary import Canary, CanaryCalibration, Retempering, make_canary
-from rl_core.weights.synchronizer import WeightSynchronizer
 from rl_train.config.canary_checks import HELD_DIGESTS, without_canary
 from rl_train.config.lr_schedule_checks import with_schedule_lengths
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.config.transport_checks import IN_PROCESS_TRANSPORTS, MANY_NODES_TRANSPORTS, ONE_NODE_TRANSPORTS
 from rl_train.rollouts.environment_pool import EnvironmentPool
+from rl_train.weight_sync.canary import Canary, CanaryCalibration, Retempering, make_canary
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from rl_core.errors import MissingCapabilityError, WeightSyncError, WorkerDiedEr
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
-from rl_core.weights.canary import Canary, CanaryCalibration
 from rl_core.weights.fingerprint import Kind, describe_differences, kind_of
+from rl_train.weight_sync.canary import Canary, CanaryCalibration
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Sending the policy's weights to the engine and verifying that they have arrived."""
