@@ -145,6 +145,19 @@ def test_greedy_and_sampled_in_one_call_add_up_to_their_prompts(config):
         assert len({len(line[key]) for key in ("completions", "answers", "rewards", "lengths", "truncated")}) == 1
 
 
+def test_reward_functions_are_tried_before_the_evaluation_and_score_it(config):
+    Path("own_rewards.py").write_text(
+        "def exact(completion, expected_answer):\n    return float(completion == expected_answer)\n"
+    )
+    section = "env.arithmetic={reward_fn: own_rewards.exact}"
+    found, prompts = results_of(config, section, "--greedy")
+    assert values(found["passes"][0]["all"])["reward"] == fmean(float(*line["rewards"]) for line in prompts)
+    Path("other_rewards.py").write_text("def named(completion, solution):\n    return 1.0\n")
+    error = evaluate(config, "env.arithmetic={reward_fn: other_rewards.named}").exception
+    assert isinstance(error, UserError)
+    assert "requires 'solution'" in str(error)
+
+
 def test_the_keys_of_the_json_are_those_of_the_page(config):
     found, prompts = results_of(config, "grpo.max_val_samples=3")
     assert list(found) == [

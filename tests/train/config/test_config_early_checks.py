@@ -262,6 +262,8 @@ def test_sections_that_training_does_not_use_are_refused_and_left_to_evaluations
     first, second = files.errors(text, f"++{generation}")
     assert first.startswith("config.yaml:6:3: env: dpo does not sample or score, so the section has no effect.")
     assert "policy.generation: dpo does not sample, so no engine is started and the section has no effect." in second
+    [error] = files.errors(DPO + "    rollout: {retries: 5}\n")
+    assert "rollout: dpo does not sample, so the section has no effect." in error
     path = files.write(text)
     assert load_config(path, [f"++{generation}"], registry=files.registry, for_training=False).run.env
 

@@ -130,6 +130,35 @@ def test_a_mistake_of_the_user_ends_the_run_at_once(collector, tokenizer):
     assert environment.calls == [3]
 
 
+@pytest.mark.timeout(60)
+def test_a_call_that_cannot_be_started_ends_the_run_instead_of_leaving_its_rollouts_waiting(collector, tokenizer):
+    class ClosedPool:
+        num_actors, max_concurrency, worker_class, actors = 1, 1, Fragile, ()
+
+        def submit(self, *args, **options):
+            raise RLCoreError("pool 'env.t' was shut down")
+
+    environment = EnvironmentPool(ClosedPool(), task_name="t", deadline_s=1.0)
+    with pytest.raises(RLCoreError, match="was shut down"):
+        played(collector, tokenizer, environment, 3)
+
+
+@pytest.mark.timeout(60)
+def test_an_output_without_a_promised_column_ends_the_run_instead_of_leaving_its_rollouts_waiting(collector, tokenizer):
+    made = collector(Fragile({}))
+    generate = made.generation.generate
+
+    def without_logprobs(data, greedy=False):
+        output = generate(data, greedy=greedy)
+        del output["logprobs"]
+        return output
+
+    made.generation.generate = without_logprobs
+    loader = loader_of(tokenizer)
+    with pytest.raises(KeyError, match="logprobs"):
+        made.collect(start_rollouts(loader.rows_of(loader.draw(2)), 1), stream=SampleStream.TRAINING)
+
+
 def worker_error(exit_code):
     error = WorkerError("actor 0 of pool 'env.t' failed in step()")
     error.exit_code = exit_code

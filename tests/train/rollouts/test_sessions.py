@@ -12,6 +12,7 @@ from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.environment import keeps_sessions
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import EnvironmentPool
+from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 
@@ -131,6 +132,17 @@ def test_a_session_that_fails_in_every_attempt_is_not_scored_and_is_closed(token
     rows = play(tokenizer, engine, notebook, [{"name": "a", "turns": 2, "fails": 9}, {"name": "b", "turns": 1}], retries=2)
     assert rows[0].failure == "ValueError: the kernel is gone"
     assert notebook.open == {}
+
+
+def test_a_rollout_whose_reset_fails_in_every_attempt_is_stored_without_a_completion(tokenizer, engine):
+    class Unreachable(Notebook):
+        def reset(self, metadata):
+            raise ConnectionError("no kernel")
+
+    rows = play(tokenizer, engine, Unreachable(), [{"name": "a", "turns": 1}], retries=1)
+    assert rows[0].failure == "ConnectionError: no kernel"
+    [record] = rollout_records(rows)
+    assert (record["prompt"], record["completion"], record["tokens"], record["turns"]) == ("q", "", [], 0)
 
 
 def test_an_error_that_ends_the_run_closes_the_sessions_of_the_other_rollouts(tokenizer, engine):

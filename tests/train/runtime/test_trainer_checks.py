@@ -67,6 +67,17 @@ def test_a_teacher_made_with_the_engines_temperature_is_accepted():
     )
 
 
+class TwoTurns(ArithmeticEnvironment):
+    min_turns = 2
+
+
+def test_a_trainer_refuses_fewer_turns_than_its_environment_needs():
+    generation = HuggingFaceGeneration(MODEL, max_new_tokens=5)
+    with pytest.raises(ConfigError, match=r"at most 1 turn\(s\), but TwoTurns needs 2 .* Set `max_rollout_turns`"):
+        GRPOTrainer(policy(), generation=generation, environments=TwoTurns(), config={"max_rollout_turns": 1})
+    GRPOTrainer(policy(), generation=generation, environments=TwoTurns(), config={"max_rollout_turns": 2})
+
+
 def test_a_trainer_refuses_batches_that_cannot_hold_one_row():
     packing = {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 8}
     with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.train_mb_tokens: 8 tokens are too few for one row"):

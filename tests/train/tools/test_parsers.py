@@ -1,5 +1,7 @@
 """Parsers of tool calls: what each format reads, what is an error for the model, and which parser fits a tokenizer."""
 
+import json
+
 import pytest
 
 from rl_core.errors import ConfigError
@@ -81,6 +83,15 @@ def test_calls_have_ids_that_are_unique_in_their_conversation_and_that_every_tem
     earlier = [{"role": "assistant", "content": "", "tool_calls": [{"id": "call00000"}]}]
     calls = parse_message(PARSERS["mistral"](), SampledMessage(text=text), earlier).calls
     assert [call["id"] for call in calls] == ["abcdefghi", "call00002", "call00003"]
+
+
+def test_a_call_with_an_unpaired_surrogate_is_invalid_because_no_tokenizer_encodes_it():
+    say = '{"name": "say", "arguments": {"text": "%s"}}'
+    text = "[TOOL_CALLS] [" + say % "\\ud800" + ", " + say % "\\ud83d\\ude00" + "]"
+    broken, fine = parse_message(PARSERS["mistral"](), SampledMessage(text=text), []).calls
+    assert "unpaired surrogate" in broken["error"]
+    assert fine["function"]["arguments"] == {"text": "\N{GRINNING FACE}"}
+    json.dumps(broken, ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize("form", PARSERS)
