@@ -53,6 +53,20 @@ CONFIG = {
     "checkpointing": {"save_period": 1, "keep_latest_k": 10, "metric_name": "validation/accuracy"},
 }
 
+OWN_WEIGHTS = """
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.generation import HuggingFaceGeneration
+
+class Own(HuggingFaceGeneration):
+    has_own_weights = True
+
+    def __init__(self, *, config, **kwargs):
+        keys = {"model_name", "max_new_tokens", "val_temperature", "seed", "max_model_len"} & type(config).model_fields.keys()
+        own = HFGenerationConfig(backend="hf", **{key: getattr(config, key) for key in keys})
+        super().__init__(config=own, **kwargs)
+"""
+"""An engine given by its path that samples from its own weights."""
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -123,6 +137,26 @@ def test_the_weights_of_a_checkpoint_as_a_model_are_the_same_weights(config, run
     assert as_model["weights"]["source"] == "model"
     assert as_checkpoint["weights"]["fingerprint"] == as_model["weights"]["fingerprint"]
     assert as_checkpoint["passes"][0]["all"] == as_model["passes"][0]["all"]
+
+
+def test_an_engine_with_its_own_weights_is_evaluated_without_a_policy(config, run, tmp_path, monkeypatch):
+    (tmp_path / "engine_with_weights.py").write_text(OWN_WEIGHTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = "policy.generation.backend=engine_with_weights.Own"
+    found, _ = results_of(config, own, "grpo.max_val_samples=8", "policy.backend=megatron")
+    synced, _ = results_of(config, "grpo.max_val_samples=8")
+    assert found["weights"] == {
+        "source": "engine",
+        "path": str(MODEL),
+        "step": None,
+        "version": None,
+        "fingerprint": None,
+        "transport": None,
+    }
+    assert found["passes"][0]["all"] == synced["passes"][0]["all"]
+    result = evaluate(config, own, "--checkpoint", run)
+    assert isinstance(result.exception, UserError), repr(result.exception)
+    assert "has its own weights and cannot receive those of a checkpoint" in result.output + str(result.exception)
 
 
 def test_greedy_and_sampled_in_one_call_add_up_to_their_prompts(config):

@@ -139,12 +139,22 @@ def _print_head(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
     engine = policy.generation
     assert engine is not None
     given = weights.given
+    if weights.transport is None:
+        print(
+            f"engine {engine.backend} with its own weights ({engine.model_name or policy.model_name}), which are not verified"
+        )
+        _print_duration(evaluated, plan)
+        return
     what = policy.model_name if given is None else str(given.path)
     print(f"weights {what}" + (f", step {given.step}" if given is not None and given.is_checkpoint else ""))
     print(
         f"policy {policy.backend}, engine {engine.backend}; weights synchronized by {weights.transport}, "
         f"verified: {weights.fingerprint}"
     )
+    _print_duration(evaluated, plan)
+
+
+def _print_duration(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
     seconds = ", ".join(f"{_title(found)} in {found.seconds:.1f} s" for found in evaluated.passes)
     print(f"{evaluated.passes[0].scores.num_prompts} prompts of {plan.dataset_name}: {seconds}\n")
 

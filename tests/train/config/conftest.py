@@ -53,6 +53,12 @@ class Acme:
         ]
 
     @hookimpl
+    def rlcore_generations(self) -> list[Component]:
+        return [
+            Component("remote", target="acme:Engine", config="acme_models:Remote", summary="Has its own weights"),
+        ]
+
+    @hookimpl
     def rlcore_environments(self) -> list[Component]:
         return [Component("strict", target="acme:Env", config="acme_models:Strict", summary="Scores with two workers")]
 
@@ -70,10 +76,17 @@ ACME_MODELS = """
     from typing import ClassVar
     from pydantic import BaseModel, model_validator
     from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
-    from rl_core.config.schema import AlgorithmConfig, EnvironmentConfig, PolicyConfig
+    from rl_core.config.schema import AlgorithmConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
 
     class NoSection(BaseModel):
         pass
+
+    class Remote(GenerationConfig):
+        refits: bool = False
+
+        @property
+        def has_own_weights(self):
+            return not self.refits
 
     class Strict(EnvironmentConfig):
         def conflicts(self, run):

@@ -194,6 +194,15 @@ class GenerationConfig(ComponentSection):
         """
         return {}
 
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether the engine (a remote server, a judge) has its own weights and never receives the policy's.
+
+        A backend overrides it if that depends on its keys. Such an engine can be evaluated, but training that samples from the
+        policy refuses it.
+        """
+        return False
+
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with unset values taken from the policy. Backends extend it with their own keys."""
         return self.model_copy(update={"model_name": self.model_name or policy.model_name})

@@ -156,6 +156,10 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
         return bool(replaced)
 
     @property
+    def has_own_weights(self) -> bool:
+        return self.config.has_own_weights
+
+    @property
     def streams_rows(self) -> bool:
         return self._can_poll
 

@@ -99,6 +99,16 @@ class GenerationInterface(ABC):
         return -1
 
     @property
+    def has_own_weights(self) -> bool:
+        """Whether the engine has its own weights (a remote server, a judge, a teacher) and never receives the policy's.
+
+        It can sample for evaluations and data, but not for training that samples from the policy, and it needs no refit
+        methods. `GenerationConfig.has_own_weights` declares it for the backends of plugins, before the engine is imported; a
+        class given by its path may set the class attribute `has_own_weights = True`.
+        """
+        return False
+
+    @property
     def streams_rows(self) -> bool:
         """Whether `generate_async` is available; an engine without it samples complete batches only."""
         return type(self).generate_async is not GenerationInterface.generate_async

@@ -16,7 +16,7 @@ HELD_DIGESTS = "held_weight_digests"
 def canary_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPath, str]]:
     """A disabled canary for an engine whose tensors are not verified in any other way."""
     generation = run.policy.generation
-    if generation is None or generation.refit_canary or is_path(generation.backend):
+    if generation is None or generation.refit_canary or is_path(generation.backend) or generation.has_own_weights:
         return
     known = generation.backend in registry.names(Kind.GENERATION)
     if known and HELD_DIGESTS not in registry.find(Kind.GENERATION, generation.backend).capabilities:

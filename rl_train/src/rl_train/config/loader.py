@@ -27,6 +27,7 @@ from rl_train.config.checks import cross_check
 from rl_train.config.component_checks import Finding
 from rl_train.config.interpolation import escape, resolve
 from rl_train.config.overrides import Override, apply_overrides
+from rl_train.config.own_weights_checks import own_weights_conflicts
 from rl_train.config.path_resolution import locate_paths
 from rl_train.config.provenance import Origin, trace
 from rl_train.config.section_resolver import ConfigLayout, choose_parts
@@ -96,7 +97,7 @@ def load_config(
         path: The YAML file, or several: the values of each override those of the files before it.
         overrides: `key=value` and `++key=value`, applied in order.
         registry: Used to look up components; the installed plugins by default.
-        for_training: Reject sections that training does not use.
+        for_training: Reject sections that training does not use, and engines that it cannot use.
 
     Raises:
         InvalidConfigError: A `ConfigError` that lists every mistake with its location.
@@ -114,8 +115,8 @@ def load_config(
     sections = _validated_sections(values, layout, written=written, problems=problems)
     problems.raise_if_any()
     run = _build_run(sections, layout)
-    unused = unused_sections(run) if for_training else ()
-    for at, message in (*cross_check(run, layout, registry), *unused):
+    of_training = (*unused_sections(run), *own_weights_conflicts(run)) if for_training else ()
+    for at, message in (*cross_check(run, layout, registry), *of_training):
         problems.add(message, place=_location(written, at), path=at)
     problems.raise_if_any()
     resolved = _resolved(run, sections)

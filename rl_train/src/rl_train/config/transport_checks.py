@@ -25,7 +25,8 @@ def transport_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[Ke
     if generation is None:
         return
     if generation.refit_transport is None:
-        yield from _no_common_transport(run, registry)
+        if not generation.has_own_weights:
+            yield from _no_common_transport(run, registry)
     else:
         yield from _not_supported(run, registry, generation.refit_transport)
     yield from _folder(generation.refit_transport, generation.refit_folder, num_nodes=run.cluster.num_nodes)

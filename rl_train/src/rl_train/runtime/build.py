@@ -27,6 +27,7 @@ from rl_train.config.lr_schedule_checks import (
     schedule_lengths,
     schedule_warnings,
 )
+from rl_train.config.own_weights_checks import check_own_weights
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.config.turn_checks import check_turns
 from rl_train.data.dataloader import BatchedDataLoader
@@ -84,6 +85,7 @@ def build_run(
     loaders = DataLoaders(config, tokenizer, train=train, validation=validation, tools=tools)
     config = settle_reward_functions(loaders.settled(config), train, *validation.values())
     check_turns(config, registry)
+    check_own_weights(config, registry)
     before_models(config)
     with with_key("cluster"):
         cluster = _cluster(config, exits)

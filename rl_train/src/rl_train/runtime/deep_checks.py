@@ -9,6 +9,7 @@ from rl_core.errors import UserError
 from rl_core.plugins.registry import Registry
 from rl_train.config.component_checks import Finding, sections_of
 from rl_train.config.loader import LoadedConfig
+from rl_train.config.own_weights_checks import own_weights_conflicts
 from rl_train.config.turn_checks import imported_turn_conflicts
 from rl_train.runtime.build import DataLoaders, read_sources, refuse_other_tokenizers
 from rl_train.runtime.late_errors import problem_in_section, with_key
@@ -22,6 +23,7 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
     yield from problems
     if not problems:
         yield from imported_turn_conflicts(loaded.run, registry)
+        yield from own_weights_conflicts(loaded.run, registry)
     for path, section in sections_of(loaded.run):
         try:
             for inner, message in section.deep_conflicts(loaded.run):

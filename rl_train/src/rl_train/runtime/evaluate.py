@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +12,13 @@ from typing import Any
 from rl_core.config.schema import RunConfig
 from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.errors import ConfigError
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import LoadedConfig, load_config
+from rl_train.config.own_weights_checks import declares_own_weights
 from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
@@ -69,16 +72,16 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The evaluated weights, as verified in the engine."""
+    """The evaluated weights, as verified in the engine; those of an engine with its own weights are not known."""
 
     given: CheckpointPaths | None
     """The checkpoint or model that the user gave; None for the config's model."""
     version: int | None
     """Their weight version; None for a checkpoint, because its training state, which has the version, is not loaded."""
-    fingerprint: str
+    fingerprint: str | None
     """Fingerprint of the engine's weights; equal for equal weights and dtypes."""
-    transport: str
-    """The weight transport to the engine."""
+    transport: str | None
+    """The weight transport to the engine; None if the engine has its own weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,8 @@ class EvaluationPlan:
     def evaluate(self, progress: ProgressCallback = lambda *_: None) -> EvaluationResult:
         """Start policy, engine and environments, sync the weights once, run every mode, and stop all processes.
 
+        An engine with its own weights is evaluated without a policy.
+
         Args:
             progress: called to report progress.
 
@@ -140,21 +145,30 @@ class EvaluationPlan:
                 cluster=cluster,
                 scoring_temperature=config.policy.generation.temperature,
             )
-            parts = builder.start(samples=True)
-            assert parts.generation is not None
-            if self.given is not None and self.given.is_checkpoint:
-                parts.policy.load_checkpoint(self.given.weights)
-            weights = builder.weights(parts.policy, parts.generation, self.tokenizer)
-            weights.sync()
+            generation, environments, weights = self._start(builder)
             progress("starting", 1, 1)
-            synced = Weights(
-                given=self.given,
-                version=None if self.given is not None and self.given.is_checkpoint else parts.generation.weight_version,
-                fingerprint=parts.generation.weight_fingerprint(),
-                transport=weights.transport_name,
-            )
-            collector = make_collector(config, parts.generation, parts.environments, self.tokenizer, self.tools)
-            return EvaluationResult(weights=synced, passes=[self._run_mode(collector, mode, progress) for mode in self.modes])
+            collector = make_collector(config, generation, environments, self.tokenizer, self.tools)
+            return EvaluationResult(weights=weights, passes=[self._run_mode(collector, mode, progress) for mode in self.modes])
+
+    def _start(self, builder: Builder) -> tuple[GenerationInterface, Mapping[str, EnvironmentInterface], Weights]:
+        section = builder.run.policy.generation
+        assert section is not None
+        if declares_own_weights(section, builder.registry):
+            own = Weights(given=None, version=None, fingerprint=None, transport=None)
+            return builder.generation(), builder.environments(), own
+        parts = builder.start(samples=True)
+        assert parts.generation is not None
+        if self.given is not None and self.given.is_checkpoint:
+            parts.policy.load_checkpoint(self.given.weights)
+        weights = builder.weights(parts.policy, parts.generation, self.tokenizer)
+        weights.sync()
+        synced = Weights(
+            given=self.given,
+            version=None if self.given is not None and self.given.is_checkpoint else parts.generation.weight_version,
+            fingerprint=parts.generation.weight_fingerprint(),
+            transport=weights.transport_name,
+        )
+        return parts.generation, parts.environments, synced
 
     def _run_mode(self, collector: Collector, mode: EvalMode, progress: ProgressCallback) -> Pass:
         started = time.perf_counter()
@@ -226,6 +240,7 @@ def plan_evaluation(
     loaded = load_config(config_path, overrides, registry=registry, for_training=False)
     config = loaded.run
     _check_requirements(config, validation_set)
+    _check_whose_weights(config, checkpoint, registry)
     modes = _eval_modes(config, samples=samples, greedy=greedy, ks=ks)
     tokenizer = load_policy_tokenizer(config.policy)
     source = _validation_data(config, validation_set, registry)
@@ -275,6 +290,15 @@ def _check_requirements(config: RunConfig, validation_set: str | None) -> None:
         raise ConfigError(
             "An evaluation samples and scores completions: the config needs `policy.generation` and a section in `env`, "
             "for example ++policy.generation.backend=hf and ++env.math.num_workers=1."
+        )
+
+
+def _check_whose_weights(config: RunConfig, checkpoint: Path | None, registry: Registry) -> None:
+    section = config.policy.generation
+    if checkpoint is not None and section is not None and declares_own_weights(section, registry):
+        raise ConfigError(
+            f"--checkpoint {checkpoint}: the engine {section.backend!r} has its own weights and cannot receive those of a "
+            "checkpoint. Remove --checkpoint, or choose another policy.generation.backend."
         )
 
 

@@ -72,6 +72,11 @@ def prompt_records(evaluated: EvaluationResult, plan: EvaluationPlan) -> Iterato
 
 def _weights(weights: Weights, plan: EvaluationPlan) -> dict[str, Any]:
     given = weights.given
+    if weights.transport is None:
+        engine = plan.loaded.run.policy.generation
+        assert engine is not None
+        unknown = dict.fromkeys(("step", "version", "fingerprint", "transport"))
+        return {"source": "engine", "path": engine.model_name or plan.loaded.run.policy.model_name, **unknown}
     return {
         "source": "config" if given is None else "checkpoint" if given.is_checkpoint else "model",
         "path": plan.loaded.run.policy.model_name if given is None else str(given.path),

@@ -35,6 +35,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.checks import section_conflicts
+from rl_train.config.own_weights_checks import own_weights_refused
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
@@ -260,6 +261,8 @@ class Trainer:
             algorithm.needs_rewards and algorithm.needs_generation
         ):
             raise ConfigError(f"{self.algorithm} does not use rewards: remove `reward_fns` and `reward_weights`.")
+        if self.generation is not None and self.generation.has_own_weights:
+            raise ConfigError(f"`generation`: {own_weights_refused(self.algorithm, type(self.generation).__name__)}")
         self._check_teacher()
         if "value" in algorithm.runtime_needs.companions and self.value is None:
             raise ConfigError(

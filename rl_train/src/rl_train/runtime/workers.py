@@ -205,10 +205,15 @@ class Builder:
             tokenizer: its vocabulary is used for canary prompts; None disables the canary.
 
         Raises:
-            ConfigError: no check would cover the tensors that this engine computes with.
+            ConfigError: no check would cover the tensors that this engine computes with, or it has its own weights.
         """
         section = self.run.policy.generation
         assert section is not None
+        if generation.has_own_weights:
+            raise ConfigError(
+                f"`policy.generation.backend: {section.backend}`: this engine has its own weights, so it cannot receive the "
+                "policy's. Choose another generation backend, or evaluate the engine with `rlcore eval`."
+            )
         engine_capabilities = capabilities_of(self.registry.find("generation", section.backend))
         calibration = CanaryCalibration()
         uses_canary = tokenizer is not None and self._uses_canary(section, digests_are_held=HELD_DIGESTS in engine_capabilities)
