@@ -1,14 +1,17 @@
-"""A served model: the addition model of the examples, by the Transformers engine in this process."""
+"""Served models: the addition model by the Transformers engine in this process, and an engine with scripted answers."""
 
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from rl_core.data.generation_io import Completion, to_output
 from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
-from rl_serve.served_model import started_model
+from rl_serve.served_model import ServedModel, started_model
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 
@@ -30,3 +33,78 @@ def engine(model):
 def client(model, engine):
     with TestClient(create_app(model, engine, limits=Limits())) as client:
         yield client
+
+
+HERMES = (
+    "{% for t in tools or [] %}{{ t | tojson + '\n' }}{% endfor %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}{% for c in m['tool_calls'] or [] %}"
+    "{{ '<tool_call>\n' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def byte_tokenizer():
+    """A tokenizer of bytes with a chat template that writes tool calls in the form of Hermes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = HERMES
+    return tokenizer
+
+
+class ScriptedGeneration:
+    """An engine whose completion is a function of the prompt's text, for tests of what the server does with completions."""
+
+    def __init__(self, tokenizer, answer):
+        self._tokenizer, self._answer = tokenizer, answer
+        self.prompts = []
+
+    def prepare_for_generation(self):
+        return True
+
+    async def generate_async(self, data, greedy=False):
+        for row, length in enumerate(data["input_lengths"].tolist()):
+            prompt = data["input_ids"][row, :length].tolist()
+            self.prompts.append(self._tokenizer.decode(prompt))
+            tokens = self._tokenizer(self._answer(self.prompts[-1]))["input_ids"] + [self._tokenizer.eos_token_id]
+            limit = int(data["max_new_tokens"][row])
+            completion = Completion(
+                prompt=prompt,
+                tokens=tokens[:limit],
+                logprobs=[-0.5] * len(tokens[:limit]),
+                truncated=len(tokens) > limit,
+                weight_version=3,
+            )
+            yield row, to_output([completion])
+
+
+@pytest.fixture
+def serve_scripted():
+    """Serves an engine that answers with a function of the prompt; returns a client and the engine."""
+    started = []
+
+    def serve(answer, **options):
+        tokenizer = byte_tokenizer()
+        generation = ScriptedGeneration(tokenizer, answer)
+        served = ServedModel(
+            name="scripted",
+            generation=generation,
+            tokenizer=tokenizer,
+            temperature=1.0,
+            top_p=1.0,
+            max_new_tokens=1000,
+            max_model_len=20_000,
+            vocab_size=len(tokenizer),
+        )
+        thread = EngineThread(generation)
+        client = TestClient(create_app(served, thread, limits=Limits(), **options))
+        started.append((thread, client))
+        client.__enter__()
+        return client, generation
+
+    yield serve
+    for thread, client in started:
+        client.__exit__(None, None, None)
+        thread.close()

@@ -13,6 +13,7 @@ from rl_serve.gate import Gate
 from rl_serve.sampling import Limits
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 REJECTED = [
     ("/v1/completions", {"prompt": ""}, "The prompt is empty: it must have at least one token."),
     ("/v1/completions", {"prompt": []}, "There is no prompt."),
@@ -30,12 +31,36 @@ REJECTED = [
     ("/v1/completions", {"prompt": "1", "logprobs": 5}, "logprobs: Input should be 0"),
     ("/v1/completions", {"prompt": "1", "echo": True, "best_of": 3}, "Unsupported: best_of, echo. Remove them."),
     ("/v1/completions", {"prompt": "1", "stream_options": {}}, "stream_options requires `stream: true`."),
-    ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "Unsupported: tools. Remove it."),
+    ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL]}, "This model does not support tools: no parser"),
+    ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tool 0 of tools is"),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools[0].function.name must have 1 to 64 letters",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools[0].function.strict needs constrained decoding",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"},
+        'tool_choice must be "auto" or',
+    ),
+    ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls must"),
+    ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "1"}]}, "messages[0].role is 'robot': expected one of"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content is required."),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "1", "tool_calls": [{"id": "a"}]}]},
+        "messages[0].tool_calls is not supported in a message of the role user.",
+    ),
     ("/v1/chat/completions", {"messages": []}, "messages: List should have at least 1 item"),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages[0]: content that is not text",
+        "messages[0] has a part of type 'text': only text is supported.",
     ),
     (
         "/v1/chat/completions",

@@ -8,6 +8,7 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,8 +16,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from rl_core.data.conversation_tokens import conversation_tokens, encode
+from rl_core.data.conversation_tokens import encode
 from rl_core.errors import DataError, RLCoreError
+from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
 from rl_serve.engine import EngineThread, SampledRow
 from rl_serve.errors import ApiError, answer_api_error
 from rl_serve.gate import Gate
@@ -70,6 +72,7 @@ class Routes:
 
     def __init__(self, model: ServedModel, engine: EngineThread, limits: Limits) -> None:
         self._model, self._engine, self._limits = model, engine, limits
+        self._chat = ChatFormat(model.tokenizer)
 
     async def health(self) -> dict[str, str]:
         """Whether the server runs."""
@@ -96,14 +99,24 @@ class Routes:
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens is the earlier name of max_completion_tokens: set one of them.", param="max_tokens")
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        plan = self._plan(body, [self._prompt_of(body)], max_tokens=most)
+        messages = read_messages([message.model_dump() for message in body.messages])
+        tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        plan = self._plan(body, [self._chat.prompt(messages, tools)], max_tokens=most)
         choices = self._format(plan, body, logprobs=body.logprobs)
+
+        def choice(index: int, row: SampledRow, *, key: str = "message") -> dict[str, Any]:
+            text = choices.text(index, row)
+            message = self._chat.answer(
+                row.token_ids, text, prompt=plan.prompts[0], messages=messages, tools=tools, complete=not row.truncated
+            )
+            return choices.message(index, row, message, key=key)
+
         if body.stream:
             head = ResponseHead.new("chatcmpl", "chat.completion.chunk", self._model.name)
-            return self._stream(plan, body, head, lambda index, row: choices.message(index, row, key="delta"))
+            return self._stream(plan, body, head, partial(choice, key="delta"))
         head = ResponseHead.new("chatcmpl", "chat.completion", self._model.name)
         rows = await self._sample_all(plan, request)
-        found = [choices.message(index, row) for index, row in sorted(rows.items())]
+        found = [choice(index, row) for index, row in sorted(rows.items())]
         return JSONResponse(head.body(found, usage=usage(plan, rows)))
 
     async def generate_tokens(self, body: GenerateTokensRequest, request: Request) -> Response:
@@ -165,18 +178,6 @@ class Routes:
         if isinstance(prompt[0], int):
             return [prompt]
         return [encode(one, self._model.tokenizer) if isinstance(one, str) else one for one in prompt]
-
-    def _prompt_of(self, body: ChatRequest) -> list[int]:
-        messages = []
-        for number, message in enumerate(body.messages):
-            if not isinstance(message.content, str) or message.model_extra:
-                what = ", ".join(message.model_extra or ()) or "content that is not text"
-                raise ApiError(400, f"messages[{number}]: {what} is not supported.", param=f"messages[{number}]")
-            messages.append({"role": message.role, "content": message.content})
-        try:
-            return conversation_tokens(messages, self._model.tokenizer, add_generation_prompt=True)
-        except DataError as error:
-            raise ApiError(400, f"The messages cannot be rendered: {error}", param="messages") from error
 
     async def _sample_all(self, plan: SamplingPlan, request: Request) -> dict[int, SampledRow]:
         """All completions, unless the client hangs up, which cancels them."""

@@ -18,14 +18,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "top_logprobs": (0,),
 }
 """Values with which an unsupported field changes nothing, besides null."""
@@ -132,6 +129,12 @@ class ChatRequest(SamplingRequest):
     """Maximum number of tokens of a completion; by default the server's limit."""
     logprobs: bool = False
     """Whether choices have the log-probability of each sampled token."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call; the chat template shows them."""
+    tool_choice: str | dict[str, Any] | None = None
+    """`auto`, the default, or `none`, which hides the tools from the model."""
+    parallel_tool_calls: bool | None = None
+    """Whether a message may have several calls; only true is supported."""
 
 
 class TokenSamplingParameters(BaseModel):

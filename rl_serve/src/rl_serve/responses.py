@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_serve.chat_format import AssistantMessage
 from rl_serve.engine import SampledRow
 from rl_serve.sampling import SamplingPlan
 
@@ -81,10 +82,14 @@ class ChoiceFormat:
             }
         return choice
 
-    def message(self, index: int, row: SampledRow, *, key: str = "message") -> dict[str, Any]:
-        """A choice of `/v1/chat/completions`; in a stream, `key` is "delta"."""
-        message = {"role": "assistant", "content": self.text(index, row)}
-        choice = {"index": index, key: message, **self._common(index, row)}
+    def message(self, index: int, row: SampledRow, message: AssistantMessage, *, key: str = "message") -> dict[str, Any]:
+        """A choice of `/v1/chat/completions`; in a stream, `key` is "delta", and calls are numbered."""
+        written = message.as_openai()
+        choice = {"index": index, key: written, **self._common(index, row)}
+        if message.tool_calls:
+            choice["finish_reason"] = "tool_calls"
+            if key == "delta":
+                written["tool_calls"] = [{"index": number, **call} for number, call in enumerate(written["tool_calls"])]
         if self.logprobs:
             choice["logprobs"] = {"content": self.token_logprobs(row), "refusal": None}
         return choice

@@ -1,0 +1,214 @@
+"""Renders conversations of OpenAI's API for a model, with tools, and reads the model's messages and their tool calls.
+
+Independent of the endpoint: whatever answers conversations with sampled tokens may use it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rl_core.data.chat_template import ROLES
+from rl_core.data.conversation_tokens import conversation_tokens
+from rl_core.data.tool_calls import read_tools
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.messages import ToolCall, text_of
+from rl_serve.errors import ApiError
+from rl_train.tools.decoding import decode_answers
+from rl_train.tools.parsers import SampledMessage, ToolCallParser
+from rl_train.tools.selection import choose_parser, parse_message
+
+_IGNORED = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content", "tool_calls")
+"""Fields of messages that clients send back as they received them, and that change nothing if they are empty."""
+_FIELDS = {"assistant": ("name", "tool_calls"), "tool": ("name", "tool_call_id")}
+"""Fields of a message besides role and content, by role; other roles have `name`."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantMessage:
+    """A message of the model."""
+
+    content: str
+    """Its text, without the text of its calls."""
+    tool_calls: Sequence[ToolCall] = ()
+    """Its calls, each with an id that is unique in the conversation and with arguments as an object."""
+
+    def as_openai(self) -> dict[str, Any]:
+        """The message in OpenAI's form: arguments are JSON text, and the content is null if there are only calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [_call_as_openai(call) for call in self.tool_calls]
+        return message
+
+
+class ChatFormat:
+    """The chat format of one model.
+
+    Args:
+        tokenizer: the model's Transformers tokenizer.
+        tool_parser: name of a parser of tool calls, or the dotted path of its class; chosen by the chat template if None.
+    """
+
+    def __init__(self, tokenizer: Any, *, tool_parser: str | None = None) -> None:
+        self._tokenizer, self._parser_name = tokenizer, tool_parser
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[int]:
+        """Token ids of a conversation, up to the header of the model's next message.
+
+        Args:
+            messages: from `read_messages`.
+            tools: from `read_offered_tools`.
+
+        Raises:
+            ApiError: the chat template cannot render the conversation, or the model has no format for tool calls.
+        """
+        if tools:
+            _ = self._parser
+        try:
+            return conversation_tokens(messages, self._tokenizer, add_generation_prompt=True, tools=list(tools or ()) or None)
+        except DataError as error:
+            param = "tools" if tools else "messages"
+            raise ApiError(400, f"The messages cannot be rendered: {error}.", param=param) from error
+
+    def answer(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        *,
+        prompt: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        complete: bool = True,
+    ) -> AssistantMessage:
+        """The message that the model sampled.
+
+        Without tools, or if a call cannot be read, the whole text is the content. A message that a length limit cut off has no
+        calls, because a call in it may be incomplete.
+
+        Args:
+            token_ids: sampled tokens.
+            text: their text without special tokens, and without a stop string.
+            prompt: the tokens before them.
+            messages: the conversation before this message.
+            tools: the functions that the model was shown.
+            complete: whether the message was not cut off.
+        """
+        if not tools or not complete:
+            return AssistantMessage(content=text)
+        [decoded] = decode_answers(self._tokenizer, [torch.tensor(list(token_ids), dtype=torch.int64)])
+        sampled = SampledMessage(text=decoded, token_ids=list(token_ids), prompt_ids=list(prompt), tools=list(tools))
+        parsed = parse_message(self._parser, sampled, messages)
+        if not parsed.calls or any(call.get("error") for call in parsed.calls):
+            return AssistantMessage(content=text)
+        return AssistantMessage(content=parsed.content, tool_calls=parsed.calls)
+
+    @cached_property
+    def _parser(self) -> ToolCallParser:
+        try:
+            return choose_parser(self._tokenizer, self._parser_name)
+        except ConfigError as error:
+            raise ApiError(
+                400,
+                "This model does not support tools: no parser of tool calls fits its chat template.",
+                param="tools",
+                code="unsupported_parameter",
+            ) from error
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a request for `ChatFormat`: content is text, and unset fields are left out.
+
+    Raises:
+        ApiError: a message has content that is not text, or a field that would be ignored.
+    """
+    return [_read_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def read_offered_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool | None) -> list[dict[str, Any]]:
+    """The functions that the model is shown; empty with `tool_choice: "none"`.
+
+    Raises:
+        ApiError: a function is invalid, or a choice that would require constrained decoding.
+    """
+    try:
+        read = read_tools(tools, "tools") if tools is None or isinstance(tools, list) else _refuse_text(tools)
+    except DataError as error:
+        raise ApiError(400, f"{error}.", param="tools") from error
+    for number, tool in enumerate(read):
+        function = tool["function"]
+        if not _NAME.fullmatch(function["name"]):
+            raise ApiError(
+                400,
+                f"tools[{number}].function.name must have 1 to 64 letters, digits, points, dashes and underscores.",
+                param="tools",
+            )
+        if function.get("strict"):
+            raise ApiError(
+                400,
+                f"tools[{number}].function.strict needs constrained decoding, which is not supported. Remove it.",
+                param="tools",
+                code="unsupported_value",
+            )
+    if tool_choice not in (None, "auto", "none"):
+        raise ApiError(
+            400,
+            'tool_choice must be "auto" or "none": other choices need constrained decoding, which is not supported.',
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    if read and tool_choice != "none" and parallel_tool_calls is False:
+        raise ApiError(
+            400,
+            "parallel_tool_calls must be true: one call per message needs constrained decoding, which is not supported.",
+            param="parallel_tool_calls",
+            code="unsupported_value",
+        )
+    return [] if tool_choice == "none" else read
+
+
+def _refuse_text(tools: Any) -> list[Any]:
+    raise DataError(f"tools is {type(tools).__name__}: expected a list of functions")
+
+
+def _read_message(message: Mapping[str, Any], what: str) -> dict[str, Any]:
+    role = message["role"]
+    if role not in ROLES:
+        raise ApiError(400, f"{what}.role is {role!r}: expected one of {', '.join(ROLES)}.", param=f"{what}.role")
+    content = message.get("content")
+    read: dict[str, Any] = {"role": role, "content": ""}
+    if content is not None:
+        try:
+            read["content"] = text_of(content, what)
+        except DataError as error:
+            raise ApiError(400, f"{error}.", param=f"{what}.content") from error
+    elif not message.get("tool_calls"):
+        raise ApiError(400, f"{what}.content is required.", param=f"{what}.content")
+    for name, value in message.items():
+        if name not in ("role", "content") and value is not None and not (name in _IGNORED and not value):
+            read[name] = _field(name, value, role, f"{what}.{name}")
+    return read
+
+
+def _field(name: str, value: Any, role: str, what: str) -> Any:
+    if name not in _FIELDS.get(role, ("name",)):
+        raise ApiError(400, f"{what} is not supported in a message of the role {role}.", param=what)
+    if name != "tool_calls" and not isinstance(value, str):
+        raise ApiError(400, f"{what} must be a string.", param=what)
+    return value
+
+
+def _call_as_openai(call: ToolCall) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)},
+    }
