@@ -48,6 +48,19 @@ def test_problems_depend_only_on_the_task_its_settings_the_seed_and_the_index():
     assert len(ReasoningGymDataset({**settings, "system_prompt": None})[0]["messages"]) == 1
 
 
+@pytest.mark.parametrize("task", ["leg_counting", "countdown", "chain_sum"])
+def test_datasets_of_neighbouring_seeds_share_no_problems(task):
+    params = {"min_digits": 9, "max_digits": 9} if task == "chain_sum" else {}
+    problems = [
+        {
+            ReasoningGymDataset({"task": task, "params": params, "num_samples": 50, "seed": seed})[i]["messages"][-1]["content"]
+            for i in range(50)
+        }
+        for seed in (0, 1)
+    ]
+    assert not problems[0] & problems[1]
+
+
 def test_the_last_tagged_answer_is_scored():
     assert read_answer("<answer>1</answer> no: <answer>\n2 </answer>", "answer") == "2"
     assert read_answer("2", "answer") is None

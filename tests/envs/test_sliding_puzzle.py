@@ -47,6 +47,20 @@ def test_a_record_depends_only_on_the_seed_and_its_index():
     assert shown(first[0]["extra_env_info"]["board"]) in first[0]["messages"][0]["content"]
 
 
+def test_no_board_is_in_both_splits():
+    boards = {
+        split: [
+            repr(record["extra_env_info"]["board"])
+            for record in SlidingPuzzleDataset({"num_samples": 300, "max_shuffles": 6, "split": split})
+        ]
+        for split in ("train", "validation")
+    }
+    assert not set(boards["train"]) & set(boards["validation"])
+    assert 3 * len(set(boards["validation"])) < len(set(boards["train"]))
+    with pytest.raises(ConfigError, match="validation split has no board with 1 shuffles"):
+        SlidingPuzzleDataset({"size": 2, "max_shuffles": 1, "split": "validation"})[0]
+
+
 @pytest.mark.parametrize("form", ["<move>{way}</move>", "I think.\n<move> {tile} </move>", "{tile}"])
 def test_the_solution_of_a_board_wins_the_game(form):
     data = SlidingPuzzleDataset({"num_samples": 5})

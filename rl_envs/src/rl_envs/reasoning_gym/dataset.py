@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,9 @@ class ReasoningGymDataset(Dataset):
 
     def __init__(self, config: ReasoningGymDatasetConfig | Mapping[str, Any] | None = None) -> None:
         self.config = read_section(ReasoningGymDatasetConfig, config)
-        self._task = make_task(self.config.task, self.config.params, seed=self.config.seed, size=self.config.num_samples)
+        self._task = make_task(
+            self.config.task, self.config.params, seed=_generator_seed(self.config.seed), size=self.config.num_samples
+        )
 
     def __len__(self) -> int:
         return self.config.num_samples
@@ -50,3 +53,12 @@ class ReasoningGymDataset(Dataset):
             },
             "task_name": config.task_name or TASK,
         }
+
+
+def _generator_seed(seed: int) -> int:
+    """The seed of the task's generator, 31 bits.
+
+    Reasoning Gym generates problem i from `seed + i`. Problem i of seed 1 would be problem i + 1 of seed 0, so that validation
+    data of another seed would be training data. Hashed seeds are far apart.
+    """
+    return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest()) >> 1

@@ -36,5 +36,7 @@ class SlidingPuzzleDatasetConfig(DatasetConfig):
     """Minimum number of moves between a board and the solved one; an upper bound on the moves that are needed."""
     max_shuffles: int = Field(default=4, ge=1)
     """Maximum number of those moves. The number is drawn from the range with equal probability."""
+    split: Literal["train", "validation"] | None = None
+    """Which boards to draw. One board in eight is reserved for validation, by a hash of the board. Null: all boards."""
     seed: int = 0
-    """Random seed. Record i depends only on the seed, the size, the range of shuffles and i."""
+    """Random seed. Record i depends only on the seed, the size, the split, the range of shuffles and i."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 from rl_core.errors import ConfigError
 from rl_core.interfaces.dataset import Dataset, Record
 from rl_envs.config import read_section
-from rl_envs.sliding_puzzle.board import shown, shuffled
+from rl_envs.sliding_puzzle.board import Board, shown, shuffled
 from rl_envs.sliding_puzzle.config import SlidingPuzzleDatasetConfig
 
 TASK = "sliding_puzzle"
+HELD_OUT = 8
+"""One in this many boards is reserved for validation."""
+_MOST_DRAWS = 10_000
+"""Maximum draws to find a board of the split."""
 QUESTION = (
     "Put the tiles of this board in order: 1 to {last} row by row, then the gap (_). In each turn, name one tile next to "
     "the gap to move it into the gap, or the direction in which a tile moves into it (up, down, left or right), as "
@@ -48,10 +53,23 @@ class SlidingPuzzleDataset(Dataset):
             raise IndexError(f"record {index} of {len(self)}")
         config = self.config
         draw = random.Random(f"{config.seed}/{index % len(self)}")
-        board = shuffled(config.size, draw.randint(config.min_shuffles, config.max_shuffles), draw)
+        board = self._board(draw)
         question = QUESTION.format(last=config.size**2 - 1, example=config.size, board=shown(board))
         return {
             "messages": [{"role": "user", "content": question}],
             "extra_env_info": {"board": board, "moves": 0, "illegal_moves": 0},
             "task_name": config.task_name or TASK,
         }
+
+    def _board(self, draw: random.Random) -> Board:
+        config = self.config
+        for _ in range(_MOST_DRAWS):
+            board = shuffled(config.size, draw.randint(config.min_shuffles, config.max_shuffles), draw)
+            if config.split is None or is_held_out(board) == (config.split == "validation"):
+                return board
+        raise ConfigError(f"The {config.split} split has no board with {config.max_shuffles} shuffles. Increase max_shuffles.")
+
+
+def is_held_out(board: Board) -> bool:
+    """Whether a board belongs to validation: a hash of its tiles, so that no board is in both splits."""
+    return hashlib.blake2b(repr(board).encode(), digest_size=8).digest()[0] % HELD_OUT == 0
