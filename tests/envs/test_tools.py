@@ -119,6 +119,16 @@ def test_the_final_answer_is_compared_like_mathematics_and_calls_are_counted(mad
     assert (metrics["tool_calls"], metrics["calls_exception"]) == (0.5, 1)
 
 
+def test_an_answer_next_to_a_call_after_the_last_turn_counts_neither_as_reward_nor_as_correct(made):
+    environment = made(max_tool_turns=1)
+    first = step_checked(environment, "tools", [called("1/2")], [{"expected_answer": "1/2"}])
+    both = [[{**message, "content": r"\boxed{0.5}"} for message in called("1/2")]]
+    last = step_checked(environment, "tools", both, first.metadata)
+    assert (last.terminateds.tolist(), last.rewards.tolist(), last.answers) == ([True], [0.0], [None])
+    metrics = metrics_checked(environment, "tools", {"extra_env_info": last.metadata})
+    assert (metrics["accuracy"], metrics["answered_frac"]) == (0.0, 0.0)
+
+
 def test_functions_by_path_become_tools(tmp_path, monkeypatch, made):
     (tmp_path / "my_own_tools.py").write_text('def shout(text: str) -> str:\n    """Shouts."""\n    return text.upper()\n')
     monkeypatch.syspath_prepend(tmp_path)

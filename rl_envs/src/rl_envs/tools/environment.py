@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any, ClassVar
 
-import torch
-
 from rl_core.config.tool_section import ToolEnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError
@@ -57,11 +55,12 @@ class ToolsEnvironment(ToolEnvironment):
 
     def finish(self, message_log_batch: list[Conversation], metadata: list[Any]) -> EnvironmentReturn:
         """Grade B answers; every row ends."""
+        # A message that still calls tools is no answer, even with a box: it is graded as an empty one.
+        answers: list[Conversation] = [
+            [*log[:-1], {**log[-1], "content": ""}] if log[-1].get("tool_calls") else log for log in message_log_batch
+        ]
         with self._grading:
-            graded = self._math.step(message_log_batch, metadata)
-        assert isinstance(graded.rewards, torch.Tensor)
-        calls_tools = torch.tensor([bool(log[-1].get("tool_calls")) for log in message_log_batch])
-        return graded._replace(rewards=graded.rewards.masked_fill(calls_tools, 0.0))
+            return self._math.step(answers, metadata)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
